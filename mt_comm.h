@@ -1,0 +1,2116 @@
+/* mt_comm.h - the ground floor of megatron.h: contexts, communicators, collectives, the conjugates f and g.
+
+   Do this:
+       #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
+       #include "megatron.h"                // or only "mt_comm.h", when you need no more than this floor
+   and, in every other file, the #include alone. C99 or C++11; POSIX threads (-lpthread -lm).
+
+   A group of ranks, as threads of this process, that sums a vector:
+       static mt_status rank_main(mt_comm *world, void *user) {
+           float x[4] = {1, 2, 3, 4};
+           mt_context *ctx; MT_TRY(mt_context_create(world, NULL, &ctx));
+           mt_status s = mt_all_reduce(ctx, world, x, x, 4, MT_F32, MT_SUM);
+           mt_context_destroy(ctx); return s; }
+       int main(void) { mt_launch_desc d = {2}; return mt_launch(&d, rank_main, NULL); }
+
+   It does not: start processes, cross machines (yet), spin while it waits for long, keep global state, exit or abort.
+
+   Config macros, all optional, read by the implementation only (no macro changes a public struct):
+       MT_API              linkage of the public functions (default: extern)
+       MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
+       MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
+
+   Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values is
+   kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
+   A call that fails for its arguments changes nothing.
+
+   Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
+   collectives in the same order. Two contexts in one process do not see each other.
+
+   Find a room of the implementation with grep: >>status >>context >>local >>collectives >>conjugates >>launch            */
+
+#ifndef MT_COMM_H
+#define MT_COMM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#ifndef MT_API
+#define MT_API extern
+#endif
+
+/* ---- status ------------------------------------------------------------------------------------------------------- */
+
+#define MT_STATUS_LIST(X)                                                                                              \
+    X(MT_SUCCESS, 0, "success")                                                                                        \
+    X(MT_ERR_ARGUMENT, -1, "invalid argument")                                                                         \
+    X(MT_ERR_SHAPE, -2, "shapes do not fit together")                                                                  \
+    X(MT_ERR_DTYPE, -3, "data type not accepted here")                                                                 \
+    X(MT_ERR_UNSUPPORTED, -4, "not built or not supported")                                                            \
+    X(MT_ERR_MEMORY, -5, "out of memory")                                                                              \
+    X(MT_ERR_DATA, -6, "data out of range")                                                                            \
+    X(MT_ERR_MISMATCH, -7, "ranks issued different collectives")                                                       \
+    X(MT_ERR_TIMEOUT, -8, "a rank did not arrive in time")                                                             \
+    X(MT_ERR_PEER, -9, "a peer rank is gone or failed")                                                                \
+    X(MT_ERR_IO, -10, "input/output error")                                                                            \
+    X(MT_ERR_SYSTEM, -11, "an operating system call failed")
+
+#define MTI_STATUS_ENUM(name, value, text) name = value,
+typedef enum mt_status { MT_STATUS_LIST(MTI_STATUS_ENUM) } mt_status;
+#undef MTI_STATUS_ENUM
+
+/* Name ("MT_ERR_SHAPE") and meaning ("shapes do not fit together") of a status. Static strings, never NULL. */
+MT_API const char *mt_status_name(mt_status status);
+MT_API const char *mt_status_string(mt_status status);
+
+/* Returns from the calling function when `call` fails. For clean-up, keep the first error instead: MT_KEEP(first, call). */
+#define MT_TRY(call)                                                                                                   \
+    do {                                                                                                               \
+        mt_status mt_try_status_ = (call);                                                                             \
+        if (mt_try_status_ != MT_SUCCESS) return mt_try_status_;                                                       \
+    } while (0)
+#define MT_KEEP(first, call)                                                                                           \
+    do {                                                                                                               \
+        mt_status mt_keep_status_ = (call);                                                                            \
+        if ((first) == MT_SUCCESS) (first) = mt_keep_status_;                                                          \
+    } while (0)
+
+/* ---- data types and tensor views ---------------------------------------------------------------------------------- */
+
+/* MT_BF16 and MT_F16 are declared and refused with MT_ERR_UNSUPPORTED until built. MT_I32 moves and reduces;
+   MT_U8 moves only (broadcast, gather, send). */
+typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
+
+MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for a value that is no mt_dtype */
+MT_API const char *mt_dtype_name(mt_dtype dtype); /* "f32" */
+
+/* A view of a row-major matrix that somebody else owns: element (i, j) is data[i * ld + j]. Activations are
+   [tokens, features]; weights are [out_features, in_features], as in PyTorch; a vector is one row. */
+typedef struct mt_tensor {
+    void *data;
+    int64_t rows, cols;
+    int64_t ld; /* leading dimension in elements, >= cols; 0 means cols */
+    mt_dtype dtype;
+} mt_tensor;
+
+MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols);
+MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols);
+MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count); /* rows [first, first + count) of t, no copy */
+MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count); /* columns [first, first + count), no copy */
+
+/* ---- context: device, allocator, logger, arena -------------------------------------------------------------------- */
+
+/* MT_DEVICE_META computes shapes, memory and communication but touches no data (as PyTorch's "meta" device): run one
+   training step on it to learn exactly what that step needs. Pointers handed out on it must not be dereferenced. */
+typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
+
+/* Both or neither. alloc returns memory aligned to `alignment` (a power of two), or NULL. */
+typedef struct mt_allocator {
+    void *(*alloc)(void *user, size_t bytes, size_t alignment);
+    void (*free)(void *user, void *ptr, size_t bytes);
+    void *user;
+} mt_allocator;
+
+typedef enum mt_log_level { MT_LOG_ERROR = 0, MT_LOG_WARNING = 1, MT_LOG_INFO = 2 } mt_log_level;
+
+/* message is one sentence without a newline, valid during the call only. Called on the thread of the rank it concerns. */
+typedef struct mt_logger {
+    void (*log)(void *user, mt_log_level level, const char *message);
+    void *user;
+} mt_logger;
+
+typedef struct mt_context mt_context; /* opaque */
+typedef struct mt_comm mt_comm;       /* opaque */
+
+#define MT_ARENA_DEFAULT ((size_t)256 << 20)
+
+/* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. */
+typedef struct mt_context_desc {
+    size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
+    mt_device device;
+    int threads;            /* threads of the GEMM library on this rank; 0: 1. More than 1 only for a rank with idle cores */
+    mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
+    mt_logger logger;       /* {NULL} means silent */
+} mt_context_desc;
+
+/* Creates a context. world: the communicator this rank was started with; errors are also kept there, so that mt_launch
+   can print them; may be NULL (one rank, no launcher) and must outlive the context. desc may be NULL (all defaults).
+   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built), MT_ERR_MEMORY. */
+MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out);
+MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
+MT_API mt_device mt_context_device(const mt_context *ctx);
+
+/* The sentence that belongs to the last error of a call on ctx, or "" when there was none. Owned by ctx. */
+MT_API const char *mt_last_error(const mt_context *ctx);
+
+/* Memory from the context's allocator, outside the arena, zero-filled, 64-byte aligned; the caller frees it with the same
+   size. On MT_DEVICE_META it is only counted. For creating things; nothing of this library allocates afterwards. */
+MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out);
+MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes);
+MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc (arena not counted) */
+
+/* The arena is a stack of bytes. mark, allocate, work, release(mark). What is allocated is 64-byte aligned and not
+   initialised. When full: MT_ERR_MEMORY, and a sentence that says how many bytes would have been enough so far. */
+MT_API size_t mt_arena_mark(const mt_context *ctx);
+MT_API void mt_arena_release(mt_context *ctx, size_t mark);
+MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out);
+MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, mt_tensor *out);
+MT_API size_t mt_arena_peak(const mt_context *ctx);  /* largest number of bytes ever in use */
+MT_API void mt_arena_reset_peak(mt_context *ctx);    /* peak = what is in use now */
+
+/* ---- communicators ------------------------------------------------------------------------------------------------ */
+
+#define MT_TIMEOUT_DEFAULT 600.0 /* seconds */
+
+/* `ranks` communicators that form one group inside this process (as ncclCommInitAll): comms[r] is for the thread that
+   is rank r. timeout_s <= 0 means MT_TIMEOUT_DEFAULT. ranks == 1 gives a group of one, in which every collective is free. */
+MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms);
+
+/* A communicator without peers for MT_DEVICE_META contexts: collectives check their arguments and fill the ledger. */
+MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
+
+/* Collective over comm, as MPI_Comm_split: ranks with the same color form a group, ordered by key, then by rank in comm.
+   color < 0: *out = NULL. On a meta communicator use mt_comm_create_meta instead. The timeout is inherited. */
+MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
+
+/* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks. */
+MT_API void mt_comm_destroy(mt_comm *comm);
+
+MT_API int mt_comm_rank(const mt_comm *comm);
+MT_API int mt_comm_size(const mt_comm *comm);
+MT_API int mt_comm_is_meta(const mt_comm *comm);
+MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* for messages, e.g. "tensor"; at most 15 characters kept */
+MT_API const char *mt_comm_name(const mt_comm *comm);
+MT_API const char *mt_comm_last_error(const mt_comm *comm);
+
+/* ---- the ledger: what a communicator was asked to move ------------------------------------------------------------ */
+
+typedef enum mt_collective {
+    MT_ALL_REDUCE = 0,
+    MT_ALL_GATHER = 1,
+    MT_REDUCE_SCATTER = 2,
+    MT_BROADCAST = 3,
+    MT_SEND = 4,
+    MT_RECV = 5,
+    MT_BARRIER = 6,
+    MT_COLLECTIVE_COUNT = 7
+} mt_collective;
+
+MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce" */
+
+/* Calls and bytes per kind since creation or reset. bytes counts the whole logical tensor of a call: count * element size
+   for all_reduce, broadcast, send and recv; size * sendcount for all_gather; size * recvcount for reduce_scatter. A group
+   of one never communicates: its ledger stays zero. */
+typedef struct mt_ledger {
+    uint64_t calls[MT_COLLECTIVE_COUNT];
+    uint64_t bytes[MT_COLLECTIVE_COUNT];
+} mt_ledger;
+
+MT_API mt_ledger mt_comm_ledger(const mt_comm *comm);
+MT_API void mt_comm_ledger_reset(mt_comm *comm);
+
+/* ---- collectives -------------------------------------------------------------------------------------------------- */
+
+/* In place or out of place, by NCCL's rule: all_reduce and broadcast in place when sendbuf == recvbuf; all_gather when
+   sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount. Other overlaps are
+   not allowed. Counts are in elements. Reductions add in one fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the
+   same inputs give the same bits on every rank, always.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), MT_ERR_UNSUPPORTED (bf16, f16), and between ranks:
+   MT_ERR_MISMATCH (ranks called different things), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER (a rank left
+   the group or failed). Those three reach every rank of the group, name the ranks and their calls, and leave the
+   communicator good only for mt_comm_destroy. */
+typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
+
+MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype, mt_op op);
+MT_API mt_status mt_all_gather(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t sendcount,
+                               mt_dtype dtype);
+MT_API mt_status mt_reduce_scatter(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t recvcount,
+                                   mt_dtype dtype, mt_op op);
+MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                              mt_dtype dtype, int root);
+MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
+
+/* Point to point; returns when the buffers may be reused. mt_send_recv sends to dst and receives from src at the same
+   time, so that rings and pipelines do not deadlock; dst or src may be -1 for "none" (its count is then ignored). */
+MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
+MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
+MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
+                              void *recvbuf, size_t recvcount, int src, mt_dtype dtype);
+
+/* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) ----------------- */
+
+/* Every region function works on contiguous views (ld == cols). In a group of one each is free: in-place ones do nothing,
+   the others copy only when input and output are different memory. Names are Megatron's; backward takes gradients.
+
+   f, copy_to_tensor_region:       forward identity, backward all-reduce, in place.
+   g, reduce_from_tensor_region:   forward all-reduce, in place, backward identity.
+   The identities do nothing; they are there so that a block reads like the paper. */
+MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x);
+MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx);
+MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y);
+MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy);
+
+/* Last dimension. scatter: x [tokens, features] -> y [tokens, features / size], this rank's columns; its backward gathers.
+   gather is its conjugate: x [tokens, features / size] -> y [tokens, features]; its backward scatters. */
+MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
+
+/* First dimension (tokens), for sequence parallelism.
+   scatter:         x [tokens, h] -> y [tokens / size, h], no communication;      backward: gather.
+   gather:          x [tokens / size, h] -> y [tokens, h], all-gather;            backward: reduce_scatter (tensor region)
+                                                                                  or scatter (replicated region).
+   reduce_scatter:  x [tokens, h] partial sums -> y [tokens / size, h];           backward: gather. */
+MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
+
+/* ---- launch: ranks as threads of this process --------------------------------------------------------------------- */
+
+/* Zero-initialised means: one rank, pinned, MT_TIMEOUT_DEFAULT, errors to stderr. */
+typedef struct mt_launch_desc {
+    int ranks;          /* 0: 1 */
+    int no_pinning;     /* 1: leave threads to the scheduler; by default rank r is pinned to the r-th allowed core when the
+                           process is allowed at least as many cores as there are ranks and there are two or more ranks */
+    double timeout_s;   /* of every communicator; 0: MT_TIMEOUT_DEFAULT */
+    mt_logger logger;   /* gets one sentence per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
+} mt_launch_desc;
+
+/* world belongs to the launcher and ends with the rank's function. */
+typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
+
+/* Runs rank_main once per rank, each on a thread of its own, and waits for all of them. A rank that returns while others
+   wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or the status of the lowest rank that failed by itself (not
+   merely because a peer did). desc may be NULL. */
+MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MT_COMM_H */
+
+/* ================================================== the API ends here ============================================== */
+
+#if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_COMM_IMPLEMENTED)
+#define MT_COMM_IMPLEMENTED
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A strict -std=c99 hides these names of POSIX and Linux; C++ never does. */
+#if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
+int posix_memalign(void **ptr, size_t alignment, size_t bytes);
+#if defined(__linux__)
+long syscall(long number, ...);
+#endif
+#endif
+
+/* macOS and strict -std=c99 cannot wait on the monotonic clock. */
+#if defined(_POSIX_C_SOURCE) && _POSIX_C_SOURCE >= 200112L && defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
+#define MTI_MONOTONIC 1
+#else
+#define MTI_MONOTONIC 0
+#endif
+
+#define MTI_ERROR_BYTES 1024
+#define MTI_ALIGNMENT ((size_t)64)
+
+struct mt_context {
+    mt_device device;
+    int threads;
+    mt_comm *world;
+    mt_allocator allocator;
+    mt_logger logger;
+    unsigned char *arena;
+    size_t arena_bytes, arena_used, arena_peak, allocated;
+    char error[MTI_ERROR_BYTES];
+};
+
+static size_t mti_align_up(size_t bytes) { return (bytes + MTI_ALIGNMENT - 1) / MTI_ALIGNMENT * MTI_ALIGNMENT; }
+
+/* ---- >>status ----------------------------------------------------------------------------------------------------- */
+
+#define MTI_STATUS_NAME(name, value, text) case name: return #name;
+#define MTI_STATUS_TEXT(name, value, text) case name: return text;
+
+MT_API const char *mt_status_name(mt_status status) {
+    switch (status) { MT_STATUS_LIST(MTI_STATUS_NAME) }
+    return "MT_ERR_?";
+}
+
+MT_API const char *mt_status_string(mt_status status) {
+    switch (status) { MT_STATUS_LIST(MTI_STATUS_TEXT) }
+    return "no such status";
+}
+
+#undef MTI_STATUS_NAME
+#undef MTI_STATUS_TEXT
+
+MT_API size_t mt_dtype_size(mt_dtype dtype) {
+    switch (dtype) {
+    case MT_F32: return 4;
+    case MT_BF16: return 2;
+    case MT_F16: return 2;
+    case MT_I32: return 4;
+    case MT_U8: return 1;
+    }
+    return 0;
+}
+
+MT_API const char *mt_dtype_name(mt_dtype dtype) {
+    switch (dtype) {
+    case MT_F32: return "f32";
+    case MT_BF16: return "bf16";
+    case MT_F16: return "f16";
+    case MT_I32: return "i32";
+    case MT_U8: return "u8";
+    }
+    return "no such dtype";
+}
+
+/* ---- >>context ---------------------------------------------------------------------------------------------------- */
+
+static void mti_comm_keep_error(mt_comm *comm, const char *text); /* >>local */
+
+/* Keeps a sentence as the context's (and its world's) last error, logs it, and returns `status`. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static mt_status mti_fail(mt_context *ctx, mt_status status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(ctx->error, sizeof ctx->error, format, args);
+    va_end(args);
+    if (ctx->world) mti_comm_keep_error(ctx->world, ctx->error);
+    if (ctx->logger.log) ctx->logger.log(ctx->logger.user, MT_LOG_ERROR, ctx->error);
+    return status;
+}
+
+static void *mti_default_alloc(void *user, size_t bytes, size_t alignment) {
+    void *ptr = NULL;
+    (void)user;
+    return posix_memalign(&ptr, alignment, bytes) == 0 ? ptr : NULL;
+}
+
+static void mti_default_free(void *user, void *ptr, size_t bytes) {
+    (void)user;
+    (void)bytes;
+    free(ptr);
+}
+
+/* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
+static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MTI_ALIGNMENT + offset); }
+
+/* Where creation fails there is no context yet to keep the sentence: it goes to the world and to the logger. */
+static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
+    if (world) mti_comm_keep_error(world, text);
+    if (desc && desc->logger.log) desc->logger.log(desc->logger.user, MT_LOG_ERROR, text);
+    return status;
+}
+
+static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
+    char text[128];
+    if (desc->device != MT_DEVICE_CPU && desc->device != MT_DEVICE_META) {
+        snprintf(text, sizeof text, "mt_context_create: device %d is not built into this program (built: 0 CPU, 2 META)",
+                 (int)desc->device);
+        return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
+    }
+    if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
+                                  "mt_context_create: the allocator needs both alloc and free, or neither");
+    if (desc->threads < 0) {
+        snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
+    mt_context_desc d;
+    mt_context *ctx;
+    if (!out) return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, "mt_context_create: out is NULL");
+    *out = NULL;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    MT_TRY(mti_context_check(world, &d));
+    if (!d.allocator.alloc) {
+        d.allocator.alloc = mti_default_alloc;
+        d.allocator.free = mti_default_free;
+    }
+    ctx = (mt_context *)d.allocator.alloc(d.allocator.user, sizeof *ctx, MTI_ALIGNMENT);
+    if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
+    memset(ctx, 0, sizeof *ctx);
+    ctx->device = d.device;
+    ctx->threads = d.threads ? d.threads : 1;
+    ctx->world = world;
+    ctx->allocator = d.allocator;
+    ctx->logger = d.logger;
+    ctx->arena_bytes = d.arena_bytes ? d.arena_bytes : MT_ARENA_DEFAULT;
+    if (d.device == MT_DEVICE_META) {
+        ctx->arena_bytes = SIZE_MAX / 2;
+        ctx->arena = mti_meta_address(0);
+    } else {
+        ctx->arena = (unsigned char *)d.allocator.alloc(d.allocator.user, ctx->arena_bytes, MTI_ALIGNMENT);
+    }
+    if (!ctx->arena) {
+        char text[128];
+        snprintf(text, sizeof text, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
+        d.allocator.free(d.allocator.user, ctx, sizeof *ctx);
+        return mti_context_refuse(world, &d, MT_ERR_MEMORY, text);
+    }
+    *out = ctx;
+    return MT_SUCCESS;
+}
+
+MT_API void mt_context_destroy(mt_context *ctx) {
+    mt_allocator allocator;
+    if (!ctx) return;
+    allocator = ctx->allocator;
+    if (ctx->device != MT_DEVICE_META) allocator.free(allocator.user, ctx->arena, ctx->arena_bytes);
+    allocator.free(allocator.user, ctx, sizeof *ctx);
+}
+
+MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx->device; }
+MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
+
+MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
+    size_t size = mti_align_up(bytes ? bytes : 1);
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
+    *out = NULL;
+    if (bytes > SIZE_MAX / 2) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes cannot be had", bytes);
+    if (ctx->device == MT_DEVICE_META) {
+        *out = mti_meta_address(ctx->allocated);
+    } else {
+        *out = ctx->allocator.alloc(ctx->allocator.user, size, MTI_ALIGNMENT);
+        if (!*out) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
+        memset(*out, 0, size);
+    }
+    ctx->allocated += size;
+    return MT_SUCCESS;
+}
+
+MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
+    size_t size = mti_align_up(bytes ? bytes : 1);
+    if (!ctx || !ptr) return;
+    if (ctx->device != MT_DEVICE_META) ctx->allocator.free(ctx->allocator.user, ptr, size);
+    ctx->allocated -= size;
+}
+
+MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx->allocated; }
+
+MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx->arena_used; }
+
+MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
+    if (mark < ctx->arena_used) ctx->arena_used = mark;
+}
+
+MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
+    size_t size = mti_align_up(bytes);
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_alloc: out is NULL");
+    *out = NULL;
+    if (size < bytes || size > ctx->arena_bytes - ctx->arena_used)
+        return mti_fail(ctx, MT_ERR_MEMORY,
+                        "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
+                        "least %zu, or release a mark",
+                        bytes, ctx->arena_used, ctx->arena_bytes, ctx->arena_used + size);
+    *out = ctx->arena + ctx->arena_used;
+    ctx->arena_used += size;
+    if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, mt_tensor *out) {
+    void *data = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out || rows < 0 || cols < 0 || (cols > 0 && rows > INT64_MAX / 8 / cols))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_tensor: out %s, shape [%lld, %lld]", out ? "given" : "NULL",
+                        (long long)rows, (long long)cols);
+    MT_TRY(mt_arena_alloc(ctx, (size_t)rows * (size_t)cols * mt_dtype_size(dtype), &data));
+    *out = mt_tensor_make(data, dtype, rows, cols);
+    return MT_SUCCESS;
+}
+
+MT_API size_t mt_arena_peak(const mt_context *ctx) { return ctx->arena_peak; }
+MT_API void mt_arena_reset_peak(mt_context *ctx) { ctx->arena_peak = ctx->arena_used; }
+
+MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols) {
+    mt_tensor t;
+    memcpy(&t.data, &data, sizeof data); /* a view does not say whether it will be written */
+    t.rows = rows;
+    t.cols = cols;
+    t.ld = cols;
+    t.dtype = dtype;
+    return t;
+}
+
+MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols) {
+    return mt_tensor_make(data, MT_F32, rows, cols);
+}
+
+static int64_t mti_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
+
+static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    t.ld = mti_ld(t);
+    t.data = (char *)t.data + (row * t.ld + col) * (int64_t)mt_dtype_size(t.dtype);
+    t.rows = rows;
+    t.cols = cols;
+    return t;
+}
+
+MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count) {
+    return mti_tensor_at(t, first, 0, count, t.cols);
+}
+
+MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
+    return mti_tensor_at(t, 0, first, t.rows, count);
+}
+
+/* ---- >>local ------------------------------------------------------------------------------------------------------ */
+
+/* Ranks are threads. A group is what they share: one word that counts arrivals, one slot per rank that says what the
+   rank calls and where its buffers lie, one mutex and condition variable for those that wait for long.
+
+   A collective: publish the call in the slot, arrive, wait for the others, compare all slots, move the data straight
+   between the callers' buffers, arrive again. Nobody passes the second meeting before everybody has finished reading,
+   so nothing is ever staged. Only the first meeting can fail; once it has succeeded every rank is inside the library
+   and will finish, so the second one needs no timeout, and a call that failed has touched nothing.
+
+   Point to point: the sender posts its buffer in its outbox and waits; the receiver copies from it and says so. */
+
+#define MTI_SPLIT 7     /* calls beyond mt_collective, for slots and sentences */
+#define MTI_SEND_RECV 8
+
+#define MTI_BROKEN ((uint64_t)1) /* group state: bit 0 broken, bits 1 to 15 arrivals, bits 16 to 63 meetings held */
+#define MTI_ARRIVAL ((uint64_t)2)
+#define MTI_GENERATION 16
+
+#define MTI_POSTED 1u /* outbox: the low three bits; above them the destination + 1 */
+#define MTI_TAKEN 2u  /* the receiver is copying: the sender must stay */
+#define MTI_DONE 3u
+#define MTI_REFUSED 4u
+
+#define MTI_OUTSIDE 0
+#define MTI_IN_COLLECTIVE 1
+#define MTI_IN_P2P 2
+
+#define MTI_SPIN_SECONDS 20e-6
+
+typedef struct mti_call {
+    int kind; /* mt_collective, MTI_SPLIT or MTI_SEND_RECV */
+    mt_dtype dtype;
+    mt_op op;
+    int root;   /* of a broadcast; destination of a send, -1: none */
+    int source; /* of a receive, -1: none */
+    size_t count, recvcount;
+    const void *send;
+    void *recv;
+    int color, key;
+} mti_call;
+
+typedef struct mti_slot {
+    uint64_t what, count, recvcount; /* the call, packed; atomic: others may read it at any time, for a sentence */
+    uint64_t outbox;
+    const char *left; /* why this rank will never come again; NULL: it is still there */
+    int inside;
+    const void *send; /* from here on valid between the two meetings of one call, or while the outbox is posted */
+    void *recv;
+    size_t send_count;
+    mt_dtype send_dtype;
+    int color, key;
+    mt_comm **family; /* split: the new group's communicators, made by its leader */
+} mti_slot;
+
+typedef struct mti_group {
+    uint64_t state;
+    unsigned char apart[56]; /* the word everybody spins on has a cache line of its own */
+    int sleepers, left_count, references;
+    int size;
+    int spin; /* the cores suffice for all ranks of the job */
+    double timeout;
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    unsigned char *slots;
+    mt_status why_broken;
+    char text[MTI_ERROR_BYTES];
+} mti_group;
+
+struct mti_rank;
+
+struct mt_comm {
+    mti_group *group; /* NULL: alone, or meta */
+    int rank, size, meta;
+    struct mti_rank *owner; /* the launched rank it belongs to, or NULL */
+    mt_comm *next;          /* in the owner's list of sub-communicators */
+    mt_ledger ledger;
+    char name[16];
+    char error[MTI_ERROR_BYTES];
+};
+
+/* A rank that mt_launch started. */
+typedef struct mti_rank {
+    mt_comm *world, *children;
+    mt_rank_function run;
+    void *user;
+    int rank, core, started; /* core < 0: not pinned */
+    mt_status status;
+    pthread_t thread;
+    char reason[MTI_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
+} mti_rank;
+
+typedef struct mti_text {
+    size_t used;
+    char data[MTI_ERROR_BYTES];
+} mti_text;
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+static void mti_say(mti_text *text, const char *format, ...) {
+    size_t left = sizeof text->data - text->used;
+    va_list args;
+    int n;
+    va_start(args, format);
+    n = vsnprintf(text->data + text->used, left, format, args);
+    va_end(args);
+    if (n > 0) text->used += (size_t)n < left ? (size_t)n : left - 1;
+}
+
+static void mti_comm_keep_error(mt_comm *comm, const char *text) {
+    size_t n = strlen(text);
+    if (n >= sizeof comm->error) n = sizeof comm->error - 1;
+    memmove(comm->error, text, n); /* text may be comm->error itself */
+    comm->error[n] = '\0';
+    if (comm->owner && comm->owner->world != comm) mti_comm_keep_error(comm->owner->world, text);
+}
+
+/* mti_fail for calls on a communicator, which keeps the sentence too; ctx and comm may be NULL. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 4, 5)))
+#endif
+static mt_status mti_refuse(mt_context *ctx, mt_comm *comm, mt_status status, const char *format, ...) {
+    char text[MTI_ERROR_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (comm) mti_comm_keep_error(comm, text);
+    return ctx ? mti_fail(ctx, status, "%s", text) : status;
+}
+
+/* -- clocks and cores -- */
+
+static double mti_now(void) {
+#if MTI_MONOTONIC
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#else
+    struct timeval t;
+    gettimeofday(&t, NULL);
+    return (double)t.tv_sec + 1e-6 * (double)t.tv_usec;
+#endif
+}
+
+static struct timespec mti_timespec(double seconds) {
+    struct timespec t;
+    double whole = seconds < 2e9 ? seconds : 2e9; /* fits a 32-bit time_t */
+    t.tv_sec = (time_t)whole;
+    t.tv_nsec = (long)(1e9 * (whole - (double)t.tv_sec));
+    return t;
+}
+
+static int mti_cond_init(pthread_cond_t *cond) {
+#if MTI_MONOTONIC
+    pthread_condattr_t attr;
+    int failed = pthread_condattr_init(&attr);
+    if (failed) return failed;
+    failed = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    if (!failed) failed = pthread_cond_init(cond, &attr);
+    pthread_condattr_destroy(&attr);
+    return failed;
+#else
+    return pthread_cond_init(cond, NULL);
+#endif
+}
+
+static void mti_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+#define MTI_MAX_RANKS 1024
+#define MTI_CORE_BYTES 1024 /* 8192 cores */
+#if defined(__linux__)
+#define MTI_CAN_PIN 1
+#else
+#define MTI_CAN_PIN 0
+#endif
+
+/* The number of cores this thread may run on; core[i], for i < limit, is the number of the i-th of them. */
+static int mti_allowed_cores(int *core, int limit) {
+    int found = 0;
+#if defined(__linux__)
+    unsigned char mask[MTI_CORE_BYTES];
+    int i;
+    long bytes = syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
+    for (i = 0; i < 8 * (int)bytes; i++) {
+        if (!(mask[i / 8] >> (i % 8) & 1)) continue; /* little endian, as all 64-bit Linux of today */
+        if (found < limit) core[found] = i;
+        found++;
+    }
+#else
+    (void)core;
+    (void)limit;
+    found = (int)sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return found > 0 ? found : 1;
+}
+
+static void mti_pin(int core) {
+#if defined(__linux__)
+    unsigned char mask[MTI_CORE_BYTES];
+    if (core < 0) return;
+    memset(mask, 0, sizeof mask);
+    mask[core / 8] = (unsigned char)(1u << (core % 8));
+    (void)syscall(SYS_sched_setaffinity, 0L, (long)sizeof mask, mask); /* a refusal costs speed only */
+#else
+    (void)core;
+#endif
+}
+
+/* -- groups -- */
+
+static mti_slot *mti_slot_of(const mti_group *g, int rank) {
+    return (mti_slot *)(void *)(g->slots + (size_t)rank * mti_align_up(sizeof(mti_slot)));
+}
+
+static mt_comm *mti_comm_new(int rank, int size, const char *name) {
+    mt_comm *comm = (mt_comm *)calloc(1, sizeof *comm);
+    if (!comm) return NULL;
+    comm->rank = rank;
+    comm->size = size;
+    mt_comm_set_name(comm, name);
+    return comm;
+}
+
+static void mti_group_release(mti_group *g) {
+    if (!g || __atomic_sub_fetch(&g->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    pthread_cond_destroy(&g->cond);
+    pthread_mutex_destroy(&g->mutex);
+    free(g->slots);
+    free(g);
+}
+
+static mti_group *mti_group_new(int size, double timeout, int spin) {
+    size_t bytes = (size_t)size * mti_align_up(sizeof(mti_slot));
+    mti_group *g = (mti_group *)mti_default_alloc(NULL, sizeof *g, MTI_ALIGNMENT);
+    unsigned char *slots = (unsigned char *)mti_default_alloc(NULL, bytes, MTI_ALIGNMENT);
+    int mutex = -1, cond = -1;
+    if (g && slots) {
+        memset(g, 0, sizeof *g);
+        memset(slots, 0, bytes);
+        mutex = pthread_mutex_init(&g->mutex, NULL);
+        cond = mutex ? -1 : mti_cond_init(&g->cond);
+    }
+    if (cond) {
+        if (!mutex) pthread_mutex_destroy(&g->mutex);
+        free(slots);
+        free(g);
+        return NULL;
+    }
+    g->size = size;
+    g->timeout = timeout;
+    g->spin = spin;
+    g->slots = slots;
+    g->references = size;
+    return g;
+}
+
+/* All communicators of a new group, or none of them. */
+static mt_status mti_family_new(int size, double timeout, int spin, const char *name, mt_comm **comms) {
+    mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
+    int r, made = 0;
+    if (size > 1 && !g) return MT_ERR_MEMORY;
+    while (made < size && (comms[made] = mti_comm_new(made, size, name)) != NULL) made++;
+    if (made < size) {
+        for (r = 0; r < made; r++) free(comms[r]);
+        if (g) g->references = 1;
+        mti_group_release(g);
+        return MT_ERR_MEMORY;
+    }
+    for (r = 0; r < size; r++) comms[r]->group = g;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms) {
+    int r, spin;
+    mt_status status;
+    if (!comms || ranks < 1 || ranks > MTI_MAX_RANKS || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
+    spin = ranks <= mti_allowed_cores(NULL, 0);
+    status = mti_family_new(ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, "world", comms);
+    for (r = 0; status != MT_SUCCESS && r < ranks; r++) comms[r] = NULL;
+    return status;
+}
+
+MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
+    if (!out) return MT_ERR_ARGUMENT;
+    *out = NULL;
+    if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
+    *out = mti_comm_new(rank, size, "meta");
+    if (!*out) return MT_ERR_MEMORY;
+    (*out)->meta = 1;
+    return MT_SUCCESS;
+}
+
+MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
+MT_API int mt_comm_size(const mt_comm *comm) { return comm ? comm->size : 1; }
+MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm ? comm->meta : 0; }
+MT_API const char *mt_comm_name(const mt_comm *comm) { return comm ? comm->name : ""; }
+MT_API const char *mt_comm_last_error(const mt_comm *comm) { return comm ? comm->error : "the communicator is NULL"; }
+
+MT_API void mt_comm_set_name(mt_comm *comm, const char *name) {
+    size_t n = name ? strlen(name) : 0;
+    if (!comm) return;
+    if (n >= sizeof comm->name) n = sizeof comm->name - 1;
+    if (n) memmove(comm->name, name, n);
+    comm->name[n] = '\0';
+}
+
+/* -- sentences -- */
+
+static void mti_publish(mt_comm *comm, const mti_call *call, int inside) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    uint64_t what = (uint64_t)(call->kind + 1) | (uint64_t)call->dtype << 8 | (uint64_t)call->op << 16 |
+                    (uint64_t)(call->root + 1) << 24 | (uint64_t)(call->source + 1) << 40;
+    __atomic_store_n(&slot->what, what, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->count, (uint64_t)call->count, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->recvcount, (uint64_t)call->recvcount, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->inside, inside, __ATOMIC_RELAXED);
+    slot->send = call->send;
+    slot->recv = call->recv;
+    slot->color = call->color;
+    slot->key = call->key;
+}
+
+static const char *mti_call_name(int kind) {
+    if (kind == MTI_SPLIT) return "split";
+    if (kind == MTI_SEND_RECV) return "send_recv";
+    return mt_collective_name((mt_collective)kind);
+}
+
+static const char *mti_op_name(uint64_t op) { return op == (uint64_t)MT_SUM ? "sum" : "max"; }
+
+static void mti_say_send_recv(mti_text *text, const mti_slot *slot, int to, int from, const char *dtype) {
+    unsigned long long count = __atomic_load_n(&slot->count, __ATOMIC_RELAXED);
+    unsigned long long recvcount = __atomic_load_n(&slot->recvcount, __ATOMIC_RELAXED);
+    mti_say(text, "send_recv(");
+    if (to >= 0) mti_say(text, "count %llu to rank %d, ", count, to);
+    if (from >= 0) mti_say(text, "count %llu from rank %d, ", recvcount, from);
+    mti_say(text, "%s)", dtype);
+}
+
+/* "all_reduce(count 4, f32, sum)" */
+static void mti_say_call(mti_text *text, const mti_slot *slot) {
+    uint64_t what = __atomic_load_n(&slot->what, __ATOMIC_RELAXED);
+    unsigned long long count = __atomic_load_n(&slot->count, __ATOMIC_RELAXED);
+    int kind = (int)(what & 255) - 1, root = (int)(what >> 24 & 0xffff) - 1, source = (int)(what >> 40 & 0xffff) - 1;
+    const char *dtype = mt_dtype_name((mt_dtype)(what >> 8 & 255)), *name = mti_call_name(kind);
+    switch (kind) {
+    case MT_ALL_REDUCE:
+    case MT_REDUCE_SCATTER:
+        mti_say(text, "%s(count %llu, %s, %s)", name, count, dtype, mti_op_name(what >> 16 & 255));
+        break;
+    case MT_ALL_GATHER: mti_say(text, "%s(count %llu, %s)", name, count, dtype); break;
+    case MT_BROADCAST: mti_say(text, "%s(count %llu, %s, root %d)", name, count, dtype, root); break;
+    case MT_SEND: mti_say(text, "%s(count %llu, %s, to rank %d)", name, count, dtype, root); break;
+    case MT_RECV: mti_say(text, "%s(count %llu, %s, from rank %d)", name, count, dtype, source); break;
+    case MTI_SEND_RECV: mti_say_send_recv(text, slot, root, source, dtype); break;
+    default: mti_say(text, "%s", name); break;
+    }
+}
+
+static void mti_say_where(mti_text *text, const mt_comm *comm) {
+    mti_say(text, " on \"%s\" (%d ranks): ", comm->name, comm->size);
+}
+
+/* "all_reduce(count 4, f32, sum) on "world" (3 ranks): " */
+static void mti_say_mine(mti_text *text, const mt_comm *comm) {
+    mti_say_call(text, mti_slot_of(comm->group, comm->rank));
+    mti_say_where(text, comm);
+}
+
+static int mti_same_call(const mti_slot *a, const mti_slot *b) {
+    return __atomic_load_n(&a->what, __ATOMIC_RELAXED) == __atomic_load_n(&b->what, __ATOMIC_RELAXED) &&
+           __atomic_load_n(&a->count, __ATOMIC_RELAXED) == __atomic_load_n(&b->count, __ATOMIC_RELAXED);
+}
+
+/* "ranks 0, 2, 3 called all_reduce(...)": everybody who calls what rank `first` calls. */
+static void mti_say_alike(mti_text *text, const mti_group *g, int first) {
+    int r, alike = 0, said = 0;
+    for (r = first; r < g->size; r++) alike += mti_same_call(mti_slot_of(g, first), mti_slot_of(g, r));
+    mti_say(text, alike > 1 ? "ranks " : "rank ");
+    for (r = first; r < g->size && said < 8; r++) {
+        if (!mti_same_call(mti_slot_of(g, first), mti_slot_of(g, r))) continue;
+        mti_say(text, said++ ? ", %d" : "%d", r);
+    }
+    if (alike > said) mti_say(text, " and %d more", alike - said);
+    mti_say(text, " called ");
+    mti_say_call(text, mti_slot_of(g, first));
+}
+
+/* The same sentence on every rank, because every rank sees the same slots. */
+static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
+    const mti_group *g = comm->group;
+    int r, before, said = 0;
+    mti_say(text, "%s", mti_call_name((int)(__atomic_load_n(&mti_slot_of(g, 0)->what, __ATOMIC_RELAXED) & 255) - 1));
+    mti_say_where(text, comm);
+    for (r = 0; r < g->size; r++) {
+        for (before = 0; before < r && !mti_same_call(mti_slot_of(g, before), mti_slot_of(g, r)); before++) continue;
+        if (before < r) continue;
+        if (said == 4) {
+            mti_say(text, ", and others called yet other things");
+            return;
+        }
+        if (said++) mti_say(text, ", ");
+        mti_say_alike(text, g, r);
+    }
+}
+
+static void mti_say_absent(mti_text *text, const mti_group *g, int rank) {
+    const mti_slot *slot = mti_slot_of(g, rank);
+    mti_say(text, "rank %d, ", rank);
+    if (!__atomic_load_n(&slot->what, __ATOMIC_RELAXED)) {
+        mti_say(text, "which has not called anything here yet");
+        return;
+    }
+    mti_say(text, __atomic_load_n(&slot->inside, __ATOMIC_RELAXED) ? "which waits in " : "whose last call here was ");
+    mti_say_call(text, slot);
+}
+
+/* Who keeps a collective (peer < 0) or a message (peer) waiting, and who else waits in another call. */
+static void mti_say_timeout(mti_text *text, const mt_comm *comm, int peer) {
+    const mti_group *g = comm->group;
+    const mti_slot *mine = mti_slot_of(g, comm->rank);
+    int r, absent = 0;
+    mti_say_mine(text, comm);
+    mti_say(text, "waited %.2f s for ", g->timeout);
+    if (peer >= 0) {
+        mti_say_absent(text, g, peer);
+        return;
+    }
+    for (r = 0; r < g->size; r++) {
+        if (__atomic_load_n(&mti_slot_of(g, r)->inside, __ATOMIC_RELAXED) == MTI_IN_COLLECTIVE) continue;
+        if (absent && absent < 4) mti_say(text, "; ");
+        if (absent++ < 4) mti_say_absent(text, g, r);
+    }
+    if (absent > 4) mti_say(text, "; and %d more", absent - 4);
+    if (!absent) mti_say(text, "a rank that arrived only now");
+    for (r = 0; r < g->size; r++) {
+        const mti_slot *slot = mti_slot_of(g, r);
+        int waits = __atomic_load_n(&slot->inside, __ATOMIC_RELAXED) == MTI_IN_COLLECTIVE;
+        if (!waits || mti_same_call(slot, mine)) continue;
+        mti_say(text, "; rank %d waits in ", r);
+        mti_say_call(text, slot);
+        return;
+    }
+}
+
+static void mti_say_left(mti_text *text, const mt_comm *comm, int peer) {
+    const mti_group *g = comm->group;
+    int r;
+    mti_say_mine(text, comm);
+    for (r = 0; r < g->size; r++) {
+        const char *left = __atomic_load_n(&mti_slot_of(g, r)->left, __ATOMIC_SEQ_CST);
+        if (!left || (peer >= 0 && r != peer)) continue;
+        mti_say(text, "rank %d %s", r, left);
+        return;
+    }
+}
+
+/* -- waiting -- */
+
+/* A wait is over when (*word & mask) == value, or, for `until_not`, as soon as it is something else. */
+typedef struct mti_wait {
+    const uint64_t *word;
+    uint64_t mask, value;
+    int until_not;
+    int peer;    /* the rank waited for; -1: all of them */
+    int forever; /* everybody needed is known to be inside and to finish */
+} mti_wait;
+
+typedef enum mti_outcome { MTI_MET, MTI_SEES_BROKEN, MTI_SEES_LEFT, MTI_SEES_LATE } mti_outcome;
+
+static int mti_wait_over(const mti_wait *w) {
+    return ((__atomic_load_n(w->word, __ATOMIC_SEQ_CST) & w->mask) == w->value) != (w->until_not != 0);
+}
+
+/* Before going to sleep, for a moment: with a core for every rank, spin; with fewer, let the others run, who may be the
+   ones waited for. Giving way costs half of sleeping and being woken (8 ranks on 2 cores). */
+static int mti_spin(const mti_group *g, const mti_wait *w) {
+    int rounds = g->spin ? 32 : 1, i;
+    double start;
+    if (mti_wait_over(w)) return 1;
+    start = mti_now();
+    do {
+        for (i = 0; i < rounds; i++) {
+            if (g->spin) mti_pause();
+            else sched_yield();
+            if (mti_wait_over(w)) return 1;
+        }
+    } while (mti_now() - start < MTI_SPIN_SECONDS);
+    return 0;
+}
+
+static int mti_is_broken(const mti_group *g) {
+    return (__atomic_load_n(&g->state, __ATOMIC_SEQ_CST) & MTI_BROKEN) != 0;
+}
+
+static int mti_has_left(const mti_group *g, int peer) {
+    if (peer < 0) return __atomic_load_n(&g->left_count, __ATOMIC_SEQ_CST) > 0;
+    return __atomic_load_n(&mti_slot_of(g, peer)->left, __ATOMIC_SEQ_CST) != NULL;
+}
+
+static mti_outcome mti_wait_status(const mti_group *g, const mti_wait *w, int late) {
+    if (mti_is_broken(g)) return MTI_SEES_BROKEN;
+    if (mti_has_left(g, w->peer)) return MTI_SEES_LEFT;
+    return late ? MTI_SEES_LATE : MTI_MET;
+}
+
+/* Whoever changes a word does so before it looks at `sleepers`, whoever sleeps counts itself before it looks at the
+   word, both in one total order: so a change is seen by the one, or the sleeper by the other. */
+static mti_outcome mti_wait_for(mti_group *g, const mti_wait *w) {
+    struct timespec deadline;
+    mti_outcome outcome = MTI_MET;
+    int late = 0;
+    if (mti_spin(g, w)) return MTI_MET;
+    deadline = mti_timespec(mti_now() + g->timeout);
+    pthread_mutex_lock(&g->mutex);
+    __atomic_add_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
+    while (!mti_wait_over(w)) {
+        if (w->forever) {
+            pthread_cond_wait(&g->cond, &g->mutex);
+            continue;
+        }
+        outcome = mti_wait_status(g, w, late);
+        if (outcome != MTI_MET) break;
+        late = pthread_cond_timedwait(&g->cond, &g->mutex, &deadline) == ETIMEDOUT;
+    }
+    __atomic_sub_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&g->mutex);
+    return outcome;
+}
+
+static void mti_wake(mti_group *g) {
+    if (__atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST) == 0) return;
+    pthread_mutex_lock(&g->mutex); /* whoever has counted itself is now either asleep or will look again */
+    pthread_mutex_unlock(&g->mutex);
+    pthread_cond_broadcast(&g->cond);
+}
+
+/* Makes every present and future wait of the group fail with this sentence; the first one wins. A break that rests on
+   meeting `generation` not having taken place (MTI_ANY: on nothing) is void when it has. Returns nonzero when void. */
+#define MTI_ANY UINT64_MAX
+static int mti_break(mti_group *g, mt_status status, const mti_text *text, uint64_t generation) {
+    uint64_t state;
+    int moved = 0;
+    pthread_mutex_lock(&g->mutex);
+    state = __atomic_load_n(&g->state, __ATOMIC_SEQ_CST);
+    if (!(state & MTI_BROKEN)) {
+        g->why_broken = status;
+        memcpy(g->text, text->data, text->used);
+        g->text[text->used] = '\0';
+        do moved = generation != MTI_ANY && state >> MTI_GENERATION != generation;
+        while (!moved && !__atomic_compare_exchange_n(&g->state, &state, state | MTI_BROKEN, 0, __ATOMIC_SEQ_CST,
+                                                      __ATOMIC_SEQ_CST));
+    }
+    pthread_mutex_unlock(&g->mutex);
+    if (!moved) pthread_cond_broadcast(&g->cond);
+    return moved;
+}
+
+/* For those that were waiting when the group broke; latecomers learn that it broke before. */
+static mt_status mti_broken_now(mt_context *ctx, mt_comm *comm) {
+    return mti_refuse(ctx, comm, comm->group->why_broken, "%s", comm->group->text);
+}
+
+static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    return mti_refuse(ctx, comm, MT_ERR_PEER,
+                      "%s on \"%s\" (%d ranks): rank %d comes after this communicator broke: %s",
+                      mti_call_name(call->kind), comm->name, comm->size, comm->rank, comm->group->text);
+}
+
+/* The sentence and the end of a wait that failed. MT_SUCCESS: what was waited for came in the last moment after all. */
+static mt_status mti_give_up(mt_context *ctx, mt_comm *comm, mti_outcome outcome, int peer, uint64_t generation) {
+    mti_text text;
+    text.used = 0;
+    text.data[0] = '\0';
+    if (outcome == MTI_SEES_LEFT) mti_say_left(&text, comm, peer);
+    if (outcome == MTI_SEES_LATE) mti_say_timeout(&text, comm, peer);
+    if (outcome != MTI_SEES_BROKEN &&
+        mti_break(comm->group, outcome == MTI_SEES_LEFT ? MT_ERR_PEER : MT_ERR_TIMEOUT, &text, generation))
+        return MT_SUCCESS;
+    return mti_broken_now(ctx, comm);
+}
+
+/* -- meetings -- */
+
+typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
+
+static mti_arrival mti_arrive(mti_group *g, uint64_t *generation, int whatever) {
+    uint64_t state = __atomic_load_n(&g->state, __ATOMIC_SEQ_CST), next;
+    int last;
+    do {
+        if ((state & MTI_BROKEN) && !whatever) return MTI_TOO_LATE;
+        *generation = state >> MTI_GENERATION;
+        last = (int)(state >> 1 & 0x7fff) + 1 == g->size;
+        next = last ? (*generation + 1) << MTI_GENERATION | (state & MTI_BROKEN) : state + MTI_ARRIVAL;
+    } while (!__atomic_compare_exchange_n(&g->state, &state, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    if (last) mti_wake(g);
+    return last ? MTI_IS_LAST : MTI_WAITS;
+}
+
+static mti_outcome mti_wait_meeting(mti_group *g, uint64_t generation, int forever) {
+    mti_wait w;
+    w.word = &g->state;
+    w.mask = ~(uint64_t)0 << MTI_GENERATION;
+    w.value = generation << MTI_GENERATION;
+    w.until_not = 1;
+    w.peer = -1;
+    w.forever = forever;
+    return mti_wait_for(g, &w);
+}
+
+/* A meeting that cannot fail: everybody has passed mti_enter and is inside the same call. */
+static void mti_meet(mt_comm *comm) {
+    uint64_t generation;
+    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(comm->group, generation, 1);
+}
+
+static void mti_set_inside(mt_comm *comm, int inside) {
+    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELAXED);
+}
+
+static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
+    const mti_group *g = comm->group;
+    mti_text text;
+    int r = 1;
+    while (r < g->size && mti_same_call(mti_slot_of(g, 0), mti_slot_of(g, r))) r++;
+    if (r == g->size) return MT_SUCCESS;
+    text.used = 0;
+    mti_say_mismatch(&text, comm);
+    mti_break(comm->group, MT_ERR_MISMATCH, &text, MTI_ANY);
+    return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+}
+
+/* The first meeting. After MT_SUCCESS every rank is in the same call and must go on to mti_exit; after an error this
+   rank takes no further part, and no peer will look at its buffers. */
+static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_group *g = comm->group;
+    uint64_t generation = 0;
+    mt_status status = MT_SUCCESS;
+    mti_arrival arrival;
+    if (mti_is_broken(g)) return mti_broken_before(ctx, comm, call);
+    mti_publish(comm, call, MTI_IN_COLLECTIVE);
+    arrival = mti_arrive(g, &generation, 0);
+    if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
+    if (arrival == MTI_WAITS) {
+        mti_outcome outcome = mti_wait_meeting(g, generation, 0);
+        if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
+    }
+    if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
+    if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
+    return status;
+}
+
+static void mti_exit(mt_comm *comm) {
+    mti_set_inside(comm, MTI_OUTSIDE);
+    mti_meet(comm);
+}
+
+/* -- point to point -- */
+
+static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
+
+static mti_wait mti_wait_outbox(const mti_slot *slot, uint64_t value, int until_not, int peer, int forever) {
+    mti_wait w;
+    w.word = &slot->outbox;
+    w.mask = ~(uint64_t)0;
+    w.value = value;
+    w.until_not = until_not;
+    w.peer = peer;
+    w.forever = forever;
+    return w;
+}
+
+static void mti_outbox_set(mti_group *g, mti_slot *slot, uint64_t value) {
+    __atomic_store_n(&slot->outbox, value, __ATOMIC_SEQ_CST);
+    mti_wake(g);
+}
+
+static void mti_post(mt_comm *comm, const mti_call *call) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    slot->send_count = call->count;
+    slot->send_dtype = call->dtype;
+    mti_outbox_set(comm->group, slot, mti_outbox(call->root, MTI_POSTED));
+}
+
+static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
+    mti_group *g = comm->group;
+    mti_text text;
+    text.used = 0;
+    mti_say(&text, "recv");
+    mti_say_where(&text, comm);
+    mti_say(&text, "rank %d called ", source);
+    mti_say_call(&text, mti_slot_of(g, source));
+    mti_say(&text, ", rank %d called ", comm->rank);
+    mti_say_call(&text, mti_slot_of(g, comm->rank));
+    mti_break(g, MT_ERR_MISMATCH, &text, MTI_ANY);
+    mti_outbox_set(g, mti_slot_of(g, source), mti_outbox(comm->rank, MTI_REFUSED));
+    return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+}
+
+static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_group *g = comm->group;
+    mti_slot *slot = mti_slot_of(g, call->source);
+    size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
+    uint64_t posted;
+    do { /* a sender that gave up in between has broken the group, which ends the next wait */
+        mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
+        mti_outcome outcome = mti_wait_for(g, &w);
+        if (outcome != MTI_MET) return mti_give_up(ctx, comm, outcome, call->source, MTI_ANY);
+        posted = w.value;
+    } while (!__atomic_compare_exchange_n(&slot->outbox, &posted, mti_outbox(comm->rank, MTI_TAKEN), 0,
+                                          __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype)
+        return mti_take_mismatch(ctx, comm, call->source);
+    if (bytes) memcpy(call->recv, slot->send, bytes);
+    mti_outbox_set(g, slot, mti_outbox(comm->rank, MTI_DONE));
+    return MT_SUCCESS;
+}
+
+/* Waits until the posted message has been taken. After an error (its own, or `status`, that of the receive that went
+   with it) the message is withdrawn; when the receiver is already copying, it is let finish. */
+static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mti_group *g = comm->group;
+    mti_slot *slot = mti_slot_of(g, comm->rank);
+    uint64_t posted = mti_outbox(call->root, MTI_POSTED), end;
+    mti_wait w = mti_wait_outbox(slot, posted, 1, call->root, 0);
+    mti_outcome outcome = status == MT_SUCCESS ? mti_wait_for(g, &w) : MTI_SEES_BROKEN;
+    if (outcome != MTI_MET && __atomic_compare_exchange_n(&slot->outbox, &posted, (uint64_t)0, 0, __ATOMIC_SEQ_CST,
+                                                          __ATOMIC_SEQ_CST))
+        return status != MT_SUCCESS ? status : mti_give_up(ctx, comm, outcome, call->root, MTI_ANY);
+    w = mti_wait_outbox(slot, mti_outbox(call->root, MTI_TAKEN), 1, call->root, 1);
+    mti_wait_for(g, &w);
+    end = __atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) & 7;
+    __atomic_store_n(&slot->outbox, (uint64_t)0, __ATOMIC_SEQ_CST);
+    if (status != MT_SUCCESS || end == MTI_DONE) return status;
+    return mti_broken_now(ctx, comm);
+}
+
+static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status = MT_SUCCESS;
+    if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
+    mti_publish(comm, call, MTI_IN_P2P);
+    if (call->root >= 0) mti_post(comm, call);
+    if (call->source >= 0) status = mti_take(ctx, comm, call);
+    if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
+    mti_set_inside(comm, MTI_OUTSIDE);
+    return status;
+}
+
+/* -- leaving and splitting -- */
+
+/* reason completes "rank 1 ..." and must outlive the group. */
+static void mti_leave(mt_comm *comm, const char *reason) {
+    mti_group *g = comm->group;
+    mti_slot *slot;
+    if (!g) return;
+    slot = mti_slot_of(g, comm->rank);
+    if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return;
+    __atomic_store_n(&slot->left, reason, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&g->left_count, 1, __ATOMIC_SEQ_CST);
+    mti_wake(g);
+}
+
+static void mti_comm_free(mt_comm *comm) {
+    mti_group_release(comm->group);
+    free(comm);
+}
+
+MT_API void mt_comm_destroy(mt_comm *comm) {
+    mt_comm **at;
+    if (!comm) return;
+    mti_leave(comm, "has left the group");
+    if (comm->owner) {
+        if (comm == comm->owner->world) return; /* the launcher's */
+        for (at = &comm->owner->children; *at != comm; at = &(*at)->next) continue;
+        *at = comm->next;
+    }
+    mti_comm_free(comm);
+}
+
+/* Where this rank stands among those of its color; leader: the lowest rank in comm of that color. */
+static void mti_split_place(const mt_comm *comm, int *rank, int *size, int *leader) {
+    const mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+    int r;
+    *rank = *size = 0;
+    *leader = -1;
+    for (r = 0; r < comm->size; r++) {
+        const mti_slot *slot = mti_slot_of(comm->group, r);
+        if (slot->color != mine->color) continue;
+        if (*leader < 0) *leader = r;
+        *rank += slot->key < mine->key || (slot->key == mine->key && r < comm->rank);
+        ++*size;
+    }
+}
+
+static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
+    mt_comm **family = (mt_comm **)calloc((size_t)size, sizeof *family);
+    double timeout = comm->group ? comm->group->timeout : MT_TIMEOUT_DEFAULT;
+    char name[32];
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    if (!family) return NULL;
+    if (mti_family_new(size, timeout, comm->group ? comm->group->spin : 0, name, family) == MT_SUCCESS) return family;
+    free(family);
+    return NULL;
+}
+
+static mt_comm *mti_split(mt_comm *comm, int color) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    mt_comm **family = NULL, *out = NULL;
+    int rank, size, leader;
+    mti_split_place(comm, &rank, &size, &leader);
+    if (leader == comm->rank) slot->family = color < 0 ? NULL : mti_split_family(comm, size, color);
+    mti_meet(comm);
+    if (color >= 0) family = mti_slot_of(comm->group, leader)->family;
+    if (family) out = family[rank];
+    mti_exit(comm);
+    if (leader == comm->rank) free(family);
+    return out;
+}
+
+MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mti_call call;
+    if (out) *out = NULL;
+    if (!comm) return MT_ERR_ARGUMENT;
+    if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
+    if (comm->meta)
+        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
+                          "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
+                          comm->name);
+    if (comm->group) {
+        memset(&call, 0, sizeof call);
+        call.kind = MTI_SPLIT;
+        call.color = color < 0 ? -1 : color;
+        call.key = key;
+        MT_TRY(mti_enter(NULL, comm, &call));
+        *out = mti_split(comm, call.color);
+    } else if (color >= 0) {
+        mt_comm **family = mti_split_family(comm, 1, color);
+        if (family) *out = family[0];
+        free(family);
+    }
+    if (color < 0) return MT_SUCCESS;
+    if (!*out)
+        return mti_refuse(NULL, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for the group of color %d", color);
+    (*out)->owner = comm->owner;
+    if (comm->owner) {
+        (*out)->next = comm->owner->children;
+        comm->owner->children = *out;
+    }
+    return MT_SUCCESS;
+}
+
+/* ---- >>collectives ------------------------------------------------------------------------------------------------ */
+
+MT_API const char *mt_collective_name(mt_collective kind) {
+    switch (kind) {
+    case MT_ALL_REDUCE: return "all_reduce";
+    case MT_ALL_GATHER: return "all_gather";
+    case MT_REDUCE_SCATTER: return "reduce_scatter";
+    case MT_BROADCAST: return "broadcast";
+    case MT_SEND: return "send";
+    case MT_RECV: return "recv";
+    case MT_BARRIER: return "barrier";
+    case MT_COLLECTIVE_COUNT: break;
+    }
+    return "no such collective";
+}
+
+MT_API mt_ledger mt_comm_ledger(const mt_comm *comm) {
+    mt_ledger none;
+    memset(&none, 0, sizeof none);
+    return comm ? comm->ledger : none;
+}
+
+MT_API void mt_comm_ledger_reset(mt_comm *comm) {
+    if (comm) memset(&comm->ledger, 0, sizeof comm->ledger);
+}
+
+static void mti_record(mt_comm *comm, mt_collective kind, size_t bytes) {
+    comm->ledger.calls[kind]++;
+    comm->ledger.bytes[kind] += bytes;
+}
+
+/* -- argument checks -- */
+
+static int mti_reduces(const mti_call *call) { return call->kind == MT_ALL_REDUCE || call->kind == MT_REDUCE_SCATTER; }
+
+static int mti_is_p2p(const mti_call *call) {
+    return call->kind == MT_SEND || call->kind == MT_RECV || call->kind == MTI_SEND_RECV;
+}
+
+/* Elements of the send and of the receive buffer on this rank. */
+static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_BARRIER || call->kind == MT_RECV) return 0;
+    if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
+    if (mti_is_p2p(call) && call->root < 0) return 0;
+    return call->kind == MT_REDUCE_SCATTER ? call->count * (size_t)comm->size : call->count;
+}
+
+static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_BARRIER || call->kind == MT_SEND) return 0;
+    if (mti_is_p2p(call)) return call->source < 0 ? 0 : call->recvcount;
+    return call->kind == MT_ALL_GATHER ? call->count * (size_t)comm->size : call->count;
+}
+
+static mt_status mti_check_dtype(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    const char *name = mti_call_name(call->kind);
+    if (call->kind == MT_BARRIER) return MT_SUCCESS;
+    if (mt_dtype_size(call->dtype) == 0)
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: dtype is %d, which is no mt_dtype", name, (int)call->dtype);
+    if (call->dtype == MT_BF16 || call->dtype == MT_F16)
+        return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED, "mt_%s: %s is declared but not built yet", name,
+                          mt_dtype_name(call->dtype));
+    if (!mti_reduces(call)) return MT_SUCCESS;
+    if (call->dtype == MT_U8)
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: u8 moves but does not reduce; use f32 or i32", name);
+    if (call->op != MT_SUM && call->op != MT_MAX)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: op is %d, must be MT_SUM (0) or MT_MAX (1)", name,
+                          (int)call->op);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_check_peer(mt_context *ctx, mt_comm *comm, const mti_call *call, const char *what, int peer) {
+    const char *name = mti_call_name(call->kind);
+    int lowest = call->kind == MTI_SEND_RECV ? -1 : 0;
+    if (peer < lowest || peer >= comm->size)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is %d, must lie in [%d, %d] on \"%s\"", name, what,
+                          peer, lowest, comm->size - 1, comm->name);
+    if (peer == comm->rank && mti_is_p2p(call) && (call->root != call->source || call->count != call->recvcount))
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                          "mt_%s: %s is %d, this rank itself; only mt_send_recv with dst == src and equal counts "
+                          "(here %zu and %zu) may do that",
+                          name, what, peer, call->count, call->recvcount);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_check_peers(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    if (call->kind == MT_BROADCAST) return mti_check_peer(ctx, comm, call, "root", call->root);
+    if (call->kind == MT_SEND || call->kind == MTI_SEND_RECV)
+        MT_TRY(mti_check_peer(ctx, comm, call, "dst", call->root));
+    if (call->kind == MT_RECV || call->kind == MTI_SEND_RECV)
+        MT_TRY(mti_check_peer(ctx, comm, call, "src", call->source));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_check_count(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t limit = SIZE_MAX / 2 / sizeof(double) / (size_t)comm->size;
+    size_t count = call->count > call->recvcount ? call->count : call->recvcount;
+    if (count <= limit) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: count is %zu, more than %d ranks can hold (%zu)",
+                      mti_call_name(call->kind), count, comm->size, limit);
+}
+
+static mt_status mti_check_buffer(mt_context *ctx, mt_comm *comm, const mti_call *call, const char *what,
+                                  const void *ptr, size_t elements) {
+    const char *name = mti_call_name(call->kind);
+    if (elements == 0) return MT_SUCCESS;
+    if (!ptr) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is NULL, count is %zu", name, what, elements);
+    if ((uintptr_t)ptr % mt_dtype_size(call->dtype))
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s %p is not aligned to its %zu-byte elements", name,
+                          what, ptr, mt_dtype_size(call->dtype));
+    return MT_SUCCESS;
+}
+
+/* In place by the rule in the header, or not overlapping at all. */
+static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype), block = call->count * element * (size_t)comm->rank;
+    uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
+    size_t sent = mti_send_elements(comm, call) * element, received = mti_recv_elements(comm, call) * element;
+    int self = call->kind == MTI_SEND_RECV && call->root == comm->rank;
+    if (sent == 0 || received == 0 || send >= recv + received || recv >= send + sent) return MT_SUCCESS;
+    if (send == recv && (call->kind == MT_ALL_REDUCE || call->kind == MT_BROADCAST || self)) return MT_SUCCESS;
+    if (call->kind == MT_ALL_GATHER && send == recv + block) return MT_SUCCESS;
+    if (call->kind == MT_REDUCE_SCATTER && recv == send + block) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                      "mt_%s: sendbuf %p (%zu bytes) and recvbuf %p (%zu bytes) overlap in another way than in place",
+                      mti_call_name(call->kind), call->send, sent, call->recv, received);
+}
+
+static mt_status mti_check_home(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (!comm) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: comm is NULL", name);
+    if (!ctx) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: ctx is NULL", name);
+    if (ctx->device == MT_DEVICE_META && !comm->meta && comm->size > 1)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                          "mt_%s: the context is on MT_DEVICE_META, \"%s\" (%d ranks) is not a meta communicator; use "
+                          "mt_comm_create_meta",
+                          name, comm->name, comm->size);
+    if (ctx->device != MT_DEVICE_META && comm->meta)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                          "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
+                          "MT_DEVICE_META",
+                          name, comm->name, comm->size, (int)ctx->device);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    MT_TRY(mti_check_home(ctx, comm, mti_call_name(call->kind)));
+    MT_TRY(mti_check_dtype(ctx, comm, call));
+    MT_TRY(mti_check_peers(ctx, comm, call));
+    MT_TRY(mti_check_count(ctx, comm, call));
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS; /* buffers that do not exist cannot be wrong */
+    MT_TRY(mti_check_buffer(ctx, comm, call, "sendbuf", call->send, mti_send_elements(comm, call)));
+    MT_TRY(mti_check_buffer(ctx, comm, call, "recvbuf", call->recv, mti_recv_elements(comm, call)));
+    return mti_check_overlap(ctx, comm, call);
+}
+
+/* -- reductions -- */
+
+/* out0 = out1 = left (op) right, for each element by itself: any of the four may be the same memory, which the compiler
+   is told, for else it does not vectorise the loop. Without -O3 gcc needs to know the number of rounds, too. */
+#if defined(__CUDACC__)
+#define MTI_INDEPENDENT
+#elif defined(__clang__)
+#define MTI_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define MTI_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define MTI_INDEPENDENT
+#endif
+#define MTI_ROUNDS 256
+
+#define MTI_DEFINE_COMBINE(name, type, result)                                                                         \
+    static void name(void *out0, void *out1, const void *left, const void *right, size_t n) {                          \
+        type *o0 = (type *)out0, *o1 = (type *)out1;                                                                   \
+        const type *l = (const type *)left, *r = (const type *)right;                                                  \
+        size_t i, j;                                                                                                   \
+        for (i = 0; i + MTI_ROUNDS <= n; i += MTI_ROUNDS) {                                                            \
+            MTI_INDEPENDENT                                                                                            \
+            for (j = 0; j < MTI_ROUNDS; j++) {                                                                         \
+                type a = l[i + j], b = r[i + j];                                                                       \
+                o0[i + j] = o1[i + j] = (result);                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; i < n; i++) {                                                                                           \
+            type a = l[i], b = r[i];                                                                                   \
+            o0[i] = o1[i] = (result);                                                                                  \
+        }                                                                                                              \
+    }
+
+#if defined(__clang__) /* it warns about what it did not vectorise, also where it was told not to optimise */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed"
+#endif
+MTI_DEFINE_COMBINE(mti_sum_f32, float, a + b)
+MTI_DEFINE_COMBINE(mti_max_f32, float, a > b || a != a ? a : b) /* a NaN on any rank stays visible */
+MTI_DEFINE_COMBINE(mti_sum_i32, uint32_t, a + b)                /* wraps around */
+MTI_DEFINE_COMBINE(mti_max_i32, int32_t, a > b ? a : b)
+#if defined(__clang__)
+#pragma clang diagnostic pop
+#endif
+
+typedef void (*mti_combine)(void *out0, void *out1, const void *left, const void *right, size_t n);
+
+static mti_combine mti_combine_for(mt_dtype dtype, mt_op op) {
+    if (dtype == MT_F32) return op == MT_SUM ? mti_sum_f32 : mti_max_f32;
+    return op == MT_SUM ? mti_sum_i32 : mti_max_i32;
+}
+
+#define MTI_LINE ((size_t)16)  /* elements of a cache line */
+#define MTI_TILE ((size_t)512) /* elements; the scratch of a whole tree stays in the first-level cache */
+#define MTI_TREE_DEPTH 11      /* for 1024 ranks */
+
+typedef struct mti_tree {
+    const mti_group *group;
+    mti_combine combine;
+    size_t first, n; /* the tile, in elements from the start of the send buffers */
+    float scratch[MTI_TREE_DEPTH][MTI_TILE];
+} mti_tree;
+
+static int mti_left_half(int ranks) {
+    int half = 1;
+    while (half * 2 < ranks) half *= 2;
+    return half;
+}
+
+/* The sum over ranks [rank, rank + ranks), in `out` or, for a single rank, where it lies in that rank's send buffer. */
+static const void *mti_tree_reduce(mti_tree *t, int rank, int ranks, void *out, int depth) {
+    int half = mti_left_half(ranks);
+    const void *left, *right;
+    if (ranks == 1) return (const float *)mti_slot_of(t->group, rank)->send + t->first;
+    left = mti_tree_reduce(t, rank, half, out, depth + 1);
+    right = mti_tree_reduce(t, rank + half, ranks - half, t->scratch[depth], depth + 1);
+    t->combine(out, out, left, right, t->n);
+    return out;
+}
+
+static void mti_copy(void *to, const void *from, size_t bytes) {
+    if (bytes && to != from) memcpy(to, from, bytes);
+}
+
+/* Reduces elements [first, first + n) of all ranks' send buffers. to_all: into the same elements of everybody's receive
+   buffer; else to the start of this rank's. */
+static void mti_reduce_range(const mt_comm *comm, const mti_call *call, size_t first, size_t n, int to_all) {
+    int half = mti_left_half(comm->size), writers = to_all ? comm->size : 1, d;
+    mti_tree t;
+    float *out0 = to_all ? (float *)mti_slot_of(comm->group, 0)->recv + first : (float *)call->recv;
+    float *out1 = to_all ? (float *)mti_slot_of(comm->group, 1)->recv + first : out0;
+    size_t done;
+    t.group = comm->group;
+    t.combine = mti_combine_for(call->dtype, call->op);
+    for (done = 0; done < n; done += t.n) {
+        const void *left, *right;
+        t.first = first + done;
+        t.n = n - done < MTI_TILE ? n - done : MTI_TILE;
+        left = mti_tree_reduce(&t, 0, half, t.scratch[0], 2);
+        right = mti_tree_reduce(&t, half, comm->size - half, t.scratch[1], 2);
+        t.combine(out0 + done, out1 + done, left, right, t.n);
+        for (d = 2; d < writers; d++)
+            mti_copy((float *)mti_slot_of(comm->group, d)->recv + t.first, out0 + done, t.n * sizeof(float));
+    }
+}
+
+/* -- moving the data between the two meetings -- */
+
+/* Rank r reduces segment r for everybody. Nobody else reads or writes that segment, so in place needs no care. */
+static void mti_move_all_reduce(const mt_comm *comm, const mti_call *call) {
+    size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, segment, first;
+    segment = (call->count + ranks - 1) / ranks;
+    segment = (segment + MTI_LINE - 1) / MTI_LINE * MTI_LINE; /* ranks do not write into each other's cache lines */
+    first = segment * rank;
+    if (first >= call->count) return;
+    mti_reduce_range(comm, call, first, call->count - first < segment ? call->count - first : segment, 1);
+}
+
+/* In place, block r of rank r's send buffer is written; only rank r itself reads it. */
+static void mti_move_reduce_scatter(const mt_comm *comm, const mti_call *call) {
+    mti_reduce_range(comm, call, call->count * (size_t)comm->rank, call->count, 0);
+}
+
+/* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, a rank writes all blocks of
+   its buffer but the one that its peers read. */
+static void mti_move_all_gather(const mt_comm *comm, const mti_call *call) {
+    size_t bytes = call->count * mt_dtype_size(call->dtype);
+    int i;
+    for (i = 0; i < comm->size; i++) {
+        int from = (comm->rank + i) % comm->size;
+        char *to = (char *)call->recv + bytes * (size_t)from;
+        mti_copy(to, mti_slot_of(comm->group, from)->send, bytes);
+    }
+}
+
+static void mti_move_broadcast(const mt_comm *comm, const mti_call *call) {
+    mti_copy(call->recv, mti_slot_of(comm->group, call->root)->send, call->count * mt_dtype_size(call->dtype));
+}
+
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    MT_TRY(mti_enter(ctx, comm, call));
+    switch (call->kind) {
+    case MT_ALL_REDUCE: mti_move_all_reduce(comm, call); break;
+    case MT_ALL_GATHER: mti_move_all_gather(comm, call); break;
+    case MT_REDUCE_SCATTER: mti_move_reduce_scatter(comm, call); break;
+    case MT_BROADCAST: mti_move_broadcast(comm, call); break;
+    default: break;
+    }
+    mti_exit(comm);
+    return MT_SUCCESS;
+}
+
+/* -- dispatch: alone, meta, local -- */
+
+static void mti_alone(const mt_context *ctx, const mti_call *call, size_t elements) {
+    size_t bytes = elements * mt_dtype_size(call->dtype);
+    if (ctx->device == MT_DEVICE_META || bytes == 0 || call->send == (const void *)call->recv) return;
+    memmove(call->recv, call->send, bytes);
+}
+
+static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.send = send;
+    call.recv = recv;
+    call.count = count;
+    return call;
+}
+
+static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t elements = call->count;
+    MT_TRY(mti_check_call(ctx, comm, call));
+    if (comm->size == 1) {
+        mti_alone(ctx, call, elements);
+        return MT_SUCCESS;
+    }
+    if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
+    if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
+    mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype);
+    MT_TRY(mti_check_call(ctx, comm, call));
+    if (call->root == comm->rank) mti_alone(ctx, call, call->count); /* to itself, checked to be both ways */
+    else if (!comm->meta && comm->group) MT_TRY(mti_local_p2p(ctx, comm, call));
+    if (comm->size == 1) return MT_SUCCESS;
+    if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
+    if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype, mt_op op) {
+    mti_call call = mti_call_make(MT_ALL_REDUCE, sendbuf, recvbuf, count, dtype);
+    call.op = op;
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_all_gather(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t sendcount,
+                               mt_dtype dtype) {
+    mti_call call = mti_call_make(MT_ALL_GATHER, sendbuf, recvbuf, sendcount, dtype);
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_reduce_scatter(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t recvcount,
+                                   mt_dtype dtype, mt_op op) {
+    mti_call call = mti_call_make(MT_REDUCE_SCATTER, sendbuf, recvbuf, recvcount, dtype);
+    call.op = op;
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                              mt_dtype dtype, int root) {
+    mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
+    call.root = root;
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {
+    mti_call call = mti_call_make(MT_BARRIER, NULL, NULL, 0, MT_U8);
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst) {
+    mti_call call = mti_call_make(MT_SEND, sendbuf, NULL, count, dtype);
+    call.root = dst;
+    call.source = -1;
+    return mti_run_p2p(ctx, comm, &call);
+}
+
+MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src) {
+    mti_call call = mti_call_make(MT_RECV, NULL, recvbuf, count, dtype);
+    call.recvcount = count;
+    call.root = -1;
+    call.source = src;
+    return mti_run_p2p(ctx, comm, &call);
+}
+
+MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
+                              void *recvbuf, size_t recvcount, int src, mt_dtype dtype) {
+    mti_call call = mti_call_make(MTI_SEND_RECV, sendbuf, recvbuf, dst == -1 ? 0 : sendcount, dtype);
+    call.recvcount = src == -1 ? 0 : recvcount;
+    call.root = dst;
+    call.source = src;
+    return mti_run_p2p(ctx, comm, &call);
+}
+
+/* ---- >>conjugates ------------------------------------------------------------------------------------------------- */
+
+static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
+    MT_TRY(mti_check_home(ctx, comm, name));
+    if (mt_dtype_size(t.dtype) == 0)
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: the dtype of %s is %d, which is no mt_dtype", name, what,
+                          (int)t.dtype);
+    if (t.rows < 0 || t.cols < 0 || (t.cols > 0 && t.rows > INT64_MAX / 8 / t.cols))
+        return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s is [%lld, %lld], which is no shape", name, what,
+                          (long long)t.rows, (long long)t.cols);
+    if (mti_ld(t) != t.cols && t.rows > 1)
+        return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s [%lld, %lld] must be contiguous, but its ld is %lld",
+                          name, what, (long long)t.rows, (long long)t.cols, (long long)t.ld);
+    if (!t.data && t.rows > 0 && t.cols > 0 && ctx->device != MT_DEVICE_META)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: the data of %s [%lld, %lld] is NULL", name, what,
+                          (long long)t.rows, (long long)t.cols);
+    return MT_SUCCESS;
+}
+
+/* x and y, one of them the whole, the other this rank's part of its rows or of its columns. */
+static mt_status mti_check_views(mt_context *ctx, mt_comm *comm, const char *name, mt_tensor x, mt_tensor y,
+                                 int x_is_whole, int by_rows) {
+    mt_tensor whole = x_is_whole ? x : y, part = x_is_whole ? y : x;
+    int64_t row_parts, col_parts;
+    MT_TRY(mti_check_view(ctx, comm, name, "x", x));
+    MT_TRY(mti_check_view(ctx, comm, name, "y", y));
+    if (x.dtype != y.dtype)
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: x is %s, y is %s", name, mt_dtype_name(x.dtype),
+                          mt_dtype_name(y.dtype));
+    row_parts = by_rows ? comm->size : 1;
+    col_parts = by_rows ? 1 : comm->size;
+    if (whole.rows % row_parts || whole.cols % col_parts || whole.rows / row_parts != part.rows ||
+        whole.cols / col_parts != part.cols)
+        return mti_refuse(ctx, comm, MT_ERR_SHAPE,
+                          "mt_%s: x [%lld, %lld] and y [%lld, %lld] do not fit: %s must be one of %d equal parts of "
+                          "the %s of %s",
+                          name, (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols,
+                          x_is_whole ? "y" : "x", comm->size, by_rows ? "rows" : "columns", x_is_whole ? "x" : "y");
+    return MT_SUCCESS;
+}
+
+static size_t mti_elements(mt_tensor t) { return (size_t)t.rows * (size_t)t.cols; }
+
+/* Between whole [rows, parts * cols] and part [rows, cols]: columns [index * cols, ...) of each row. */
+static void mti_copy_columns(mt_tensor to, mt_tensor from) {
+    size_t bytes = (size_t)to.cols * mt_dtype_size(to.dtype);
+    int64_t r;
+    for (r = 0; bytes && r < to.rows; r++)
+        memmove(mt_tensor_rows(to, r, 1).data, mt_tensor_rows(from, r, 1).data, bytes);
+}
+
+static mt_tensor mti_dense(mt_tensor t) {
+    t.ld = t.cols; /* a single row may come with any ld */
+    return t;
+}
+
+static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *name, mt_tensor t) {
+    MT_TRY(mti_check_view(ctx, comm, name, "the tensor", t));
+    return mt_all_reduce(ctx, comm, t.data, t.data, mti_elements(t), t.dtype, MT_SUM);
+}
+
+MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x) {
+    return mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x);
+}
+
+MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx) {
+    return mti_region_reduce(ctx, comm, "copy_to_tensor_region_backward", dx);
+}
+
+MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y) {
+    return mti_region_reduce(ctx, comm, "reduce_from_tensor_region_forward", y);
+}
+
+MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy) {
+    return mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy);
+}
+
+MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_check_views(ctx, comm, "scatter_to_tensor_region", x, y, 1, 0));
+    if (ctx->device == MT_DEVICE_META || (comm->size == 1 && x.data == y.data)) return MT_SUCCESS;
+    mti_copy_columns(mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols));
+    return MT_SUCCESS;
+}
+
+/* The gathered parts arrive one after the other in the arena, and go from there to their columns. */
+static mt_status mti_gather_columns(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    mt_tensor parts;
+    int r;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * comm->size, x.cols, &parts));
+    MT_TRY(mt_all_gather(ctx, comm, x.data, parts.data, mti_elements(x), x.dtype));
+    for (r = 0; ctx->device != MT_DEVICE_META && r < comm->size; r++)
+        mti_copy_columns(mt_tensor_cols(y, x.cols * r, x.cols), mt_tensor_rows(parts, x.rows * r, x.rows));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_check_views(ctx, comm, "gather_from_tensor_region", x, y, 0, 0));
+    if (comm->size == 1) return mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype);
+    mark = mt_arena_mark(ctx);
+    status = mti_gather_columns(ctx, comm, mti_dense(x), mti_dense(y));
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    mt_tensor mine;
+    MT_TRY(mti_check_views(ctx, comm, "scatter_to_sequence_region", x, y, 1, 1));
+    mine = mt_tensor_rows(mti_dense(x), y.rows * comm->rank, y.rows);
+    if (ctx->device == MT_DEVICE_META || mine.data == y.data || mti_elements(y) == 0) return MT_SUCCESS;
+    memmove(y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_check_views(ctx, comm, "gather_from_sequence_region", x, y, 0, 1));
+    return mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype);
+}
+
+MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_to_sequence_region", x, y, 1, 1));
+    return mt_reduce_scatter(ctx, comm, x.data, y.data, mti_elements(y), x.dtype, MT_SUM);
+}
+
+/* ---- >>launch ----------------------------------------------------------------------------------------------------- */
+
+/* Tells everybody who waits for this rank, in any of its groups, and frees what its function left behind. */
+static void mti_rank_over(mti_rank *rank) {
+    const char *sentence = rank->world->error[0] ? rank->world->error : mt_status_string(rank->status);
+    mt_comm *comm;
+    if (rank->status == MT_SUCCESS)
+        snprintf(rank->reason, sizeof rank->reason, "returned from its function");
+    else
+        snprintf(rank->reason, sizeof rank->reason, "failed: %s: %s", mt_status_name(rank->status), sentence);
+    mti_leave(rank->world, rank->reason);
+    for (comm = rank->children; comm; comm = comm->next) mti_leave(comm, rank->reason);
+    while (rank->children) mt_comm_destroy(rank->children);
+}
+
+static void *mti_rank_thread(void *argument) {
+    mti_rank *rank = (mti_rank *)argument;
+    mti_pin(rank->core);
+    rank->status = rank->run(rank->world, rank->user);
+    mti_rank_over(rank);
+    return NULL;
+}
+
+static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...) {
+    char text[MTI_ERROR_BYTES + 64];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (desc->logger.log) desc->logger.log(desc->logger.user, MT_LOG_ERROR, text);
+    else fprintf(stderr, "%s\n", text);
+}
+
+/* Those that failed only because of a peer are told last. */
+static mt_status mti_launch_report(const mt_launch_desc *desc, const mti_rank *ranks) {
+    mt_status first = MT_SUCCESS;
+    int secondary, r;
+    for (secondary = 0; secondary < 2; secondary++) {
+        for (r = 0; r < desc->ranks; r++) {
+            const mti_rank *rank = &ranks[r];
+            const char *error = rank->world->error;
+            if (rank->status == MT_SUCCESS || (rank->status == MT_ERR_PEER) != secondary) continue;
+            MT_KEEP(first, rank->status);
+            mti_launch_say(desc, "rank %d of %d: %s: %s", r, desc->ranks, mt_status_name(rank->status),
+                           error[0] ? error : mt_status_string(rank->status));
+        }
+    }
+    return first;
+}
+
+static void mti_rank_not_started(mti_rank *rank, int error) {
+    char text[128];
+    snprintf(text, sizeof text, "mt_launch: the system gave no thread for rank %d (error %d)", rank->rank, error);
+    mti_comm_keep_error(rank->world, text);
+    rank->status = MT_ERR_SYSTEM;
+    mti_rank_over(rank);
+}
+
+/* A thread that cannot be had releases those already started: they see a peer that failed. */
+static void mti_launch_threads(mti_rank *ranks, int count) {
+    int r, error = 0;
+    for (r = 0; r < count; r++) {
+        if (!error) error = pthread_create(&ranks[r].thread, NULL, mti_rank_thread, &ranks[r]);
+        ranks[r].started = !error;
+        if (error) mti_rank_not_started(&ranks[r], error);
+    }
+    for (r = 0; r < count; r++)
+        if (ranks[r].started) pthread_join(ranks[r].thread, NULL);
+}
+
+static mt_status mti_launch_check(const mt_launch_desc *desc, mt_rank_function rank_main) {
+    if (!rank_main) {
+        mti_launch_say(desc, "mt_launch: rank_main is NULL");
+        return MT_ERR_ARGUMENT;
+    }
+    if (desc->ranks < 1 || desc->ranks > MTI_MAX_RANKS) {
+        mti_launch_say(desc, "mt_launch: ranks is %d, must lie in [1, %d]", desc->ranks, MTI_MAX_RANKS);
+        return MT_ERR_ARGUMENT;
+    }
+    if (!(desc->timeout_s >= 0)) {
+        mti_launch_say(desc, "mt_launch: timeout_s is %g, must not be negative", desc->timeout_s);
+        return MT_ERR_ARGUMENT;
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_launch_ranks(const mt_launch_desc *desc, mti_rank *ranks, mt_comm **worlds, mt_rank_function run,
+                                  void *user) {
+    int core[MTI_MAX_RANKS], cores = mti_allowed_cores(core, MTI_MAX_RANKS), r;
+    int pinned = !desc->no_pinning && desc->ranks > 1 && cores >= desc->ranks && MTI_CAN_PIN;
+    mt_status status = mt_comm_create_local(desc->ranks, desc->timeout_s, worlds);
+    if (status != MT_SUCCESS) {
+        mti_launch_say(desc, "mt_launch: no memory for the communicators of %d ranks", desc->ranks);
+        return status;
+    }
+    for (r = 0; r < desc->ranks; r++) {
+        ranks[r].world = worlds[r];
+        worlds[r]->owner = &ranks[r];
+        ranks[r].run = run;
+        ranks[r].user = user;
+        ranks[r].rank = r;
+        ranks[r].core = pinned ? core[r] : -1;
+    }
+    if (desc->ranks == 1) mti_rank_thread(ranks);
+    else mti_launch_threads(ranks, desc->ranks);
+    status = mti_launch_report(desc, ranks);
+    for (r = 0; r < desc->ranks; r++) mti_comm_free(worlds[r]);
+    return status;
+}
+
+MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user) {
+    mt_launch_desc d;
+    mti_rank *ranks;
+    mt_comm **worlds;
+    mt_status status = MT_ERR_MEMORY;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.ranks == 0) d.ranks = 1;
+    MT_TRY(mti_launch_check(&d, rank_main));
+    ranks = (mti_rank *)calloc((size_t)d.ranks, sizeof *ranks);
+    worlds = (mt_comm **)calloc((size_t)d.ranks, sizeof *worlds);
+    if (ranks && worlds) status = mti_launch_ranks(&d, ranks, worlds, rank_main, user);
+    else mti_launch_say(&d, "mt_launch: no memory for %d ranks", d.ranks);
+    free(worlds);
+    free(ranks);
+    return status;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MEGATRON_IMPLEMENTATION */

@@ -1,0 +1,51 @@
+/* mt_test.h - what the test programs share: cmocka, a status check, a small generator, and a place where ranks report.
+
+   cmocka's assertions belong to the main thread: inside a rank use CHECK and return the status, assert outside.      */
+
+#ifndef MT_TEST_H
+#define MT_TEST_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+/* Main thread: fails the test, with the sentence of ctx (may be NULL), unless status is the expected one. */
+#define ASSERT_STATUS(ctx, expected, call)                                                                             \
+    do {                                                                                                               \
+        mt_status got_ = (call);                                                                                       \
+        if (got_ != (expected))                                                                                        \
+            fail_msg("%s: got %s, expected %s; %s", #call, mt_status_name(got_), mt_status_name(expected),             \
+                     (ctx) ? mt_last_error(ctx) : "");                                                                 \
+    } while (0)
+
+/* Inside a rank: says where, and returns MT_ERR_DATA from the rank's function (or a status-returning helper). */
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                                    \
+            return MT_ERR_DATA;                                                                                        \
+        }                                                                                                              \
+    } while (0)
+
+/* splitmix64: small, and the same everywhere. */
+static inline uint64_t test_random(uint64_t *state) {
+    uint64_t z = (*state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static inline size_t test_below(uint64_t *state, size_t n) { return (size_t)(test_random(state) % n); }
+
+/* In (-1, 1), with a full mantissa, so that the order of additions shows. */
+static inline float test_float(uint64_t *state) {
+    return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);
+}
+
+#endif /* MT_TEST_H */

@@ -1,0 +1,840 @@
+/* test_comm.c - contexts, communicators, collectives and conjugates when nothing goes wrong. Everything that a
+   collective delivers is compared bit for bit with a reference computed from the definition. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "mt_comm.h"
+#include "mt_test.h"
+
+static mt_context_desc small(void) {
+    mt_context_desc d;
+    memset(&d, 0, sizeof d);
+    d.arena_bytes = (size_t)1 << 20;
+    return d;
+}
+
+static mt_status run_ranks(int ranks, mt_rank_function f, void *user) {
+    mt_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = ranks;
+    d.timeout_s = 60;
+    return mt_launch(&d, f, user);
+}
+
+/* ---- reference ---------------------------------------------------------------------------------------------------- */
+
+/* The i-th element of rank's input in experiment `salt`. */
+static uint64_t word(uint64_t salt, int rank, size_t i) {
+    uint64_t state = salt * 1000003u + (uint64_t)rank * 0x123456789u + (uint64_t)i * 0x9e3779b9u;
+    return test_random(&state);
+}
+
+static float word_f32(uint64_t salt, int rank, size_t i) {
+    uint64_t state = word(salt, rank, i);
+    return test_float(&state);
+}
+
+static void fill(void *buf, mt_dtype dtype, uint64_t salt, int rank, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++) {
+        if (dtype == MT_F32) ((float *)buf)[i] = word_f32(salt, rank, i);
+        if (dtype == MT_I32) ((uint32_t *)buf)[i] = (uint32_t)word(salt, rank, i);
+        if (dtype == MT_U8) ((uint8_t *)buf)[i] = (uint8_t)word(salt, rank, i);
+    }
+}
+
+/* Is got[0, n) the elements [first, first + n) of rank's input? */
+static int is_input(const void *got, mt_dtype dtype, uint64_t salt, int rank, size_t first, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++) {
+        uint64_t w = word(salt, rank, first + i);
+        float f = word_f32(salt, rank, first + i);
+        if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
+        if (dtype == MT_I32 && ((const uint32_t *)got)[i] != (uint32_t)w) return 0;
+        if (dtype == MT_U8 && ((const uint8_t *)got)[i] != (uint8_t)w) return 0;
+    }
+    return 1;
+}
+
+/* ((0+1)+(2+3))+..., split at the largest power of two below the number of ranks. */
+static int halve(int ranks) {
+    int half = 1;
+    while (2 * half < ranks) half *= 2;
+    return half;
+}
+
+static float tree_f32(uint64_t salt, int first, int ranks, size_t i, mt_op op) {
+    float a, b;
+    if (ranks == 1) return word_f32(salt, first, i);
+    a = tree_f32(salt, first, halve(ranks), i, op);
+    b = tree_f32(salt, first + halve(ranks), ranks - halve(ranks), i, op);
+    return op == MT_SUM ? a + b : a > b ? a : b;
+}
+
+static uint32_t tree_i32(uint64_t salt, int ranks, size_t i, mt_op op) {
+    uint32_t sum = 0;
+    int32_t max = INT32_MIN;
+    int r;
+    for (r = 0; r < ranks; r++) {
+        uint32_t w = (uint32_t)word(salt, r, i);
+        sum += w;
+        if ((int32_t)w > max) max = (int32_t)w;
+    }
+    return op == MT_SUM ? sum : (uint32_t)max;
+}
+
+static int is_reduced(const void *got, mt_dtype dtype, uint64_t salt, int ranks, size_t first, size_t n, mt_op op) {
+    size_t i;
+    for (i = 0; i < n; i++) {
+        float f = dtype == MT_F32 ? tree_f32(salt, 0, ranks, first + i, op) : 0;
+        if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
+        if (dtype == MT_I32 && ((const uint32_t *)got)[i] != tree_i32(salt, ranks, first + i, op)) return 0;
+    }
+    return 1;
+}
+
+/* ---- collectives: sizes x counts x dtypes x ops x in and out of place --------------------------------------------- */
+
+static const size_t counts[] = {0, 1, 3, 17, 1000, 100003};
+static const mt_dtype dtypes[] = {MT_F32, MT_I32, MT_U8};
+static const int sizes[] = {1, 2, 3, 4, 8};
+#define COUNTOF(a) (sizeof(a) / sizeof *(a))
+
+typedef struct experiment {
+    mt_context *ctx;
+    mt_comm *comm;
+    void *a, *b; /* room for ranks * count elements each */
+    size_t count, element;
+    mt_dtype dtype;
+    int in_place, rank, ranks;
+    uint64_t salt;
+} experiment;
+
+static mt_status try_all_reduce(experiment *e, mt_op op) {
+    void *recv = e->in_place ? e->a : e->b;
+    fill(e->a, e->dtype, e->salt, e->rank, e->count);
+    MT_TRY(mt_all_reduce(e->ctx, e->comm, e->a, recv, e->count, e->dtype, op));
+    CHECK(is_reduced(recv, e->dtype, e->salt, e->ranks, 0, e->count, op));
+    CHECK(e->in_place || is_input(e->a, e->dtype, e->salt, e->rank, 0, e->count));
+    return MT_SUCCESS;
+}
+
+static mt_status try_reduce_scatter(experiment *e, mt_op op) {
+    size_t mine = e->count * (size_t)e->rank;
+    void *recv = e->in_place ? (char *)e->a + mine * e->element : e->b;
+    fill(e->a, e->dtype, e->salt, e->rank, e->count * (size_t)e->ranks);
+    MT_TRY(mt_reduce_scatter(e->ctx, e->comm, e->a, recv, e->count, e->dtype, op));
+    CHECK(is_reduced(recv, e->dtype, e->salt, e->ranks, mine, e->count, op));
+    if (e->in_place) CHECK(is_input(e->a, e->dtype, e->salt, e->rank, 0, mine));
+    else CHECK(is_input(e->a, e->dtype, e->salt, e->rank, 0, e->count * (size_t)e->ranks));
+    return MT_SUCCESS;
+}
+
+static mt_status try_all_gather(experiment *e) {
+    void *send = e->in_place ? (char *)e->b + e->count * (size_t)e->rank * e->element : e->a;
+    int r;
+    fill(send, e->dtype, e->salt, e->rank, e->count);
+    MT_TRY(mt_all_gather(e->ctx, e->comm, send, e->b, e->count, e->dtype));
+    for (r = 0; r < e->ranks; r++)
+        CHECK(is_input((char *)e->b + e->count * (size_t)r * e->element, e->dtype, e->salt, r, 0, e->count));
+    return MT_SUCCESS;
+}
+
+static mt_status try_broadcast(experiment *e) {
+    int root = (int)(e->salt % (uint64_t)e->ranks);
+    void *recv = e->in_place ? e->a : e->b;
+    fill(e->a, e->dtype, e->salt, e->rank, e->count);
+    MT_TRY(mt_broadcast(e->ctx, e->comm, e->rank == root ? e->a : NULL, recv, e->count, e->dtype, root));
+    CHECK(is_input(recv, e->dtype, e->salt, root, 0, e->count));
+    return MT_SUCCESS;
+}
+
+static mt_status try_everything(experiment *e) {
+    e->salt++;
+    MT_TRY(try_all_gather(e));
+    MT_TRY(try_broadcast(e));
+    if (e->dtype == MT_U8) return MT_SUCCESS;
+    MT_TRY(try_all_reduce(e, MT_SUM));
+    MT_TRY(try_all_reduce(e, MT_MAX));
+    MT_TRY(try_reduce_scatter(e, MT_SUM));
+    return try_reduce_scatter(e, MT_MAX);
+}
+
+static mt_status sweep_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    experiment e;
+    size_t c, t;
+    mt_status status = MT_SUCCESS;
+    (void)user;
+    memset(&e, 0, sizeof e);
+    e.comm = world;
+    e.rank = mt_comm_rank(world);
+    e.ranks = mt_comm_size(world);
+    MT_TRY(mt_context_create(world, &d, &e.ctx));
+    for (c = 0; c < COUNTOF(counts); c++) {
+        e.count = counts[c];
+        e.a = malloc(4 * counts[c] * (size_t)e.ranks + 4); /* exactly as large, so that ASan sees the ends */
+        e.b = malloc(4 * counts[c] * (size_t)e.ranks + 4);
+        for (t = 0; t < COUNTOF(dtypes) && status == MT_SUCCESS; t++) {
+            e.dtype = dtypes[t];
+            e.element = mt_dtype_size(e.dtype);
+            for (e.in_place = 0; e.in_place < 2 && status == MT_SUCCESS; e.in_place++) status = try_everything(&e);
+        }
+        free(e.a);
+        free(e.b);
+    }
+    MT_KEEP(status, mt_barrier(e.ctx, world));
+    mt_context_destroy(e.ctx);
+    return status;
+}
+
+static void test_collectives(void **state) {
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNTOF(sizes); i++) assert_int_equal(run_ranks(sizes[i], sweep_rank, NULL), MT_SUCCESS);
+    for (i = 5; i < 8; i++) assert_int_equal(run_ranks((int)i, sweep_rank, NULL), MT_SUCCESS);
+}
+
+/* ---- order of additions, repeatability ---------------------------------------------------------------------------- */
+
+typedef struct order_case {
+    float input[8], result[8][3];
+} order_case;
+
+static mt_status order_rank(mt_comm *world, void *user) {
+    order_case *o = (order_case *)user;
+    int rank = mt_comm_rank(world), k;
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_status status = MT_SUCCESS;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    for (k = 0; k < 3; k++) {
+        o->result[rank][k] = o->input[rank];
+        MT_KEEP(status, mt_all_reduce(ctx, world, &o->result[rank][k], &o->result[rank][k], 1, MT_F32, MT_SUM));
+    }
+    mt_context_destroy(ctx);
+    return status;
+}
+
+/* Inputs whose sum depends on the order. */
+static void test_tree_order(void **state) {
+    const float x[8] = {1e8f, 1, -1e8f, 1, 3e7f, 0.5f, -3e7f, 0.25f};
+    float want[9];
+    volatile float v01 = x[0] + x[1], v23 = x[2] + x[3], v45 = x[4] + x[5], v67 = x[6] + x[7], v0123 = v01 + v23,
+                   v4567 = v45 + v67, v012 = v01 + x[2], v456 = v45 + x[6];
+    int n, r, k;
+    (void)state;
+    want[2] = v01;
+    want[3] = v012;
+    want[4] = v0123;
+    want[5] = v0123 + x[4];
+    want[6] = v0123 + v45;
+    want[7] = v0123 + v456;
+    want[8] = v0123 + v4567;
+    assert_true(want[4] != ((x[0] + x[1]) + x[2]) + x[3]); /* the inputs do tell orders apart */
+    for (n = 2; n <= 8; n++) {
+        order_case o;
+        memcpy(o.input, x, sizeof x);
+        assert_int_equal(run_ranks(n, order_rank, &o), MT_SUCCESS);
+        for (r = 0; r < n; r++)
+            for (k = 0; k < 3; k++) assert_memory_equal(&o.result[r][k], &want[n], 4);
+    }
+}
+
+static mt_status nan_rank(mt_comm *world, void *user) {
+    const uint32_t bits = 0x7fc00000u;
+    float nan_value;
+    int rank = mt_comm_rank(world), size = mt_comm_size(world), i;
+    mt_context_desc d = small();
+    mt_context *ctx;
+    float x[8];
+    mt_status status;
+    (void)user;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    memcpy(&nan_value, &bits, 4);
+    for (i = 0; i < 8; i++) x[i] = i == rank ? nan_value : (float)rank;
+    status = mt_all_reduce(ctx, world, x, x, 8, MT_F32, MT_MAX);
+    mt_context_destroy(ctx);
+    MT_TRY(status);
+    for (i = 0; i < 8; i++) CHECK(i < size ? x[i] != x[i] : x[i] == (float)(size - 1));
+    return MT_SUCCESS;
+}
+
+static void test_max_keeps_nan(void **state) {
+    (void)state;
+    assert_int_equal(run_ranks(2, nan_rank, NULL), MT_SUCCESS);
+    assert_int_equal(run_ranks(5, nan_rank, NULL), MT_SUCCESS);
+}
+
+/* ---- ledger, meta ------------------------------------------------------------------------------------------------- */
+
+static mt_status everything_once(mt_context *ctx, mt_comm *comm, void *a, void *b) {
+    int size = mt_comm_size(comm), rank = mt_comm_rank(comm);
+    MT_TRY(mt_all_reduce(ctx, comm, a, a, 10, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, comm, a, b, 5, MT_I32, MT_MAX));
+    MT_TRY(mt_all_gather(ctx, comm, a, b, 7, MT_F32));
+    MT_TRY(mt_reduce_scatter(ctx, comm, a, b, 3, MT_F32, MT_SUM));
+    MT_TRY(mt_broadcast(ctx, comm, a, b, 9, MT_U8, 0));
+    MT_TRY(mt_barrier(ctx, comm));
+    MT_TRY(mt_send_recv(ctx, comm, a, 6, (rank + 1) % size, b, 6, (rank + size - 1) % size, MT_F32));
+    if (size == 1) return MT_SUCCESS;
+    if (rank == 0) return mt_send(ctx, comm, a, 2, MT_U8, 1);
+    return rank == 1 ? mt_recv(ctx, comm, b, 2, MT_U8, 0) : MT_SUCCESS;
+}
+
+static mt_status check_ledger(const mt_comm *comm) {
+    mt_ledger l = mt_comm_ledger(comm);
+    uint64_t n = (uint64_t)mt_comm_size(comm), rank = (uint64_t)mt_comm_rank(comm), k;
+    if (n == 1) {
+        for (k = 0; k < MT_COLLECTIVE_COUNT; k++) CHECK(l.calls[k] == 0 && l.bytes[k] == 0);
+        return MT_SUCCESS;
+    }
+    CHECK(l.calls[MT_ALL_REDUCE] == 2 && l.bytes[MT_ALL_REDUCE] == 60);
+    CHECK(l.calls[MT_ALL_GATHER] == 1 && l.bytes[MT_ALL_GATHER] == n * 28);
+    CHECK(l.calls[MT_REDUCE_SCATTER] == 1 && l.bytes[MT_REDUCE_SCATTER] == n * 12);
+    CHECK(l.calls[MT_BROADCAST] == 1 && l.bytes[MT_BROADCAST] == 9);
+    CHECK(l.calls[MT_BARRIER] == 1 && l.bytes[MT_BARRIER] == 0);
+    CHECK(l.calls[MT_SEND] == 1 + (rank == 0) && l.bytes[MT_SEND] == 24 + (rank == 0 ? 2 : 0));
+    CHECK(l.calls[MT_RECV] == 1 + (rank == 1) && l.bytes[MT_RECV] == 24 + (rank == 1 ? 2 : 0));
+    return MT_SUCCESS;
+}
+
+static mt_status ledger_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    float a[64] = {0}, b[64] = {0};
+    mt_status status;
+    (void)user;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    status = everything_once(ctx, world, a, b);
+    MT_KEEP(status, check_ledger(world));
+    if (status == MT_SUCCESS && mt_all_reduce(ctx, world, NULL, a, 4, MT_F32, MT_SUM) != MT_ERR_ARGUMENT)
+        status = MT_ERR_DATA;
+    MT_KEEP(status, check_ledger(world)); /* a failed call is not counted */
+    mt_comm_ledger_reset(world);
+    if (mt_comm_ledger(world).calls[MT_ALL_REDUCE]) status = MT_ERR_DATA;
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_ledger(void **state) {
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNTOF(sizes); i++) assert_int_equal(run_ranks(sizes[i], ledger_rank, NULL), MT_SUCCESS);
+}
+
+static void test_meta(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *comm, *one;
+    mt_ledger l;
+    mt_tensor x, y;
+    (void)state;
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_meta(4, 1, &comm));
+    assert_int_equal(mt_comm_size(comm), 4);
+    assert_int_equal(mt_comm_rank(comm), 1);
+    assert_true(mt_comm_is_meta(comm));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 1 << 20, 1 << 12, &x)); /* 16 GiB of nothing */
+    ASSERT_STATUS(ctx, MT_SUCCESS, everything_once(ctx, comm, x.data, (char *)x.data + 4096));
+    l = mt_comm_ledger(comm);
+    assert_int_equal(l.calls[MT_ALL_REDUCE], 2);
+    assert_int_equal(l.bytes[MT_ALL_GATHER], 4 * 28);
+    assert_int_equal(l.calls[MT_RECV], 2);
+    y = mt_tensor_make(x.data, MT_F32, 1 << 20, 1 << 14);
+    mt_arena_reset_peak(ctx);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gather_from_tensor_region(ctx, comm, x, y));
+    assert_int_equal(mt_comm_ledger(comm).bytes[MT_ALL_GATHER], 4 * 28 + (UINT64_C(4) << 34));
+    assert_true(mt_arena_peak(ctx) >= (size_t)5 << 34); /* x and the gathered parts */
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_meta(1, 0, &one));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, one, x.data, y.data, 10, MT_F32, MT_SUM));
+    assert_int_equal(mt_comm_ledger(one).calls[MT_ALL_REDUCE], 0);
+    mt_comm_destroy(one);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(comm);
+}
+
+/* A meta context on a real communicator of one rank: allowed, touches nothing. */
+static void test_meta_alone(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *comm;
+    float a = 1, b = 2;
+    (void)state;
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &comm));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, comm, &a, &b, 1, MT_F32, MT_SUM));
+    assert_true(b == 2);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(comm);
+}
+
+/* ---- split -------------------------------------------------------------------------------------------------------- */
+
+static mt_status in_group(mt_context *ctx, mt_comm *group, int member) {
+    int n = mt_comm_size(group), r;
+    int all[8];
+    MT_TRY(mt_all_gather(ctx, group, &member, all, 1, MT_I32));
+    for (r = 0; r < n; r++) CHECK(r == mt_comm_rank(group) ? all[r] == member : all[r] != member);
+    return MT_SUCCESS;
+}
+
+/* 8 ranks as a grid of 4 x 2, then reversed, then one that only some ranks get, then a split of a split. */
+static mt_status split_body(mt_context *ctx, mt_comm *world, mt_comm **g) {
+    int rank = mt_comm_rank(world), size = mt_comm_size(world);
+    int value = rank, all[8], i;
+    MT_TRY(mt_comm_split(world, rank / 2, rank, &g[0]));
+    CHECK(mt_comm_size(g[0]) == 2 && mt_comm_rank(g[0]) == rank % 2);
+    MT_TRY(in_group(ctx, g[0], rank));
+    MT_TRY(mt_comm_split(world, rank % 2, 0, &g[1]));
+    CHECK(mt_comm_size(g[1]) == 4 && mt_comm_rank(g[1]) == rank / 2);
+    MT_TRY(in_group(ctx, g[1], rank));
+    MT_TRY(mt_comm_split(world, 7, -rank, &g[2]));
+    CHECK(mt_comm_size(g[2]) == size && mt_comm_rank(g[2]) == size - 1 - rank);
+    MT_TRY(mt_all_gather(ctx, g[2], &value, all, 1, MT_I32));
+    for (i = 0; i < size; i++) CHECK(all[i] == size - 1 - i);
+    MT_TRY(mt_comm_split(world, rank >= 5 ? 3 : -1, 0, &g[3]));
+    CHECK((g[3] == NULL) == (rank < 5));
+    if (g[3]) {
+        CHECK(mt_comm_size(g[3]) == 3 && mt_comm_rank(g[3]) == rank - 5);
+        MT_TRY(in_group(ctx, g[3], rank));
+    }
+    MT_TRY(mt_comm_split(g[1], mt_comm_rank(g[1]), 0, &g[4])); /* everybody alone */
+    CHECK(mt_comm_size(g[4]) == 1);
+    MT_TRY(mt_all_reduce(ctx, g[4], &value, &value, 1, MT_I32, MT_SUM));
+    CHECK(value == rank && mt_comm_ledger(g[4]).calls[MT_ALL_REDUCE] == 0);
+    MT_TRY(mt_comm_split(g[4], 5, 5, &g[5]));
+    CHECK(mt_comm_size(g[5]) == 1);
+    return MT_SUCCESS;
+}
+
+static mt_status split_rank(mt_comm *world, void *user) {
+    mt_comm *g[6] = {NULL, NULL, NULL, NULL, NULL, NULL};
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_status status;
+    int i, leak = user != NULL;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    status = split_body(ctx, world, g);
+    for (i = 0; !leak && i < 6; i++) mt_comm_destroy(g[(i + mt_comm_rank(world)) % 6]); /* in any order */
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_split(void **state) {
+    int leak = 1;
+    (void)state;
+    assert_int_equal(run_ranks(8, split_rank, NULL), MT_SUCCESS);
+    assert_int_equal(run_ranks(8, split_rank, &leak), MT_SUCCESS); /* the launcher frees what is left */
+}
+
+static void test_names(void **state) {
+    mt_comm *comms[3];
+    int r;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_local(3, 1.0, comms));
+    assert_string_equal(mt_comm_name(comms[2]), "world");
+    mt_comm_set_name(comms[2], "a name that is much too long");
+    assert_string_equal(mt_comm_name(comms[2]), "a name that is ");
+    mt_comm_set_name(comms[2], NULL);
+    assert_string_equal(mt_comm_name(comms[2]), "");
+    assert_string_equal(mt_comm_last_error(comms[2]), "");
+    for (r = 0; r < 3; r++) mt_comm_destroy(comms[(r + 1) % 3]);
+    mt_comm_destroy(NULL);
+    for (r = 0; r < MT_COLLECTIVE_COUNT; r++) assert_int_equal(strlen(mt_collective_name((mt_collective)r)) > 3, 1);
+    assert_string_equal(mt_status_name(MT_ERR_PEER), "MT_ERR_PEER");
+    assert_string_equal(mt_status_string(MT_ERR_SHAPE), "shapes do not fit together");
+    assert_string_equal(mt_dtype_name(MT_U8), "u8");
+}
+
+/* ---- point to point ----------------------------------------------------------------------------------------------- */
+
+static mt_status ring_body(mt_context *ctx, mt_comm *world, size_t count, float *a, float *b) {
+    int n = mt_comm_size(world), rank = mt_comm_rank(world), next = (rank + 1) % n, last = (rank + n - 1) % n, k;
+    fill(a, MT_F32, count, rank, count);
+    for (k = 1; k <= n; k++) { /* after n steps everybody has its own back */
+        MT_TRY(mt_send_recv(ctx, world, a, count, next, b, count, last, MT_F32));
+        CHECK(is_input(b, MT_F32, count, (rank + n * 2 - k) % n, 0, count));
+        if (count) memcpy(a, b, count * 4);
+    }
+    return MT_SUCCESS;
+}
+
+/* A pipeline: rank r receives from r - 1, sends to r + 1; the ends have no neighbour. */
+static mt_status pipe_body(mt_context *ctx, mt_comm *world, size_t count, float *a, float *b) {
+    int n = mt_comm_size(world), rank = mt_comm_rank(world), k;
+    for (k = 0; k < 5; k++) {
+        fill(a, MT_F32, 77 + (uint64_t)k, rank, count);
+        MT_TRY(mt_send_recv(ctx, world, a, count, rank + 1 < n ? rank + 1 : -1, b, count, rank - 1, MT_F32));
+        if (rank > 0) CHECK(is_input(b, MT_F32, 77 + (uint64_t)k, rank - 1, 0, count));
+    }
+    for (k = 0; k < 5; k++) { /* two sends in a row arrive in order */
+        fill(a, MT_F32, 99 + (uint64_t)k, 0, count);
+        if (rank == 0 && n > 1) MT_TRY(mt_send(ctx, world, a, count, MT_F32, n - 1));
+        if (rank == n - 1 && n > 1) {
+            MT_TRY(mt_recv(ctx, world, b, count, MT_F32, 0));
+            CHECK(is_input(b, MT_F32, 99 + (uint64_t)k, 0, 0, count));
+        }
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status p2p_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    size_t i;
+    mt_status status = MT_SUCCESS;
+    (void)user;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    for (i = 0; i < COUNTOF(counts) && status == MT_SUCCESS; i++) {
+        float *a = (float *)malloc(4 * counts[i] + 4), *b = (float *)malloc(4 * counts[i] + 4);
+        status = ring_body(ctx, world, counts[i], a, b);
+        MT_KEEP(status, pipe_body(ctx, world, counts[i], a, b));
+        free(a);
+        free(b);
+    }
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_p2p(void **state) {
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNTOF(sizes); i++) assert_int_equal(run_ranks(sizes[i], p2p_rank, NULL), MT_SUCCESS);
+}
+
+/* ---- conjugates --------------------------------------------------------------------------------------------------- */
+
+#define TOKENS 24
+#define WIDTH 48
+
+typedef mt_status (*region)(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
+
+static mt_status region_f(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    memcpy(y.data, x.data, (size_t)(x.rows * x.cols) * 4);
+    return mt_copy_to_tensor_region_forward(ctx, comm, y);
+}
+
+static mt_status region_f_back(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    memcpy(y.data, x.data, (size_t)(x.rows * x.cols) * 4);
+    return mt_copy_to_tensor_region_backward(ctx, comm, y);
+}
+
+static mt_status region_g(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    memcpy(y.data, x.data, (size_t)(x.rows * x.cols) * 4);
+    return mt_reduce_from_tensor_region_forward(ctx, comm, y);
+}
+
+static mt_status region_g_back(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    memcpy(y.data, x.data, (size_t)(x.rows * x.cols) * 4);
+    return mt_reduce_from_tensor_region_backward(ctx, comm, y);
+}
+
+static double dot(const float *a, const float *b, size_t n) {
+    double sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
+    return sum;
+}
+
+/* Sum over ranks of a double, through i32 all_gather of its bytes: exact, and not what is under test. */
+static mt_status total(mt_context *ctx, mt_comm *comm, double mine, double *sum) {
+    double all[8];
+    int r;
+    MT_TRY(mt_all_gather(ctx, comm, &mine, all, 2, MT_I32));
+    for (*sum = 0, r = 0; r < mt_comm_size(comm); r++) *sum += all[r];
+    return MT_SUCCESS;
+}
+
+/* <f(x), y> = <x, f*(y)>, summed over ranks where a tensor is split or partial (weight 1), taken once where it is the
+   same on every rank (weight 1 / size). Integers make it exact. */
+static mt_status adjoint(mt_context *ctx, mt_comm *comm, region f, region back, int64_t xr, int64_t xc, int x_same,
+                         int64_t yr, int64_t yc, int y_same) {
+    float x[TOKENS * WIDTH], y[TOKENS * WIDTH], fx[TOKENS * WIDTH], by[TOKENS * WIDTH];
+    size_t nx = (size_t)(xr * xc), ny = (size_t)(yr * yc), i;
+    int rank = mt_comm_rank(comm);
+    double left, right, n = mt_comm_size(comm);
+    for (i = 0; i < nx; i++) x[i] = (float)(word(1, x_same ? 0 : rank, i) % 17) - 8;
+    for (i = 0; i < ny; i++) y[i] = (float)(word(2, y_same ? 0 : rank, i) % 17) - 8;
+    MT_TRY(f(ctx, comm, mt_tensor_f32(x, xr, xc), mt_tensor_f32(fx, yr, yc)));
+    MT_TRY(back(ctx, comm, mt_tensor_f32(y, yr, yc), mt_tensor_f32(by, xr, xc)));
+    MT_TRY(total(ctx, comm, dot(fx, y, ny) / (y_same ? n : 1), &left));
+    MT_TRY(total(ctx, comm, dot(x, by, nx) / (x_same ? n : 1), &right));
+    CHECK(left - right < 1e-6 && right - left < 1e-6);
+    CHECK(left != 0);
+    return MT_SUCCESS;
+}
+
+static mt_status conjugate_values(mt_context *ctx, mt_comm *comm) {
+    int64_t n = mt_comm_size(comm), rank = mt_comm_rank(comm), part = WIDTH / n, i, j;
+    float x[TOKENS * WIDTH], y[TOKENS * WIDTH], z[TOKENS * WIDTH];
+    mt_tensor whole = mt_tensor_f32(x, TOKENS, WIDTH), columns = mt_tensor_f32(y, TOKENS, part);
+    mt_tensor rows = mt_tensor_f32(y, TOKENS / n, WIDTH), back = mt_tensor_f32(z, TOKENS, WIDTH);
+    for (i = 0; i < TOKENS * WIDTH; i++) x[i] = (float)i;
+    MT_TRY(mt_scatter_to_tensor_region(ctx, comm, whole, columns));
+    for (i = 0; i < TOKENS; i++)
+        for (j = 0; j < part; j++) CHECK(y[i * part + j] == x[i * WIDTH + rank * part + j]);
+    MT_TRY(mt_gather_from_tensor_region(ctx, comm, columns, back));
+    CHECK(!memcmp(x, z, sizeof x));
+    MT_TRY(mt_scatter_to_sequence_region(ctx, comm, whole, rows));
+    CHECK(!memcmp(y, x + rank * TOKENS / n * WIDTH, sizeof x / (size_t)n));
+    memset(z, 0, sizeof z);
+    MT_TRY(mt_gather_from_sequence_region(ctx, comm, rows, back));
+    CHECK(!memcmp(x, z, sizeof x));
+    MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, comm, whole, rows));
+    for (i = 0; i < TOKENS / n * WIDTH; i++) CHECK(y[i] == (float)n * x[rank * TOKENS / n * WIDTH + i]);
+    CHECK(mt_arena_mark(ctx) == 0);
+    return MT_SUCCESS;
+}
+
+static mt_status conjugate_adjoints(mt_context *ctx, mt_comm *comm) {
+    int64_t n = mt_comm_size(comm);
+    MT_TRY(adjoint(ctx, comm, region_f, region_f_back, TOKENS, WIDTH, 1, TOKENS, WIDTH, 0));
+    MT_TRY(adjoint(ctx, comm, region_g, region_g_back, TOKENS, WIDTH, 0, TOKENS, WIDTH, 1));
+    MT_TRY(adjoint(ctx, comm, mt_scatter_to_tensor_region, mt_gather_from_tensor_region, TOKENS, WIDTH, 1, TOKENS,
+                   WIDTH / n, 0));
+    MT_TRY(adjoint(ctx, comm, mt_gather_from_tensor_region, mt_scatter_to_tensor_region, TOKENS, WIDTH / n, 0, TOKENS,
+                   WIDTH, 1));
+    MT_TRY(adjoint(ctx, comm, mt_scatter_to_sequence_region, mt_gather_from_sequence_region, TOKENS, WIDTH, 1, TOKENS / n,
+                   WIDTH, 0));
+    MT_TRY(adjoint(ctx, comm, mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, TOKENS / n, WIDTH, 0,
+                   TOKENS, WIDTH, 0));
+    return adjoint(ctx, comm, mt_reduce_scatter_to_sequence_region, mt_gather_from_sequence_region, TOKENS, WIDTH, 0,
+                   TOKENS / n, WIDTH, 0);
+}
+
+static mt_status conjugate_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_status status;
+    (void)user;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    status = conjugate_values(ctx, world);
+    MT_KEEP(status, conjugate_adjoints(ctx, world));
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_conjugates(void **state) {
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNTOF(sizes); i++) assert_int_equal(run_ranks(sizes[i], conjugate_rank, NULL), MT_SUCCESS);
+}
+
+/* In place, alone: nothing moves, nothing is counted, the arena is not used. */
+static void test_conjugates_alone(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *comm;
+    float x[6] = {1, 2, 3, 4, 5, 6};
+    mt_tensor t = mt_tensor_f32(x, 2, 3);
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &comm));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy_to_tensor_region_backward(ctx, comm, t));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(ctx, comm, t));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_scatter_to_tensor_region(ctx, comm, t, t));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gather_from_tensor_region(ctx, comm, t, t));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_scatter_to_sequence_region(ctx, comm, t, t));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gather_from_sequence_region(ctx, comm, t, t));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_reduce_scatter_to_sequence_region(ctx, comm, t, t));
+    assert_true(x[0] == 1 && x[5] == 6);
+    assert_int_equal(mt_arena_peak(ctx), 0);
+    assert_int_equal(mt_comm_ledger(comm).calls[MT_ALL_GATHER], 0);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(comm);
+}
+
+/* ---- context ------------------------------------------------------------------------------------------------------ */
+
+typedef struct counting {
+    long blocks, bytes, allowed;
+    int misaligned;
+} counting;
+
+static void *count_alloc(void *user, size_t bytes, size_t alignment) {
+    counting *c = (counting *)user;
+    void *p = NULL;
+    if (c->allowed-- <= 0) return NULL;
+    c->blocks++;
+    c->bytes += (long)bytes;
+    return posix_memalign(&p, alignment, bytes) ? NULL : p;
+}
+
+static void count_free(void *user, void *ptr, size_t bytes) {
+    counting *c = (counting *)user;
+    c->blocks--;
+    c->bytes -= (long)bytes;
+    free(ptr);
+}
+
+typedef struct logged {
+    int lines;
+    char last[1200];
+} logged;
+
+static void keep_log(void *user, mt_log_level level, const char *message) {
+    logged *l = (logged *)user;
+    if (level == MT_LOG_ERROR) l->lines++;
+    snprintf(l->last, sizeof l->last, "%s", message);
+}
+
+static void test_allocator(void **state) {
+    counting c = {0, 0, 1000, 0};
+    mt_context_desc d = small();
+    mt_context *ctx;
+    void *p, *q;
+    int i;
+    (void)state;
+    d.allocator.alloc = count_alloc;
+    d.allocator.free = count_free;
+    d.allocator.user = &c;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, 100, &p));
+    assert_int_equal((uintptr_t)p % 64, 0);
+    for (i = 0; i < 100; i++) assert_int_equal(((char *)p)[i], 0);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, 0, &q));
+    assert_true(mt_context_allocated(ctx) >= 100);
+    mt_context_free(ctx, p, 100);
+    mt_context_free(ctx, q, 0);
+    mt_context_free(ctx, NULL, 5);
+    assert_int_equal(mt_context_allocated(ctx), 0);
+    c.allowed = 0;
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_context_alloc(ctx, 12345, &p));
+    assert_null(p);
+    assert_non_null(strstr(mt_last_error(ctx), "12345"));
+    mt_context_destroy(ctx);
+    assert_int_equal(c.blocks, 0);
+    assert_int_equal(c.bytes, 0);
+    for (i = 0; i < 2; i++) { /* no memory for the context, none for the arena */
+        c.allowed = i;
+        ASSERT_STATUS(NULL, MT_ERR_MEMORY, mt_context_create(NULL, &d, &ctx));
+        assert_null(ctx);
+        assert_int_equal(c.blocks, 0);
+    }
+}
+
+static void test_context_arguments(void **state) {
+    logged log = {0, ""};
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *comm;
+    (void)state;
+    d.logger.log = keep_log;
+    d.logger.user = &log;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &comm));
+    d.device = (mt_device)9;
+    ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "device 9"));
+    assert_string_equal(log.last, mt_comm_last_error(comm));
+    d = small();
+    d.allocator.alloc = count_alloc;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    d = small();
+    d.threads = -3;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "-3"));
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, NULL));
+    d = small();
+    d.logger.log = keep_log;
+    d.logger.user = &log;
+    log.lines = 0;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
+    assert_string_equal(mt_last_error(ctx), "");
+    assert_int_equal(mt_context_device(ctx), MT_DEVICE_CPU);
+    ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_all_reduce(ctx, comm, &d, &d, 1, MT_BF16, MT_SUM));
+    assert_int_equal(log.lines, 1); /* one line per error */
+    assert_string_equal(log.last, mt_last_error(ctx));
+    assert_string_equal(log.last, mt_comm_last_error(comm));
+    mt_context_destroy(ctx);
+    mt_context_destroy(NULL);
+    mt_comm_destroy(comm);
+}
+
+static void test_arena(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    size_t mark;
+    void *p, *q;
+    mt_tensor t, part;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 1, &p));
+    mark = mt_arena_mark(ctx);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 5, 7, &t));
+    assert_int_equal((uintptr_t)t.data % 64, 0);
+    assert_true((char *)t.data >= (char *)p + 1);
+    memset(t.data, 1, 5 * 7 * 4);
+    part = mt_tensor_cols(mt_tensor_rows(t, 2, 3), 4, 2);
+    assert_ptr_equal(part.data, (float *)t.data + 2 * 7 + 4);
+    assert_int_equal(part.rows, 3);
+    assert_int_equal(part.cols, 2);
+    assert_int_equal(part.ld, 7);
+    mt_arena_release(ctx, mark);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 4, &q));
+    assert_ptr_equal(q, t.data);
+    assert_int_equal(mt_arena_peak(ctx), 64 + 192);
+    mt_arena_reset_peak(ctx);
+    assert_int_equal(mt_arena_peak(ctx), 128);
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_arena_alloc(ctx, (size_t)1 << 20, &p));
+    assert_null(p);
+    assert_non_null(strstr(mt_last_error(ctx), "1048704")); /* 128 + 1 MiB would have been enough */
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_arena_alloc(ctx, SIZE_MAX, &p));
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_arena_tensor(ctx, MT_F32, -1, 7, &t));
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_arena_alloc(ctx, 4, NULL));
+    mt_context_destroy(ctx);
+}
+
+/* ---- launch ------------------------------------------------------------------------------------------------------- */
+
+typedef struct roll_call {
+    pthread_t thread[8];
+    int seen[8], cores[8];
+} roll_call;
+
+static mt_status here_rank(mt_comm *world, void *user) {
+    roll_call *roll = (roll_call *)user;
+    int rank = mt_comm_rank(world);
+    roll->thread[rank] = pthread_self();
+    roll->seen[rank]++;
+    roll->cores[rank] = mti_allowed_cores(NULL, 0);
+    return MT_SUCCESS;
+}
+
+static void test_launch(void **state) {
+    roll_call roll;
+    mt_launch_desc d;
+    int cores = mti_allowed_cores(NULL, 0), r;
+    (void)state;
+    memset(&roll, 0, sizeof roll);
+    memset(&d, 0, sizeof d);
+    assert_int_equal(mt_launch(NULL, here_rank, &roll), MT_SUCCESS);
+    assert_true(pthread_equal(roll.thread[0], pthread_self())); /* one rank: the caller's thread, not pinned */
+    assert_int_equal(roll.cores[0], cores);
+    d.ranks = 8;
+    assert_int_equal(mt_launch(&d, here_rank, &roll), MT_SUCCESS);
+    for (r = 1; r < 8; r++) assert_int_equal(roll.seen[r], 1);
+    assert_int_equal(roll.cores[3], cores >= 8 ? 1 : cores);
+    d.ranks = 2;
+    assert_int_equal(mt_launch(&d, here_rank, &roll), MT_SUCCESS);
+    if (MTI_CAN_PIN) assert_int_equal(roll.cores[1], cores >= 2 ? 1 : cores);
+    d.no_pinning = 1;
+    assert_int_equal(mt_launch(&d, here_rank, &roll), MT_SUCCESS);
+    assert_int_equal(roll.cores[1], cores);
+    assert_int_equal(mti_allowed_cores(NULL, 0), cores);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_collectives),      cmocka_unit_test(test_tree_order),
+        cmocka_unit_test(test_max_keeps_nan),    cmocka_unit_test(test_ledger),
+        cmocka_unit_test(test_meta),             cmocka_unit_test(test_meta_alone),
+        cmocka_unit_test(test_split),            cmocka_unit_test(test_names),
+        cmocka_unit_test(test_p2p),              cmocka_unit_test(test_conjugates),
+        cmocka_unit_test(test_conjugates_alone), cmocka_unit_test(test_allocator),
+        cmocka_unit_test(test_context_arguments), cmocka_unit_test(test_arena),
+        cmocka_unit_test(test_launch),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
