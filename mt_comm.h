@@ -429,9 +429,11 @@ static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc,
 }
 
 static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
-    char text[128];
+    char text[160];
     if (desc->device != MT_DEVICE_CPU && desc->device != MT_DEVICE_META) {
-        snprintf(text, sizeof text, "mt_context_create: device %d is not built into this program (built: 0 CPU, 2 META)",
+        snprintf(text, sizeof text,
+                 "mt_context_create: device %d is not built into this program: this version has MT_DEVICE_CPU (0) and "
+                 "MT_DEVICE_META (2)",
                  (int)desc->device);
         return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
     }
@@ -490,7 +492,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     allocator.free(allocator.user, ctx, sizeof *ctx);
 }
 
-MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx->device; }
+MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
 MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
 
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
@@ -517,12 +519,12 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     ctx->allocated -= size;
 }
 
-MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx->allocated; }
+MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx ? ctx->allocated : 0; }
 
-MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx->arena_used; }
+MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx ? ctx->arena_used : 0; }
 
 MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
-    if (mark < ctx->arena_used) ctx->arena_used = mark;
+    if (ctx && mark < ctx->arena_used) ctx->arena_used = mark;
 }
 
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
@@ -552,8 +554,11 @@ MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, 
     return MT_SUCCESS;
 }
 
-MT_API size_t mt_arena_peak(const mt_context *ctx) { return ctx->arena_peak; }
-MT_API void mt_arena_reset_peak(mt_context *ctx) { ctx->arena_peak = ctx->arena_used; }
+MT_API size_t mt_arena_peak(const mt_context *ctx) { return ctx ? ctx->arena_peak : 0; }
+
+MT_API void mt_arena_reset_peak(mt_context *ctx) {
+    if (ctx) ctx->arena_peak = ctx->arena_used;
+}
 
 MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols) {
     mt_tensor t;
