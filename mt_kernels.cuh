@@ -1,0 +1,2172 @@
+/* mt_kernels.cuh - the operators of a transformer, forward and backward, on the device of a context.
+
+   Do this:
+       #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
+       #include "mt_kernels.cuh"            // brings mt_comm.h; plain C99/C++11 unless nvcc compiles it
+   and, for a fast GEMM, add  -DMT_USE_ONEDNN ... -ldnnl   or   -DMT_USE_CBLAS ... -lopenblas  to your compiler line.
+
+   One contract per operator, stated once, above its declaration. Common to all:
+     - Views are row-major mt_tensor; ld may exceed cols unless "contiguous" is said. Float data is MT_F32 (MT_BF16 and
+       MT_F16 answer MT_ERR_UNSUPPORTED); token ids are int32_t arrays on the context's device.
+     - Backward: gradients of parameters are accumulated (+=), gradients of activations are written (=).
+     - An optional view is left out by passing mt_none() (data == NULL).
+     - Input and output must not overlap unless "may be the same memory" is said.
+     - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
+     - Scratch memory comes from the context's arena and is given back before the call returns.
+     - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE/MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
+       sentence in mt_last_error(ctx); then nothing was written.
+
+   It does not: know about ranks, allocate, keep state, start threads (the GEMM library may; see mt_context_desc.threads).
+
+   Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop).
+   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-gemm >>cpu-attention ...) >>dispatch               */
+
+#include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
+
+#ifndef MT_KERNELS_CUH
+#define MT_KERNELS_CUH
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+MT_API mt_tensor mt_none(void); /* the view that is not there */
+
+/* ---- moving and filling ------------------------------------------------------------------------------------------- */
+
+MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);                      /* y = value */
+MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y);                      /* y = x, any one dtype */
+MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);          /* y = a + b; y may be a or b */
+MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);               /* host [rows, cols], contiguous */
+MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);                   /* waits for x; META gives zeros */
+
+/* out [1, 1] += sum of x, and of x squared; accumulated in double. */
+MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
+MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
+
+/* ---- GEMM --------------------------------------------------------------------------------------------------------- */
+
+typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
+
+/* C [m, n] = alpha op(A) op(B) + beta C, op(A) [m, k], op(B) [k, n]. With beta == 0, C is not read. */
+MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a, mt_tensor b,
+                         float beta, mt_tensor c);
+MT_API const char *mt_gemm_library(void); /* "oneDNN 2.6.3", "CBLAS", "built-in" */
+
+/* ---- bias and activations ----------------------------------------------------------------------------------------- */
+
+/* forward: y [tokens, n] += bias [1, n].  backward: dbias [1, n] += column sums of dy [tokens, n]. */
+MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias);
+MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias);
+
+typedef enum mt_activation {
+    MT_GELU_TANH = 0, /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2 */
+    MT_GELU_ERF = 1,  /* 0.5 x (1 + erf(x / sqrt(2))): BERT, arXiv 1606.08415 */
+    MT_SWIGLU = 2     /* silu(gate) * up, h = [gate | up]: arXiv 2002.05202 */
+} mt_activation;
+
+/* forward: h [tokens, w] += bias [1, w] (optional), y [tokens, f] = act(h); w = f, and w = 2 f for MT_SWIGLU.
+   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional); h is the h that
+   forward left behind. dh may be the same memory as h. */
+MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y);
+MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
+                                        mt_tensor dbias);
+
+/* ---- normalisation ------------------------------------------------------------------------------------------------ */
+
+typedef enum mt_norm_kind {
+    MT_LAYER_NORM = 0, /* (x - mean) * rstd * gain + bias: arXiv 1607.06450 */
+    MT_RMS_NORM = 1    /* x * rstd * gain, rstd = 1 / sqrt(mean(x^2) + eps): arXiv 1910.07467; bias must be mt_none() */
+} mt_norm_kind;
+
+/* forward: y [tokens, h] from x [tokens, h], gain [1, h], bias [1, h] (optional); stats [tokens, 2] = (mean, rstd), optional
+   (inference; mean is 0 for RMSNorm). backward: dx = dresidual + gradient through the norm (dresidual optional, [tokens, h]);
+   dgain, dbias (optional) += . y may be x; dx may be dy or dresidual. */
+MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias, float eps,
+                                 mt_tensor y, mt_tensor stats);
+MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
+                                  mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias);
+
+/* ---- random numbers by global element ----------------------------------------------------------------------------- */
+
+/* Philox4x32-10 (Salmon et al., SC 2011): out = four random words for a counter and a key. */
+MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
+
+/* Where a view sits in its global tensor: its element (i, j) is global element e = (first_row + i) * global_cols + first_col
+   + j. The random word of element e is lane e & 3 of philox(counter = {e >> 2 (64 bits), stream (64 bits)}, key = seed), so
+   it does not depend on how the tensor is split. stream: a number of the caller's, different for each use (parameter,
+   dropout site x step). */
+typedef struct mt_random {
+    uint64_t seed, stream;
+    int64_t first_row, first_col, global_cols;
+} mt_random;
+
+/* y = std * N(0, 1). Box-Muller over the word pairs (e & ~1, e | 1): even elements take the cosine, odd ones the sine;
+   computed in double, so that it is the same everywhere. */
+MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at);
+
+/* Element e is dropped when its random word < p * 2^32; what is kept is scaled by 1 / (1 - p). 0 <= p < 1; p = 0 means off. */
+typedef struct mt_dropout {
+    mt_random at;
+    float p;
+} mt_dropout;
+
+/* forward: y = residual + dropout(x + bias), all [tokens, n]; bias [1, n] and residual are optional; y may be x or residual.
+   backward: dx = dropout'(dy), dbias [1, n] += column sums of dx (optional); dx may be dy. The residual's gradient is dy. */
+MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
+                                             mt_dropout dropout, mt_tensor y);
+MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
+                                              mt_tensor dbias);
+
+/* ---- attention ---------------------------------------------------------------------------------------------------- */
+
+typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
+
+/* Scaled dot-product attention of `groups` query groups (key/value heads), each with heads_per_group query heads: MHA when
+   heads_per_group is 1, GQA (arXiv 2305.13245) otherwise. Token row = sequence * seq + position.
+   qkv [batch * seq, groups * (heads_per_group + 2) * head_dim]: per group its query heads, then its key, then its value
+   ([q...q k v], as current Megatron). Heads in out and lse are in the order of the queries. */
+typedef struct mt_attention_shape {
+    int64_t batch, seq, groups, heads_per_group, head_dim;
+    mt_mask mask;
+    float scale;            /* 0: 1 / sqrt(head_dim) */
+    const int32_t *lengths; /* key padding: [batch], keys at positions >= lengths[b] are masked; NULL: all valid. A sequence
+                               of length 0 gives zeros. */
+    mt_dropout dropout;     /* of the probabilities; here at.first_row = global index of the first sequence, at.first_col =
+                               global index of the first head, at.global_cols = heads of the whole model: probability (b, a,
+                               i, j) is global element (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
+} mt_attention_shape;
+
+/* forward: out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log of the
+   sum of exponentials of the scaled scores (optional: inference). backward: dqkv like qkv, recomputing the probabilities.
+   Memory: O(seq) scratch per head in the arena (a panel of query rows), never seq x seq. dout may not be out. */
+MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+                                      mt_tensor lse);
+MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+                                       mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
+
+/* Rotary position embedding (arXiv 2104.09864), the two-halves form of GPT-NeoX and Megatron, on the queries and keys of
+   qkv, in place. table [seq, head_dim]: cosines of the head_dim / 2 angles position * base^(-2 i / head_dim), then sines.
+   backward rotates the gradients back. head_dim must be even. */
+MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
+MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv);
+MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv);
+
+/* ---- embedding ---------------------------------------------------------------------------------------------------- */
+
+/* Checks that every id is in [0, limit) or equal to ignore (0, which is allowed anyway, ignores nothing). MT_ERR_DATA names the
+   first bad one and its index; `what` is the word for it in the sentence ("token id", "target"). */
+MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
+                              int32_t ignore);
+
+/* ids[i] = (first_token + i) % seq */
+MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count);
+
+/* table holds rows [first_row, first_row + table.rows) of a bigger table; ids elsewhere count as a row of zeros.
+   forward: y [tokens, h] = beta * y + table[ids - first_row] (with beta == 0, y is not read).
+   backward: dtable[ids - first_row] += dy, in the order of the tokens. */
+MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids, float beta,
+                                      mt_tensor y);
+MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
+                                       mt_tensor dtable);
+
+/* ---- cross-entropy over a vocabulary shard ------------------------------------------------------------------------ */
+
+/* loss = lse(x) - x[target], with label smoothing a (PyTorch's definition): (1 - a) (lse - x[target]) + a (lse - mean(x)).
+   A token whose target is ignore_index has loss 0 and gradient 0. */
+typedef struct mt_cross_entropy_shape {
+    int64_t vocab;         /* of the whole model, without padding */
+    int64_t first_col;     /* global vocabulary index of the shard's first column */
+    float label_smoothing; /* 0 <= a < 1 */
+    int32_t ignore_index;  /* a value outside [0, vocab), e.g. -100; 0 means -100 */
+} mt_cross_entropy_shape;
+
+/* The pieces around the one collective: each shard computes stats, the stats of all shards are gathered, combine gives the
+   loss, backward turns this shard's logits into their gradient, in place. Columns at or past `vocab` (padding) never count
+   and get gradient 0.
+   stats [tokens, 4]: max, sum of exp(x - max), the target's logit if it is here else 0, sum of x. max is -inf for a shard
+   of padding only.
+   combine: gathered [shards * tokens, 4], shard-major, met in the tree order of mt_all_reduce -> loss [1, tokens], lse [2, tokens]:
+   the maximum and the log of the sum of exp(x - maximum), kept apart so that big logits keep their precision.
+   backward: logits = scale * dloss[i] * (softmax - smoothed one-hot); dloss [1, tokens] optional (then 1). */
+MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+                                        const int32_t *targets, mt_tensor stats);
+MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
+                                          int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse);
+MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+                                           const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
+
+/* ---- optimizer ---------------------------------------------------------------------------------------------------- */
+
+/* AdamW, decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW): with g = grad_scale * grad,
+   param -= lr * weight_decay * param; m, v moments of g; param -= lr * mhat / (sqrt(vhat) + eps). step counts from 1. */
+typedef struct mt_adamw {
+    float lr, beta1, beta2, eps, weight_decay, grad_scale;
+    int64_t step;
+} mt_adamw;
+
+MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m,
+                               mt_tensor v);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MT_KERNELS_CUH */
+
+/* ================================================== the API ends here ============================================== */
+
+#if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_KERNELS_IMPLEMENTED)
+#define MT_KERNELS_IMPLEMENTED
+
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+
+#if defined(MT_USE_ONEDNN) && defined(MT_USE_CBLAS)
+#error "mt_kernels.cuh: define MT_USE_ONEDNN or MT_USE_CBLAS, not both"
+#endif
+#if defined(MT_USE_ONEDNN)
+#include <dnnl.h>
+#elif defined(MT_USE_CBLAS)
+#include <cblas.h>
+#endif
+
+/* The loops below are written so that compilers vectorise them without -ffast-math. MTI_INDEPENDENT says that
+   iterations do not depend on each other, which the compiler cannot see where input and output may be the same
+   memory. */
+#if defined(__clang__)
+#define MTI_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#define MTI_UNROLL _Pragma("clang loop unroll(full)")
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and that is fine */
+#elif defined(__GNUC__) && !defined(__CUDACC__)
+#define MTI_INDEPENDENT _Pragma("GCC ivdep")
+#define MTI_UNROLL _Pragma("GCC unroll 16")
+#else
+#define MTI_INDEPENDENT
+#define MTI_UNROLL
+#endif
+
+#if defined(__GNUC__)
+#define MTI_INLINE static inline __attribute__((always_inline))
+#else
+#define MTI_INLINE static inline
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
+
+/* ---- >>check ---------------------------------------------------------------------------------------------------- */
+
+static int64_t mti_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t mti_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t mti_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+/* a * b for sizes, or -1 (which no view has) when a factor is negative or the product leaves int64_t. */
+static int64_t mti_mul(int64_t a, int64_t b) {
+    if (a < 0 || b < 0) return -1;
+    return b > 0 && a > INT64_MAX / b ? -1 : a * b;
+}
+
+static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
+    if (mt_dtype_size(dtype) == 0)
+        return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s has data type %d, which does not exist", where, name, (int)dtype);
+    if (dtype == MT_BF16 || dtype == MT_F16)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %s is %s, which is not built yet", where, name,
+                        mt_dtype_name(dtype));
+    return MT_SUCCESS;
+}
+
+/* Any shape, any built dtype. NULL data is fine where there is no element. */
+static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
+    int64_t ld = mti_ld(t);
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (t.rows < 0 || t.cols < 0 || ld < t.cols || mti_mul(mti_mul(t.rows, ld), 8) < 0)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is no shape", where, name,
+                        (long long)t.rows, (long long)t.cols, (long long)t.ld);
+    MT_TRY(mti_expect_dtype(ctx, where, name, t.dtype));
+    if (!t.data && t.rows > 0 && t.cols > 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld] but its data is NULL", where, name,
+                        (long long)t.rows, (long long)t.cols);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_f32(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
+    MT_TRY(mti_expect_view(ctx, where, name, t));
+    if (t.dtype != MT_F32)
+        return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32", where, name, mt_dtype_name(t.dtype));
+    return MT_SUCCESS;
+}
+
+/* An f32 view of exactly [rows, cols]. */
+static mt_status mti_expect_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
+                                 int64_t cols) {
+    MT_TRY(mti_expect_f32(ctx, where, name, t));
+    if (t.rows != rows || t.cols != cols)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, name,
+                        (long long)t.rows, (long long)t.cols, (long long)rows, (long long)cols);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
+                                    int64_t cols) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return t.data ? mti_expect_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
+}
+
+static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const char *name, const void *ptr,
+                                    int64_t count) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (count < 0) return mti_fail(ctx, MT_ERR_SHAPE, "%s: the count of %s is %lld", where, name, (long long)count);
+    if (!ptr && count > 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL, must hold %lld elements", where, name, (long long)count);
+    return MT_SUCCESS;
+}
+
+/* Catches the plainest forbidden overlap, the same address. Addresses of a meta context mean nothing. */
+static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char *out_name, mt_tensor out,
+                                 const char *in_name, mt_tensor in) {
+    if (ctx->device == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
+    if (mti_mul(out.rows, out.cols) == 0 || mti_mul(in.rows, in.cols) == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] are the same memory", where,
+                    out_name, (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows,
+                    (long long)in.cols);
+}
+
+static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
+    if (at.first_row < 0 || at.first_col < 0 || at.first_col > at.global_cols - cols)
+        return mti_fail(ctx, MT_ERR_SHAPE,
+                        "%s: a view [%lld, %lld] at row %lld, column %lld is not inside a tensor of "
+                        "%lld columns",
+                        where, (long long)rows, (long long)cols, (long long)at.first_row, (long long)at.first_col,
+                        (long long)at.global_cols);
+    if (at.first_row > INT64_MAX - rows || mti_mul(at.first_row + rows, at.global_cols) < 0)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: row %lld + %lld of %lld columns has no 64-bit element number", where,
+                        (long long)at.first_row, (long long)rows, (long long)at.global_cols);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
+    if (!(p >= 0.0f && p < 1.0f))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the dropout probability is %g, must be at least 0 and less than 1",
+                        where, (double)p);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropout dropout, int64_t rows,
+                                    int64_t cols) {
+    MT_TRY(mti_expect_probability(ctx, where, dropout.p));
+    return dropout.p > 0.0f ? mti_expect_random(ctx, where, dropout.at, rows, cols) : MT_SUCCESS;
+}
+
+static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
+    if (!(value - value == 0.0f))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %g, must be finite", where, name, (double)value);
+    return MT_SUCCESS;
+}
+
+/* ---- >>cpu-math ------------------------------------------------------------------------------------------------- */
+
+#define MTI_PARTIALS 32 /* partial sums of a reduction: fixed, so that the order is the same on every processor */
+#define MTI_BLOCK 1024  /* columns of a row that several small loops work on while they stay in the L1 cache */
+
+static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mti_ld(t) : NULL; }
+
+MTI_INLINE uint32_t mti_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+MTI_INLINE float mti_from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+/* e^x. Reduction by ln 2 in two parts (Cody and Waite), exp(r) = 1 + r + r^2 q(r) with q fitted by weighted least
+   squares (Lawson) for the smallest relative error, 3.2e-9, on |r| <= 0.348. Adding 1.5 * 2^23 rounds to an integer
+   that is then in the low bits. Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, NaN stays. */
+MTI_INLINE float mti_exp(float x) {
+    const float round = 12582912.0f;
+    float t = x * 1.44269504f + round;
+    float n = t - round;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float q = 1.38140109e-3f * r + 8.36900063e-3f;
+    float y;
+    q = q * r + 4.16684151e-2f;
+    q = q * r + 1.66665182e-1f;
+    q = q * r + 4.9999994e-1f;
+    y = q * (r * r) + r + 1.0f;
+    y = mti_from_bits(mti_bits(y) + (mti_bits(t) << 23));
+    t = x + (float)INFINITY;
+    y = x < -87.33654f ? 0.0f : y;
+    return x <= 88.72283f ? y : t;
+}
+
+/* Phi(x) = 0.5 (1 + erf(x / sqrt(2))), given e = e^(-x^2 / 2), which callers have. Below |x| = 1: 0.5 + x P(x^2),
+   relative error of P 7e-10. Beyond: the tail 0.5 erfc(|x| / sqrt(2)) = e S(u), u = 1 / (1 + 0.33 |x|), relative error
+   of S 1e-8 as far as e is not 0. P and S are fitted like q above. So nothing cancels in the left tail, and erf is
+   right to 1.5e-7. */
+MTI_INLINE float mti_normal_cdf(float x, float e) {
+    float size = x < 0.0f ? -x : x, z = x * x, u = 1.0f / (1.0f + 0.33f * size);
+    float p = -7.65420828e-6f * z + 1.13486371e-4f, s = 4.34392653e-2f * u - 1.37640953e-1f, tail;
+    p = p * z - 1.18632999e-3f;
+    s = s * u + 1.07992314e-1f;
+    p = p * z + 9.97332297e-3f;
+    s = s * u + 6.87360205e-3f;
+    p = p * z - 6.64903596e-2f;
+    s = s * u + 1.00570522e-1f;
+    p = p * z + 3.98942292e-1f;
+    s = s * u + 1.15344465e-1f;
+    s = s * u + 1.31830275e-1f;
+    s = s * u + 1.31644055e-1f;
+    tail = e * (s * u);
+    tail = x < 0.0f ? tail : 1.0f - tail;
+    p = 0.5f + x * p;
+    return size < 1.0f ? p : tail;
+}
+
+/* sqrt(x) for x >= 0 without libm, whose errno keeps loops from vectorising: a bit-trick estimate of 1 / sqrt(x), two
+   Newton steps, one Heron step. Small x are scaled away from the denormals. */
+MTI_INLINE float mti_sqrt(float x) {
+    float up = x < 1e-20f ? 18446744073709551616.0f : 1.0f; /* 2^64 */
+    float down = x < 1e-20f ? 2.3283064365386963e-10f : 1.0f; /* 2^-32 */
+    float v = x * up;
+    float y = mti_from_bits(0x5f3759dfu - (mti_bits(v) >> 1));
+    float s;
+    y = y * (1.5f - (0.5f * v * y) * y);
+    y = y * (1.5f - (0.5f * v * y) * y);
+    s = v * y;
+    s = 0.5f * (s + v / s) * down;
+    s = x > 0.0f ? s : x;
+    return x <= FLT_MAX ? s : x;
+}
+
+static float mti_lanes_sum(float *lanes) {
+    int half, l;
+    for (half = MTI_PARTIALS / 2; half > 0; half /= 2)
+        for (l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+static float mti_row_sum(const float *x, int64_t n) {
+    float lanes[MTI_PARTIALS] = {0};
+    int64_t j;
+    int l;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += x[j + l];
+    for (l = 0; j + l < n; l++) lanes[l] += x[j + l];
+    return mti_lanes_sum(lanes);
+}
+
+static float mti_row_dot(const float *x, const float *y, int64_t n) {
+    float lanes[MTI_PARTIALS] = {0};
+    int64_t j;
+    int l;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += x[j + l] * y[j + l];
+    for (l = 0; j + l < n; l++) lanes[l] += x[j + l] * y[j + l];
+    return mti_lanes_sum(lanes);
+}
+
+/* Sum of (x - shift)^2. */
+static float mti_row_variance(const float *x, float shift, int64_t n) {
+    float lanes[MTI_PARTIALS] = {0}, d;
+    int64_t j;
+    int l;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += (x[j + l] - shift) * (x[j + l] - shift);
+    for (l = 0; j + l < n; l++) {
+        d = x[j + l] - shift;
+        lanes[l] += d * d;
+    }
+    return mti_lanes_sum(lanes);
+}
+
+static float mti_row_max(const float *x, int64_t n) {
+    float lanes[MTI_PARTIALS];
+    int64_t j;
+    int l;
+    for (l = 0; l < MTI_PARTIALS; l++) lanes[l] = -(float)INFINITY;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] = lanes[l] > x[j + l] ? lanes[l] : x[j + l];
+    for (l = 0; j + l < n; l++) lanes[l] = lanes[l] > x[j + l] ? lanes[l] : x[j + l];
+    for (l = 1; l < MTI_PARTIALS; l++) lanes[0] = lanes[0] > lanes[l] ? lanes[0] : lanes[l];
+    return lanes[0];
+}
+
+/* y = e^(x - shift); x may be y. Returns the sum of y. */
+static float mti_row_exp(const float *x, float shift, float *y, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_exp(x[j] - shift);
+    return mti_row_sum(y, n);
+}
+
+static void mti_row_fill(float *y, float value, int64_t n) {
+    int64_t j;
+    for (j = 0; j < n; j++) y[j] = value;
+}
+
+static void mti_row_add(const float *a, const float *b, float *y, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = a[j] + b[j];
+}
+
+static void mti_row_scale(float *y, float factor, int64_t n) {
+    int64_t j;
+    for (j = 0; j < n; j++) y[j] *= factor;
+}
+
+/* ---- >>cpu-memory ----------------------------------------------------------------------------------------------- */
+
+static void mti_cpu_fill(mt_tensor y, float value) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) mti_row_fill(mti_row(y, i), value, y.cols);
+}
+
+/* memmove, because copying a view onto itself is harmless. */
+static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
+    size_t size = mt_dtype_size(x.dtype), bytes = (size_t)x.cols * size;
+    int64_t i;
+    if (bytes == 0) return;
+    for (i = 0; i < x.rows; i++)
+        memmove((char *)y.data + (size_t)(i * mti_ld(y)) * size, (const char *)x.data + (size_t)(i * mti_ld(x)) * size,
+                bytes);
+}
+
+static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) mti_row_add(mti_row(a, i), mti_row(b, i), mti_row(y, i), y.cols);
+}
+
+static double mti_lanes_sum_double(double *lanes) {
+    int half, l;
+    for (half = MTI_PARTIALS / 2; half > 0; half /= 2)
+        for (l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+static void mti_lanes_add(double *lanes, const float *x, int64_t n) {
+    int64_t j;
+    int l;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += (double)x[j + l];
+    for (l = 0; j + l < n; l++) lanes[l] += (double)x[j + l];
+}
+
+static void mti_lanes_add_squares(double *lanes, const float *x, int64_t n) {
+    int64_t j;
+    int l;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += (double)x[j + l] * (double)x[j + l];
+    for (l = 0; j + l < n; l++) lanes[l] += (double)x[j + l] * (double)x[j + l];
+}
+
+static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
+    double lanes[MTI_PARTIALS] = {0};
+    int64_t i;
+    for (i = 0; i < x.rows; i++) {
+        if (squares) mti_lanes_add_squares(lanes, mti_row(x, i), x.cols);
+        else mti_lanes_add(lanes, mti_row(x, i), x.cols);
+    }
+    *(float *)out.data = (float)((double)*(float *)out.data + mti_lanes_sum_double(lanes));
+}
+
+/* out [1, n] += column sums of x [rows, n], four rows at a time so that out is seldom touched. */
+static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) out[j] += (x[j] + x[ld + j]) + (x[2 * ld + j] + x[3 * ld + j]);
+}
+
+static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
+    float *sums = mti_row(out, 0);
+    int64_t i = 0;
+    for (; i + 4 <= x.rows; i += 4) mti_add_rows4(mti_row(x, i), mti_ld(x), sums, x.cols);
+    for (; i < x.rows; i++) mti_row_add(sums, mti_row(x, i), sums, x.cols);
+}
+
+static void mti_cpu_bias_forward(mt_tensor y, mt_tensor bias) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) mti_row_add(mti_row(y, i), mti_row(bias, 0), mti_row(y, i), y.cols);
+}
+
+/* ---- >>cpu-gemm ------------------------------------------------------------------------------------------------- */
+
+/* c [m, n] = alpha op(a) op(b) + beta c, all pointers row-major with leading dimensions. */
+typedef struct mti_matmul {
+    int trans_a, trans_b;
+    int64_t m, n, k;
+    float alpha, beta;
+    const float *a, *b;
+    float *c;
+    int64_t lda, ldb, ldc;
+} mti_matmul;
+
+/* c = beta c: what is left of a product when k or alpha is 0. */
+static void mti_gemm_scale(const mti_matmul *g) {
+    int64_t i;
+    for (i = 0; i < g->m; i++) {
+        if (g->beta == 0.0f) mti_row_fill(g->c + i * g->ldc, 0.0f, g->n);
+        else mti_row_scale(g->c + i * g->ldc, g->beta, g->n);
+    }
+}
+
+#if defined(MT_USE_ONEDNN)
+#define MTI_TEXT(x) #x
+#define MTI_VERSION(major, minor, patch) "oneDNN " MTI_TEXT(major) "." MTI_TEXT(minor) "." MTI_TEXT(patch)
+
+MT_API const char *mt_gemm_library(void) {
+    return MTI_VERSION(DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH);
+}
+
+/* oneDNN runs on OpenMP, whose thread count belongs to the calling thread and is set here only for the call. The
+   references are weak and their names private, so that this compiles and links without OpenMP. */
+#if defined(__GNUC__)
+static void mti_omp_set_num_threads(int) __attribute__((weakref("omp_set_num_threads")));
+static int mti_omp_get_max_threads(void) __attribute__((weakref("omp_get_max_threads")));
+
+static int mti_threads_set(int threads) {
+    int before;
+    if (threads <= 0 || !mti_omp_set_num_threads || !mti_omp_get_max_threads) return 0;
+    before = mti_omp_get_max_threads();
+    if (before == threads) return 0;
+    mti_omp_set_num_threads(threads);
+    return before;
+}
+static void mti_threads_restore(int before) {
+    if (before > 0) mti_omp_set_num_threads(before);
+}
+#else
+static int mti_threads_set(int threads) { return (void)threads, 0; }
+static void mti_threads_restore(int before) { (void)before; }
+#endif
+
+static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+    int before = mti_threads_set(ctx->threads);
+    dnnl_status_t status = dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha, g->a,
+                                      g->lda, g->b, g->ldb, g->beta, g->c, g->ldc);
+    (void)scratch;
+    mti_threads_restore(before);
+    if (status == dnnl_success) return MT_SUCCESS;
+    return mti_fail(ctx, status == dnnl_out_of_memory ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
+                    "mt_gemm: dnnl_sgemm of m %lld, n %lld, k %lld failed with status %d", (long long)g->m,
+                    (long long)g->n, (long long)g->k, (int)status);
+}
+
+#elif defined(MT_USE_CBLAS)
+MT_API const char *mt_gemm_library(void) { return "CBLAS"; }
+
+#if defined(__GNUC__)
+static void mti_openblas_set_num_threads(int) __attribute__((weakref("openblas_set_num_threads")));
+static int mti_openblas_get_num_threads(void) __attribute__((weakref("openblas_get_num_threads")));
+
+/* OpenBLAS has one thread count for the process: ranks that share a process should ask for the same. */
+static void mti_threads_set(int threads) {
+    if (threads <= 0 || !mti_openblas_set_num_threads || !mti_openblas_get_num_threads) return;
+    if (mti_openblas_get_num_threads() != threads) mti_openblas_set_num_threads(threads);
+}
+#else
+static void mti_threads_set(int threads) { (void)threads; }
+#endif
+
+static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+    (void)scratch;
+    mti_threads_set(ctx->threads);
+    cblas_sgemm(CblasRowMajor, g->trans_a ? CblasTrans : CblasNoTrans, g->trans_b ? CblasTrans : CblasNoTrans,
+                (int)g->m, (int)g->n, (int)g->k, g->alpha, g->a, (int)g->lda, g->b, (int)g->ldb, g->beta, g->c,
+                (int)g->ldc);
+    return MT_SUCCESS;
+}
+
+#else
+MT_API const char *mt_gemm_library(void) { return "built-in"; }
+
+/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 is 16 of the 32 registers of AVX-512, 6 x 16 is 12
+   of the 16 of AVX2. Each element of c is summed over k in the same order whatever the tile. */
+#if defined(__AVX512F__)
+#define MTI_VECTOR 16
+#define MTI_MR 8
+#elif defined(__AVX__)
+#define MTI_VECTOR 8
+#define MTI_MR 6
+#else
+#define MTI_VECTOR 4
+#define MTI_MR 4
+#endif
+#define MTI_NR (2 * MTI_VECTOR)
+#define MTI_KC 256  /* a panel of b, MTI_KC x MTI_NR, stays in L1 */
+#define MTI_MC 192  /* a block of a, MTI_MC x MTI_KC, stays in L2; a multiple of every MTI_MR */
+#define MTI_NC 2048 /* a block of b, MTI_KC x MTI_NC, stays in L3 */
+
+/* Bytes the built-in GEMM wants for packing; monotone in every argument. */
+static size_t mti_builtin_gemm_bytes(int64_t m, int64_t n, int64_t k) {
+    int64_t kc = mti_min(k, MTI_KC);
+    int64_t a = mti_round_up(mti_min(m, MTI_MC), MTI_MR) * kc, b = mti_round_up(mti_min(n, MTI_NC), MTI_NR) * kc;
+    return mti_align_up((size_t)a * sizeof(float)) + mti_align_up((size_t)b * sizeof(float));
+}
+
+/* Panels of `width` rows of a matrix whose element (i, p) is x[i * row + p * col]: out[p * width + i], zeros after
+   the last. */
+static void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
+    int64_t i, p;
+    if (row == 1 && rows == width) {
+        for (p = 0; p < k; p++, x += col, out += width) memcpy(out, x, (size_t)width * sizeof(float));
+        return;
+    }
+    for (i = 0; i < rows; i++)
+        for (p = 0; p < k; p++) out[p * width + i] = x[i * row + p * col];
+    for (; i < width; i++)
+        for (p = 0; p < k; p++) out[p * width + i] = 0.0f;
+}
+
+static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
+    int64_t i;
+    for (i = 0; i < rows; i += width)
+        mti_pack_panel(x + i * row, row, col, mti_min(width, rows - i), k, width, out + i * k);
+}
+
+#if defined(__GNUC__) && !defined(__CUDACC__)
+typedef float mti_vector __attribute__((vector_size(4 * MTI_VECTOR)));
+
+/* sums [MTI_MR, MTI_NR] = a b over k. Row i of a is a[i][p * step]; b is a packed panel. */
+MTI_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
+    mti_vector s[MTI_MR][2], b0, b1, zero = {0};
+    int64_t p;
+    int i;
+    MTI_UNROLL
+    for (i = 0; i < MTI_MR; i++) s[i][0] = s[i][1] = zero;
+    for (p = 0; p < k; p++, b += MTI_NR) {
+        memcpy(&b0, b, sizeof b0);
+        memcpy(&b1, b + MTI_VECTOR, sizeof b1);
+        MTI_UNROLL
+        for (i = 0; i < MTI_MR; i++) {
+            s[i][0] += a[i][p * step] * b0;
+            s[i][1] += a[i][p * step] * b1;
+        }
+    }
+    memcpy(sums, s, sizeof s);
+}
+#else
+MTI_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
+    int64_t p;
+    int i, j;
+    for (i = 0; i < MTI_MR * MTI_NR; i++) sums[i] = 0.0f;
+    for (p = 0; p < k; p++, b += MTI_NR)
+        for (i = 0; i < MTI_MR; i++)
+            for (j = 0; j < MTI_NR; j++) sums[i * MTI_NR + j] += a[i][p * step] * b[j];
+}
+#endif
+
+static void mti_gemm_sums_packed(int64_t k, const float *a, const float *b, float *sums) {
+    const float *rows[MTI_MR];
+    int i;
+    MTI_UNROLL
+    for (i = 0; i < MTI_MR; i++) rows[i] = a + i;
+    mti_gemm_sums(k, rows, MTI_MR, b, sums);
+}
+
+/* Rows past `count` repeat the last one; their sums are thrown away. */
+static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_t col, int64_t count, const float *b,
+                                  float *sums) {
+    const float *rows[MTI_MR];
+    int i;
+    MTI_UNROLL
+    for (i = 0; i < MTI_MR; i++) rows[i] = a + mti_min(i, count - 1) * row;
+    if (col == 1) mti_gemm_sums(k, rows, 1, b, sums);
+    else mti_gemm_sums(k, rows, col, b, sums);
+}
+
+/* c = alpha sums + beta c for the part of the tile that exists. */
+MTI_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float *c, int64_t ldc, int64_t m,
+                               int64_t n) {
+    int64_t i, j;
+    for (i = 0; i < m; i++, c += ldc, sums += MTI_NR) {
+        if (beta == 0.0f)
+            for (j = 0; j < n; j++) c[j] = alpha * sums[j];
+        else
+            for (j = 0; j < n; j++) c[j] = alpha * sums[j] + beta * c[j];
+    }
+}
+
+typedef struct mti_gemm_piece { /* one block of a product: c [m, n] += a [m, k] b [k, n] */
+    const float *a;
+    const float *packed_a; /* NULL: a is read in place, through its strides */
+    const float *packed_b;
+    float *c;
+    int64_t a_row, a_col, ldc, m, n, k;
+    float alpha, beta;
+} mti_gemm_piece;
+
+static void mti_gemm_block(const mti_gemm_piece *x) {
+    float sums[MTI_MR * MTI_NR];
+    int64_t i, j;
+    for (j = 0; j < x->n; j += MTI_NR)
+        for (i = 0; i < x->m; i += MTI_MR) {
+            int64_t m = mti_min(MTI_MR, x->m - i), n = mti_min(MTI_NR, x->n - j);
+            float *c = x->c + i * x->ldc + j;
+            if (x->packed_a) mti_gemm_sums_packed(x->k, x->packed_a + i * x->k, x->packed_b + j * x->k, sums);
+            else mti_gemm_sums_strided(x->k, x->a + i * x->a_row, x->a_row, x->a_col, m, x->packed_b + j * x->k, sums);
+            if (n == MTI_NR) mti_gemm_store(sums, x->alpha, x->beta, c, x->ldc, m, MTI_NR);
+            else mti_gemm_store(sums, x->alpha, x->beta, c, x->ldc, m, n);
+        }
+}
+
+/* Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). Packing a pays only
+   when it is read for many panels of b. */
+static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
+    int64_t a_row = g->trans_a ? 1 : g->lda, a_col = g->trans_a ? g->lda : 1;
+    int64_t b_row = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
+    int64_t kc = mti_min(g->k, MTI_KC), i, j, p;
+    int pack_a = g->n > 4 * MTI_NR;
+    float *room_b = (float *)scratch;
+    float *room_a = room_b + mti_round_up(mti_round_up(mti_min(g->n, MTI_NC), MTI_NR) * kc, 16);
+    mti_gemm_piece x;
+    x.ldc = g->ldc;
+    x.alpha = g->alpha;
+    x.a_row = a_row;
+    x.a_col = a_col;
+    x.packed_b = room_b;
+    x.packed_a = pack_a ? room_a : NULL;
+    for (j = 0; j < g->n; j += MTI_NC)
+        for (p = 0; p < g->k; p += MTI_KC) {
+            x.n = mti_min(MTI_NC, g->n - j);
+            x.k = mti_min(MTI_KC, g->k - p);
+            x.beta = p == 0 ? g->beta : 1.0f;
+            mti_pack(g->b + j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
+            for (i = 0; i < g->m; i += MTI_MC) {
+                x.m = mti_min(MTI_MC, g->m - i);
+                x.a = g->a + i * a_row + p * a_col;
+                x.c = g->c + i * g->ldc + j;
+                if (pack_a) mti_pack(x.a, a_row, a_col, x.m, x.k, MTI_MR, room_a);
+                mti_gemm_block(&x);
+            }
+        }
+}
+
+static size_t mti_gemm_bytes(int64_t m, int64_t n, int64_t k) { return mti_builtin_gemm_bytes(m, n, k); }
+
+static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+    (void)ctx;
+    mti_builtin_gemm(g, scratch);
+    return MT_SUCCESS;
+}
+#endif
+
+#if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
+/* Libraries allocate for themselves. */
+static size_t mti_gemm_bytes(int64_t m, int64_t n, int64_t k) { return (void)m, (void)n, (void)k, (size_t)0; }
+#endif
+
+/* scratch: mti_gemm_bytes of the product, or of a bigger one. */
+static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+    if (g->m == 0 || g->n == 0) return MT_SUCCESS;
+    if (g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
+    mti_gemm_scale(g);
+    return MT_SUCCESS;
+}
+
+/* ---- >>cpu-activation ------------------------------------------------------------------------------------------- */
+
+/* Every form is chosen so that nothing overflows into NaN for finite x, and so that 1 - sigmoid keeps its precision. */
+MTI_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
+    return x / (1.0f + mti_exp(-1.59576912f * x * (1.0f + 0.044715f * x * x)));
+}
+
+MTI_INLINE float mti_gelu_tanh_slope(float x) {
+    float low = x < -10.0f ? -10.0f : x, t = low > 10.0f ? 10.0f : low; /* beyond, it is 0 or 1 */
+    float e = mti_exp(-1.59576912f * t * (1.0f + 0.044715f * t * t));
+    float s = 1.0f / (1.0f + e);
+    return s + t * s * (e * s) * 1.59576912f * (1.0f + 0.134145f * t * t);
+}
+
+MTI_INLINE float mti_gelu_erf(float x) { return x * mti_normal_cdf(x, mti_exp(-0.5f * x * x)); }
+
+MTI_INLINE float mti_gelu_erf_slope(float x) {
+    float e = mti_exp(-0.5f * x * x);
+    return mti_normal_cdf(x, e) + x * (0.398942280f * e);
+}
+
+MTI_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
+
+static void mti_gelu_tanh_row(const float *h, float *y, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_gelu_tanh(h[j]);
+}
+
+static void mti_gelu_erf_row(const float *h, float *y, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_gelu_erf(h[j]);
+}
+
+static void mti_swiglu_row(const float *gate, const float *up, float *y, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_silu(gate[j]) * up[j];
+}
+
+static void mti_gelu_tanh_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_tanh_slope(h[j]);
+}
+
+static void mti_gelu_erf_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_erf_slope(h[j]);
+}
+
+static void mti_swiglu_backward_row(const float *gate, const float *up, const float *dy, float *dgate, float *dup,
+                                    int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float g = gate[j] < -80.0f ? -80.0f : gate[j], u = up[j], d = dy[j];
+        float e = mti_exp(-g);
+        float s = 1.0f / (1.0f + e);
+        dgate[j] = d * u * s * (1.0f + g * (e * s));
+        dup[j] = d * g * s;
+    }
+}
+
+/* A block of columns at a time: bias, activation and column sums then pass over the cache, not over memory. */
+static void mti_activation_block(mt_activation kind, float *h, const float *bias, float *y, int64_t f, int64_t n) {
+    if (bias) mti_row_add(h, bias, h, n);
+    if (bias && kind == MT_SWIGLU) mti_row_add(h + f, bias + f, h + f, n);
+    if (kind == MT_GELU_TANH) mti_gelu_tanh_row(h, y, n);
+    else if (kind == MT_GELU_ERF) mti_gelu_erf_row(h, y, n);
+    else mti_swiglu_row(h, h + f, y, n);
+}
+
+static void mti_cpu_activation_forward(mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
+    const float *b = mti_row(bias, 0);
+    int64_t i, j;
+    for (i = 0; i < y.rows; i++)
+        for (j = 0; j < y.cols; j += MTI_BLOCK)
+            mti_activation_block(kind, mti_row(h, i) + j, b ? b + j : NULL, mti_row(y, i) + j, y.cols,
+                                 mti_min(MTI_BLOCK, y.cols - j));
+}
+
+static void mti_activation_backward_block(mt_activation kind, const float *h, const float *dy, float *dh, float *dbias,
+                                          int64_t f, int64_t n) {
+    if (kind == MT_GELU_TANH) mti_gelu_tanh_backward_row(h, dy, dh, n);
+    else if (kind == MT_GELU_ERF) mti_gelu_erf_backward_row(h, dy, dh, n);
+    else mti_swiglu_backward_row(h, h + f, dy, dh, dh + f, n);
+    if (dbias) mti_row_add(dbias, dh, dbias, n);
+    if (dbias && kind == MT_SWIGLU) mti_row_add(dbias + f, dh + f, dbias + f, n);
+}
+
+static void mti_cpu_activation_backward(mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh, mt_tensor dbias) {
+    float *b = mti_row(dbias, 0);
+    int64_t i, j;
+    for (i = 0; i < dy.rows; i++)
+        for (j = 0; j < dy.cols; j += MTI_BLOCK)
+            mti_activation_backward_block(kind, mti_row(h, i) + j, mti_row(dy, i) + j, mti_row(dh, i) + j,
+                                          b ? b + j : NULL, dy.cols, mti_min(MTI_BLOCK, dy.cols - j));
+}
+
+/* ---- >>cpu-norm ------------------------------------------------------------------------------------------------- */
+
+/* y = (x - mean) * rstd * gain + bias; mean is 0 for RMSNorm. */
+static void mti_norm_apply(const float *x, float mean, float rstd, const float *gain, const float *bias, float *y,
+                           int64_t n) {
+    int64_t j;
+    if (bias) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = (x[j] - mean) * rstd * gain[j] + bias[j];
+    } else {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = (x[j] - mean) * rstd * gain[j];
+    }
+}
+
+static void mti_cpu_norm_forward(mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias, float eps, mt_tensor y,
+                                 mt_tensor stats) {
+    int64_t i, n = x.cols;
+    for (i = 0; i < x.rows; i++) {
+        const float *in = mti_row(x, i);
+        float mean = kind == MT_LAYER_NORM ? mti_row_sum(in, n) / (float)n : 0.0f;
+        float rstd = 1.0f / sqrtf(mti_row_variance(in, mean, n) / (float)n + eps);
+        if (stats.data) {
+            mti_row(stats, i)[0] = mean;
+            mti_row(stats, i)[1] = rstd;
+        }
+        mti_norm_apply(in, mean, rstd, mti_row(gain, 0), mti_row(bias, 0), mti_row(y, i), n);
+    }
+}
+
+/* With g = dy * gain and xhat = (x - mean) * rstd: sums = (sum of g, sum of g * xhat), dgain += dy * xhat. */
+static void mti_norm_backward_sums(const float *x, float mean, float rstd, const float *gain, const float *dy,
+                                   float *dgain, int64_t n, float sums[2]) {
+    float g_lanes[MTI_PARTIALS] = {0}, gx_lanes[MTI_PARTIALS] = {0};
+    int64_t j;
+    int l;
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) {
+            float xhat = (x[j + l] - mean) * rstd, g = dy[j + l] * gain[j + l];
+            g_lanes[l] += g;
+            gx_lanes[l] += g * xhat;
+        }
+    for (l = 0; j + l < n; l++) {
+        float xhat = (x[j + l] - mean) * rstd, g = dy[j + l] * gain[j + l];
+        g_lanes[l] += g;
+        gx_lanes[l] += g * xhat;
+    }
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) dgain[j] += dy[j] * ((x[j] - mean) * rstd);
+    sums[0] = mti_lanes_sum(g_lanes);
+    sums[1] = mti_lanes_sum(gx_lanes);
+}
+
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ dresidual]; RMSNorm has no mean(g). */
+static void mti_norm_backward_apply(const float *x, float mean, float rstd, const float *gain, const float *dy,
+                                    float mean_g, float mean_gx, const float *dresidual, float *dx, int64_t n) {
+    int64_t j;
+    if (dresidual) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++)
+            dx[j] = dresidual[j] + rstd * (dy[j] * gain[j] - mean_g - (x[j] - mean) * rstd * mean_gx);
+    } else {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) dx[j] = rstd * (dy[j] * gain[j] - mean_g - (x[j] - mean) * rstd * mean_gx);
+    }
+}
+
+static void mti_cpu_norm_backward(mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats, mt_tensor dy,
+                                  mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
+    int64_t i, n = x.cols;
+    float *db = mti_row(dbias, 0);
+    for (i = 0; i < x.rows; i++) {
+        const float *in = mti_row(x, i), *d = mti_row(dy, i), *s = mti_row(stats, i);
+        float mean = kind == MT_LAYER_NORM ? s[0] : 0.0f, sums[2];
+        mti_norm_backward_sums(in, mean, s[1], mti_row(gain, 0), d, mti_row(dgain, 0), n, sums);
+        if (db) mti_row_add(db, d, db, n);
+        mti_norm_backward_apply(in, mean, s[1], mti_row(gain, 0), d, kind == MT_LAYER_NORM ? sums[0] / (float)n : 0.0f,
+                                sums[1] / (float)n, mti_row(dresidual, i), mti_row(dx, i), n);
+    }
+}
+
+/* ---- >>cpu-random ----------------------------------------------------------------------------------------------- */
+
+#define MTI_COUNTERS 64                /* Philox blocks computed together, at most */
+#define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
+#define MTI_WORDS (MTI_WORDS_ROOM - 4) /* random words a caller takes at a time: the first may be any lane of a block */
+
+/* `count` <= MTI_COUNTERS consecutive blocks: out[4 * l + lane]. Loops over counters, so that they vectorise. */
+static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
+    uint32_t c0[MTI_COUNTERS], c1[MTI_COUNTERS], c2[MTI_COUNTERS], c3[MTI_COUNTERS];
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    int round, l;
+    for (l = 0; l < count; l++) {
+        c0[l] = (uint32_t)(first + (uint64_t)l);
+        c1[l] = (uint32_t)((first + (uint64_t)l) >> 32);
+        c2[l] = (uint32_t)stream;
+        c3[l] = (uint32_t)(stream >> 32);
+    }
+    for (round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+        for (l = 0; l < count; l++) {
+            uint64_t a = (uint64_t)c0[l] * 0xD2511F53u, b = (uint64_t)c2[l] * 0xCD9E8D57u;
+            uint32_t n0 = (uint32_t)(b >> 32) ^ c1[l] ^ k0, n2 = (uint32_t)(a >> 32) ^ c3[l] ^ k1;
+            c0[l] = n0;
+            c1[l] = (uint32_t)b;
+            c2[l] = n2;
+            c3[l] = (uint32_t)a;
+        }
+    for (l = 0; l < count; l++) {
+        out[4 * l] = c0[l];
+        out[4 * l + 1] = c1[l];
+        out[4 * l + 2] = c2[l];
+        out[4 * l + 3] = c3[l];
+    }
+}
+
+MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
+    mti_philox_blocks(counter[0] | (uint64_t)counter[1] << 32, counter[2] | (uint64_t)counter[3] << 32,
+                      key[0] | (uint64_t)key[1] << 32, 1, out);
+}
+
+/* The words of elements [e, e + n), n <= MTI_WORDS, in room for MTI_WORDS_ROOM. */
+static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
+    int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
+    mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mti_min(mti_round_up(blocks, 16), MTI_COUNTERS), room);
+    return room + lane;
+}
+
+static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
+    return (at.first_row + row) * at.global_cols + at.first_col + col;
+}
+
+/* Words to uniform numbers inside (0, 1): (w + 1/2) / 2^32. Radius from the even word, angle from the odd one. */
+static void mti_normal_pair(uint32_t even, uint32_t odd, double std, float out[2]) {
+    const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
+    double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)), angle = two_pi * ((double)odd + 0.5) * unit;
+    out[0] = (float)(radius * cos(angle));
+    out[1] = (float)(radius * sin(angle));
+}
+
+/* e and n may begin and end in the middle of a pair. */
+static void mti_normal_row(mt_random at, int64_t e, double std, float *y, int64_t n) {
+    uint32_t room[MTI_WORDS_ROOM];
+    int64_t done, j;
+    for (done = 0; done < n;) {
+        int64_t from = (e + done) & ~(int64_t)1, skip = e + done - from;
+        int64_t count = mti_min(MTI_WORDS - skip, n - done);
+        const uint32_t *w = mti_random_words(at, from, (skip + count + 1) & ~(int64_t)1, room);
+        float pair[2];
+        for (j = skip; j < skip + count; j++) {
+            if (j == skip || (j & 1) == 0) mti_normal_pair(w[j & ~(int64_t)1], w[j | 1], std, pair);
+            y[done + j - skip] = pair[j & 1];
+        }
+        done += count;
+    }
+}
+
+static void mti_cpu_random_normal(mt_tensor y, float std, mt_random at) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) mti_normal_row(at, mti_random_element(at, i, 0), (double)std, mti_row(y, i), y.cols);
+}
+
+/* ---- >>cpu-dropout ---------------------------------------------------------------------------------------------- */
+
+/* word < p * 2^32, exactly: p has 24 bits, so the product is exact in double. */
+static uint32_t mti_dropout_threshold(float p) { return (uint32_t)ceil((double)p * 4294967296.0); }
+static float mti_dropout_scale(float p) { return (float)(1.0 / (1.0 - (double)p)); }
+
+static void mti_dropout_block(const float *x, const float *bias, const float *residual, const uint32_t *words,
+                              uint32_t threshold, float scale, float *y, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float kept = (x[j] + bias[j]) * scale;
+        y[j] = residual[j] + (words[j] >= threshold ? kept : 0.0f);
+    }
+}
+
+static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, const float *residual, mt_dropout dropout,
+                                         int64_t e, float *y, int64_t n) {
+    uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout.p);
+    float zeros[MTI_WORDS] = {0}, scale = mti_dropout_scale(dropout.p); /* zeros stand in for what is left out */
+    int64_t j, count;
+    for (j = 0; j < n; j += count) {
+        count = mti_min(MTI_WORDS, n - j);
+        mti_dropout_block(x + j, bias ? bias + j : zeros, residual ? residual + j : zeros,
+                          mti_random_words(dropout.at, e + j, count, room), threshold, scale, y + j, count);
+    }
+}
+
+static void mti_bias_add_row(const float *x, const float *bias, const float *residual, float *y, int64_t n) {
+    int64_t j;
+    if (bias && residual) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = residual[j] + (x[j] + bias[j]);
+    } else if (bias || residual) {
+        mti_row_add(x, bias ? bias : residual, y, n);
+    } else if (x != y) {
+        memcpy(y, x, (size_t)n * sizeof *y);
+    }
+}
+
+static void mti_cpu_bias_dropout_add_forward(mt_tensor x, mt_tensor bias, mt_tensor residual, mt_dropout dropout,
+                                             mt_tensor y) {
+    int64_t i;
+    for (i = 0; i < x.rows; i++) {
+        if (dropout.p > 0.0f)
+            mti_cpu_bias_dropout_add_row(mti_row(x, i), mti_row(bias, 0), mti_row(residual, i), dropout,
+                                         mti_random_element(dropout.at, i, 0), mti_row(y, i), x.cols);
+        else mti_bias_add_row(mti_row(x, i), mti_row(bias, 0), mti_row(residual, i), mti_row(y, i), x.cols);
+    }
+}
+
+static void mti_cpu_bias_dropout_add_backward(mt_tensor dy, mt_dropout dropout, mt_tensor dx, mt_tensor dbias) {
+    mti_cpu_bias_dropout_add_forward(dy, mt_none(), mt_none(), dropout, dx);
+    if (dbias.data) mti_cpu_column_sums(dx, dbias);
+}
+
+/* ---- >>cpu-attention -------------------------------------------------------------------------------------------- */
+
+/* Query rows whose scores against all visible keys are held at once. A causal panel computes half a square of scores in
+   vain, which pays for its smaller products. */
+#define MTI_PANEL 128
+#define MTI_PANEL_CAUSAL 64
+
+/* One call, with everything resolved that its heads share. */
+typedef struct mti_attention {
+    mt_context *ctx;
+    const mt_attention_shape *shape;
+    mt_tensor qkv, out, lse, dout, dqkv;
+    float scale;
+    int64_t panel, pitch;   /* rows of a panel; leading dimension of scores and grads */
+    float *scores, *grads;  /* [panel, pitch]; grads in the backward only */
+    float *factors;         /* [panel]: 1 / sum of exponentials, or rowsum(dout * out) */
+    void *gemm;             /* scratch of the products */
+} mti_attention;
+
+typedef struct mti_head { /* one query head of one sequence */
+    int64_t batch, group, head; /* head: among all query heads of this shard */
+    int64_t length;             /* visible keys */
+    int64_t token;              /* first row of the sequence */
+    int64_t q_col, k_col, v_col, out_col;
+} mti_head;
+
+/* The pitch keeps rows off the same cache sets when seq is a power of two. */
+static mt_status mti_attention_scratch(mti_attention *a, int backward) {
+    const mt_attention_shape *s = a->shape;
+    int64_t widest = mti_max(s->seq, s->head_dim), tallest;
+    void *scores = NULL, *grads = NULL, *factors = NULL;
+    a->panel = mti_min(s->mask == MT_MASK_CAUSAL ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
+    a->pitch = mti_round_up(s->seq, 16) + 16;
+    tallest = backward ? widest : a->panel;
+    MT_TRY(mt_arena_alloc(a->ctx, (size_t)(a->panel * a->pitch) * sizeof(float), &scores));
+    if (backward) MT_TRY(mt_arena_alloc(a->ctx, (size_t)(a->panel * a->pitch) * sizeof(float), &grads));
+    MT_TRY(mt_arena_alloc(a->ctx, (size_t)a->panel * sizeof(float), &factors));
+    MT_TRY(mt_arena_alloc(a->ctx, mti_gemm_bytes(tallest, widest, widest), &a->gemm));
+    a->scores = (float *)scores;
+    a->grads = (float *)grads;
+    a->factors = (float *)factors;
+    return MT_SUCCESS;
+}
+
+static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_t group, int64_t member) {
+    const mt_attention_shape *s = a->shape;
+    int64_t first = group * (s->heads_per_group + 2) * s->head_dim;
+    mti_head h;
+    h.batch = batch;
+    h.group = group;
+    h.head = group * s->heads_per_group + member;
+    h.length = s->lengths ? s->lengths[batch] : s->seq;
+    h.token = batch * s->seq;
+    h.q_col = first + member * s->head_dim;
+    h.k_col = first + s->heads_per_group * s->head_dim;
+    h.v_col = h.k_col + s->head_dim;
+    h.out_col = h.head * s->head_dim;
+    return h;
+}
+
+/* Keys that query i of a sequence of `length` keys sees. */
+static int64_t mti_visible(const mt_attention_shape *s, int64_t length, int64_t i) {
+    return s->mask == MT_MASK_CAUSAL ? mti_min(length, i + 1) : length;
+}
+
+static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mti_ld(t) + col; }
+
+/* c [m, n] = alpha op(x) op(y) + beta c for pieces of matrices. */
+static mt_status mti_attention_product(const mti_attention *a, int trans_x, int trans_y, int64_t m, int64_t n,
+                                       int64_t k, float alpha, const float *x, int64_t ldx, const float *y, int64_t ldy,
+                                       float beta, float *c, int64_t ldc) {
+    mti_matmul g;
+    g.trans_a = trans_x;
+    g.trans_b = trans_y;
+    g.m = m;
+    g.n = n;
+    g.k = k;
+    g.alpha = alpha;
+    g.beta = beta;
+    g.a = x;
+    g.b = y;
+    g.c = c;
+    g.lda = ldx;
+    g.ldb = ldy;
+    g.ldc = ldc;
+    return mti_cpu_gemm(a->ctx, &g, a->gemm);
+}
+
+/* scores [rows, n] = scale q k^T for query rows [i0, i0 + rows) of a head and its first n keys. */
+static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
+    int64_t ld = mti_ld(a->qkv);
+    return mti_attention_product(a, 0, 1, rows, n, a->shape->head_dim, a->scale,
+                                 mti_at(a->qkv, h->token + i0, h->q_col), ld, mti_at(a->qkv, h->token, h->k_col), ld,
+                                 0.0f, a->scores, a->pitch);
+}
+
+static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
+    const mt_attention_shape *s = a->shape;
+    return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->seq;
+}
+
+static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *p, int64_t n) {
+    uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout->p);
+    float zeros[MTI_WORDS] = {0}, scale = mti_dropout_scale(dropout->p);
+    int64_t j, count;
+    for (j = 0; j < n; j += count) {
+        count = mti_min(MTI_WORDS, n - j);
+        mti_dropout_block(p + j, zeros, zeros, mti_random_words(dropout->at, e + j, count, room), threshold, scale,
+                          p + j, count);
+    }
+}
+
+/* Scores become exponentials against the row's maximum; the sum's inverse is left for the output, which is narrower. */
+static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
+    int64_t r;
+    for (r = 0; r < rows; r++) {
+        float *p = a->scores + r * a->pitch;
+        int64_t seen = mti_visible(a->shape, h->length, i0 + r);
+        float top = mti_row_max(p, seen), sum = mti_row_exp(p, top, p, seen);
+        mti_row_fill(p + seen, 0.0f, n - seen);
+        a->factors[r] = 1.0f / sum;
+        if (a->lse.data) *mti_at(a->lse, h->head, h->token + i0 + r) = top + logf(sum);
+        if (a->shape->dropout.p > 0.0f)
+            mti_attention_drop_row(&a->shape->dropout, mti_probability_element(a, h, i0 + r), p, seen);
+    }
+}
+
+static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h) {
+    int64_t i;
+    for (i = 0; i < a->shape->seq; i++) {
+        mti_row_fill(mti_at(a->out, h->token + i, h->out_col), 0.0f, a->shape->head_dim);
+        if (a->lse.data) *mti_at(a->lse, h->head, h->token + i) = -(float)INFINITY;
+    }
+}
+
+static mt_status mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
+    const mt_attention_shape *s = a->shape;
+    int64_t i0, r;
+    if (h->length == 0) {
+        mti_attention_nothing_seen(a, h);
+        return MT_SUCCESS;
+    }
+    for (i0 = 0; i0 < s->seq; i0 += a->panel) {
+        int64_t rows = mti_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
+        float *out = mti_at(a->out, h->token + i0, h->out_col);
+        MT_TRY(mti_attention_scores(a, h, i0, rows, n));
+        mti_attention_softmax(a, h, i0, rows, n);
+        MT_TRY(mti_attention_product(a, 0, 0, rows, s->head_dim, n, 1.0f, a->scores, a->pitch,
+                                     mti_at(a->qkv, h->token, h->v_col), mti_ld(a->qkv), 0.0f, out, mti_ld(a->out)));
+        for (r = 0; r < rows; r++) mti_row_scale(out + r * mti_ld(a->out), a->factors[r], s->head_dim);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cpu_attention_forward(const mti_attention *a) {
+    const mt_attention_shape *s = a->shape;
+    int64_t b, g, j;
+    for (b = 0; b < s->batch; b++)
+        for (g = 0; g < s->groups; g++)
+            for (j = 0; j < s->heads_per_group; j++) {
+                mti_head h = mti_attention_head(a, b, g, j);
+                MT_TRY(mti_attention_forward_head(a, &h));
+            }
+    return MT_SUCCESS;
+}
+
+/* p = e^(score - lse), dp = gradient of the probabilities: dp = p (dp - delta), scores = p. */
+static void mti_attention_backward_row(float *scores, float *grads, float lse, float delta, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float p = mti_exp(scores[j] - lse);
+        scores[j] = p;
+        grads[j] = p * (grads[j] - delta);
+    }
+}
+
+/* With dropout D: scores become D p (for dv), and the incoming gradient passes D first. delta = rowsum(dout * out)
+   holds either way, because out already contains D. */
+static void mti_attention_backward_panel(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
+                                         int64_t n) {
+    int64_t r;
+    for (r = 0; r < rows; r++) {
+        float *p = a->scores + r * a->pitch, *d = a->grads + r * a->pitch;
+        int64_t seen = mti_visible(a->shape, h->length, i0 + r), e = 0;
+        int drop = a->shape->dropout.p > 0.0f;
+        if (drop) {
+            e = mti_probability_element(a, h, i0 + r);
+            mti_attention_drop_row(&a->shape->dropout, e, d, seen);
+        }
+        mti_attention_backward_row(p, d, *mti_at(a->lse, h->head, h->token + i0 + r), a->factors[r], seen);
+        if (drop) mti_attention_drop_row(&a->shape->dropout, e, p, seen);
+        mti_row_fill(p + seen, 0.0f, n - seen);
+        mti_row_fill(d + seen, 0.0f, n - seen);
+    }
+}
+
+static mt_status mti_attention_backward_products(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
+                                                 int64_t n, float beta) {
+    int64_t d = a->shape->head_dim, ld = mti_ld(a->qkv), dld = mti_ld(a->dqkv), t = h->token;
+    MT_TRY(mti_attention_product(a, 1, 0, n, d, rows, 1.0f, a->scores, a->pitch, mti_at(a->dout, t + i0, h->out_col),
+                                 mti_ld(a->dout), beta, mti_at(a->dqkv, t, h->v_col), dld));
+    MT_TRY(mti_attention_product(a, 0, 0, rows, d, n, a->scale, a->grads, a->pitch, mti_at(a->qkv, t, h->k_col), ld,
+                                 0.0f, mti_at(a->dqkv, t + i0, h->q_col), dld));
+    return mti_attention_product(a, 1, 0, n, d, rows, a->scale, a->grads, a->pitch, mti_at(a->qkv, t + i0, h->q_col),
+                                 ld, beta, mti_at(a->dqkv, t, h->k_col), dld);
+}
+
+/* Panels from the last to the first: the last one sees every key, so it writes dk and dv, and the others add to
+   them. */
+static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h, int first_of_group) {
+    const mt_attention_shape *s = a->shape;
+    int64_t i0, r;
+    float beta = first_of_group ? 0.0f : 1.0f;
+    for (i0 = (s->seq - 1) / a->panel * a->panel; i0 >= 0; i0 -= a->panel) {
+        int64_t rows = mti_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
+        const float *dout = mti_at(a->dout, h->token + i0, h->out_col);
+        const float *out = mti_at(a->out, h->token + i0, h->out_col);
+        for (r = 0; r < rows; r++)
+            a->factors[r] = mti_row_dot(dout + r * mti_ld(a->dout), out + r * mti_ld(a->out), s->head_dim);
+        MT_TRY(mti_attention_scores(a, h, i0, rows, n));
+        MT_TRY(mti_attention_product(a, 0, 1, rows, n, s->head_dim, 1.0f, dout, mti_ld(a->dout),
+                                     mti_at(a->qkv, h->token, h->v_col), mti_ld(a->qkv), 0.0f, a->grads, a->pitch));
+        mti_attention_backward_panel(a, h, i0, rows, n);
+        MT_TRY(mti_attention_backward_products(a, h, i0, rows, n, beta));
+        beta = 1.0f;
+    }
+    return MT_SUCCESS;
+}
+
+/* Keys that nobody sees have no gradient; neither have the queries of a sequence without keys. */
+static void mti_attention_clear(const mti_attention *a, const mti_head *h) {
+    int64_t i, d = a->shape->head_dim;
+    for (i = h->length; i < a->shape->seq; i++) {
+        mti_row_fill(mti_at(a->dqkv, h->token + i, h->k_col), 0.0f, d);
+        mti_row_fill(mti_at(a->dqkv, h->token + i, h->v_col), 0.0f, d);
+        if (h->length == 0) mti_row_fill(mti_at(a->dqkv, h->token + i, h->q_col), 0.0f, d);
+    }
+}
+
+static mt_status mti_cpu_attention_backward(const mti_attention *a) {
+    const mt_attention_shape *s = a->shape;
+    int64_t b, g, j;
+    for (b = 0; b < s->batch; b++)
+        for (g = 0; g < s->groups; g++)
+            for (j = 0; j < s->heads_per_group; j++) {
+                mti_head h = mti_attention_head(a, b, g, j);
+                mti_attention_clear(a, &h);
+                if (h.length > 0) MT_TRY(mti_attention_backward_head(a, &h, j == 0));
+            }
+    return MT_SUCCESS;
+}
+
+/* ---- >>cpu-rotary ----------------------------------------------------------------------------------------------- */
+
+static void mti_cpu_rotary_table(float base, mt_tensor table) {
+    int64_t i, j, half = table.cols / 2;
+    for (i = 0; i < table.rows; i++)
+        for (j = 0; j < half; j++) {
+            double angle = (double)i * pow((double)base, -2.0 * (double)j / (double)table.cols);
+            mti_row(table, i)[j] = (float)cos(angle);
+            mti_row(table, i)[half + j] = (float)sin(angle);
+        }
+}
+
+/* sign +1 turns by the angle, -1 turns back. */
+static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < half; j++) {
+        float low = x[j], high = x[half + j], c = table[j], s = sign * table[half + j];
+        x[j] = low * c - high * s;
+        x[half + j] = high * c + low * s;
+    }
+}
+
+static void mti_cpu_rotary(const mt_attention_shape *shape, mt_tensor table, float sign, mt_tensor qkv) {
+    int64_t i, g, j, d = shape->head_dim;
+    for (i = 0; i < qkv.rows; i++)
+        for (g = 0; g < shape->groups; g++)
+            for (j = 0; j < shape->heads_per_group + 1; j++) /* the queries, then the key */
+                mti_rotary_head(mti_row(qkv, i) + (g * (shape->heads_per_group + 2) + j) * d,
+                                mti_row(table, i % shape->seq), sign, d / 2);
+}
+
+/* ---- >>cpu-embedding -------------------------------------------------------------------------------------------- */
+
+static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+    int64_t i;
+    for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
+}
+
+static void mti_embedding_row(const float *row, float beta, float *y, int64_t n) {
+    int64_t j;
+    if (beta == 0.0f) {
+        if (row) memcpy(y, row, (size_t)n * sizeof *y);
+        else mti_row_fill(y, 0.0f, n);
+        return;
+    }
+    if (beta != 1.0f) mti_row_scale(y, beta, n);
+    if (row)
+        for (j = 0; j < n; j++) y[j] += row[j];
+}
+
+static void mti_cpu_embedding_forward(mt_tensor table, int64_t first_row, const int32_t *ids, float beta, mt_tensor y) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) {
+        int64_t row = ids[i] - first_row;
+        mti_embedding_row(row >= 0 && row < table.rows ? mti_row(table, row) : NULL, beta, mti_row(y, i), y.cols);
+    }
+}
+
+static void mti_cpu_embedding_backward(mt_tensor dy, int64_t first_row, const int32_t *ids, mt_tensor dtable) {
+    int64_t i;
+    for (i = 0; i < dy.rows; i++) {
+        int64_t row = ids[i] - first_row;
+        if (row >= 0 && row < dtable.rows)
+            mti_row_add(mti_row(dtable, row), mti_row(dy, i), mti_row(dtable, row), dy.cols);
+    }
+}
+
+/* ---- >>cpu-cross-entropy ---------------------------------------------------------------------------------------- */
+
+/* Columns of a shard that are vocabulary, not padding. */
+static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
+    return mti_max(0, mti_min(cols, s->vocab - s->first_col));
+}
+
+static int32_t mti_ignore_index(const mt_cross_entropy_shape *s) { return s->ignore_index ? s->ignore_index : -100; }
+
+/* The target's column in this shard, or -1. */
+static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
+    int64_t col = (int64_t)target - s->first_col;
+    return target != mti_ignore_index(s) && col >= 0 && col < real ? col : -1;
+}
+
+/* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
+   maximum so far (Milakov and Gimelshein, arXiv 1805.02867), with the rare rescaling in double. */
+static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
+    float room[MTI_BLOCK], top = -(float)INFINITY;
+    double exps = 0.0, sum = 0.0;
+    int64_t j;
+    for (j = 0; j < n; j += MTI_BLOCK) {
+        int64_t count = mti_min(MTI_BLOCK, n - j);
+        float block_top = mti_row_max(x + j, count);
+        if (!(block_top <= top)) {
+            exps = exps > 0.0 ? exps * exp((double)top - (double)block_top) : exps;
+            top = block_top;
+        }
+        if (top != -(float)INFINITY) exps += (double)mti_row_exp(x + j, top, room, count);
+        sum += (double)mti_row_sum(x + j, count);
+    }
+    out[0] = top;
+    out[1] = (float)exps;
+    out[3] = (float)sum;
+}
+
+static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+                                        mt_tensor stats) {
+    int64_t i, real = mti_real_columns(s, logits.cols);
+    for (i = 0; i < logits.rows; i++) {
+        const float *x = mti_row(logits, i);
+        float *out = mti_row(stats, i);
+        int64_t target = mti_target_column(s, targets[i], real);
+        mti_row_softmax_stats(x, real, out);
+        out[2] = target >= 0 ? x[target] : 0.0f;
+    }
+}
+
+/* a = a and b together: the exponentials are rescaled to the larger maximum. A shard of padding only has none. */
+static void mti_stats_join(float a[4], const float b[4]) {
+    float top = a[0] > b[0] ? a[0] : b[0];
+    a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
+    a[0] = top;
+    a[2] += b[2];
+    a[3] += b[3];
+}
+
+/* Shards [first, first + span) of a token, joined as mt_all_reduce joins ranks: ((0+1)+(2+3))+... span is a power of
+   two. */
+static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
+                           int64_t shards, float out[4]) {
+    float right[4];
+    if (span == 1) {
+        memcpy(out, mti_row(gathered, first * tokens + token), 4 * sizeof *out);
+        return;
+    }
+    mti_stats_tree(gathered, tokens, token, first, span / 2, shards, out);
+    if (first + span / 2 >= shards) return;
+    mti_stats_tree(gathered, tokens, token, first + span / 2, span / 2, shards, right);
+    mti_stats_join(out, right);
+}
+
+/* loss = log(s) + (m - target) rather than lse - target: the big part of the logits cancels before log(s) is added. */
+static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_tensor gathered, int64_t shards,
+                                          const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+    float a = s->label_smoothing, all[4];
+    int64_t i, span = 1;
+    while (span < shards) span *= 2;
+    for (i = 0; i < loss.cols; i++) {
+        float log_sum, value;
+        mti_stats_tree(gathered, loss.cols, i, 0, span, shards, all);
+        log_sum = logf(all[1]);
+        value = log_sum + (1.0f - a) * (all[0] - all[2]);
+        if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
+        mti_row(loss, 0)[i] = targets[i] == mti_ignore_index(s) ? 0.0f : value;
+        mti_row(lse, 0)[i] = all[0];
+        mti_row(lse, 1)[i] = log_sum;
+    }
+}
+
+static void mti_cross_entropy_backward_row(float *x, float top, float log_sum, float even, float factor, int64_t n) {
+    int64_t j;
+    for (j = 0; j < n; j++) x[j] = factor * (mti_exp((x[j] - top) - log_sum) - even);
+}
+
+static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+                                           mt_tensor lse, mt_tensor dloss, float scale) {
+    int64_t i, real = mti_real_columns(s, logits.cols);
+    float even = s->label_smoothing / (float)s->vocab;
+    for (i = 0; i < logits.rows; i++) {
+        float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
+        int64_t target = mti_target_column(s, targets[i], real);
+        int ignored = targets[i] == mti_ignore_index(s);
+        if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
+        mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
+        if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
+    }
+}
+
+/* ---- >>cpu-adamw ------------------------------------------------------------------------------------------------ */
+
+/* As torch.optim.AdamW: the bias corrections are folded into the step size and into the root. */
+typedef struct mti_adamw {
+    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, grad_scale, keep, step_size, inverse_root2;
+} mti_adamw;
+
+static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
+    double correction1 = 1.0 - pow((double)h->beta1, (double)h->step);
+    double correction2 = 1.0 - pow((double)h->beta2, (double)h->step);
+    mti_adamw a;
+    a.beta1 = h->beta1;
+    a.beta2 = h->beta2;
+    a.one_minus_beta1 = (float)(1.0 - (double)h->beta1);
+    a.one_minus_beta2 = (float)(1.0 - (double)h->beta2);
+    a.eps = h->eps;
+    a.grad_scale = h->grad_scale;
+    a.keep = (float)(1.0 - (double)h->lr * (double)h->weight_decay);
+    a.step_size = (float)((double)h->lr / correction1);
+    a.inverse_root2 = (float)(1.0 / sqrt(correction2));
+    return a;
+}
+
+static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, float *m, float *v, int64_t n) {
+    int64_t j;
+    MTI_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float g = a.grad_scale * grad[j];
+        float first = a.beta1 * m[j] + a.one_minus_beta1 * g, second = a.beta2 * v[j] + a.one_minus_beta2 * (g * g);
+        m[j] = first;
+        v[j] = second;
+        param[j] = a.keep * param[j] - a.step_size * first / (mti_sqrt(second) * a.inverse_root2 + a.eps);
+    }
+}
+
+static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m, mt_tensor v) {
+    mti_adamw a = mti_adamw_resolve(hyper);
+    int64_t i;
+    for (i = 0; i < param.rows; i++)
+        mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+}
+
+/* ---- >>dispatch ------------------------------------------------------------------------------------------------- */
+
+/* Every function checks all it is given, then runs the loop of its device. A meta context has none. */
+
+MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
+    MT_TRY(mti_expect_f32(ctx, "mt_fill", "y", y));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_fill(y, value);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_expect_view(ctx, "mt_copy", "x", x));
+    MT_TRY(mti_expect_view(ctx, "mt_copy", "y", y));
+    if (x.dtype != y.dtype)
+        return mti_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
+                        mt_dtype_name(y.dtype));
+    if (x.rows != y.rows || x.cols != y.cols)
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
+                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    MT_TRY(mti_expect_f32(ctx, "mt_add", "y", y));
+    MT_TRY(mti_expect_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
+    MT_TRY(mti_expect_view(ctx, "mt_upload", "y", y));
+    MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
+    size_t bytes;
+    MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
+    MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
+    bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
+    else if (bytes > 0) memset(host, 0, bytes);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
+    MT_TRY(mti_expect_f32(ctx, where, "x", x));
+    MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_sum(x, squares, out);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
+
+MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) {
+    return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
+}
+
+/* Shapes of a product, and g filled in except for what they do not decide. */
+static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
+                                mt_tensor c, mti_matmul *g) {
+    int64_t inner_b = trans_b ? b.cols : b.rows;
+    g->m = trans_a ? a.cols : a.rows;
+    g->n = trans_b ? b.rows : b.cols;
+    g->k = trans_a ? a.rows : a.cols;
+    if ((trans_a != MT_NO_TRANS && trans_a != MT_TRANS) || (trans_b != MT_NO_TRANS && trans_b != MT_TRANS))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
+                        (int)trans_b);
+    if (g->k != inner_b)
+        return mti_fail(ctx, MT_ERR_SHAPE,
+                        "mt_gemm: a is [%lld, %lld]%s, b is [%lld, %lld]%s: inner sizes %lld and %lld "
+                        "differ",
+                        (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
+                        (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
+    if (c.rows != g->m || c.cols != g->n)
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_gemm: c is [%lld, %lld], must be [%lld, %lld]", (long long)c.rows,
+                        (long long)c.cols, (long long)g->m, (long long)g->n);
+    MT_TRY(mti_expect_apart(ctx, "mt_gemm", "c", c, "a", a));
+    return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
+}
+
+/* CBLAS takes int sizes; the same limit everywhere, so that a program does not depend on the library it was
+   built with. */
+static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g) {
+    int64_t size = mti_max(mti_max(g->m, g->n), g->k), ld = mti_max(mti_max(g->lda, g->ldb), g->ldc);
+    if (mti_max(size, ld) > INT_MAX)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED,
+                        "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
+                        "supported",
+                        (long long)g->m, (long long)g->n, (long long)g->k, (long long)ld, INT_MAX);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
+                         mt_tensor b, float beta, mt_tensor c) {
+    mti_matmul g;
+    void *scratch = NULL;
+    mt_status status = MT_SUCCESS;
+    size_t mark;
+    MT_TRY(mti_expect_f32(ctx, "mt_gemm", "a", a));
+    MT_TRY(mti_expect_f32(ctx, "mt_gemm", "b", b));
+    MT_TRY(mti_expect_f32(ctx, "mt_gemm", "c", c));
+    MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
+    g.trans_a = trans_a == MT_TRANS;
+    g.trans_b = trans_b == MT_TRANS;
+    g.alpha = alpha;
+    g.beta = beta;
+    g.a = (const float *)a.data;
+    g.b = (const float *)b.data;
+    g.c = (float *)c.data;
+    g.lda = mti_max(1, mti_ld(a));
+    g.ldb = mti_max(1, mti_ld(b));
+    g.ldc = mti_max(1, mti_ld(c));
+    MT_TRY(mti_expect_gemm_sizes(ctx, &g));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch));
+    if (ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
+    MT_TRY(mti_expect_f32(ctx, "mt_bias_forward", "y", y));
+    MT_TRY(mti_expect_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_forward(y, bias);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    MT_TRY(mti_expect_f32(ctx, "mt_bias_backward", "dy", dy));
+    MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_column_sums(dy, dbias);
+    return MT_SUCCESS;
+}
+
+/* Also gives the width of h that belongs to y. */
+static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind, mt_tensor y,
+                                       int64_t *width) {
+    if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
+    *width = kind == MT_SWIGLU ? mti_mul(2, y.cols) : y.cols;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
+    int64_t width = 0;
+    MT_TRY(mti_expect_f32(ctx, "mt_activation_forward", "y", y));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind, y, &width));
+    MT_TRY(mti_expect_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
+    MT_TRY(mti_expect_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, "mt_activation_forward", "y", y, "h", h));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_forward(kind, h, bias, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
+                                        mt_tensor dbias) {
+    int64_t width = 0;
+    MT_TRY(mti_expect_f32(ctx, "mt_activation_backward", "dy", dy));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind, dy, &width));
+    MT_TRY(mti_expect_shape(ctx, "mt_activation_backward", "h", h, dy.rows, width));
+    MT_TRY(mti_expect_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
+    MT_TRY(mti_expect_optional(ctx, "mt_activation_backward", "dbias", dbias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, "mt_activation_backward", "dh", dh, "dy", dy));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
+                                const char *bias_name, mt_tensor bias) {
+    MT_TRY(mti_expect_f32(ctx, where, "x", x));
+    if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
+    if (x.cols == 0) return mti_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
+    MT_TRY(mti_expect_shape(ctx, where, "gain", gain, 1, x.cols));
+    if (kind == MT_RMS_NORM && bias.data)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
+                        bias_name, (long long)bias.rows, (long long)bias.cols);
+    return mti_expect_optional(ctx, where, bias_name, bias, 1, x.cols);
+}
+
+MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
+                                 float eps, mt_tensor y, mt_tensor stats) {
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, gain, "bias", bias));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
+    MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
+    if (!(eps >= 0.0f && eps <= FLT_MAX))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
+                                  mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, gain, "dbias", dbias));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "stats", stats, x.rows, 2));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dy", dy, x.rows, x.cols));
+    MT_TRY(mti_expect_optional(ctx, "mt_norm_backward", "dresidual", dresidual, x.rows, x.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dgain", dgain, 1, x.cols));
+    MT_TRY(mti_expect_apart(ctx, "mt_norm_backward", "dx", dx, "x", x));
+    if (ctx->device == MT_DEVICE_CPU)
+        mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
+    MT_TRY(mti_expect_f32(ctx, "mt_random_normal", "y", y));
+    MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
+    MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_random_normal(y, std, at);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
+                                             mt_dropout dropout, mt_tensor y) {
+    MT_TRY(mti_expect_f32(ctx, "mt_bias_dropout_add_forward", "x", x));
+    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_forward", "bias", bias, 1, x.cols));
+    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
+    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_forward", dropout, x.rows, x.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
+                                              mt_tensor dbias) {
+    MT_TRY(mti_expect_f32(ctx, "mt_bias_dropout_add_backward", "dy", dy));
+    MT_TRY(mti_expect_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
+    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_backward", "dbias", dbias, 1, dy.cols));
+    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_backward", dropout, dy.rows, dy.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias);
+    return MT_SUCCESS;
+}
+
+/* Sizes that exist, and qkv (or dqkv) of the shape they ask for. */
+static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s, const char *name,
+                                 mt_tensor qkv) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!s) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (s->batch < 0 || s->seq < 1 || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
+        mti_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
+        mti_mul(mti_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
+        return mti_fail(ctx, MT_ERR_SHAPE,
+                        "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is no "
+                        "shape",
+                        where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
+                        (long long)s->heads_per_group, (long long)s->head_dim);
+    return mti_expect_shape(ctx, where, name, qkv, s->batch * s->seq,
+                            s->groups * (s->heads_per_group + 2) * s->head_dim);
+}
+
+static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
+    int64_t b;
+    if (!s->lengths || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    for (b = 0; b < s->batch; b++)
+        if (s->lengths[b] < 0 || s->lengths[b] > s->seq)
+            return mti_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
+                            (long)s->lengths[b], (long long)s->seq);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s, mt_tensor qkv,
+                                     mt_tensor out) {
+    int64_t heads;
+    MT_TRY(mti_expect_heads(ctx, where, s, "qkv", qkv));
+    heads = s->groups * s->heads_per_group;
+    MT_TRY(mti_expect_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
+    if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
+    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
+    MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
+    if (s->dropout.p > 0.0f && mti_mul(mti_mul(mti_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols),
+                                               s->seq), s->seq) < 0)
+        return mti_fail(ctx, MT_ERR_SHAPE,
+                        "%s: sequence %lld + %lld of %lld heads, seq %lld: a probability has no 64-bit "
+                        "element number",
+                        where, (long long)s->dropout.at.first_row, (long long)s->batch,
+                        (long long)s->dropout.at.global_cols, (long long)s->seq);
+    return mti_expect_lengths(ctx, where, s);
+}
+
+static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv,
+                                           mt_tensor out, mt_tensor lse) {
+    mti_attention a;
+    memset(&a, 0, sizeof a);
+    a.ctx = ctx;
+    a.shape = shape;
+    a.qkv = qkv;
+    a.out = out;
+    a.lse = lse;
+    a.scale = shape->scale != 0.0f ? shape->scale : (float)(1.0 / sqrt((double)shape->head_dim));
+    return a;
+}
+
+MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+                                      mt_tensor lse) {
+    mti_attention a;
+    mt_status status;
+    size_t mark;
+    MT_TRY(mti_expect_attention(ctx, "mt_attention_forward", shape, qkv, out));
+    MT_TRY(
+        mti_expect_optional(ctx, "mt_attention_forward", "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
+    MT_TRY(mti_expect_apart(ctx, "mt_attention_forward", "out", out, "qkv", qkv));
+    a = mti_attention_resolve(ctx, shape, qkv, out, lse);
+    mark = mt_arena_mark(ctx);
+    status = mti_attention_scratch(&a, 0);
+    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_forward(&a);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+                                       mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
+    const char *where = "mt_attention_backward";
+    mti_attention a;
+    mt_status status;
+    size_t mark;
+    MT_TRY(mti_expect_attention(ctx, where, shape, qkv, out));
+    MT_TRY(mti_expect_shape(ctx, where, "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
+    MT_TRY(mti_expect_shape(ctx, where, "dout", dout, out.rows, out.cols));
+    MT_TRY(mti_expect_shape(ctx, where, "dqkv", dqkv, qkv.rows, qkv.cols));
+    MT_TRY(mti_expect_apart(ctx, where, "dout", dout, "out", out));
+    MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
+    MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "out", out));
+    MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "dout", dout));
+    a = mti_attention_resolve(ctx, shape, qkv, out, lse);
+    a.dout = dout;
+    a.dqkv = dqkv;
+    mark = mt_arena_mark(ctx);
+    status = mti_attention_scratch(&a, 1);
+    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_backward(&a);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+static mt_status mti_expect_even(mt_context *ctx, const char *where, int64_t head_dim) {
+    if (head_dim % 2 == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_SHAPE, "%s: head_dim is %lld, must be even", where, (long long)head_dim);
+}
+
+MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
+    MT_TRY(mti_expect_f32(ctx, "mt_rotary_table", "table", table));
+    MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
+    if (!(base > 0.0f && base <= FLT_MAX))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %g, must be positive", (double)base);
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary_table(base, table);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_shape *shape, mt_tensor table,
+                            float sign, const char *name, mt_tensor qkv) {
+    MT_TRY(mti_expect_heads(ctx, where, shape, name, qkv));
+    MT_TRY(mti_expect_even(ctx, where, shape->head_dim));
+    MT_TRY(mti_expect_shape(ctx, where, "table", table, shape->seq, shape->head_dim));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary(shape, table, sign, qkv);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv) {
+    return mti_rotary(ctx, "mt_rotary_forward", shape, table, 1.0f, "qkv", qkv);
+}
+
+MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv) {
+    return mti_rotary(ctx, "mt_rotary_backward", shape, table, -1.0f, "dqkv", dqkv);
+}
+
+MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
+                              int32_t ignore) {
+    int64_t i;
+    MT_TRY(mti_expect_pointer(ctx, "mt_ids_check", "ids", ids, count));
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    for (i = 0; i < count; i++)
+        if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore)
+            return mti_fail(ctx, MT_ERR_DATA, "mt_ids_check: %s %ld at index %lld is not in [0, %lld)",
+                            what ? what : "id", (long)ids[i], (long long)i, (long long)limit);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+    MT_TRY(mti_expect_pointer(ctx, "mt_position_ids", "ids", ids, count));
+    if (seq < 1 || seq > INT32_MAX || first_token < 0 || first_token > INT64_MAX - count)
+        return mti_fail(ctx, MT_ERR_ARGUMENT,
+                        "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
+                        (long long)first_token, (long long)seq, (long long)count);
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_position_ids(first_token, seq, ids, count);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
+                                     int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
+    MT_TRY(mti_expect_f32(ctx, where, table_name, table));
+    MT_TRY(mti_expect_f32(ctx, where, y_name, y));
+    if (table.cols != y.cols)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], %s is [%lld, %lld]: widths differ", where,
+                        table_name, (long long)table.rows, (long long)table.cols, y_name, (long long)y.rows,
+                        (long long)y.cols);
+    if (first_row < 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: first_row is %lld, must not be negative", where,
+                        (long long)first_row);
+    return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
+}
+
+MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
+                                      float beta, mt_tensor y) {
+    MT_TRY(mti_expect_embedding(ctx, "mt_embedding_forward", "table", table, first_row, ids, "y", y));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_forward(table, first_row, ids, beta, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
+                                       mt_tensor dtable) {
+    MT_TRY(mti_expect_embedding(ctx, "mt_embedding_backward", "dtable", dtable, first_row, ids, "dy", dy));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_backward(dy, first_row, ids, dtable);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shape *s) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!s) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (s->vocab < 1 || s->first_col < 0)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: vocab is %lld, first_col is %lld", where, (long long)s->vocab,
+                        (long long)s->first_col);
+    if (!(s->label_smoothing >= 0.0f && s->label_smoothing < 1.0f))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing is %g, must be at least 0 and less than 1", where,
+                        (double)s->label_smoothing);
+    if (mti_ignore_index(s) >= 0 && mti_ignore_index(s) < s->vocab)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: ignore_index is %ld, must be outside [0, %lld)", where,
+                        (long)s->ignore_index, (long long)s->vocab);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+                                        const int32_t *targets, mt_tensor stats) {
+    MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_stats", shape));
+    MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_stats", "logits", logits));
+    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_stats", "stats", stats, logits.rows, 4));
+    MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_stats", "targets", targets, logits.rows));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_stats(shape, logits, targets, stats);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
+                                          int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+    MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_combine", shape));
+    MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_combine", "loss", loss));
+    if (shards < 1)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_cross_entropy_combine: shards is %d, must be at least 1", shards);
+    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "loss", loss, 1, loss.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "lse", lse, 2, loss.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "gathered", gathered, mti_mul(shards, loss.cols), 4));
+    MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_combine", "targets", targets, loss.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_combine(shape, gathered, shards, targets, loss, lse);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+                                           const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
+    MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_backward", shape));
+    MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_backward", "logits", logits));
+    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_backward", "lse", lse, 2, logits.rows));
+    MT_TRY(mti_expect_optional(ctx, "mt_cross_entropy_backward", "dloss", dloss, 1, logits.rows));
+    MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_backward", "targets", targets, logits.rows));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!h) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: hyper is NULL");
+    if (h->step < 1)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: step is %lld, counts from 1", (long long)h->step);
+    if (!(h->beta1 >= 0.0f && h->beta1 < 1.0f && h->beta2 >= 0.0f && h->beta2 < 1.0f))
+        return mti_fail(ctx, MT_ERR_ARGUMENT,
+                        "mt_adamw_step: beta1 is %g and beta2 is %g, must be at least 0 and less than 1",
+                        (double)h->beta1, (double)h->beta2);
+    if (!(h->eps >= 0.0f && h->eps <= FLT_MAX))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: eps is %g, must be at least 0", (double)h->eps);
+    MT_TRY(mti_expect_finite(ctx, "mt_adamw_step", "lr", h->lr));
+    MT_TRY(mti_expect_finite(ctx, "mt_adamw_step", "weight_decay", h->weight_decay));
+    return mti_expect_finite(ctx, "mt_adamw_step", "grad_scale", h->grad_scale);
+}
+
+MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m,
+                               mt_tensor v) {
+    MT_TRY(mti_expect_adamw(ctx, hyper));
+    MT_TRY(mti_expect_f32(ctx, "mt_adamw_step", "param", param));
+    MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "grad", grad, param.rows, param.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "m", m, param.rows, param.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "v", v, param.rows, param.cols));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_adamw(hyper, param, grad, m, v);
+    return MT_SUCCESS;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#if defined(__clang__)
+#pragma clang diagnostic pop
+#endif
+
+#endif /* MEGATRON_IMPLEMENTATION */

@@ -1,0 +1,281 @@
+/* test_gemm.c - every form of mt_gemm against a triple loop in double precision. Build it once per GEMM library. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "mt_kernels.cuh"
+#include "mt_test.h"
+#include "mt_reference.h"
+
+/* ---- reference -------------------------------------------------------------------------------------------------- */
+
+static float op(mt_tensor t, int transposed, int64_t i, int64_t j) {
+    return transposed ? ref_row(t, j)[i] : ref_row(t, i)[j];
+}
+
+/* Checks c, given what it was before. An fp32 sum of k products in any order is off by at most k * 2^-24 times the sum
+   of their absolute values, nearly always by its root; (2 + sqrt k) * 2^-24 of that sum holds for every order a GEMM
+   takes here and is far below the change of a single product (about 1 / k of it). */
+static void check_product(int ta, int tb, float alpha, mt_tensor a, mt_tensor b, float beta, const double *before,
+                          mt_tensor c) {
+    int64_t i, j, p, k = ta ? a.rows : a.cols;
+    for (i = 0; i < c.rows; i++)
+        for (j = 0; j < c.cols; j++) {
+            double sum = 0, size = 0, old = beta != 0.0f ? (double)beta * before[i * c.cols + j] : 0, want, got,
+                   allowed;
+            for (p = 0; p < k; p++) {
+                double product = (double)op(a, ta, i, p) * (double)op(b, tb, p, j);
+                sum += product;
+                size += fabs(product);
+            }
+            want = (double)alpha * sum + old;
+            got = (double)ref_row(c, i)[j];
+            allowed = (2 + sqrt((double)k)) * 5.97e-8 * (fabs((double)alpha) * size + fabs(old));
+            if (!(fabs(got - want) <= allowed))
+                fail_msg("%c%c m %ld n %ld k %ld alpha %g beta %g: c[%ld, %ld] is %.9g, must be %.9g", ta ? 'T' : 'N',
+                         tb ? 'T' : 'N', (long)c.rows, (long)c.cols, (long)k, (double)alpha, (double)beta, (long)i,
+                         (long)j, got, want);
+        }
+}
+
+static void try_gemm(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, float beta, int64_t pad) {
+    mt_tensor a = ref_random(ta ? k : m, ta ? m : k, pad, 1, 0), b = ref_random(tb ? n : k, tb ? k : n, 2 * pad, 1, 0);
+    mt_tensor c = beta != 0.0f ? ref_random(m, n, 3 * pad, 1, 0) : ref_guarded(m, n, 3 * pad); /* beta 0: c is NaN */
+    double *before = ref_values(c);
+    OK(mt_gemm(ref.ctx, (mt_transpose)ta, (mt_transpose)tb, alpha, a, b, beta, c));
+    check_product(ta, tb, alpha, a, b, beta, before, c);
+    ref_check_guards();
+    ref_release();
+}
+
+static void every_form(int64_t m, int64_t n, int64_t k, float alpha, float beta, int64_t pad) {
+    int form;
+    for (form = 0; form < 4; form++) try_gemm(form & 1, form >> 1, m, n, k, alpha, beta, pad);
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------ */
+
+/* Every m and n around the edges of the register tiles (4, 6, 8 rows; 8, 16, 32 columns). */
+static void test_tails(void **state) {
+    static const int64_t sizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 31, 32, 33, 48, 63, 65};
+    size_t i, j, n = sizeof sizes / sizeof *sizes;
+    (void)state;
+    for (i = 0; i < n; i++)
+        for (j = 0; j < n; j++)
+            every_form(sizes[i], sizes[j], 1 + (int64_t)((i * 7 + j * 3) % 19), 1, 0, (int64_t)(i + j) % 2);
+}
+
+static void test_depths(void **state) {
+    static const int64_t depths[] = {1, 2, 15, 16, 64, 255, 256, 257, 511, 512, 513, 800};
+    size_t i;
+    (void)state;
+    for (i = 0; i < sizeof depths / sizeof *depths; i++) every_form(19, 37, depths[i], 1, 1, 3);
+}
+
+/* Past every cache block: 192 rows, 2048 columns, 256 deep; and one in which a is packed, one in which it is not. */
+static void test_blocks(void **state) {
+    (void)state;
+    every_form(200, 70, 300, 0.5f, 0, 0);
+    every_form(389, 150, 260, 1, 1, 5);
+    every_form(5, 2100, 260, 1, 0, 0);
+    every_form(195, 2051, 7, -1, 2, 1);
+    every_form(128, 64, 1000, 0.125f, 0, 8);
+    every_form(1000, 64, 128, 1, 1, 64);
+}
+
+static void test_alpha_beta(void **state) {
+    static const float factors[] = {0, 1, -1, 0.5f, -2.25f, 1e-3f, 1e3f};
+    size_t i, j, n = sizeof factors / sizeof *factors;
+    (void)state;
+    for (i = 0; i < n; i++)
+        for (j = 0; j < n; j++) {
+            every_form(9, 35, 11, factors[i], factors[j], 2);
+            every_form(9, 35, 300, factors[i], factors[j], 0);
+        }
+}
+
+static void test_random_shapes(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 300; i++) {
+        int64_t m = 1 + (int64_t)test_below(&ref.random, 90), n = 1 + (int64_t)test_below(&ref.random, 150);
+        int64_t k = 1 + (int64_t)test_below(&ref.random, 320);
+        try_gemm(i & 1, i >> 1 & 1, m, n, k, test_float(&ref.random), i % 3 ? test_float(&ref.random) : 0,
+                 (int64_t)test_below(&ref.random, 20));
+    }
+}
+
+/* k = 0 leaves beta c; no rows or no columns leave everything. */
+static void test_empty(void **state) {
+    int64_t sizes[3];
+    int form, which;
+    (void)state;
+    for (form = 0; form < 4; form++)
+        for (which = 0; which < 3; which++) {
+            sizes[0] = sizes[1] = sizes[2] = 5;
+            sizes[which] = 0;
+            try_gemm(form & 1, form >> 1, sizes[0], sizes[1], sizes[2], 1, 0.5f, 2);
+            try_gemm(form & 1, form >> 1, sizes[0], sizes[1], sizes[2], 1, 0, 0);
+        }
+    OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, mt_none(), mt_none(), 0, mt_none()));
+}
+
+/* Same inputs, same bits. */
+static void test_same_bits(void **state) {
+    mt_tensor a = ref_random(70, 530, 3, 1, 0), b = ref_random(530, 90, 0, 1, 0);
+    mt_tensor c = ref_guarded(70, 90, 0), d = ref_guarded(70, 90, 0);
+    int i;
+    (void)state;
+    OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
+    for (i = 0; i < 5; i++) {
+        OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, d));
+        assert_memory_equal(c.data, d.data, 70 * 90 * sizeof(float));
+    }
+}
+
+/* a and b may be the same memory: both are only read. */
+static void test_gram(void **state) {
+    mt_tensor a = ref_random(40, 60, 4, 1, 0), c = ref_guarded(40, 40, 0);
+    (void)state;
+    OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_TRANS, 1, a, a, 0, c));
+    check_product(0, 1, 1, a, a, 0, NULL, c);
+}
+
+/* Infinities and NaN go where the products take them, and nowhere else. */
+static void test_not_finite(void **state) {
+    mt_tensor a = ref_filled(20, 40, 0, 1), b = ref_filled(40, 50, 0, 1), c = ref_guarded(20, 50, 0);
+    int64_t i, j;
+    (void)state;
+    ref_row(a, 13)[7] = INFINITY;
+    ref_row(b, 30)[44] = NAN;
+    OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
+    for (i = 0; i < 20; i++)
+        for (j = 0; j < 50; j++) {
+            float got = ref_row(c, i)[j];
+            assert_true(j == 44 ? got != got : i == 13 ? got == INFINITY : got == 40.0f);
+        }
+}
+
+static void test_threads(void **state) {
+    mt_tensor a = ref_random(130, 140, 0, 1, 0), b = ref_random(140, 150, 0, 1, 0), c = ref_guarded(130, 150, 0);
+    int threads;
+    (void)state;
+    for (threads = 0; threads < 4; threads++) {
+        mt_context_desc d;
+        mt_context *ctx = NULL;
+        memset(&d, 0, sizeof d);
+        d.threads = threads;
+        d.arena_bytes = (size_t)8 << 20;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
+        check_product(0, 0, 1, a, b, 0, NULL, c);
+        mt_context_destroy(ctx);
+    }
+}
+
+static mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
+    t.dtype = dtype;
+    return t;
+}
+
+static mt_tensor with_ld(mt_tensor t, int64_t ld) {
+    t.ld = ld;
+    return t;
+}
+
+static void test_bad_inputs(void **state) {
+    mt_tensor a = ref_random(3, 4, 0, 1, 0), b = ref_random(4, 5, 0, 1, 0), c = ref_random(3, 5, 0, 1, 0), null = a;
+    mt_context *ctx = ref.ctx;
+    (void)state;
+    null.data = NULL;
+#define GEMM(a, b, c) mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c)
+    assert_int_equal(mt_gemm(NULL, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c), MT_ERR_ARGUMENT);
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_gemm: a is [3, 5], b is [4, 5]: inner sizes 5 and 4 differ", GEMM(c, b, c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "a is [3, 4] transposed, b is [4, 5]: inner sizes 3 and 4",
+                   mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "a is [3, 4], b is [4, 5] transposed: inner sizes 4 and 5",
+                   mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "c is [3, 4], must be [3, 5]", GEMM(a, b, a));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "c is [4, 5], must be [3, 5]", GEMM(a, b, b));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "trans_a is 2", mt_gemm(ctx, (mt_transpose)2, MT_NO_TRANS, 1, a, b, 0, c));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "trans_b is 3", mt_gemm(ctx, MT_NO_TRANS, (mt_transpose)3, 1, a, b, 0, c));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "a is [3, 4] but its data is NULL", GEMM(null, b, c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "a is [3, 4] with ld 3", GEMM(with_ld(a, 3), b, c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "b is [4, 5] with ld -5", GEMM(a, with_ld(b, -5), c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "c is [3, 5] with ld 4", GEMM(a, b, with_ld(c, 4)));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "a is [-3, 4]", GEMM(mt_tensor_f32((float *)a.data, -3, 4), b, c));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "a is [3, 4] with ld 9223372036854775807", GEMM(with_ld(a, INT64_MAX), b, c));
+    ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "largest ld 3000000000", GEMM(with_ld(a, 3000000000), b, c));
+    ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "b is bf16", GEMM(a, with_dtype(b, MT_BF16), c));
+    ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "b is f16", GEMM(a, with_dtype(b, MT_F16), c));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "c is i32, must be f32", GEMM(a, b, with_dtype(c, MT_I32)));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "a has data type 77", GEMM(with_dtype(a, (mt_dtype)77), b, c));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "c [4, 4] and a [4, 4] are the same memory",
+                   GEMM(mt_tensor_f32((float *)b.data, 4, 4), mt_tensor_f32((float *)c.data, 4, 4) /* never read */,
+                        mt_tensor_f32((float *)b.data, 4, 4)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "c [2, 2] and b [2, 2] are the same memory",
+                   GEMM(mt_tensor_f32((float *)a.data, 2, 2), mt_tensor_f32((float *)c.data, 2, 2),
+                        mt_tensor_f32((float *)c.data, 2, 2)));
+#undef GEMM
+}
+
+/* A meta context validates, takes the same scratch as the CPU, and touches nothing. */
+static void test_meta(void **state) {
+    mt_tensor a = ref_random(100, 300, 0, 1, 0), b = ref_random(300, 200, 0, 1, 0), c = ref_random(100, 200, 0, 1, 0);
+    mt_context_desc d;
+    mt_context *meta = NULL;
+    uint64_t hash = ref_hash();
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &meta));
+    ASSERT_STATUS(meta, MT_SUCCESS, mt_gemm(meta, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
+    ASSERT_STATUS(meta, MT_ERR_SHAPE, mt_gemm(meta, MT_NO_TRANS, MT_NO_TRANS, 1, b, a, 0, c));
+    assert_true(hash == ref_hash());
+    OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
+    assert_int_equal(mt_arena_peak(meta), mt_arena_peak(ref.ctx));
+    mt_context_destroy(meta);
+}
+
+/* The built-in GEMM packs into the arena: too small a one is an error, and c stays as it was. */
+static void test_small_arena(void **state) {
+    mt_tensor a = ref_random(100, 300, 0, 1, 0), b = ref_random(300, 200, 0, 1, 0), c = ref_random(100, 200, 0, 1, 0);
+    mt_context_desc d;
+    mt_context *ctx = NULL;
+    uint64_t hash = ref_hash();
+    mt_status status;
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.arena_bytes = 4096;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    status = mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c);
+    if (strcmp(mt_gemm_library(), "built-in") == 0) {
+        assert_int_equal(status, MT_ERR_MEMORY);
+        assert_true(hash == ref_hash());
+    } else {
+        assert_int_equal(status, MT_SUCCESS);
+    }
+    assert_int_equal(mt_arena_mark(ctx), 0);
+    mt_context_destroy(ctx);
+}
+
+static void test_library_name(void **state) {
+    const char *name = mt_gemm_library();
+    (void)state;
+#if defined(MT_USE_ONEDNN)
+    assert_memory_equal(name, "oneDNN ", 7);
+    assert_true(name[7] >= '0' && name[7] <= '9');
+#elif defined(MT_USE_CBLAS)
+    assert_string_equal(name, "CBLAS");
+#else
+    assert_string_equal(name, "built-in");
+#endif
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        REF_TEST(test_tails),      REF_TEST(test_depths),        REF_TEST(test_blocks),     REF_TEST(test_alpha_beta),
+        REF_TEST(test_random_shapes), REF_TEST(test_empty),      REF_TEST(test_same_bits),  REF_TEST(test_gram),
+        REF_TEST(test_not_finite), REF_TEST(test_threads),       REF_TEST(test_bad_inputs), REF_TEST(test_meta),
+        REF_TEST(test_small_arena), REF_TEST(test_library_name),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
