@@ -1,0 +1,309 @@
+"""Writes the golden values that tests/test_golden.c compares megatron.h with, from plain PyTorch.
+
+    python tests/golden/make_golden.py            writes NAME.bin beside this script, prints a table
+    python tests/golden/make_golden.py --check    writes nothing; exit 1 if a file would change
+
+Each model is written here a second time, from torch.nn.functional and autograd, and shares no code
+with the library. It computes in float64 from parameters that were first rounded to float32: the
+library starts from exactly the same numbers, and the reference's own rounding (1e-16) is nothing
+beside what is tested, so every difference found is the library's. The table shows how far PyTorch
+itself is from these values when it computes in float32: the errors that are ordinary.
+
+Every weight, bias and norm gain is random, so a bias that is left out or a gain that is taken for 1
+shows.
+
+The four models, each with 4 sequences of 12 tokens:
+
+    gpt2              pre-LN, LayerNorm, GELU (tanh), biases, learned positions, tied head, causal;
+                      label smoothing, some targets ignored
+    llama             pre-LN, RMSNorm with a large eps, SwiGLU, rotary positions, grouped queries,
+                      no biases, own head; its ffn of 34 is divided neither by 3 nor by 4
+    bert              post-LN, GELU (erf), bidirectional with key padding, tied head; 8 heads of
+                      size 2; targets of the padding are ignored; some steps are not clipped
+    residual_post_ln  one layer, residual connection taken after the norm; its ignore_index is -1
+
+Gradients are those of sum(loss of each token) / (number of targets that are not ignored). Then
+AdamW does 5 steps on the same batch, each with the gradient clipped to norm max_norm, weight decay
+on matrices and embeddings only. AdamW's eps is 1e-8 for llama and 1e-5 for the others: a key bias
+shifts all scores of a query alike, so its true gradient is 0, and with 1e-8 AdamW would turn the
+rounding noise that stands in its place into full steps, which no two programs take alike. A larger
+eps also shows where it is added.
+
+File format, little endian, no padding:
+
+    char magic[8] = "MTGOLD01"; int32 records; then each record:
+    char name[64] (zero-filled); int32 dtype (0: float32, 1: int32), rows, cols; the elements
+
+Records (a vector is [1, n]; a parameter has the library's name and layout: weights [out, in],
+QKV rows per query group [q..q k v], SwiGLU fc1 rows [gate; up]):
+
+    config/NAME     [1, 1]: what mt_gpt_desc and AdamW need; valid: targets that are not ignored
+    ids, targets    [sequences, seq]; lengths [1, sequences]
+    initial/PARAM   the parameter; gradient/PARAM its gradient there; final/PARAM it after 5 steps
+    logits          [tokens, vocab]; loss [1, tokens]; grad_norm [1, 1]: at the initial parameters
+    step_loss       [1, 5]: sum(loss) / valid before each of the 5 steps
+"""
+
+import math
+import os
+import struct
+import sys
+
+import torch
+import torch.nn.functional as F
+
+SEQUENCES, SEQ, STEPS = 4, 12, 5
+
+PRE_LN, POST_LN, RESIDUAL_POST_LN = 0, 1, 2       # mt_ln_placement
+LAYER_NORM, RMS_NORM = 0, 1                       # mt_norm_kind
+GELU_TANH, GELU_ERF, SWIGLU = 0, 1, 2             # mt_activation
+CAUSAL, BIDIRECTIONAL = 0, 1                      # mt_mask
+
+DEFAULTS = dict(
+    sequences=SEQUENCES, seq=SEQ, placement=PRE_LN, norm=LAYER_NORM, norm_eps=1e-5,
+    activation=GELU_TANH, mask=CAUSAL, rotary_base=0.0, no_bias=0, untied_head=0,
+    label_smoothing=0.0, ignore_index=-100, steps=STEPS, lr=1e-2, beta1=0.9, beta2=0.95,
+    adam_eps=1e-5, weight_decay=0.1, max_norm=1.0)
+
+VARIANTS = {
+    "gpt2": dict(
+        vocab=61, layers=2, hidden=16, heads=4, kv_heads=4, ffn=64, label_smoothing=0.1),
+    "llama": dict(
+        vocab=37, layers=2, hidden=32, heads=8, kv_heads=4, ffn=34, norm=RMS_NORM, norm_eps=1e-3,
+        activation=SWIGLU, rotary_base=10000.0, no_bias=1, untied_head=1, adam_eps=1e-8),
+    "bert": dict(
+        vocab=61, layers=2, hidden=16, heads=8, kv_heads=8, ffn=64, placement=POST_LN,
+        activation=GELU_ERF, mask=BIDIRECTIONAL, max_norm=1.5),
+    "residual_post_ln": dict(
+        vocab=61, layers=1, hidden=16, heads=4, kv_heads=4, ffn=64, placement=RESIDUAL_POST_LN,
+        ignore_index=-1),
+}
+LENGTHS = {"bert": [12, 7, 12, 10]}
+IGNORED = {"gpt2": [0, 5, 17, 23, 40, 47], "residual_post_ln": [3, 30]}  # token indices
+
+
+def make_parameters(c, generator):
+    """All parameters by the library's names, float64 holding float32 values."""
+    head_dim = c["hidden"] // c["heads"]
+    qkv = (c["heads"] + 2 * c["kv_heads"]) * head_dim
+    fc1 = c["ffn"] * (2 if c["activation"] == SWIGLU else 1)
+    parameters = {}
+
+    def add(name, shape, std, mean=0.0):
+        value = mean + std * torch.randn(shape, generator=generator, dtype=torch.float64)
+        parameters[name] = value.to(torch.float32).to(torch.float64)
+
+    def add_linear(name, rows, cols):
+        add(name + ".weight", (rows, cols), 1.5 / math.sqrt(cols))
+        if not c["no_bias"]:
+            add(name + ".bias", (rows,), 0.3)
+
+    def add_norm(name):
+        add(name + ".weight", (c["hidden"],), 0.3, 1.0)
+        if c["norm"] == LAYER_NORM:
+            add(name + ".bias", (c["hidden"],), 0.3)
+
+    add("embedding.word_embeddings.weight", (c["vocab"], c["hidden"]), 0.4)
+    if not c["rotary_base"]:
+        add("embedding.position_embeddings.weight", (c["seq"], c["hidden"]), 0.3)
+    for i in range(c["layers"]):
+        layer = f"decoder.layers.{i}."
+        add_norm(layer + "input_layernorm")
+        add_linear(layer + "self_attention.linear_qkv", qkv, c["hidden"])
+        add_linear(layer + "self_attention.linear_proj", c["hidden"], c["heads"] * head_dim)
+        add_norm(layer + "pre_mlp_layernorm")
+        add_linear(layer + "mlp.linear_fc1", fc1, c["hidden"])
+        add_linear(layer + "mlp.linear_fc2", c["hidden"], c["ffn"])
+    if c["placement"] != POST_LN:
+        add_norm("decoder.final_layernorm")
+    if c["untied_head"]:
+        add("output_layer.weight", (c["vocab"], c["hidden"]), 0.4)
+    return parameters
+
+
+def norm(c, p, name, x):
+    if c["norm"] == RMS_NORM:
+        return F.rms_norm(x, (c["hidden"],), p[name + ".weight"], c["norm_eps"])
+    return F.layer_norm(x, (c["hidden"],), p[name + ".weight"], p[name + ".bias"], c["norm_eps"])
+
+
+def linear(p, name, x):
+    return F.linear(x, p[name + ".weight"], p.get(name + ".bias"))
+
+
+def rotate(c, x):
+    """Rotary embedding of x [sequences, heads, seq, head_dim], two-halves form."""
+    half = x.shape[-1] // 2
+    frequency = c["rotary_base"] ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(c["seq"], dtype=torch.float64)[:, None] * frequency[None, :]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attention(c, p, name, x, key_mask):
+    b, s = c["sequences"], c["seq"]
+    groups, per_group = c["kv_heads"], c["heads"] // c["kv_heads"]
+    head_dim = c["hidden"] // c["heads"]
+    qkv = linear(p, name + ".linear_qkv", x).view(b, s, groups, per_group + 2, head_dim)
+    q = qkv[:, :, :, :per_group].reshape(b, s, c["heads"], head_dim).transpose(1, 2)
+    k = qkv[:, :, :, per_group].transpose(1, 2)
+    v = qkv[:, :, :, per_group + 1].transpose(1, 2)
+    if c["rotary_base"]:
+        q, k = rotate(c, q), rotate(c, k)
+    k, v = k.repeat_interleave(per_group, dim=1), v.repeat_interleave(per_group, dim=1)
+    if c["mask"] == CAUSAL:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
+    return linear(p, name + ".linear_proj", out.transpose(1, 2).reshape(b, s, c["hidden"]))
+
+
+def mlp(c, p, name, x):
+    h = linear(p, name + ".linear_fc1", x)
+    if c["activation"] == SWIGLU:
+        gate, up = h.chunk(2, dim=-1)
+        h = F.silu(gate) * up
+    else:
+        h = F.gelu(h, approximate="tanh" if c["activation"] == GELU_TANH else "none")
+    return linear(p, name + ".linear_fc2", h)
+
+
+def layer(c, p, name, x, key_mask):
+    def norm1(t): return norm(c, p, name + "input_layernorm", t)
+    def norm2(t): return norm(c, p, name + "pre_mlp_layernorm", t)
+    def attend(t): return attention(c, p, name + "self_attention", t, key_mask)
+    def feed(t): return mlp(c, p, name + "mlp", t)
+    if c["placement"] == PRE_LN:
+        x = x + attend(norm1(x))
+        return x + feed(norm2(x))
+    if c["placement"] == POST_LN:
+        x = norm1(x + attend(x))
+        return norm2(x + feed(x))
+    n = norm1(x)
+    m = norm2(n + attend(n))
+    return m + feed(m)
+
+
+def forward(c, p, ids, targets, lengths):
+    """Logits [tokens, vocab] and the loss of each token, 0 where ignored."""
+    key_mask = torch.arange(c["seq"])[None, :] < lengths[:, None]
+    x = F.embedding(ids, p["embedding.word_embeddings.weight"])
+    if not c["rotary_base"]:
+        x = x + p["embedding.position_embeddings.weight"][None]
+    for i in range(c["layers"]):
+        x = layer(c, p, f"decoder.layers.{i}.", x, key_mask)
+    if c["placement"] != POST_LN:
+        x = norm(c, p, "decoder.final_layernorm", x)
+    head = p["output_layer.weight" if c["untied_head"] else "embedding.word_embeddings.weight"]
+    logits = F.linear(x, head).view(-1, c["vocab"])
+    loss = F.cross_entropy(logits, targets.view(-1), ignore_index=c["ignore_index"],
+                           reduction="none", label_smoothing=c["label_smoothing"])
+    return logits, loss
+
+
+def train(c, initial, ids, targets, lengths, dtype):
+    """Everything that a file records about one run, computed in dtype."""
+    p = {name: value.to(dtype).clone().requires_grad_() for name, value in initial.items()}
+    optimizer = torch.optim.AdamW(
+        [{"params": [t for t in p.values() if t.dim() == 2], "weight_decay": c["weight_decay"]},
+         {"params": [t for t in p.values() if t.dim() == 1], "weight_decay": 0.0}], lr=c["lr"],
+        betas=(c["beta1"], c["beta2"]), eps=c["adam_eps"])
+    valid = int((targets != c["ignore_index"]).sum())
+    out, step_loss, norms = {}, [], []
+    for step in range(c["steps"]):
+        optimizer.zero_grad()
+        logits, loss = forward(c, p, ids, targets, lengths)
+        total = loss.sum() / valid
+        total.backward()
+        step_loss.append(total.item())
+        if step == 0:
+            out["logits"], out["loss"] = logits.detach(), loss.detach()
+            out.update({"gradient/" + name: t.grad.clone() for name, t in p.items()})
+        norms.append(torch.nn.utils.clip_grad_norm_(list(p.values()), c["max_norm"]).item())
+        optimizer.step()
+    out["grad_norm"] = torch.tensor([norms[0]], dtype=torch.float64)
+    out["step_loss"] = torch.tensor(step_loss, dtype=torch.float64)
+    out.update({"final/" + name: t.detach() for name, t in p.items()})
+    return out, valid, norms
+
+
+def record(name, tensor):
+    """One record as bytes; floating point is rounded to float32."""
+    floating = tensor.is_floating_point()
+    tensor = tensor.to(torch.float32 if floating else torch.int32)
+    tensor = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
+    assert len(name) < 64 and tensor.dim() == 2
+    assert not floating or bool(torch.isfinite(tensor).all())
+    head = struct.pack("<64s3i", name.encode(), 0 if floating else 1, *tensor.shape)
+    return head + tensor.contiguous().numpy().astype("<f4" if floating else "<i4").tobytes()
+
+
+def relative_error(got, want):
+    return ((got.double() - want).abs().max() / want.abs().max()).item()
+
+
+def make(name, seed):
+    """The bytes of one file, and a line for the table."""
+    c = {**DEFAULTS, **VARIANTS[name]}
+    generator = torch.Generator().manual_seed(seed)
+    initial = make_parameters(c, generator)
+    ids = torch.randint(0, c["vocab"], (c["sequences"], c["seq"]), generator=generator)
+    targets = torch.randint(0, c["vocab"], (c["sequences"], c["seq"]), generator=generator)
+    lengths = torch.tensor(LENGTHS.get(name, [c["seq"]] * c["sequences"]))
+    for token in IGNORED.get(name, []):
+        targets.view(-1)[token] = c["ignore_index"]
+    targets[torch.arange(c["seq"])[None, :] >= lengths[:, None]] = c["ignore_index"]
+    ids[0, 0], ids[0, 1] = 0, c["vocab"] - 1                 # first and last row of the table
+    targets[0, 1], targets[0, 2] = 0, c["vocab"] - 1
+
+    out, valid, norms = train(c, initial, ids, targets, lengths, torch.float64)
+    single, _, _ = train(c, initial, ids, targets, lengths, torch.float32)
+
+    records = [record("config/" + key, torch.tensor([value]))
+               for key, value in {**c, "valid": valid}.items()]
+    records += [record("ids", ids), record("targets", targets), record("lengths", lengths)]
+    records += [record("initial/" + key, value) for key, value in initial.items()]
+    records += [record(key, value) for key, value in out.items()]
+    data = b"MTGOLD01" + struct.pack("<i", len(records)) + b"".join(records)
+
+    def worst(prefix):
+        return max(relative_error(single[k], out[k]) for k in out if k.startswith(prefix))
+    parameters = sum(value.numel() for value in initial.values())
+    line = (f"{name:18s} {len(data):7d} {parameters:7d} "
+            f"{worst('logits'):8.1e} {worst('loss'):8.1e} "
+            f"{worst('gradient/'):8.1e} {worst('final/'):8.1e}  "
+            + " ".join(f"{n:.2f}" for n in norms) + "  "
+            + " ".join(f"{v:.3f}" for v in out["step_loss"].tolist()))
+    return data, line
+
+
+def main():
+    check = sys.argv[1:] == ["--check"]
+    if sys.argv[1:] and not check:
+        sys.exit(__doc__)
+    torch.set_num_threads(1)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    print(f"torch {torch.__version__}; errors of float32 PyTorch, relative to the largest element "
+          "of each tensor, the worst tensor of each kind")
+    print(f"{'file':18s} {'bytes':>7s} {'params':>7s} {'logits':>8s} {'loss':>8s} {'gradient':>8s} "
+          f"{'final':>8s}  "
+          "gradient norm of each step  loss of each step")
+    different = 0
+    for seed, name in enumerate(VARIANTS, start=1234):
+        data, line = make(name, seed)
+        path = os.path.join(folder, name + ".bin")
+        if check:
+            with open(path, "rb") as file:
+                same = file.read() == data
+            different += not same
+            line += "  same" if same else "  DIFFERS"
+        else:
+            with open(path, "wb") as file:
+                file.write(data)
+        print(line)
+    sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()

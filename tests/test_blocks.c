@@ -1,0 +1,1772 @@
+/* test_blocks.c - megatron.h: MLP, attention, transformer layer and GPT on every split against one rank, against finite
+   differences, and on paper (the meta device); what they communicate, what they allocate, what they refuse.
+
+   cc -std=gnu17 -O2 -I. tests/test_blocks.c -lcmocka -lpthread -lm                                                    */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test_ranks.h"
+
+/* ---- one block of any kind ------------------------------------------------------------------------------------------ */
+
+typedef enum kind { MLP, ATTENTION, LAYER } kind;
+
+typedef struct block_case {
+    const char *name;
+    kind kind;
+    mt_mlp_desc mlp;
+    mt_attention_desc attention;
+    mt_layer_desc layer;
+    int lengths; /* 1: sequences of different lengths */
+} block_case;
+
+typedef struct block {
+    const block_case *c;
+    test_rank *r;
+    mt_mlp mlp;
+    mt_attention attention;
+    mt_layer layer;
+    mt_batch batch;
+    int64_t hidden;
+    int sequence_parallel;
+} block;
+
+typedef struct block_saved {
+    mt_mlp_saved mlp;
+    mt_attention_saved attention;
+    mt_layer_saved layer;
+} block_saved;
+
+static const int32_t some_lengths[] = {7, 12, 0, 5};
+
+static mt_status block_create(block *b) {
+    test_rank *r = b->r;
+    mt_mlp_desc m = b->c->mlp;
+    mt_attention_desc a = b->c->attention;
+    mt_layer_desc l = b->c->layer;
+    m.sequence_parallel = a.sequence_parallel = l.sequence_parallel = b->sequence_parallel;
+    switch (b->c->kind) {
+    case MLP: b->hidden = m.hidden; return mt_mlp_create(r->ctx, r->params, "block", &m, &b->mlp);
+    case ATTENTION: b->hidden = a.hidden; return mt_attention_create(r->ctx, r->params, "block", &a, &b->attention);
+    case LAYER: b->hidden = l.hidden; return mt_layer_create(r->ctx, r->params, "block", &l, &b->layer);
+    }
+    return MT_ERR_ARGUMENT;
+}
+
+/* Every parameter, biases and norms too, becomes value + noise in (-scale, scale) by global element. */
+static mt_status disturb_params(test_rank *r, float scale) {
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        mt_param *p = mt_params_at(r->params, i);
+        int64_t n = p->desc.rows * p->desc.cols;
+        float *x = (float *)malloc((size_t)n * sizeof *x);
+        uint64_t seed = mti_name_stream(p->name);
+        mt_status status = mt_param_gather(r->ctx, r->params, p, p->value, x);
+        for (int64_t k = 0; status == MT_SUCCESS && k < n; k++) x[k] += scale * test_float(&seed);
+        if (status == MT_SUCCESS) status = mt_param_scatter(r->ctx, p, x, p->value);
+        free(x);
+        MT_TRY(status);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status block_open(block *b, const block_case *c, test_rank *r, int sequence_parallel, int64_t sequences,
+                            int64_t seq) {
+    memset(b, 0, sizeof *b);
+    MT_TRY(test_rank_renew(r));
+    b->c = c;
+    b->r = r;
+    b->sequence_parallel = sequence_parallel;
+    b->batch.sequences = sequences;
+    b->batch.seq = seq;
+    b->batch.first_sequence = 3;
+    b->batch.seed = 11;
+    b->batch.step = 2;
+    b->batch.lengths = c->lengths ? some_lengths : NULL;
+    MT_TRY(block_create(b));
+    MT_TRY(mt_params_init(r->ctx, r->params, 7));
+    return disturb_params(r, 0.3f);
+}
+
+static mt_status block_forward(const block *b, mt_tensor x, mt_tensor y, block_saved *s) {
+    mt_context *ctx = b->r->ctx;
+    switch (b->c->kind) {
+    case MLP: return mt_mlp_forward(ctx, &b->mlp, x, y, s ? &s->mlp : NULL);
+    case ATTENTION: return mt_self_attention_forward(ctx, &b->attention, &b->batch, x, y, s ? &s->attention : NULL);
+    case LAYER: return mt_layer_forward(ctx, &b->layer, &b->batch, x, y, s ? &s->layer : NULL);
+    }
+    return MT_ERR_ARGUMENT;
+}
+
+static mt_status block_backward(const block *b, mt_tensor dy, mt_tensor dx, const block_saved *s) {
+    mt_context *ctx = b->r->ctx;
+    switch (b->c->kind) {
+    case MLP: return mt_mlp_backward(ctx, &b->mlp, dy, dx, &s->mlp);
+    case ATTENTION: return mt_self_attention_backward(ctx, &b->attention, &b->batch, dy, dx, &s->attention);
+    case LAYER: return mt_layer_backward(ctx, &b->layer, &b->batch, dy, dx, &s->layer);
+    }
+    return MT_ERR_ARGUMENT;
+}
+
+#define ATT_MHA .hidden = 32, .heads = 8
+#define ATT_GQA .hidden = 32, .heads = 8, .kv_heads = 4
+
+static const block_case cases[] = {
+    {"mlp, tanh", MLP, .mlp = {.hidden = 16, .ffn = 48}},
+    {"mlp, erf", MLP, .mlp = {.hidden = 16, .activation = MT_GELU_ERF}},
+    {"mlp, swiglu", MLP, .mlp = {.hidden = 16, .ffn = 24, .activation = MT_SWIGLU}},
+    {"mlp, uneven", MLP, .mlp = {.hidden = 16, .ffn = 19}},
+    {"mlp, swiglu, uneven, no bias", MLP, .mlp = {.hidden = 16, .ffn = 13, .activation = MT_SWIGLU, .no_bias = 1}},
+    {"mlp, bias left to the caller", MLP, .mlp = {.hidden = 16, .ffn = 5, .skip_bias_add = 1}},
+    {"attention", ATTENTION, .attention = {ATT_MHA}},
+    {"attention, dropout", ATTENTION, .attention = {ATT_MHA, .dropout = 0.2f, .layer = 3}},
+    {"attention, both ways, no bias", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .no_bias = 1}},
+    {"attention, lengths", ATTENTION,
+     .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.1f}, .lengths = 1},
+    {"attention, causal with lengths", ATTENTION, .attention = {ATT_MHA}, .lengths = 1},
+    {"attention, groups, rotary", ATTENTION, .attention = {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12}},
+    {"attention, rotary table longer than the sequences", ATTENTION,
+     .attention = {ATT_MHA, .rotary_base = 10000.0f, .max_seq = 50, .dropout = 0.1f}},
+    {"attention, groups, bias left to the caller", ATTENTION, .attention = {ATT_GQA, .dropout = 0.1f, .skip_bias_add = 1}},
+    {"attention, 6 groups", ATTENTION, .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .rotary_base = 50.0f,
+                                                     .max_seq = 12}},
+    {"attention, 6 groups, dropout", ATTENTION, .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .dropout = 0.2f}},
+    {"attention, 5 heads, dropout, lengths", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.2f},
+     .lengths = 1},
+    {"layer, pre-LN", LAYER, .layer = {ATT_MHA, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .layer = 2}},
+    {"layer, pre-LN, no dropout", LAYER, .layer = {ATT_MHA}},
+    {"layer, pre-RMS, Llama", LAYER,
+     .layer = {ATT_GQA, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .ffn = 43, .rotary_base = 10000.0f, .max_seq = 12,
+               .no_bias = 1, .hidden_dropout = 0.1f}},
+    {"layer, post-LN, BERT", LAYER,
+     .layer = {ATT_MHA, .placement = MT_POST_LN, .activation = MT_GELU_ERF, .mask = MT_MASK_BIDIRECTIONAL,
+               .attention_dropout = 0.1f, .hidden_dropout = 0.2f}, .lengths = 1},
+    {"layer, post-RMS", LAYER, .layer = {ATT_MHA, .placement = MT_POST_LN, .norm = MT_RMS_NORM, .no_bias = 1}},
+    {"layer, residual post-LN", LAYER,
+     .layer = {ATT_MHA, .placement = MT_RESIDUAL_POST_LN, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
+    {"layer, residual post-RMS", LAYER,
+     .layer = {.hidden = 24, .heads = 6, .ffn = 50, .placement = MT_RESIDUAL_POST_LN, .norm = MT_RMS_NORM,
+               .attention_dropout = 0.2f, .hidden_dropout = 0.1f}},
+};
+#define CASES ((int)(sizeof cases / sizeof *cases))
+#define SEQUENCES 2
+#define SEQ 12
+#define TOKENS (SEQUENCES * SEQ)
+#define WIDTH_MAX 32
+#define PARAMS_MAX 16384
+
+/* Absolute, as Megatron's tests of version 2.0: values here are of size 1. */
+static double case_tolerance(const block_case *c) { return c->kind == LAYER ? 5e-5 : 5e-6; }
+
+static int case_groups(const block_case *c) {
+    int64_t heads = c->kind == LAYER ? c->layer.heads : c->attention.heads;
+    int64_t groups = c->kind == LAYER ? c->layer.kv_heads : c->attention.kv_heads;
+    return c->kind == MLP ? 1 << 20 : (int)(groups ? groups : heads);
+}
+
+typedef struct outcome {
+    float y[TOKENS * WIDTH_MAX], dx[TOKENS * WIDTH_MAX], grads[PARAMS_MAX];
+} outcome;
+
+/* All gradients, one whole parameter after the other, in the order of the registry. */
+static mt_status gather_grads(test_rank *r, float *out, int64_t room, int64_t *n) {
+    *n = 0;
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        const mt_param *p = mt_params_at(r->params, i);
+        CHECK(*n + p->desc.rows * p->desc.cols <= room);
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, out + *n));
+        *n += p->desc.rows * p->desc.cols;
+    }
+    return MT_SUCCESS;
+}
+
+/* Padding of a parameter: exactly zero, in its value and its gradient. */
+static mt_status check_padding(const mt_param *p) {
+    const mt_param_desc *d = &p->desc;
+    for (int64_t i = 0; i < p->value.rows; i++)
+        for (int64_t j = 0; j < p->value.cols; j++) {
+            int by_rows = d->placement == MT_SPLIT_ROWS;
+            if (d->placement == MT_REPLICATED) continue;
+            if (test_global(by_rows ? d->rows : d->cols, d->parts, d->unit, p->tensor_size, p->tensor_rank,
+                            by_rows ? i : j) >= 0)
+                continue;
+            CHECK(((const float *)p->value.data)[i * p->value.cols + j] == 0.0f);
+            CHECK(((const float *)p->grad.data)[i * p->value.cols + j] == 0.0f);
+        }
+    return MT_SUCCESS;
+}
+
+typedef struct expected {
+    uint64_t all_reduce, all_gather, reduce_scatter, scalars; /* calls; scalars: all-gathers of 4 floats per token and rank */
+} expected;
+
+/* Exactly these calls, each of `floats` floats. */
+static mt_status check_ledger(mt_comm *comm, const char *what, expected want, int64_t floats, int64_t scalars) {
+    mt_ledger got = mt_comm_ledger(comm), l = {{0}, {0}};
+    l.calls[MT_ALL_REDUCE] = want.all_reduce;
+    l.calls[MT_ALL_GATHER] = want.all_gather + want.scalars;
+    l.calls[MT_REDUCE_SCATTER] = want.reduce_scatter;
+    l.bytes[MT_ALL_REDUCE] = want.all_reduce * (uint64_t)floats * 4;
+    l.bytes[MT_ALL_GATHER] = (want.all_gather * (uint64_t)floats + want.scalars * (uint64_t)scalars) * 4;
+    l.bytes[MT_REDUCE_SCATTER] = want.reduce_scatter * (uint64_t)floats * 4;
+    if (mt_comm_size(comm) == 1) memset(&l, 0, sizeof l);
+    for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) {
+        if (got.calls[k] == l.calls[k] && got.bytes[k] == l.bytes[k]) continue;
+        fprintf(stderr, "%s: %s: %llu calls of %llu bytes, expected %llu of %llu\n", what,
+                mt_collective_name((mt_collective)k), (unsigned long long)got.calls[k], (unsigned long long)got.bytes[k],
+                (unsigned long long)l.calls[k], (unsigned long long)l.bytes[k]);
+        return MT_ERR_DATA;
+    }
+    mt_comm_ledger_reset(comm);
+    return MT_SUCCESS;
+}
+
+static mt_status check_block_ledger(const block *b) {
+    uint64_t n = b->c->kind == LAYER ? 2 : 1;
+    expected plain = {2 * n, 0, 0, 0}, sequence = {0, 3 * n, 2 * n, 0};
+    mt_ledger world = mt_comm_ledger(b->r->world);
+    for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) CHECK(world.calls[k] == 0);
+    return check_ledger(b->r->grid.tensor, "training step", b->sequence_parallel ? sequence : plain, TOKENS * b->hidden, 0);
+}
+
+static mt_status block_against_serial(const block *b, outcome *serial) {
+    test_rank *r = b->r;
+    int ranks = r->grid.tensor_size, shards = b->sequence_parallel ? ranks : 1;
+    int64_t rows = TOKENS / shards, n = rows * b->hidden, first = shards > 1 ? n * r->grid.tensor_rank : 0, params;
+    mt_tensor x = mt_tensor_f32(test_noise(r, TOKENS * b->hidden, 1, 1.5f) + first, rows, b->hidden);
+    mt_tensor dy = mt_tensor_f32(test_noise(r, TOKENS * b->hidden, 2, 0.5f) + first, rows, b->hidden);
+    mt_tensor y = test_tensor(r, rows, b->hidden, NAN), dx = test_tensor(r, rows, b->hidden, NAN);
+    float *grads = test_floats(r, PARAMS_MAX, NAN);
+    double tolerance = case_tolerance(b->c);
+    block_saved saved;
+    size_t mark = mt_arena_mark(r->ctx);
+    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->world);
+    MT_TRY(block_forward(b, x, y, &saved));
+    MT_TRY(block_backward(b, dy, dx, &saved));
+    MT_TRY(check_block_ledger(b));
+    mt_arena_release(r->ctx, mark);
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(check_padding(mt_params_at(r->params, i)));
+    MT_TRY(gather_grads(r, grads, PARAMS_MAX, &params));
+    if (ranks == 1 && !b->sequence_parallel) {
+        memcpy(serial->y, y.data, (size_t)n * sizeof(float));
+        memcpy(serial->dx, dx.data, (size_t)n * sizeof(float));
+        memcpy(serial->grads, grads, (size_t)params * sizeof(float));
+    }
+    MT_TRY(test_near_f32("y", (const float *)y.data, serial->y + first, n, tolerance));
+    MT_TRY(test_near_f32("dx", (const float *)dx.data, serial->dx + first, n, tolerance));
+    return test_near_f32("gradients", grads, serial->grads, params, tolerance);
+}
+
+typedef struct split_run {
+    int sequence_parallel;
+    outcome serial[CASES];
+} split_run;
+
+static mt_status split_rank(mt_comm *world, void *user) {
+    split_run *run = (split_run *)user;
+    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    test_rank r;
+    block b;
+    mt_status status = test_rank_open(world, all, NULL, &r);
+    for (int i = 0; status == MT_SUCCESS && i < CASES; i++) {
+        if (case_groups(&cases[i]) < mt_comm_size(world)) continue;
+        status = block_open(&b, &cases[i], &r, run->sequence_parallel, SEQUENCES, SEQ);
+        if (status == MT_SUCCESS) status = block_against_serial(&b, &run->serial[i]);
+        if (status != MT_SUCCESS)
+            fprintf(stderr, "%s on %d ranks, sequence parallelism %d: %s\n", cases[i].name, mt_comm_size(world),
+                    run->sequence_parallel, mt_last_error(r.ctx));
+    }
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_blocks_do_not_depend_on_the_split(void **state) {
+    static const int splits[] = {1, 2, 3, 4, 8};
+    static split_run run;
+    (void)state;
+    for (size_t i = 0; i < sizeof splits / sizeof *splits; i++)
+        for (run.sequence_parallel = 0; run.sequence_parallel < 2; run.sequence_parallel++)
+            test_launch(splits[i], split_rank, &run);
+}
+
+/* A block that leaves its bias to the caller is the one that does not, less the bias, whose gradient it does not touch. */
+static void test_skip_bias_add(void **state) {
+    float whole[4 * WIDTH_MAX];
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int k = 0; k < 4; k++) {
+        block_case c = cases[k < 2 ? 0 : 6];
+        const mt_param *bias;
+        block_saved saved;
+        mt_tensor x, y;
+        block b;
+        c.mlp.skip_bias_add = c.attention.skip_bias_add = k % 2;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &c, &r, 0, 1, 4));
+        x = mt_tensor_f32(test_noise(&r, 4 * b.hidden, 1, 1.0f), 4, b.hidden);
+        y = test_tensor(&r, 4, b.hidden, NAN);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, y, &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_backward(&b, x, mt_none(), &saved));
+        mt_arena_release(r.ctx, 0);
+        bias = k < 2 ? b.mlp.fc2.bias : b.attention.proj.bias;
+        if (k % 2 == 0) {
+            memcpy(whole, y.data, (size_t)(y.rows * y.cols) * sizeof(float));
+            assert_true(fabs((double)*(const float *)bias->grad.data) > 1e-3);
+            continue;
+        }
+        test_untouched("dbias", (const float *)bias->grad.data, b.hidden, 0.0f);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_forward(r.ctx, y, bias->value));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, test_near_f32("y", (const float *)y.data, whole, y.rows * y.cols, 1e-6));
+    }
+    test_paper_rank_close(&r);
+}
+
+/* ---- finite differences --------------------------------------------------------------------------------------------- */
+
+/* A scalar of the fp32 forward, summed in double (sum c_i y_i of a block, the sum of the losses of a GPT), is
+   differentiated along a unit direction v of one tensor (x or a parameter): central differences at h and h / 2,
+   extrapolated to an error of h^4, with h = 0.05.
+
+   Truncation: terms of the fifth order times h^4 / 480 = 1.3e-8. Noise: y carries rounding errors of about 1e-7, the sum
+   of up to 160 of them one of about 1e-6, the difference 1e-6 / h * 3 = 6e-5; |gradient| is 0.5 to 100 here. What is
+   allowed is 1e-3 of the norm of the gradient plus 1e-4 (measured: at most a fifth of that). The first direction is the
+   analytic gradient itself, along which the derivative must be its norm: a factor that is off by 0.2 % shows. Three
+   random ones follow, along which what is missing from the gradient shows: of a part with the norm p |gradient| they see
+   about p / sqrt(elements), elements < 300. */
+#define DIFFERENCE_STEP 0.05
+#define DIFFERENCE_MAX 512
+#define DIRECTIONS 4
+#define SMALL_SEQ 5
+
+static const block_case small_cases[] = {
+    {"mlp, tanh", MLP, .mlp = {.hidden = 8, .ffn = 12}},
+    {"mlp, erf", MLP, .mlp = {.hidden = 8, .ffn = 12, .activation = MT_GELU_ERF}},
+    {"mlp, swiglu", MLP, .mlp = {.hidden = 8, .ffn = 12, .activation = MT_SWIGLU}},
+    {"attention", ATTENTION, .attention = {.hidden = 12, .heads = 3, .dropout = 0.2f}},
+    {"attention, groups, rotary", ATTENTION,
+     .attention = {.hidden = 16, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f, .max_seq = 9, .dropout = 0.2f}},
+    {"attention, both ways, lengths", ATTENTION,
+     .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.2f}, .lengths = 1},
+    {"layer, pre-LN", LAYER, .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
+    {"layer, pre-RMS, swiglu", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .hidden_dropout = 0.2f}},
+    {"layer, post-LN", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_POST_LN, .attention_dropout = 0.2f,
+               .hidden_dropout = 0.2f}},
+    {"layer, post-RMS", LAYER, .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_POST_LN, .norm = MT_RMS_NORM}},
+    {"layer, residual post-LN", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_RESIDUAL_POST_LN, .hidden_dropout = 0.2f}},
+    {"layer, residual post-RMS", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_RESIDUAL_POST_LN, .norm = MT_RMS_NORM,
+               .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
+};
+#define SMALL_CASES ((int)(sizeof small_cases / sizeof *small_cases))
+
+/* Something to differentiate: f(user) with the tensor of n floats at w as it is now, and its analytic gradient g. */
+typedef struct differentiable {
+    const char *name, *what;
+    double (*f)(void *user);
+    void *user;
+    float *w;
+    const float *g;
+    int64_t n;
+} differentiable;
+
+/* The central difference of width `step` along v; w comes back as it was. */
+static double central_difference(const differentiable *d, const double *v, double step) {
+    double at[2];
+    float kept[DIFFERENCE_MAX];
+    memcpy(kept, d->w, (size_t)d->n * sizeof *kept);
+    for (int side = 0; side < 2; side++) {
+        for (int64_t i = 0; i < d->n; i++) d->w[i] = (float)((double)kept[i] + (side ? step : -step) * v[i]);
+        at[side] = d->f(d->user);
+    }
+    memcpy(d->w, kept, (size_t)d->n * sizeof *kept);
+    return (at[1] - at[0]) / (2 * step);
+}
+
+static void check_directions(const differentiable *d) {
+    double norm = 0, v[DIFFERENCE_MAX], length, want, got;
+    uint64_t seed = mti_name_stream(d->what);
+    assert_true(d->n <= DIFFERENCE_MAX);
+    for (int64_t i = 0; i < d->n; i++) norm += (double)d->g[i] * (double)d->g[i];
+    norm = sqrt(norm);
+    assert_true(norm > 0.1);
+    for (int k = 0; k < DIRECTIONS; k++) {
+        length = want = 0;
+        for (int64_t i = 0; i < d->n; i++) v[i] = k == 0 ? (double)d->g[i] : (double)test_float(&seed);
+        for (int64_t i = 0; i < d->n; i++) length += v[i] * v[i];
+        for (int64_t i = 0; i < d->n; i++) {
+            v[i] /= sqrt(length);
+            want += v[i] * (double)d->g[i];
+        }
+        got = (4 * central_difference(d, v, DIFFERENCE_STEP / 2) - central_difference(d, v, DIFFERENCE_STEP)) / 3;
+        if (!(fabs(got - want) <= 1e-3 * norm + 1e-4))
+            fail_msg("%s, %s, direction %d: difference %.7g, gradient %.7g, norm %.4g", d->name, d->what, k, got, want, norm);
+    }
+}
+
+/* x, then every parameter of r; d says what is common to them. */
+static void check_all_directions(test_rank *r, differentiable d) {
+    if (d.w) check_directions(&d);
+    for (int k = 0; k < mt_params_count(r->params); k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        d.what = p->name;
+        d.w = (float *)p->value.data;
+        d.g = (const float *)p->grad.data;
+        d.n = p->value.rows * p->value.cols;
+        check_directions(&d);
+    }
+}
+
+typedef struct block_point {
+    const block *b;
+    mt_tensor x, y;
+    const float *c;
+} block_point;
+
+static double block_scalar(void *user) {
+    const block_point *p = (const block_point *)user;
+    size_t mark = mt_arena_mark(p->b->r->ctx);
+    block_saved saved; /* training, so that dropout is on */
+    double sum = 0;
+    if (block_forward(p->b, p->x, p->y, &saved) != MT_SUCCESS) return NAN;
+    mt_arena_release(p->b->r->ctx, mark);
+    for (int64_t i = 0; i < p->y.rows * p->y.cols; i++) sum += (double)p->c[i] * (double)((const float *)p->y.data)[i];
+    return sum;
+}
+
+static void test_gradients_are_finite_differences(void **state) {
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < SMALL_CASES; i++) {
+        differentiable d = {.name = small_cases[i].name, .what = "x", .f = block_scalar};
+        block_saved saved;
+        block_point at;
+        mt_tensor dx;
+        block b;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &small_cases[i], &r, 0, 2, SMALL_SEQ));
+        b.batch.lengths = small_cases[i].lengths ? some_lengths + 2 : NULL; /* {0, 5} */
+        d.n = 2 * SMALL_SEQ * b.hidden;
+        at.b = &b;
+        at.x = mt_tensor_f32(test_noise(&r, d.n, 1, 1.5f), 2 * SMALL_SEQ, b.hidden);
+        at.y = test_tensor(&r, at.x.rows, at.x.cols, NAN);
+        at.c = test_noise(&r, d.n, 2, 1.0f);
+        dx = test_tensor(&r, at.x.rows, at.x.cols, NAN);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, at.x, at.y, &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_backward(&b, mt_tensor_f32(at.c, at.x.rows, at.x.cols), dx, &saved));
+        d.user = &at;
+        d.w = (float *)at.x.data;
+        d.g = (const float *)dx.data;
+        check_all_directions(&r, d);
+    }
+    test_paper_rank_close(&r);
+}
+
+/* ---- inference, flight, recomputation -------------------------------------------------------------------------------- */
+
+static int64_t block_elements(const block *b) { return b->batch.sequences * b->batch.seq * b->hidden; }
+
+static mt_tensor block_tensor(const block *b, float *data) {
+    return mt_tensor_f32(data, b->batch.sequences * b->batch.seq, b->hidden);
+}
+
+/* saved == NULL computes what training without dropout computes, bit for bit, and leaves the arena as it was. */
+static void test_inference(void **state) {
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < CASES; i++) {
+        block_case c = cases[i];
+        block_saved saved;
+        mt_tensor x, y, z;
+        size_t mark;
+        int has_dropout = c.attention.dropout + c.layer.attention_dropout + c.layer.hidden_dropout > 0.0f;
+        block b;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &c, &r, 0, SEQUENCES, SEQ));
+        x = block_tensor(&b, test_noise(&r, block_elements(&b), 1, 1.0f));
+        y = block_tensor(&b, test_floats(&r, block_elements(&b), NAN));
+        z = block_tensor(&b, test_floats(&r, block_elements(&b), NAN));
+        mark = mt_arena_mark(r.ctx);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, y, NULL));
+        assert_int_equal(mt_arena_mark(r.ctx), mark);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, z, &saved));
+        assert_true(mt_arena_mark(r.ctx) > mark); /* what backward needs is in the arena */
+        mt_arena_release(r.ctx, mark);
+        assert_true(has_dropout == (memcmp(y.data, z.data, (size_t)block_elements(&b) * 4) != 0));
+        b.attention.desc.dropout = b.layer.attention.desc.dropout = b.layer.desc.hidden_dropout = 0.0f;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, z, &saved));
+        mt_arena_release(r.ctx, mark);
+        assert_memory_equal(y.data, z.data, (size_t)block_elements(&b) * 4);
+    }
+    test_paper_rank_close(&r);
+}
+
+/* Two micro-batches: backward after each forward; both forwards, then backwards in either order; and with each forward
+   computed again before its backward. Same outputs, same bits where the order of sums is the same. */
+static void run_micro_batches(const block *b, int plan, float *dx, float *grads) {
+    mt_context *ctx = b->r->ctx;
+    int64_t n = block_elements(b), count;
+    size_t mark = mt_arena_mark(ctx);
+    block_saved saved[2];
+    block at[2];
+    mt_tensor x[2], y[2], dy[2];
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_zero_grad(ctx, b->r->params));
+    for (int k = 0; k < 2; k++) {
+        at[k] = *b;
+        at[k].batch.first_sequence += k * b->batch.sequences;
+        x[k] = block_tensor(b, test_noise(b->r, n, 10 + (uint64_t)k, 1.0f));
+        dy[k] = block_tensor(b, test_noise(b->r, n, 20 + (uint64_t)k, 1.0f));
+        y[k] = block_tensor(b, test_floats(b->r, n, NAN));
+    }
+    for (int k = 0; k < 2; k++) { /* plan 0: one after the other, 1: in flight, 2: in flight, last first, 3: recomputed */
+        ASSERT_STATUS(ctx, MT_SUCCESS, block_forward(&at[k], x[k], y[k], plan == 3 ? NULL : &saved[k]));
+        if (plan == 0) ASSERT_STATUS(ctx, MT_SUCCESS, block_backward(&at[k], dy[k], block_tensor(b, dx + k * n), &saved[k]));
+    }
+    for (int i = 0; i < 2 && plan > 0; i++) {
+        int k = plan == 2 ? 1 - i : i;
+        if (plan == 3) ASSERT_STATUS(ctx, MT_SUCCESS, block_forward(&at[k], x[k], y[k], &saved[k]));
+        ASSERT_STATUS(ctx, MT_SUCCESS, block_backward(&at[k], dy[k], block_tensor(b, dx + k * n), &saved[k]));
+    }
+    mt_arena_release(ctx, mark);
+    ASSERT_STATUS(ctx, MT_SUCCESS, gather_grads(b->r, grads, PARAMS_MAX, &count));
+}
+
+static void test_micro_batches_in_flight(void **state) {
+    static float dx[4][2 * TOKENS * WIDTH_MAX], grads[4][PARAMS_MAX];
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < CASES; i++) {
+        block b;
+        size_t bytes;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &cases[i], &r, 0, SEQUENCES, SEQ));
+        memset(grads, 0, sizeof grads);
+        bytes = 2 * (size_t)block_elements(&b) * sizeof(float);
+        for (int plan = 0; plan < 4; plan++) run_micro_batches(&b, plan, dx[plan], grads[plan]);
+        for (int plan = 1; plan < 4; plan++) assert_memory_equal(dx[plan], dx[0], bytes);
+        assert_memory_equal(grads[1], grads[0], sizeof grads[0]);
+        assert_memory_equal(grads[3], grads[0], sizeof grads[0]);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      test_near_f32("other order", grads[2], grads[0], PARAMS_MAX, 2 * case_tolerance(&cases[i])));
+    }
+    test_paper_rank_close(&r);
+}
+
+/* Masks are drawn by (seed, step, layer, global element): each of them changes the output, and dropout drops. */
+static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
+    test_rank r;
+    float *y[6];
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int k = 0; k < 2; k++) { /* attention with dropout, then a layer with hidden dropout only */
+        block_case c = cases[k ? 18 : 7];
+        mt_tensor x;
+        block b, base;
+        c.layer.hidden_dropout = 0.3f;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &c, &r, 0, SEQUENCES, SEQ));
+        x = block_tensor(&b, test_noise(&r, block_elements(&b), 1, 1.0f));
+        base = b;
+        for (int v = 0; v < 6; v++) {
+            block_saved saved;
+            b = base;
+            if (v == 1) b.batch.seed++;
+            if (v == 2) b.batch.step++;
+            if (v == 3) b.attention.desc.layer = ++b.layer.desc.layer;
+            if (v == 4) b.batch.first_sequence++;
+            if (v == 5) b.batch.step += 4; /* which is not one layer more */
+            y[v] = test_floats(&r, block_elements(&b), NAN);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, block_tensor(&b, y[v]), &saved));
+            mt_arena_release(r.ctx, 0);
+            for (int u = 0; u < v; u++) assert_memory_not_equal(y[u], y[v], (size_t)block_elements(&b) * sizeof(float));
+        }
+    }
+    test_paper_rank_close(&r);
+}
+
+/* A layer whose blocks are their output biases of 1 gives, for x = 0, the two halves' masks and nothing else: each element
+   is kept by neither, one or both of two independent coins. 768 of them: a share of 1/2 has a standard error of 1.8 %. */
+static void test_the_halves_of_a_layer_drop_independently(void **state) {
+    block_case c = {"layer", LAYER, .layer = {ATT_MHA, .hidden_dropout = 0.5f}};
+    const int64_t n = TOKENS * 32;
+    double kept[3] = {0, 0, 0};
+    block_saved saved;
+    mt_tensor x, y;
+    test_rank r;
+    block b;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, block_open(&b, &c, &r, 0, SEQUENCES, SEQ));
+    for (int i = 0; i < mt_params_count(r.params); i++)
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, mt_params_at(r.params, i)->value, 0.0f));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, b.layer.attention.proj.bias->value, 0.5f));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, b.layer.mlp.fc2.bias->value, 0.5f));
+    x = test_tensor(&r, TOKENS, 32, 0.0f);
+    y = test_tensor(&r, TOKENS, 32, NAN);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, y, &saved));
+    for (int64_t i = 0; i < n; i++) {
+        float v = ((const float *)y.data)[i];
+        assert_true(v == 0.0f || v == 1.0f || v == 2.0f);
+        kept[(int)v] += 1.0 / (double)n;
+    }
+    assert_true(fabs(kept[0] - 0.25) < 0.07 && fabs(kept[1] - 0.5) < 0.07 && fabs(kept[2] - 0.25) < 0.07);
+    test_paper_rank_close(&r);
+}
+
+/* ---- activation memory ---------------------------------------------------------------------------------------------- */
+
+static size_t rounded(int64_t floats) { return ((size_t)floats * sizeof(float) + 63) / 64 * 64; }
+
+/* What a training forward of one layer keeps, in floats: x [tokens, hidden] (the caller's), its two normalised inputs and
+   the sum between the halves: 4; q, k, v and the attention's output: 4 / t; before and after the activation: 8 / t. With
+   sequence parallelism the first four are divided, too. Besides: lse [heads / t, tokens], and a mean and a
+   reciprocal deviation per norm and token. (Section 7 of the design counts bytes of 16-bit activations and masks.) */
+static void check_activation_bytes(int ranks, int sequence_parallel) {
+    const int64_t tokens = 2 * 16, hidden = 64, heads = 8;
+    block_case c = {"layer", LAYER, .layer = {.hidden = 64, .heads = 8, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}};
+    mt_context_desc meta = {.device = MT_DEVICE_META};
+    int64_t t = ranks, rows = sequence_parallel ? tokens / t : tokens;
+    size_t want = rounded(rows * hidden * 4 + tokens * hidden * 12 / t), kept;
+    block_saved saved;
+    mt_tensor x, y;
+    test_rank r;
+    block b;
+    test_paper_rank(ranks, ranks - 1, (mt_grid_desc){.tensor = ranks}, &meta, &r);
+    memset(&b, 0, sizeof b);
+    b.c = &c;
+    b.r = &r;
+    b.sequence_parallel = sequence_parallel;
+    b.batch.sequences = 2;
+    b.batch.seq = 16;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, block_create(&b));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, rows, hidden, &x));
+    y = x;
+    y.data = (char *)x.data + 4096; /* somewhere else; nothing is written on paper */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, y, &saved));
+    kept = mt_arena_mark(r.ctx) - rounded(heads / t * tokens) - 2 * rounded(2 * rows);
+    assert_int_equal(kept, want);
+    test_paper_rank_close(&r);
+}
+
+static void test_activation_bytes_of_a_layer(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 8; ranks *= 2) {
+        check_activation_bytes(ranks, 0);
+        check_activation_bytes(ranks, 1);
+    }
+}
+
+/* ---- GPT ------------------------------------------------------------------------------------------------------------- */
+
+#define BATCH 4
+#define GPT_SEQ 8
+#define GPT_TOKENS (BATCH * GPT_SEQ)
+#define VOCAB 37
+
+typedef struct gpt_case {
+    const char *name;
+    mt_gpt_desc desc;
+    int lengths;
+} gpt_case;
+
+static const gpt_case gpt_cases[] = {
+    {"tied, pre-LN",
+     {.vocab = VOCAB, .layers = 2, .max_seq = 10, .embedding_dropout = 0.1f,
+      .layer = {.hidden = 16, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}, 0},
+    {"untied, Llama",
+     {.vocab = VOCAB, .layers = 2, .max_seq = 10, .untied_head = 1, .label_smoothing = 0.1f, .embedding_dropout = 0.1f,
+      .layer = {.hidden = 16, .heads = 8, .kv_heads = 4, .ffn = 21, .norm = MT_RMS_NORM, .activation = MT_SWIGLU,
+                .rotary_base = 100.0f, .no_bias = 1, .hidden_dropout = 0.1f}}, 0},
+    {"tied, post-LN, lengths",
+     {.vocab = VOCAB, .layers = 2, .max_seq = 8, .ignore_index = -1,
+      .layer = {.hidden = 16, .heads = 4, .placement = MT_POST_LN, .mask = MT_MASK_BIDIRECTIONAL,
+                .activation = MT_GELU_ERF, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}, 1},
+};
+#define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
+
+typedef struct gpt_split {
+    int tensor, data, sequence_parallel;
+    int micro; /* sequences of a micro-batch; all micro-batches are in flight, backwards run last first */
+} gpt_split;
+
+typedef struct gpt_outcome {
+    float loss[GPT_TOKENS], evaluation[GPT_TOKENS], logits[GPT_TOKENS * VOCAB], last[BATCH * VOCAB], grads[PARAMS_MAX], norm;
+    int64_t params;
+} gpt_outcome;
+
+/* What a rank needed and sent: compared between the real device and the meta device. */
+typedef struct gpt_needs {
+    size_t peak, allocated, mark;
+    mt_ledger tensor, data, model;
+} gpt_needs;
+
+typedef struct gpt_run {
+    const gpt_case *c;
+    gpt_split split;
+    gpt_outcome serial, mine;
+    gpt_needs needs[8];
+} gpt_run;
+
+static void gpt_data(const gpt_case *c, int32_t *ids, int32_t *targets, int32_t *lengths) {
+    uint64_t seed = 4;
+    for (int i = 0; i < GPT_TOKENS; i++) {
+        ids[i] = (int32_t)test_below(&seed, VOCAB);
+        targets[i] = i % 7 == 3 ? (c->desc.ignore_index ? c->desc.ignore_index : -100) : (int32_t)test_below(&seed, VOCAB);
+    }
+    for (int i = 0; i < BATCH; i++) lengths[i] = i < 3 ? 8 - 3 * i : 0;
+}
+
+static mt_batch gpt_batch(const gpt_case *c, int64_t first, int64_t sequences, const int32_t *lengths) {
+    mt_batch b = {.sequences = sequences, .seq = GPT_SEQ, .first_sequence = first, .seed = 21, .step = 5};
+    if (c->lengths) b.lengths = lengths + first;
+    return b;
+}
+
+static mt_status gpt_open(test_rank *r, const gpt_case *c, int sequence_parallel, mt_gpt *gpt) {
+    mt_gpt_desc d = c->desc;
+    MT_TRY(test_rank_renew(r));
+    d.layer.sequence_parallel = sequence_parallel;
+    MT_TRY(mt_gpt_create(r->ctx, r->params, &d, gpt));
+    return mt_params_init(r->ctx, r->params, 7);
+}
+
+/* Forward of every micro-batch of this rank, then backward, last first. loss: of this rank's sequences. */
+static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, gpt_split s, float *loss) {
+    int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
+    int64_t per = BATCH / s.data, first = per * r->grid.data_rank, n = per / s.micro, k;
+    mt_gpt_saved saved[BATCH] = {{0}};
+    mt_status status = MT_SUCCESS;
+    size_t mark = mt_arena_mark(r->ctx);
+    gpt_data(c, ids, targets, lengths);
+    for (k = 0; k < n && status == MT_SUCCESS; k++) {
+        mt_batch b = gpt_batch(c, first + k * s.micro, s.micro, lengths);
+        int64_t at = b.first_sequence * GPT_SEQ;
+        status = mt_gpt_saved_create(r->ctx, gpt, &saved[k]);
+        if (status == MT_SUCCESS)
+            status = mt_gpt_forward(r->ctx, gpt, &b, ids + at, targets + at,
+                                    mt_tensor_f32(loss + k * s.micro * GPT_SEQ, 1, s.micro * GPT_SEQ), &saved[k]);
+    }
+    while (k-- > 0) {
+        mt_batch b = gpt_batch(c, first + k * s.micro, s.micro, lengths);
+        if (status == MT_SUCCESS) status = mt_gpt_backward(r->ctx, gpt, &b, 4.0f / GPT_TOKENS, &saved[k]);
+        mt_gpt_saved_destroy(r->ctx, gpt, &saved[k]);
+    }
+    mt_arena_release(r->ctx, mark);
+    return status;
+}
+
+/* Exactly what section 4 of the design allows, over the tensor group; nothing elsewhere before the sync. */
+static mt_status check_gpt_ledger(test_rank *r, const gpt_case *c, gpt_split s) {
+    uint64_t micro = (uint64_t)(BATCH / s.data / s.micro), layers = (uint64_t)c->desc.layers;
+    expected plain = {micro * (4 * layers + 2), 0, 0, micro};
+    expected sequence = {0, micro * (6 * layers + 3), micro * (4 * layers + 2), micro};
+    int64_t tokens = s.micro * GPT_SEQ;
+    mt_ledger data = mt_comm_ledger(r->grid.data), model = mt_comm_ledger(r->grid.model);
+    for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) CHECK(data.calls[k] == 0 && model.calls[k] == 0);
+    return check_ledger(r->grid.tensor, "gpt", s.sequence_parallel ? sequence : plain, tokens * c->desc.layer.hidden,
+                        4 * tokens * s.tensor);
+}
+
+static mt_status gpt_train(test_rank *r, gpt_run *run) {
+    const gpt_case *c = run->c;
+    gpt_split s = run->split;
+    int64_t per = BATCH / s.data * GPT_SEQ;
+    float *loss, *grads, norm = NAN;
+    double tolerance = 2e-5;
+    int64_t params;
+    mt_gpt gpt;
+    MT_TRY(gpt_open(r, c, s.sequence_parallel, &gpt));
+    MT_TRY(disturb_params(r, 0.2f));
+    loss = test_floats(r, per, NAN);
+    grads = test_floats(r, PARAMS_MAX, NAN);
+    mt_comm_ledger_reset(r->grid.tensor);
+    MT_TRY(gpt_passes(r, &gpt, c, s, loss));
+    MT_TRY(check_gpt_ledger(r, c, s));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+    MT_TRY(gather_grads(r, grads, PARAMS_MAX, &params));
+    for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(check_padding(mt_params_at(r->params, i)));
+    if (s.tensor * s.data == 1 && s.micro == BATCH && !s.sequence_parallel) {
+        memcpy(run->serial.loss, loss, sizeof run->serial.loss);
+        memcpy(run->serial.grads, grads, (size_t)params * sizeof *grads);
+        run->serial.norm = norm;
+    }
+    MT_TRY(test_near_f32("loss", loss, run->serial.loss + per * r->grid.data_rank, per, tolerance));
+    MT_TRY(test_near_f32("gradients", grads, run->serial.grads, params, tolerance));
+    return test_near_f32("norm", &norm, &run->serial.norm, 1, tolerance * (double)run->serial.norm);
+}
+
+static mt_status gpt_rank(mt_comm *world, void *user) {
+    gpt_run *run = (gpt_run *)user;
+    mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    test_rank r;
+    mt_status status = test_rank_open(world, shape, NULL, &r);
+    if (status == MT_SUCCESS) status = gpt_train(&r, run);
+    if (status != MT_SUCCESS)
+        fprintf(stderr, "%s, tensor %d, data %d, sequence parallelism %d, micro-batches of %d: %s\n", run->c->name,
+                run->split.tensor, run->split.data, run->split.sequence_parallel, run->split.micro, mt_last_error(r.ctx));
+    test_rank_close(&r);
+    return status;
+}
+
+static const gpt_split gpt_splits[] = {{1, 1, 0, 4}, {1, 1, 1, 4}, {1, 1, 0, 1}, {2, 1, 0, 4}, {2, 1, 1, 2},
+                                       {3, 1, 0, 2}, {4, 1, 0, 1}, {4, 1, 1, 4}, {1, 2, 0, 1}, {1, 4, 0, 1},
+                                       {2, 2, 0, 2}, {2, 2, 1, 1}, {4, 2, 1, 2}, {2, 4, 0, 1}};
+#define GPT_SPLITS (sizeof gpt_splits / sizeof *gpt_splits)
+
+static void test_gpt_does_not_depend_on_the_split(void **state) {
+    static gpt_run run;
+    (void)state;
+    for (int i = 0; i < GPT_CASES; i++)
+        for (size_t k = 0; k < GPT_SPLITS; k++) {
+            run.c = &gpt_cases[i];
+            run.split = gpt_splits[k];
+            test_launch(run.split.tensor * run.split.data, gpt_rank, &run);
+        }
+}
+
+/* -log softmax(logits)[target], with the smoothing of the description, in double. */
+static double loss_of_logits(const gpt_case *c, const float *x, int32_t target) {
+    double sum = 0, mean = 0, a = (double)c->desc.label_smoothing;
+    if (target == (c->desc.ignore_index ? c->desc.ignore_index : -100)) return 0;
+    for (int j = 0; j < VOCAB; j++) {
+        sum += exp((double)x[j]);
+        mean += (double)x[j] / VOCAB;
+    }
+    return log(sum) - (1 - a) * (double)x[target] - a * mean;
+}
+
+static mt_status gpt_evaluate(test_rank *r, gpt_run *run) {
+    int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
+    gpt_outcome *o = &run->serial;
+    int alone = run->split.tensor == 1;
+    mt_gpt gpt;
+    mt_batch b;
+    float *all, *last, *loss;
+    double want[GPT_TOKENS];
+    MT_TRY(gpt_open(r, run->c, run->split.sequence_parallel, &gpt));
+    MT_TRY(disturb_params(r, 0.2f));
+    gpt_data(run->c, ids, targets, lengths);
+    b = gpt_batch(run->c, 0, BATCH, lengths);
+    all = test_floats(r, GPT_TOKENS * VOCAB, NAN);
+    last = test_floats(r, BATCH * (VOCAB + 3), NAN); /* with room between the rows */
+    loss = test_floats(r, GPT_TOKENS, NAN);
+    MT_TRY(mt_gpt_forward(r->ctx, &gpt, &b, ids, targets, mt_tensor_f32(loss, 1, GPT_TOKENS), NULL));
+    MT_TRY(mt_gpt_logits(r->ctx, &gpt, &b, ids, mt_tensor_f32(all, GPT_TOKENS, VOCAB)));
+    MT_TRY(mt_gpt_logits(r->ctx, &gpt, &b, ids, (mt_tensor){last, BATCH, VOCAB, VOCAB + 3, MT_F32}));
+    CHECK(mt_arena_mark(r->ctx) == 0);
+    if (alone) {
+        memcpy(o->logits, all, sizeof o->logits);
+        memcpy(o->evaluation, loss, sizeof o->evaluation);
+    }
+    MT_TRY(test_near_f32("logits", all, o->logits, GPT_TOKENS * VOCAB, 1e-5));
+    MT_TRY(test_near_f32("loss of evaluation", loss, o->evaluation, GPT_TOKENS, 1e-5));
+    for (int i = 0; i < GPT_TOKENS; i++) want[i] = loss_of_logits(run->c, all + i * VOCAB, targets[i]);
+    MT_TRY(test_near("loss from the logits", loss, want, GPT_TOKENS, 1e-5));
+    for (int i = 0; i < BATCH; i++) {
+        int row = i * GPT_SEQ + (!run->c->lengths ? GPT_SEQ - 1 : lengths[i] > 0 ? lengths[i] - 1 : 0);
+        MT_TRY(test_near_f32("last logits", last + i * (VOCAB + 3), all + row * VOCAB, VOCAB, 1e-6));
+        for (int j = VOCAB; j < VOCAB + 3; j++) CHECK(isnan(last[i * (VOCAB + 3) + j]));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status gpt_evaluate_rank(mt_comm *world, void *user) {
+    gpt_run *run = (gpt_run *)user;
+    mt_grid_desc shape = {.tensor = run->split.tensor};
+    test_rank r;
+    mt_status status = test_rank_open(world, shape, NULL, &r);
+    if (status == MT_SUCCESS) status = gpt_evaluate(&r, run);
+    if (status == MT_ERR_DATA) fprintf(stderr, "%s on %d ranks\n", run->c->name, run->split.tensor);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_gpt_logits_and_evaluation(void **state) {
+    static gpt_run run;
+    (void)state;
+    for (int i = 0; i < GPT_CASES; i++)
+        for (int k = 0; k < 6; k++) {
+            run.c = &gpt_cases[i];
+            run.split = (gpt_split){1 << k % 3, 1, k / 3, BATCH};
+            test_launch(run.split.tensor, gpt_evaluate_rank, &run);
+        }
+}
+
+static void test_gpt_parameters(void **state) {
+    static const char *const names[] = {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight",
+                                        "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.input_layernorm.bias",
+                                        "decoder.layers.0.self_attention.linear_qkv.weight",
+                                        "decoder.layers.0.self_attention.linear_qkv.bias",
+                                        "decoder.layers.0.self_attention.linear_proj.weight",
+                                        "decoder.layers.0.self_attention.linear_proj.bias",
+                                        "decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.1.pre_mlp_layernorm.bias",
+                                        "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.bias",
+                                        "decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.bias",
+                                        "decoder.final_layernorm.weight", "decoder.final_layernorm.bias"};
+    double square = 0;
+    const mt_param *p;
+    test_rank r;
+    mt_gpt gpt;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_open(&r, &gpt_cases[0], 0, &gpt));
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!mt_params_find(r.params, names[i])) fail_msg("there is no %s", names[i]);
+    assert_int_equal(mt_params_count(r.params), 2 + 2 * 12 + 2); /* tied: no output_layer */
+    assert_int_equal(mt_params_global_elements(r.params), VOCAB * 16 + 10 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16);
+    assert_ptr_equal(gpt.head.weight, gpt.tokens.weight);
+    p = mt_params_find(r.params, "decoder.layers.0.mlp.linear_fc2.weight"); /* 0.02 / sqrt(2 * 2), 1024 draws: 2.2 % */
+    for (int64_t i = 0; i < 1024; i++) square += pow((double)((const float *)p->value.data)[i], 2);
+    assert_true(fabs(sqrt(square / 1024) / 0.01 - 1) < 4 * 0.022);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_open(&r, &gpt_cases[1], 0, &gpt));
+    assert_non_null(mt_params_find(r.params, "output_layer.weight"));
+    assert_null(mt_params_find(r.params, "embedding.position_embeddings.weight")); /* rotary */
+    assert_null(mt_params_find(r.params, "decoder.final_layernorm.bias"));         /* RMSNorm */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_open(&r, &gpt_cases[2], 0, &gpt));
+    assert_null(mt_params_find(r.params, "decoder.final_layernorm.weight")); /* post-LN */
+    test_paper_rank_close(&r);
+}
+
+typedef struct gpt_point {
+    test_rank *r;
+    mt_gpt gpt;
+    mt_gpt_saved saved;
+    mt_batch batch;
+    const int32_t *ids, *targets;
+} gpt_point;
+
+/* The sum of the losses of a training forward, which is left to a backward when keep says so. */
+static double gpt_sum(gpt_point *p, int keep) {
+    float loss[16];
+    size_t mark = mt_arena_mark(p->r->ctx);
+    int64_t n = p->batch.sequences * p->batch.seq;
+    double sum = 0;
+    if (mt_gpt_forward(p->r->ctx, &p->gpt, &p->batch, p->ids, p->targets, mt_tensor_f32(loss, 1, n), &p->saved) != MT_SUCCESS)
+        return NAN;
+    if (!keep) mt_arena_release(p->r->ctx, mark);
+    for (int64_t i = 0; i < n; i++) sum += (double)loss[i];
+    return sum;
+}
+
+static double gpt_scalar(void *user) { return gpt_sum((gpt_point *)user, 0); }
+
+static void test_gpt_gradients_are_finite_differences(void **state) {
+    static const int32_t ids[] = {0, 10, 3, 3, 7, 1, 9, 5, 2, 8}, targets[] = {10, 3, -100, 7, 0, 9, 5, 2, 8, 4};
+    static const mt_layer_desc layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.1f, .hidden_dropout = 0.1f};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < 3; i++) { /* tied; untied; post-LN and no learned positions */
+        mt_gpt_desc d = {.vocab = 11, .layers = 2, .max_seq = 6, .untied_head = i == 1, .label_smoothing = 0.1f * (float)i,
+                         .embedding_dropout = 0.3f, .layer = layer};
+        differentiable diff = {.name = i == 0 ? "tied" : i == 1 ? "untied" : "post-LN", .f = gpt_scalar};
+        gpt_point p = {.r = &r, .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4}, .ids = ids,
+                       .targets = targets};
+        d.layer.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
+        d.layer.rotary_base = i == 2 ? 10.0f : 0.0f;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &p.gpt));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.4f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &p.gpt, &p.saved));
+        assert_true(gpt_sum(&p, 1) > 0);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_backward(r.ctx, &p.gpt, &p.batch, 1.0f, &p.saved));
+        mt_arena_release(r.ctx, 0);
+        diff.user = &p;
+        check_all_directions(&r, diff);
+        mt_gpt_saved_destroy(r.ctx, &p.gpt, &p.saved);
+    }
+    test_paper_rank_close(&r);
+}
+
+/* With embedding dropout alone, training and evaluation still differ. */
+static void test_gpt_embedding_dropout(void **state) {
+    static const int32_t ids[] = {0, 10, 3, 3, 7};
+    mt_gpt_desc d = {.vocab = 11, .layers = 1, .max_seq = 5, .embedding_dropout = 0.5f, .layer = {.hidden = 8, .heads = 2}};
+    gpt_point p = {.batch = {.sequences = 1, .seq = 5}, .ids = ids, .targets = ids};
+    float loss[5];
+    double sum = 0;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    p.r = &r;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &p.gpt));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.4f));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &p.gpt, &p.saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_forward(r.ctx, &p.gpt, &p.batch, ids, ids, mt_tensor_f32(loss, 1, 5), NULL));
+    for (int i = 0; i < 5; i++) sum += (double)loss[i];
+    assert_true(fabs(gpt_sum(&p, 0) - sum) > 1e-2);
+    mt_gpt_saved_destroy(r.ctx, &p.gpt, &p.saved);
+    test_paper_rank_close(&r);
+}
+
+/* ---- on paper, and without allocating --------------------------------------------------------------------------------- */
+
+/* One whole training step. After it, what the rank needed. */
+static mt_status gpt_step(test_rank *r, gpt_run *run, gpt_needs *needs) {
+    float loss[GPT_TOKENS], norm = 0;
+    mt_optimizer o = {0};
+    mt_status status;
+    mt_gpt gpt;
+    MT_TRY(gpt_open(r, run->c, run->split.sequence_parallel, &gpt));
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, &o));
+    mt_arena_reset_peak(r->ctx);
+    mt_comm_ledger_reset(r->grid.tensor);
+    status = gpt_passes(r, &gpt, run->c, run->split, loss);
+    if (status == MT_SUCCESS) status = mt_sync_gradients(r->ctx, r->params);
+    if (status == MT_SUCCESS) status = mt_grad_norm(r->ctx, r->params, &norm);
+    if (status == MT_SUCCESS) status = mt_optimizer_step(r->ctx, &o, 1e-3f, mt_clip_coefficient(norm, 1.0f));
+    needs->peak = mt_arena_peak(r->ctx);
+    needs->allocated = mt_context_allocated(r->ctx);
+    needs->mark = mt_arena_mark(r->ctx);
+    needs->tensor = mt_comm_ledger(r->grid.tensor);
+    needs->data = mt_comm_ledger(r->grid.data);
+    needs->model = mt_comm_ledger(r->grid.model);
+    mt_optimizer_destroy(r->ctx, &o);
+    return status;
+}
+
+static mt_status gpt_step_rank(mt_comm *world, void *user) {
+    gpt_run *run = (gpt_run *)user;
+    mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    test_rank r;
+    mt_status status = test_rank_open(world, shape, NULL, &r);
+    if (status == MT_SUCCESS) status = gpt_step(&r, run, &run->needs[mt_comm_rank(world)]);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_meta_device_knows_what_a_step_needs(void **state) {
+    static const gpt_split splits[] = {{1, 1, 0, 4}, {2, 1, 0, 2}, {4, 1, 1, 4}, {2, 2, 1, 1}, {4, 2, 0, 2}};
+    mt_context_desc meta = {.device = MT_DEVICE_META};
+    static gpt_run run;
+    (void)state;
+    for (int i = 0; i < GPT_CASES; i++)
+        for (size_t k = 0; k < sizeof splits / sizeof *splits; k++) {
+            int ranks = splits[k].tensor * splits[k].data;
+            run.c = &gpt_cases[i];
+            run.split = splits[k];
+            test_launch(ranks, gpt_step_rank, &run);
+            for (int rank = 0; rank < ranks; rank++) {
+                gpt_needs needs;
+                test_rank r;
+                test_paper_rank(ranks, rank, (mt_grid_desc){.tensor = splits[k].tensor, .data = splits[k].data}, &meta, &r);
+                ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &needs));
+                assert_int_equal(needs.peak, run.needs[rank].peak);
+                assert_int_equal(needs.allocated, run.needs[rank].allocated);
+                assert_int_equal(needs.mark, 0);
+                assert_memory_equal(&needs.tensor, &run.needs[rank].tensor, sizeof needs.tensor);
+                assert_memory_equal(&needs.data, &run.needs[rank].data, sizeof needs.data);
+                assert_memory_equal(&needs.model, &run.needs[rank].model, sizeof needs.model);
+                assert_true(needs.peak > 0 && needs.allocated > 0);
+                test_paper_rank_close(&r);
+            }
+        }
+}
+
+typedef struct counting_allocator {
+    int calls;
+    size_t held;
+} counting_allocator;
+
+static void *counting_alloc(void *user, size_t bytes, size_t alignment) {
+    counting_allocator *a = (counting_allocator *)user;
+    void *p = NULL;
+    a->calls++;
+    a->held += bytes;
+    return posix_memalign(&p, alignment, bytes) == 0 ? p : NULL;
+}
+
+static void counting_free(void *user, void *ptr, size_t bytes) {
+    counting_allocator *a = (counting_allocator *)user;
+    a->calls++;
+    a->held -= bytes;
+    free(ptr);
+}
+
+/* The arena is exactly as big as the meta device says, nothing else is asked of the allocator after creation, and
+   everything goes back. */
+static mt_status frugal_step(test_rank *r, gpt_run *run, counting_allocator *a) {
+    float loss[GPT_TOKENS], logits[BATCH * VOCAB], norm;
+    int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
+    mt_gpt_saved saved = {0};
+    mt_optimizer o;
+    mt_batch b;
+    mt_gpt gpt;
+    int calls;
+    MT_TRY(gpt_open(r, run->c, run->split.sequence_parallel, &gpt));
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, &o));
+    MT_TRY(mt_gpt_saved_create(r->ctx, &gpt, &saved));
+    calls = a->calls;
+    gpt_data(run->c, ids, targets, lengths);
+    b = gpt_batch(run->c, 0, BATCH, lengths);
+    for (int step = 0; step < 2; step++) {
+        MT_TRY(mt_gpt_forward(r->ctx, &gpt, &b, ids, targets, mt_tensor_f32(loss, 1, GPT_TOKENS), &saved));
+        MT_TRY(mt_gpt_backward(r->ctx, &gpt, &b, 1.0f, &saved));
+        mt_arena_release(r->ctx, 0);
+        MT_TRY(mt_sync_gradients(r->ctx, r->params));
+        MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+        MT_TRY(mt_optimizer_step(r->ctx, &o, 1e-3f, 1.0f));
+        MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+        MT_TRY(mt_gpt_forward(r->ctx, &gpt, &b, ids, targets, mt_tensor_f32(loss, 1, GPT_TOKENS), NULL));
+        MT_TRY(mt_gpt_logits(r->ctx, &gpt, &b, ids, mt_tensor_f32(logits, BATCH, VOCAB)));
+    }
+    CHECK(a->calls == calls);
+    CHECK(mt_arena_peak(r->ctx) <= run->needs[0].peak);
+    mt_gpt_saved_destroy(r->ctx, &gpt, &saved);
+    mt_optimizer_destroy(r->ctx, &o);
+    return MT_SUCCESS;
+}
+
+static mt_status frugal_rank(mt_comm *world, void *user) {
+    gpt_run *run = (gpt_run *)user;
+    mt_grid_desc shape = {.tensor = run->split.tensor};
+    counting_allocator a = {0, 0};
+    mt_context_desc where = {.arena_bytes = run->needs[0].peak, .allocator = {counting_alloc, counting_free, &a}};
+    test_rank r;
+    mt_status status = test_rank_open(world, shape, &where, &r);
+    if (status == MT_SUCCESS) status = frugal_step(&r, run, &a);
+    if (status != MT_SUCCESS) fprintf(stderr, "%s: %s\n", run->c->name, mt_last_error(r.ctx));
+    test_rank_close(&r);
+    CHECK(status != MT_SUCCESS || a.held == 0);
+    return status;
+}
+
+static void test_nothing_is_allocated_after_creation(void **state) {
+    mt_context_desc meta = {.device = MT_DEVICE_META};
+    static gpt_run run;
+    (void)state;
+    for (int i = 0; i < GPT_CASES; i++)
+        for (int tensor = 1; tensor <= 4; tensor *= 2) {
+            test_rank r;
+            run.c = &gpt_cases[i];
+            run.split = (gpt_split){tensor, 1, tensor == 4, BATCH};
+            test_paper_rank(tensor, 0, (mt_grid_desc){.tensor = tensor}, &meta, &r);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &run.needs[0]));
+            test_paper_rank_close(&r);
+            test_launch(tensor, frugal_rank, &run);
+        }
+}
+
+/* An arena that is too small: an error on every rank, alike, and the arena comes back as it was. */
+static void test_an_arena_that_is_too_small(void **state) {
+    mt_context_desc meta = {.device = MT_DEVICE_META}, where = {.arena_bytes = 0};
+    float loss[GPT_TOKENS];
+    gpt_split s = {1, 1, 0, BATCH};
+    static gpt_run run;
+    test_rank r;
+    mt_gpt gpt;
+    (void)state;
+    run.c = &gpt_cases[0];
+    run.split = s;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &run.needs[0]));
+    test_paper_rank_close(&r);
+    for (size_t part = 1; part <= 8; part++) {
+        where.arena_bytes = part < 8 ? run.needs[0].peak * part / 8 : run.needs[0].peak - 64;
+        test_paper_rank(1, 0, (mt_grid_desc){0}, &where, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_open(&r, &gpt_cases[0], 0, &gpt));
+        REFUSED(r.ctx, MT_ERR_MEMORY, "bytes", gpt_passes(&r, &gpt, &gpt_cases[0], s, loss));
+        assert_int_equal(mt_arena_mark(r.ctx), 0);
+        test_paper_rank_close(&r);
+    }
+}
+
+/* ---- fused q, k, v ---------------------------------------------------------------------------------------------------- */
+
+/* 4 heads in 2 groups, head_dim 2, 1 column: per group its two queries, its key, its value. */
+static void test_qkv_layout(void **state) {
+    static const float q[] = {0, 1, 10, 11, 20, 21, 30, 31}, k[] = {40, 41, 50, 51}, v[] = {60, 61, 70, 71};
+    static const float golden[] = {0, 1, 10, 11, 40, 41, 60, 61, 20, 21, 30, 31, 50, 51, 70, 71};
+    float qkv[16], q2[8], k2[4], v2[4];
+    (void)state;
+    assert_int_equal(mt_qkv_from_separate(4, 2, 2, 1, q, k, v, qkv), MT_SUCCESS);
+    assert_memory_equal(qkv, golden, sizeof golden);
+    assert_int_equal(mt_qkv_to_separate(4, 2, 2, 1, golden, q2, k2, v2), MT_SUCCESS);
+    assert_memory_equal(q2, q, sizeof q);
+    assert_memory_equal(k2, k, sizeof k);
+    assert_memory_equal(v2, v, sizeof v);
+}
+
+static void test_qkv_round_trip(void **state) {
+    static const int64_t shapes[][4] = {{1, 1, 1, 1}, {6, 6, 4, 5}, {6, 3, 2, 7}, {8, 1, 3, 2}, {12, 4, 2, 1}};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        int64_t h = shapes[i][0], g = shapes[i][1], d = shapes[i][2], c = shapes[i][3], nq = h * d * c, nk = g * d * c;
+        float *whole = test_noise(&r, nq + 2 * nk, 3, 1.0f), *again = test_floats(&r, nq + 2 * nk, NAN);
+        float *q = test_floats(&r, nq, NAN), *k = test_floats(&r, nk, NAN), *v = test_floats(&r, nk, NAN);
+        assert_int_equal(mt_qkv_to_separate(h, g, d, c, whole, q, k, v), MT_SUCCESS);
+        assert_int_equal(mt_qkv_from_separate(h, g, d, c, q, k, v, again), MT_SUCCESS);
+        assert_memory_equal(again, whole, (size_t)(nq + 2 * nk) * sizeof(float));
+    }
+    test_paper_rank_close(&r);
+}
+
+static void test_qkv_refuses(void **state) {
+    static const int64_t bad[][4] = {{0, 1, 2, 2}, {4, 0, 2, 2}, {4, 3, 2, 2}, {4, 2, 0, 2}, {4, 2, 2, 0}, {-4, 2, 2, 2},
+                                     {4, -2, 2, 2}, {2, 4, 2, 2}, {4, 2, INT64_MAX, INT64_MAX}};
+    float x[32] = {0}, y[32] = {0};
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(mt_qkv_from_separate(bad[i][0], bad[i][1], bad[i][2], bad[i][3], x, x, x, y), MT_ERR_SHAPE);
+        assert_int_equal(mt_qkv_to_separate(bad[i][0], bad[i][1], bad[i][2], bad[i][3], x, y, y, y), MT_ERR_SHAPE);
+    }
+    for (int i = 0; i < 4; i++) {
+        float *p[4] = {x, x, x, y};
+        p[i] = NULL;
+        assert_int_equal(mt_qkv_from_separate(4, 2, 2, 1, p[0], p[1], p[2], p[3]), MT_ERR_ARGUMENT);
+        assert_int_equal(mt_qkv_to_separate(4, 2, 2, 1, p[0], p[1], p[2], p[3]), MT_ERR_ARGUMENT);
+    }
+}
+
+/* ---- bad input -------------------------------------------------------------------------------------------------------- */
+
+/* On rank 1 of a tensor group of 4 that exists on paper: whatever is refused is refused before it communicates. */
+static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, r); }
+
+#define HUGE_SIZE (INT64_MAX / 2)
+
+static void test_mlp_create_refuses(void **state) {
+    static const struct {
+        mt_mlp_desc desc;
+        mt_status status;
+        const char *words;
+    } bad[] = {{{.hidden = 0}, MT_ERR_ARGUMENT, "'m'|hidden 0"},
+               {{.hidden = -8}, MT_ERR_ARGUMENT, "hidden -8"},
+               {{.hidden = 8, .ffn = -1}, MT_ERR_ARGUMENT, "ffn -1"},
+               {{.hidden = HUGE_SIZE}, MT_ERR_ARGUMENT, "hidden 4611686018427387903"},
+               {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
+               {{.hidden = 8, .activation = (mt_activation)3}, MT_ERR_ARGUMENT, "activation 3"},
+               {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
+               {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};
+    static char name[MT_NAME_MAX];
+    mt_mlp_desc good = {.hidden = 8};
+    float x[8] = {0};
+    mt_mlp m;
+    test_rank r;
+    (void)state;
+    memset(name, 'n', MT_NAME_MAX - 12);
+    open_quarter(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_mlp_create(r.ctx, r.params, "m", &bad[i].desc, &m));
+        assert_int_equal(mt_params_count(r.params), 0);
+    }
+    assert_int_equal(mt_mlp_create(NULL, r.params, "m", &good, &m), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_mlp_create(r.ctx, NULL, "m", &good, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_mlp_create(r.ctx, r.params, NULL, &good, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_mlp_create(r.ctx, r.params, "m", NULL, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_mlp_create(r.ctx, r.params, "m", &good, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnn|95", mt_mlp_create(r.ctx, r.params, name, &good, &m));
+    assert_int_equal(mt_params_count(r.params), 0);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* what a refused creation leaves behind */
+            mt_mlp_forward(r.ctx, &m, mt_tensor_f32(x, 1, 8), mt_tensor_f32(x, 1, 8), NULL));
+    test_paper_rank_close(&r);
+}
+
+static void test_attention_create_refuses(void **state) {
+    static const struct {
+        mt_attention_desc desc;
+        mt_status status;
+        const char *words;
+    } bad[] = {{{.hidden = 0, .heads = 4}, MT_ERR_ARGUMENT, "'a'|hidden 0"},
+               {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "heads 0"},
+               {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "heads -4"},
+               {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "kv_heads -2"},
+               {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
+               {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "heads 10|kv_heads 4"},
+               {{.hidden = 16, .heads = 8, .kv_heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
+               {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
+               {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
+               {{.hidden = 16, .heads = 4, .dropout = 1.0f}, MT_ERR_ARGUMENT, "dropout 1"},
+               {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},
+               {{.hidden = 16, .heads = 4, .dropout = NAN}, MT_ERR_ARGUMENT, "dropout|nan"},
+               {{.hidden = 16, .heads = 4, .mask = (mt_mask)2}, MT_ERR_ARGUMENT, "mask 2"},
+               {{.hidden = 16, .heads = 4, .layer = -1}, MT_ERR_ARGUMENT, "layer -1"},
+               {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "max_seq -1"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f}, MT_ERR_SHAPE, "max_seq (is 0)"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
+               {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8}, MT_ERR_SHAPE, "head size (is 3)"},
+               {{.hidden = 16, .heads = 4, .rotary_base = -1.0f}, MT_ERR_ARGUMENT, "rotary_base -1"},
+               {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8}, MT_ERR_ARGUMENT, "inf"},
+               {{.hidden = 16, .heads = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_qkv|init_std -1"},
+               {{.hidden = 16, .heads = 4, .output_init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_proj|init_std -1"}};
+    mt_attention_desc good = {.hidden = 16, .heads = 4};
+    mt_attention a;
+    test_rank r;
+    (void)state;
+    open_quarter(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_attention_create(r.ctx, r.params, "a", &bad[i].desc, &a));
+        assert_int_equal(mt_params_count(r.params), 0);
+    }
+    assert_int_equal(mt_attention_create(NULL, r.params, "a", &good, &a), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_attention_create(r.ctx, NULL, "a", &good, &a));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_attention_create(r.ctx, r.params, NULL, &good, &a));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_attention_create(r.ctx, r.params, "a", NULL, &a));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_attention_create(r.ctx, r.params, "a", &good, NULL));
+    test_paper_rank_close(&r);
+}
+
+static void test_layer_create_refuses(void **state) {
+    static const struct {
+        mt_layer_desc desc;
+        mt_status status;
+        const char *words;
+    } bad[] = {{{.hidden = 0, .heads = 4}, MT_ERR_ARGUMENT, "'l'|hidden 0"},
+               {{.hidden = 16, .heads = 4, .placement = (mt_ln_placement)3}, MT_ERR_ARGUMENT, "placement 3"},
+               {{.hidden = 16, .heads = 4, .norm = (mt_norm_kind)2}, MT_ERR_ARGUMENT, "norm 2"},
+               {{.hidden = 16, .heads = 4, .norm_eps = -1e-5f}, MT_ERR_ARGUMENT, "norm_eps -1e-05"},
+               {{.hidden = 16, .heads = 4, .norm_eps = NAN}, MT_ERR_ARGUMENT, "norm_eps|nan"},
+               {{.hidden = 16, .heads = 4, .hidden_dropout = 1.0f}, MT_ERR_ARGUMENT, "hidden_dropout 1"},
+               {{.hidden = 16, .heads = 4, .hidden_dropout = NAN}, MT_ERR_ARGUMENT, "hidden_dropout|nan"},
+               {{.hidden = 16, .heads = 4, .attention_dropout = 1.5f}, MT_ERR_ARGUMENT, "dropout 1.5"},
+               {{.hidden = 16, .heads = 8, .kv_heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
+               {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
+               {{.hidden = 16, .heads = 4, .ffn = -5}, MT_ERR_ARGUMENT, "ffn -5"},
+               {{.hidden = 16, .heads = 4, .activation = (mt_activation)7}, MT_ERR_ARGUMENT, "activation 7"},
+               {{.hidden = 16, .heads = 4, .mask = (mt_mask)7}, MT_ERR_ARGUMENT, "mask 7"},
+               {{.hidden = 16, .heads = 4, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std"}};
+    mt_layer_desc good = {.hidden = 16, .heads = 4};
+    float x[16] = {0};
+    mt_batch batch = {.sequences = 1, .seq = 1};
+    mt_layer l;
+    test_rank r;
+    (void)state;
+    open_quarter(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_layer_create(r.ctx, r.params, "l", &bad[i].desc, &l));
+        assert_int_equal(mt_params_count(r.params), 0);
+    }
+    assert_int_equal(mt_layer_create(NULL, r.params, "l", &good, &l), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_layer_create(r.ctx, NULL, "l", &good, &l));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_layer_create(r.ctx, r.params, NULL, &good, &l));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_layer_create(r.ctx, r.params, "l", NULL, &l));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_layer_create(r.ctx, r.params, "l", &good, NULL));
+    good.activation = (mt_activation)7; /* refused by its last part, after attention was created */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", mt_layer_create(r.ctx, r.params, "l", &good, &l));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
+            mt_layer_forward(r.ctx, &l, &batch, mt_tensor_f32(x, 1, 16), mt_tensor_f32(x, 1, 16), NULL));
+    test_paper_rank_close(&r);
+}
+
+static mt_tensor with(mt_tensor t, int64_t rows, int64_t cols, int64_t ld, mt_dtype dtype) {
+    t.rows = rows;
+    t.cols = cols;
+    t.ld = ld;
+    t.dtype = dtype;
+    return t;
+}
+
+/* NULL for the batch of an MLP, which takes none; b stays as it is. */
+static mt_status forward_with(const block *b, const mt_batch *batch, mt_tensor x, mt_tensor y) {
+    mt_context *ctx = b->r->ctx;
+    block_saved s;
+    switch (b->c->kind) {
+    case MLP: return mt_mlp_forward(ctx, &b->mlp, x, y, &s.mlp);
+    case ATTENTION: return mt_self_attention_forward(ctx, &b->attention, batch, x, y, &s.attention);
+    case LAYER: return mt_layer_forward(ctx, &b->layer, batch, x, y, &s.layer);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status backward_with(const block *b, const mt_batch *batch, mt_tensor dy, mt_tensor dx, const block_saved *s) {
+    mt_context *ctx = b->r->ctx;
+    switch (b->c->kind) {
+    case MLP: return mt_mlp_backward(ctx, &b->mlp, dy, dx, s ? &s->mlp : NULL);
+    case ATTENTION: return mt_self_attention_backward(ctx, &b->attention, batch, dy, dx, s ? &s->attention : NULL);
+    case LAYER: return mt_layer_backward(ctx, &b->layer, batch, dy, dx, s ? &s->layer : NULL);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status forward_of_nothing(const block *b, mt_context *ctx, mt_tensor x, mt_tensor y) {
+    switch (b->c->kind) {
+    case MLP: return mt_mlp_forward(ctx, NULL, x, y, NULL);
+    case ATTENTION: return mt_self_attention_forward(ctx, NULL, &b->batch, x, y, NULL);
+    case LAYER: return mt_layer_forward(ctx, NULL, &b->batch, x, y, NULL);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status backward_of_nothing(const block *b, mt_context *ctx, mt_tensor x, mt_tensor y) {
+    block_saved s;
+    memset(&s, 0, sizeof s);
+    switch (b->c->kind) {
+    case MLP: return mt_mlp_backward(ctx, NULL, x, y, &s.mlp);
+    case ATTENTION: return mt_self_attention_backward(ctx, NULL, &b->batch, x, y, &s.attention);
+    case LAYER: return mt_layer_backward(ctx, NULL, &b->batch, x, y, &s.layer);
+    }
+    return MT_SUCCESS;
+}
+
+/* The batch of b is 2 sequences of 6 tokens; t are rows [12 or 3, 16]. */
+static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int backward) {
+    static const int32_t low[] = {6, -1}, high[] = {7, 2};
+    static const struct {
+        mt_batch batch;
+        mt_status status;
+        const char *words;
+    } bad[] = {{{.sequences = 0, .seq = 6}, MT_ERR_ARGUMENT, "0 sequences of 6"},
+               {{.sequences = 2, .seq = 0}, MT_ERR_ARGUMENT, "2 sequences of 0"},
+               {{.sequences = -2, .seq = -6}, MT_ERR_ARGUMENT, "-2 sequences of -6"},
+               {{.sequences = 2, .seq = 6, .first_sequence = -1}, MT_ERR_ARGUMENT, "first sequence -1"},
+               {{.sequences = 2, .seq = 6, .first_sequence = INT64_MAX}, MT_ERR_ARGUMENT, "first sequence 9223372036854775807"},
+               {{.sequences = INT64_MAX, .seq = INT64_MAX}, MT_ERR_ARGUMENT, "9223372036854775807"},
+               {{.sequences = 1, .seq = 12}, MT_ERR_SHAPE, "12 tokens|max_seq is 8"},
+               {{.sequences = 2, .seq = 5}, MT_ERR_SHAPE, "10"},
+               {{.sequences = 2, .seq = 6, .lengths = low}, MT_ERR_DATA, "lengths[1] is -1|6 tokens"},
+               {{.sequences = 2, .seq = 6, .lengths = high}, MT_ERR_DATA, "lengths[0] is 7|6 tokens"}};
+    mt_context *ctx = b->r->ctx;
+    block_saved s;
+    memset(&s, 0, sizeof s);
+    if (b->c->kind == MLP) return;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        REFUSED(ctx, bad[i].status, bad[i].words,
+                backward ? backward_with(b, &bad[i].batch, x, y, &s) : forward_with(b, &bad[i].batch, x, y));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "batch is NULL", backward ? backward_with(b, NULL, x, y, &s) : forward_with(b, NULL, x, y));
+}
+
+static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
+    mt_context *ctx = b->r->ctx;
+    const mt_batch *batch = &b->batch;
+    int64_t n = x.rows, h = x.cols;
+    block_saved s;
+    memset(&s, 0, sizeof s);
+    assert_int_equal(forward_of_nothing(b, NULL, x, y), MT_ERR_ARGUMENT);
+    assert_int_equal(backward_of_nothing(b, NULL, x, y), MT_ERR_ARGUMENT);
+    REFUSED(ctx, MT_ERR_ARGUMENT, "NULL", forward_of_nothing(b, ctx, x, y));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "NULL", backward_of_nothing(b, ctx, x, y));
+    REFUSED(ctx, MT_ERR_UNSUPPORTED, "x is bf16", forward_with(b, batch, with(x, n, h, h, MT_BF16), y));
+    REFUSED(ctx, MT_ERR_UNSUPPORTED, "y is f16", forward_with(b, batch, x, with(y, n, h, h, MT_F16)));
+    REFUSED(ctx, MT_ERR_DTYPE, "x is i32", forward_with(b, batch, with(x, n, h, h, MT_I32), y));
+    REFUSED(ctx, MT_ERR_SHAPE, "x is|15]|16]", forward_with(b, batch, with(x, n, 15, 16, MT_F32), y));
+    REFUSED(ctx, MT_ERR_SHAPE, "y is|15]|16]", forward_with(b, batch, x, with(y, n, 15, 16, MT_F32)));
+    REFUSED(ctx, MT_ERR_SHAPE, "ld 15", forward_with(b, batch, with(x, n, h, 15, MT_F32), y));
+    REFUSED(ctx, MT_ERR_SHAPE, "", forward_with(b, batch, with(x, n - 1, h, h, MT_F32), y));
+    REFUSED(ctx, MT_ERR_SHAPE, "-1", forward_with(b, batch, with(x, -1, h, h, MT_F32), with(y, -1, h, h, MT_F32)));
+    REFUSED(ctx, MT_ERR_SHAPE, "y|ld 20|contiguous", forward_with(b, batch, x, with(y, n, h, 20, MT_F32)));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "x.data is NULL", forward_with(b, batch, mt_tensor_f32(NULL, n, h), y));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "y.data is NULL", forward_with(b, batch, x, mt_tensor_f32(NULL, n, h)));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", backward_with(b, batch, x, y, NULL));
+    REFUSED(ctx, MT_ERR_SHAPE, "saved", backward_with(b, batch, x, y, &s)); /* of no forward */
+    REFUSED(ctx, MT_ERR_UNSUPPORTED, "dy is bf16", backward_with(b, batch, with(x, n, h, h, MT_BF16), y, &s));
+    REFUSED(ctx, MT_ERR_UNSUPPORTED, "dx is bf16", backward_with(b, batch, x, with(y, n, h, h, MT_BF16), &s));
+    REFUSED(ctx, MT_ERR_SHAPE, "dy is|15]", backward_with(b, batch, with(x, n, 15, 16, MT_F32), y, &s));
+    REFUSED(ctx, MT_ERR_SHAPE, "dx is|15]", backward_with(b, batch, x, with(y, n, 15, 16, MT_F32), &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dy.data is NULL", backward_with(b, batch, mt_tensor_f32(NULL, n, h), y, &s));
+    batches_are_refused(b, x, y, 0);
+    batches_are_refused(b, x, y, 1);
+}
+
+static const block_case plain_cases[] = {
+    {"mlp", MLP, .mlp = {.hidden = 16}},
+    {"attention", ATTENTION, .attention = {.hidden = 16, .heads = 4, .rotary_base = 10.0f, .max_seq = 8}},
+    {"layer", LAYER, .layer = {.hidden = 16, .heads = 4, .rotary_base = 10.0f, .max_seq = 8, .hidden_dropout = 0.1f,
+                               .attention_dropout = 0.1f}},
+};
+
+static void test_block_calls_refuse(void **state) {
+    (void)state;
+    for (int k = 0; k < 6; k++) {
+        mt_tensor x, y;
+        mt_ledger ledger;
+        test_rank r;
+        block b;
+        open_quarter(&r);
+        memset(&b, 0, sizeof b);
+        b.c = &plain_cases[k / 2];
+        b.r = &r;
+        b.sequence_parallel = k % 2;
+        b.batch.sequences = 2;
+        b.batch.seq = 6;
+        x = test_tensor(&r, b.sequence_parallel ? 3 : 12, 16, 7.0f);
+        y = test_tensor(&r, b.sequence_parallel ? 3 : 12, 20, 7.0f);
+        y = with(y, y.rows, 16, 16, MT_F32);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", forward_with(&b, &b.batch, x, y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_create(&b));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init before", forward_with(&b, &b.batch, x, y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        block_calls_are_refused(&b, x, y);
+        test_untouched("x", (const float *)x.data, x.rows * 16, 7.0f);
+        test_untouched("y", (const float *)y.data, y.rows * 20, 7.0f);
+        for (int i = 0; i < mt_params_count(r.params); i++) {
+            mt_tensor g = mt_params_at(r.params, i)->grad;
+            test_untouched("gradient", (const float *)g.data, g.rows * g.cols, 0.0f);
+        }
+        ledger = mt_comm_ledger(r.grid.tensor);
+        for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) assert_int_equal(ledger.calls[i], 0);
+        assert_int_equal(mt_arena_mark(r.ctx), 0);
+        test_paper_rank_close(&r);
+    }
+}
+
+/* A dx that cannot travel is refused before any gradient is added to; under sequence parallelism an x and a dy, too. */
+static void test_strided_views_are_refused_where_they_travel(void **state) {
+    mt_context_desc meta = {.device = MT_DEVICE_META};
+    (void)state;
+    for (int k = 0; k < 6; k++) {
+        mt_ledger ledger;
+        mt_tensor t, strided;
+        block_saved s;
+        test_rank r;
+        block b;
+        test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, &meta, &r);
+        memset(&b, 0, sizeof b);
+        b.c = &plain_cases[k / 2];
+        b.r = &r;
+        b.sequence_parallel = k % 2;
+        b.batch.sequences = 2;
+        b.batch.seq = 6;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_create(&b));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, k % 2 ? 3 : 12, 16, &t));
+        strided = with(t, t.rows, 16, 20, MT_F32);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, t, t, &s));
+        mt_comm_ledger_reset(r.grid.tensor);
+        REFUSED(r.ctx, MT_ERR_SHAPE, "dx|ld 20|contiguous", block_backward(&b, t, strided, &s));
+        if (k % 2) REFUSED(r.ctx, MT_ERR_SHAPE, "dy|ld 20|contiguous", block_backward(&b, strided, t, &s));
+        if (k % 2) REFUSED(r.ctx, MT_ERR_SHAPE, "x|ld 20|contiguous", block_forward(&b, strided, t, &s));
+        ledger = mt_comm_ledger(r.grid.tensor);
+        for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) assert_int_equal(ledger.calls[i], 0);
+        test_paper_rank_close(&r);
+    }
+}
+
+static void test_tokens_that_sequence_parallelism_cannot_split(void **state) {
+    (void)state;
+    for (int k = 1; k < 3; k++) {
+        mt_batch odd = {.sequences = 2, .seq = 5};
+        mt_tensor t;
+        test_rank r;
+        block b;
+        open_quarter(&r);
+        memset(&b, 0, sizeof b);
+        b.c = &plain_cases[k];
+        b.r = &r;
+        b.sequence_parallel = 1;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, block_create(&b));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        t = test_tensor(&r, 3, 16, 7.0f);
+        REFUSED(r.ctx, MT_ERR_SHAPE, "10 tokens|4 tensor ranks", forward_with(&b, &odd, t, t));
+        test_paper_rank_close(&r);
+    }
+}
+
+static void test_gpt_create_refuses(void **state) {
+    static const mt_layer_desc layer = {.hidden = 16, .heads = 4};
+    static const struct {
+        mt_gpt_desc desc;
+        const char *words;
+    } bad[] = {{{.vocab = 0, .layers = 1, .max_seq = 4}, "vocab 0"},
+               {{.vocab = (int64_t)INT32_MAX + 1, .layers = 1, .max_seq = 4}, "vocab 2147483648"},
+               {{.vocab = 8, .layers = 0, .max_seq = 4}, "layers 0"},
+               {{.vocab = 8, .layers = 1 << 20, .max_seq = 4}, "layers 1048576"},
+               {{.vocab = 8, .layers = 1, .max_seq = 0}, "max_seq 0"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = 1.0f}, "embedding_dropout 1"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = NAN}, "embedding_dropout|nan"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = 1.0f}, "label_smoothing 1"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .ignore_index = 7}, "ignore_index 7"}};
+    mt_gpt_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = layer};
+    float x[4] = {0};
+    int32_t ids[4] = {0};
+    mt_batch batch = {.sequences = 1, .seq = 4};
+    mt_gpt_saved saved = {0};
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
+    open_quarter(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        mt_gpt_desc each = bad[i].desc;
+        each.layer = layer;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_gpt_create(r.ctx, r.params, &each, &gpt));
+    }
+    assert_int_equal(mt_gpt_create(NULL, r.params, &d, &gpt), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_gpt_create(r.ctx, NULL, &d, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_gpt_create(r.ctx, r.params, NULL, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_gpt_create(r.ctx, r.params, &d, NULL));
+    d.layer.hidden = 18; /* refused by its first layer, after the embedding was created */
+    REFUSED(r.ctx, MT_ERR_SHAPE, "decoder.layers.0|hidden 18|heads 4", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    d.layer = layer;
+    d.layer.kv_heads = 2;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    d.layer.kv_heads = 0;
+    d.layer.hidden = HUGE_SIZE / 4 * 4;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "4611686018427387900", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    assert_int_equal(mt_params_count(r.params), 0);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(x, 1, 4), NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_saved_create(r.ctx, &gpt, &saved));
+    test_paper_rank_close(&r);
+    test_paper_rank(4, 1, (mt_grid_desc){.pipeline = 2}, NULL, &r);
+    d.layer = layer;
+    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "2 pipeline stages", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    assert_int_equal(mt_params_count(r.params), 0);
+    test_paper_rank_close(&r);
+}
+
+/* What forward, logits and backward refuse alike: f is 0, 1, 2. */
+static mt_status gpt_call(int f, mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, float *out,
+                          mt_gpt_saved *saved) {
+    if (f == 0) return mt_gpt_forward(ctx, gpt, batch, ids, ids, mt_tensor_f32(out, 1, 12), saved);
+    if (f == 1) return mt_gpt_logits(ctx, gpt, batch, ids, mt_tensor_f32(out, 12, 10));
+    return mt_gpt_backward(ctx, gpt, batch, 1.0f, saved);
+}
+
+static void gpt_calls_are_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_gpt_saved *saved) {
+    static const int32_t ids[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1}, lengths[] = {6, 7};
+    static const mt_batch good = {.sequences = 2, .seq = 6};
+    for (int f = 0; f < 3; f++) {
+        mt_batch b = good;
+        assert_int_equal(gpt_call(f, NULL, gpt, &good, ids, out, saved), MT_ERR_ARGUMENT);
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, "not created", gpt_call(f, r->ctx, NULL, &good, ids, out, saved));
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, "batch is NULL", gpt_call(f, r->ctx, gpt, NULL, ids, out, saved));
+        b.seq = 9;
+        REFUSED(r->ctx, MT_ERR_SHAPE, "9 tokens|max_seq is 8", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        b.seq = 5;
+        REFUSED(r->ctx, MT_ERR_SHAPE, "10 tokens|4 tensor ranks", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        b.seq = 0;
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, "2 sequences of 0", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        b = good;
+        b.first_sequence = INT64_MAX - 1;
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, "9223372036854775806", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        b = good;
+        b.lengths = lengths;
+        REFUSED(r->ctx, MT_ERR_DATA, "lengths[1] is 7|6 tokens", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        if (f < 2) REFUSED(r->ctx, MT_ERR_ARGUMENT, "ids is NULL", gpt_call(f, r->ctx, gpt, &good, NULL, out, saved));
+    }
+}
+
+static void gpt_data_is_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_gpt_saved *saved) {
+    static const mt_batch good = {.sequences = 2, .seq = 6};
+    mt_gpt_saved none = {0};
+    int32_t ids[12] = {0}, bad[12] = {0};
+    mt_tensor loss = mt_tensor_f32(out, 1, 12), logits = mt_tensor_f32(out, 12, 10);
+    bad[7] = 10;
+    REFUSED(r->ctx, MT_ERR_DATA, "token id 10|index 7|[0, 10)", mt_gpt_forward(r->ctx, gpt, &good, bad, ids, loss, saved));
+    REFUSED(r->ctx, MT_ERR_DATA, "target 10|index 7|[0, 10)", mt_gpt_forward(r->ctx, gpt, &good, ids, bad, loss, saved));
+    REFUSED(r->ctx, MT_ERR_DATA, "token id 10|index 7", mt_gpt_logits(r->ctx, gpt, &good, bad, logits));
+    bad[7] = -100;
+    REFUSED(r->ctx, MT_ERR_DATA, "token id -100|index 7", mt_gpt_forward(r->ctx, gpt, &good, bad, ids, loss, saved));
+    bad[7] = -1;
+    REFUSED(r->ctx, MT_ERR_DATA, "target -1|index 7", mt_gpt_forward(r->ctx, gpt, &good, ids, bad, loss, saved));
+    REFUSED(r->ctx, MT_ERR_DATA, "token id -1|index 7", mt_gpt_logits(r->ctx, gpt, &good, bad, logits));
+    REFUSED(r->ctx, MT_ERR_ARGUMENT, "NULL", mt_gpt_forward(r->ctx, gpt, &good, ids, NULL, loss, saved));
+    REFUSED(r->ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create", mt_gpt_forward(r->ctx, gpt, &good, ids, ids, loss, &none));
+    REFUSED(r->ctx, MT_ERR_SHAPE, "loss|[1, 11]|[1, 12]",
+            mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_f32(out, 1, 11), saved));
+    REFUSED(r->ctx, MT_ERR_UNSUPPORTED, "loss|bf16",
+            mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_make(out, MT_BF16, 1, 12), saved));
+    REFUSED(r->ctx, MT_ERR_ARGUMENT, "loss.data is NULL",
+            mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_f32(NULL, 1, 12), saved));
+    REFUSED(r->ctx, MT_ERR_SHAPE, "logits|[3, 10]|[12, 10]", mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_f32(out, 3, 10)));
+    REFUSED(r->ctx, MT_ERR_SHAPE, "logits|[2, 12]|[2, 10]", mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_f32(out, 2, 12)));
+    REFUSED(r->ctx, MT_ERR_DTYPE, "logits|i32", mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_make(out, MT_I32, 12, 10)));
+    REFUSED(r->ctx, MT_ERR_ARGUMENT, "saved holds no forward", mt_gpt_backward(r->ctx, gpt, &good, 1.0f, NULL));
+    REFUSED(r->ctx, MT_ERR_ARGUMENT, "saved holds no forward", mt_gpt_backward(r->ctx, gpt, &good, 1.0f, saved));
+}
+
+static void test_gpt_calls_refuse(void **state) {
+    mt_gpt_desc d = {.vocab = 10, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4, .sequence_parallel = 1}};
+    mt_gpt_saved saved = {0};
+    mt_gpt gpt;
+    mt_ledger ledger;
+    test_rank r;
+    float *out;
+    (void)state;
+    open_quarter(&r);
+    out = test_floats(&r, 12 * 10, 7.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    assert_int_equal(mt_gpt_saved_create(NULL, &gpt, &saved), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_saved_create(r.ctx, NULL, &saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_gpt_saved_create(r.ctx, &gpt, NULL));
+    mt_gpt_saved_destroy(NULL, &gpt, &saved);
+    mt_gpt_saved_destroy(r.ctx, NULL, &saved);
+    mt_gpt_saved_destroy(r.ctx, &gpt, NULL);
+    mt_gpt_saved_destroy(r.ctx, &gpt, &saved);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &gpt, &saved));
+    for (int f = 0; f < 3; f++) {
+        static const int32_t ids[12] = {0};
+        static const mt_batch good = {.sequences = 2, .seq = 6};
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init before", gpt_call(f, r.ctx, &gpt, &good, ids, out, &saved));
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    gpt_calls_are_refused(&r, &gpt, out, &saved);
+    gpt_data_is_refused(&r, &gpt, out, &saved);
+    test_untouched("out", out, 12 * 10, 7.0f);
+    for (int i = 0; i < mt_params_count(r.params); i++) {
+        mt_tensor g = mt_params_at(r.params, i)->grad;
+        test_untouched("gradient", (const float *)g.data, g.rows * g.cols, 0.0f);
+    }
+    ledger = mt_comm_ledger(r.grid.tensor);
+    for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) assert_int_equal(ledger.calls[i], 0);
+    assert_int_equal(mt_arena_mark(r.ctx), 0);
+    mt_gpt_saved_destroy(r.ctx, &gpt, &saved);
+    test_paper_rank_close(&r);
+}
+
+/* A backward for another batch than the forward's. */
+static void test_gpt_backward_of_another_batch(void **state) {
+    mt_gpt_desc d = {.vocab = 10, .layers = 1, .max_seq = 8, .layer = {.hidden = 8, .heads = 2}};
+    static const int32_t ids[12] = {0};
+    mt_batch batch = {.sequences = 2, .seq = 6};
+    mt_gpt_saved saved;
+    float loss[12];
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &gpt, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(loss, 1, 12), &saved));
+    batch.sequences = 1;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "6 tokens|12", mt_gpt_backward(r.ctx, &gpt, &batch, 1.0f, &saved));
+    for (int i = 0; i < mt_params_count(r.params); i++) {
+        mt_tensor g = mt_params_at(r.params, i)->grad;
+        test_untouched("gradient", (const float *)g.data, g.rows * g.cols, 0.0f);
+    }
+    mt_gpt_saved_destroy(r.ctx, &gpt, &saved);
+    test_paper_rank_close(&r);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_blocks_do_not_depend_on_the_split),
+        cmocka_unit_test(test_skip_bias_add),
+        cmocka_unit_test(test_gradients_are_finite_differences),
+        cmocka_unit_test(test_inference),
+        cmocka_unit_test(test_micro_batches_in_flight),
+        cmocka_unit_test(test_dropout_masks_change_with_what_they_depend_on),
+        cmocka_unit_test(test_the_halves_of_a_layer_drop_independently),
+        cmocka_unit_test(test_activation_bytes_of_a_layer),
+        cmocka_unit_test(test_gpt_does_not_depend_on_the_split),
+        cmocka_unit_test(test_gpt_logits_and_evaluation),
+        cmocka_unit_test(test_gpt_gradients_are_finite_differences),
+        cmocka_unit_test(test_gpt_embedding_dropout),
+        cmocka_unit_test(test_gpt_parameters),
+        cmocka_unit_test(test_meta_device_knows_what_a_step_needs),
+        cmocka_unit_test(test_nothing_is_allocated_after_creation),
+        cmocka_unit_test(test_an_arena_that_is_too_small),
+        cmocka_unit_test(test_qkv_layout),
+        cmocka_unit_test(test_qkv_round_trip),
+        cmocka_unit_test(test_qkv_refuses),
+        cmocka_unit_test(test_mlp_create_refuses),
+        cmocka_unit_test(test_attention_create_refuses),
+        cmocka_unit_test(test_layer_create_refuses),
+        cmocka_unit_test(test_block_calls_refuse),
+        cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
+        cmocka_unit_test(test_tokens_that_sequence_parallelism_cannot_split),
+        cmocka_unit_test(test_gpt_create_refuses),
+        cmocka_unit_test(test_gpt_calls_refuse),
+        cmocka_unit_test(test_gpt_backward_of_another_batch),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,591 @@
+/* test_golden.c - the library against PyTorch.
+
+   Small GPT-2, Llama, BERT and residual-post-LN models, trained for 5 steps on every split (tensor x data x sequence
+   parallelism x micro-batches), are compared with what PyTorch computed in float64: logits, the loss of every token,
+   every gradient, the gradient norm, and every weight after the steps. tests/golden/make_golden.py made the values and
+   describes the files.
+
+   cc -std=gnu17 -O2 -I. tests/test_golden.c -lcmocka -lpthread -lm; run it in the root of the repository.         */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#ifndef MT_TEST_DATA
+#define MT_TEST_DATA "tests/golden"
+#endif
+
+/* ---- the files --------------------------------------------------------------------------------------------------- */
+
+typedef struct record {
+    char name[64];
+    int32_t dtype, rows, cols; /* dtype 0: float, 1: int32_t */
+    void *data;
+} record;
+
+typedef struct golden {
+    const char *variant;
+    record *records;
+    int count;
+} golden;
+
+static void golden_free(golden *g) {
+    for (int i = 0; i < g->count; i++) free(g->records[i].data);
+    free(g->records);
+    memset(g, 0, sizeof *g);
+}
+
+static int read_record(FILE *file, record *r) {
+    if (fread(r->name, sizeof r->name, 1, file) != 1 || r->name[sizeof r->name - 1]) return 0;
+    if (fread(&r->dtype, 4, 1, file) != 1) return 0;
+    if (fread(&r->rows, 4, 1, file) != 1 || fread(&r->cols, 4, 1, file) != 1) return 0;
+    if (r->dtype < 0 || r->dtype > 1 || r->rows < 1 || r->cols < 1 || r->rows > 4096 || r->cols > 4096) return 0;
+    r->data = malloc((size_t)r->rows * (size_t)r->cols * 4);
+    return r->data && fread(r->data, (size_t)r->rows * (size_t)r->cols * 4, 1, file) == 1;
+}
+
+/* 1, or 0 when the file is missing, short or has bytes left over. */
+static int golden_read(const char *variant, golden *g) {
+    char path[512], magic[8];
+    int32_t count = 0;
+    int ok;
+    FILE *file;
+    memset(g, 0, sizeof *g);
+    g->variant = variant;
+    snprintf(path, sizeof path, "%s/%s.bin", MT_TEST_DATA, variant);
+    file = fopen(path, "rb");
+    if (!file) return 0;
+    ok = fread(magic, 8, 1, file) == 1 && memcmp(magic, "MTGOLD01", 8) == 0 && fread(&count, 4, 1, file) == 1 &&
+         count > 0 && count < 1000;
+    g->records = (record *)calloc(ok ? (size_t)count : 1, sizeof *g->records);
+    ok = ok && g->records;
+    for (g->count = 0; ok && g->count < count; g->count++) ok = read_record(file, &g->records[g->count]);
+    ok = ok && fgetc(file) == EOF;
+    fclose(file);
+    return ok;
+}
+
+/* Main thread only: fails the test. */
+static void golden_load(const char *variant, golden *g) {
+    if (golden_read(variant, g)) return;
+    golden_free(g);
+    fail_msg("%s/%s.bin cannot be read; run this in the root of the repository", MT_TEST_DATA, variant);
+}
+
+static const record *find(const golden *g, const char *name) {
+    for (int i = 0; i < g->count; i++)
+        if (strcmp(g->records[i].name, name) == 0) return &g->records[i];
+    return NULL;
+}
+
+static double number(const golden *g, const char *name) {
+    char full[64];
+    const record *r;
+    snprintf(full, sizeof full, "config/%s", name);
+    r = find(g, full);
+    if (!r) return NAN;
+    return r->dtype ? (double)*(const int32_t *)r->data : (double)*(const float *)r->data;
+}
+
+static int64_t integer(const golden *g, const char *name) { return (int64_t)number(g, name); }
+
+/* ---- comparing --------------------------------------------------------------------------------------------------- */
+
+/* The largest error allowed, relative to the largest element of the tensor: what rounding can explain, and no more.
+
+   A float has a relative rounding error of 6e-8. A gradient here has gone through some 30 operations with sums of up to
+   64 terms; PyTorch computing in float32 stays within 2e-6 of its own float64 gradients and within 1e-6 for losses and
+   logits (make_golden.py prints that), and a split reorders sums. Five times that is allowed. Weights take the same
+   errors through AdamW's division by sqrt(v), which enlarges them where a gradient is almost 0: PyTorch is off by up
+   to 1e-5 there. A key bias has a true gradient of exactly 0 (it shifts all scores of a query alike), AdamW
+   scales its rounding noise of some 1e-8 by lr / eps = 1e3 per step, and its tensor, the QKV bias, is allowed 2e-4.
+   One wrong element, sign, mask or factor is an error of 1e-3 to 1: see test_comparison_catches_one_wrong_element. */
+static double tolerance(const char *name) {
+    size_t length = strlen(name);
+    if (strncmp(name, "final/", 6) == 0)
+        return length > 15 && strcmp(name + length - 15, "linear_qkv.bias") == 0 ? 2e-4 : 5e-5;
+    if (strncmp(name, "gradient/", 9) == 0) return 1e-5;
+    if (strcmp(name, "step_loss") == 0) return 1e-5;
+    return 5e-6; /* loss, logits, grad_norm */
+}
+
+/* Largest |got - want| / max |want|, and where. The maximum is over the whole record, of which got is n elements from
+   `first` on. Infinity when anything is not finite. */
+static double worst_error(const record *want, int64_t first, const float *got, int64_t n, int64_t *where) {
+    const float *w = (const float *)want->data;
+    int64_t all = (int64_t)want->rows * want->cols;
+    double scale = 0, worst = 0;
+    *where = 0;
+    for (int64_t i = 0; i < all; i++) scale = fmax(scale, fabs(w[i]));
+    for (int64_t i = 0; i < n; i++) {
+        double error = fabs((double)got[i] - w[first + i]) / scale;
+        if (!isfinite(error)) error = INFINITY;
+        if (error > worst) {
+            worst = error;
+            *where = first + i;
+        }
+    }
+    return worst;
+}
+
+/* ---- one run ----------------------------------------------------------------------------------------------------- */
+
+typedef enum micro_batches {
+    WHOLE = 0,    /* a data rank's sequences in one call */
+    SINGLE = 1,   /* one sequence at a time: forward, backward */
+    IN_FLIGHT = 2 /* all forwards, one sequence each, then all backwards, the last first */
+} micro_batches;
+
+#define MAX_SEQUENCES 4
+#define MAX_TOKENS 64
+#define MAX_PARAMETER 8192
+#define MESSAGE_BYTES 4096
+
+typedef struct run {
+    const golden *g;
+    int tensor, data, sequence_parallel;
+    micro_batches micro;
+    pthread_mutex_t lock;
+    double worst[4]; /* largest error / tolerance: loss and logits, gradients, norm, after the steps */
+    int failures;
+    char message[MESSAGE_BYTES]; /* the first failures */
+} run;
+
+typedef struct rank {
+    run *run;
+    mt_comm *world;
+    mt_context *ctx;
+    mt_grid grid;
+    mt_params *params;
+    mt_gpt gpt;
+    mt_gpt_saved saved[MAX_SEQUENCES];
+    mt_optimizer optimizer;
+    int64_t seq, first, count; /* this data rank's sequences */
+    float loss[MAX_TOKENS], logits[MAX_TOKENS * MAX_TOKENS], host[MAX_PARAMETER];
+} rank;
+
+static void report(rank *r, const char *format, ...) {
+    run *run = r->run;
+    size_t used;
+    va_list args;
+    va_start(args, format);
+    pthread_mutex_lock(&run->lock);
+    run->failures++;
+    used = strlen(run->message);
+    if (used < MESSAGE_BYTES - 256) {
+        used += (size_t)snprintf(run->message + used, 32, "\n      rank %d: ", mt_comm_rank(r->world));
+        vsnprintf(run->message + used, 220, format, args);
+    }
+    pthread_mutex_unlock(&run->lock);
+    va_end(args);
+}
+
+/* Compares n values with elements first, first + 1, ... of a golden record. kind: index of run.worst. */
+static void check(rank *r, int kind, const char *prefix, const char *name, int64_t first, const float *got, int64_t n) {
+    char full[160];
+    const record *want;
+    int64_t where;
+    double error, allowed;
+    snprintf(full, sizeof full, "%s%s", prefix, name);
+    want = find(r->run->g, full);
+    if (!want) {
+        report(r, "PyTorch has no %s", full);
+        return;
+    }
+    if (first + n > (int64_t)want->rows * want->cols) {
+        report(r, "%s has %d x %d elements, not %lld", full, want->rows, want->cols, (long long)(first + n));
+        return;
+    }
+    error = worst_error(want, first, got, n, &where);
+    allowed = tolerance(full);
+    pthread_mutex_lock(&r->run->lock);
+    if (!(error / allowed <= r->run->worst[kind])) r->run->worst[kind] = error / allowed;
+    pthread_mutex_unlock(&r->run->lock);
+    if (!(error <= allowed))
+        report(r, "%s[%lld, %lld] is %.9g, PyTorch has %.9g; error %.2e of the largest element, %.0e allowed", full,
+               (long long)(where / want->cols), (long long)(where % want->cols), (double)got[where - first],
+               (double)((const float *)want->data)[where], error, allowed);
+}
+
+static mt_gpt_desc describe(const golden *g, int sequence_parallel) {
+    mt_gpt_desc d;
+    memset(&d, 0, sizeof d);
+    d.vocab = integer(g, "vocab");
+    d.layers = integer(g, "layers");
+    d.max_seq = integer(g, "seq");
+    d.untied_head = (int)integer(g, "untied_head");
+    d.label_smoothing = (float)number(g, "label_smoothing");
+    d.ignore_index = (int32_t)integer(g, "ignore_index");
+    d.layer.hidden = integer(g, "hidden");
+    d.layer.heads = integer(g, "heads");
+    d.layer.kv_heads = integer(g, "kv_heads");
+    d.layer.ffn = integer(g, "ffn");
+    d.layer.placement = (mt_ln_placement)integer(g, "placement");
+    d.layer.norm = (mt_norm_kind)integer(g, "norm");
+    d.layer.norm_eps = (float)number(g, "norm_eps");
+    d.layer.activation = (mt_activation)integer(g, "activation");
+    d.layer.mask = (mt_mask)integer(g, "mask");
+    d.layer.rotary_base = (float)number(g, "rotary_base");
+    d.layer.no_bias = (int)integer(g, "no_bias");
+    d.layer.sequence_parallel = sequence_parallel;
+    return d;
+}
+
+/* Sequences [from, from + count) of the global batch. */
+static mt_batch batch_of(const rank *r, int64_t from, int64_t count) {
+    const int32_t *lengths = (const int32_t *)find(r->run->g, "lengths")->data;
+    int padded = 0;
+    mt_batch b;
+    memset(&b, 0, sizeof b);
+    for (int64_t i = 0; i < integer(r->run->g, "sequences"); i++) padded |= lengths[i] < r->seq;
+    b.sequences = count;
+    b.seq = r->seq;
+    b.first_sequence = from;
+    b.lengths = padded ? lengths + from : NULL;
+    return b;
+}
+
+static const int32_t *tokens_of(const rank *r, const char *name, int64_t sequence) {
+    return (const int32_t *)find(r->run->g, name)->data + sequence * r->seq;
+}
+
+static mt_status forward(rank *r, int64_t from, int64_t count, mt_gpt_saved *saved) {
+    mt_batch batch = batch_of(r, from, count);
+    const int32_t *ids = tokens_of(r, "ids", from), *targets = tokens_of(r, "targets", from);
+    mt_tensor loss = mt_tensor_f32(r->loss + (from - r->first) * r->seq, 1, count * r->seq);
+    return mt_gpt_forward(r->ctx, &r->gpt, &batch, ids, targets, loss, saved);
+}
+
+static mt_status backward(rank *r, int64_t from, int64_t count, const mt_gpt_saved *saved) {
+    mt_batch batch = batch_of(r, from, count);
+    return mt_gpt_backward(r->ctx, &r->gpt, &batch, (float)(1.0 / number(r->run->g, "valid")), saved);
+}
+
+/* Forward and backward of this data rank's sequences; their losses are in r->loss. */
+static mt_status accumulate(rank *r) {
+    size_t mark = mt_arena_mark(r->ctx);
+    int64_t step = r->run->micro == WHOLE ? r->count : 1, end = r->first + r->count;
+    if (r->run->micro == IN_FLIGHT) {
+        for (int64_t i = r->first; i < end; i++) MT_TRY(forward(r, i, 1, &r->saved[i - r->first]));
+        for (int64_t i = end - 1; i >= r->first; i--) MT_TRY(backward(r, i, 1, &r->saved[i - r->first]));
+        mt_arena_release(r->ctx, mark);
+        return MT_SUCCESS;
+    }
+    for (int64_t i = r->first; i < end; i += step) {
+        MT_TRY(forward(r, i, step, &r->saved[0]));
+        MT_TRY(backward(r, i, step, &r->saved[0]));
+        mt_arena_release(r->ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status check_evaluation(rank *r) {
+    int64_t vocab = integer(r->run->g, "vocab"), tokens = r->count * r->seq, token = r->first * r->seq;
+    mt_batch batch = batch_of(r, r->first, r->count);
+    const int32_t *ids = tokens_of(r, "ids", r->first);
+    MT_TRY(forward(r, r->first, r->count, NULL));
+    check(r, 0, "", "loss", token, r->loss, tokens);
+    MT_TRY(mt_gpt_logits(r->ctx, &r->gpt, &batch, ids, mt_tensor_f32(r->logits, tokens, vocab)));
+    check(r, 0, "", "logits", token * vocab, r->logits, tokens * vocab);
+    if (batch.lengths) return MT_SUCCESS;
+    MT_TRY(mt_gpt_logits(r->ctx, &r->gpt, &batch, ids, mt_tensor_f32(r->logits, r->count, vocab)));
+    for (int64_t i = 0; i < r->count; i++)
+        check(r, 0, "", "logits", (token + (i + 1) * r->seq - 1) * vocab, r->logits + i * vocab, vocab);
+    return MT_SUCCESS;
+}
+
+static mt_status gather(rank *r, const mt_param *p, mt_tensor shard, int64_t *n) {
+    *n = p->desc.rows * p->desc.cols;
+    if (*n > MAX_PARAMETER) return MT_ERR_SHAPE;
+    for (int64_t i = 0; i < *n; i++) r->host[i] = NAN; /* so that an element left out is seen */
+    return mt_param_gather(r->ctx, r->params, p, shard, r->host);
+}
+
+static mt_status check_parameters(rank *r, int kind, const char *prefix) {
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        const mt_param *p = mt_params_at(r->params, i);
+        int64_t n;
+        MT_TRY(gather(r, p, kind == 1 ? p->grad : p->value, &n));
+        check(r, kind, prefix, p->name, 0, r->host, n);
+    }
+    return MT_SUCCESS;
+}
+
+/* The library and PyTorch must have the same parameters, and what is scattered must come back unchanged. */
+static mt_status load_parameters(rank *r) {
+    const golden *g = r->run->g;
+    int expected = 0;
+    for (int i = 0; i < g->count; i++) expected += strncmp(g->records[i].name, "initial/", 8) == 0;
+    if (mt_params_count(r->params) != expected)
+        report(r, "%d parameters, PyTorch has %d", mt_params_count(r->params), expected);
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        mt_param *p = mt_params_at(r->params, i);
+        char name[160];
+        const record *want;
+        int64_t n;
+        snprintf(name, sizeof name, "initial/%s", p->name);
+        want = find(g, name);
+        if (!want || want->rows != p->desc.rows || want->cols != p->desc.cols) {
+            report(r, "%s is [%lld, %lld], PyTorch has %s", name, (long long)p->desc.rows, (long long)p->desc.cols,
+                   want ? "another shape" : "none");
+            return MT_ERR_SHAPE;
+        }
+        MT_TRY(mt_param_scatter(r->ctx, p, (const float *)want->data, p->value));
+        MT_TRY(gather(r, p, p->value, &n));
+        if (memcmp(r->host, want->data, (size_t)n * 4) != 0) report(r, "%s is not what was scattered", p->name);
+    }
+    return MT_SUCCESS;
+}
+
+/* sum(loss) / valid over the whole global batch */
+static mt_status mean_loss(rank *r, float *mean) {
+    double sum = 0;
+    for (int64_t i = 0; i < r->count * r->seq; i++) sum += r->loss[i];
+    *mean = (float)(sum / number(r->run->g, "valid"));
+    return mt_all_reduce(r->ctx, r->grid.data, mean, mean, 1, MT_F32, MT_SUM);
+}
+
+static mt_status train(rank *r) {
+    const golden *g = r->run->g;
+    float lr = (float)number(g, "lr"), max_norm = (float)number(g, "max_norm");
+    for (int64_t step = 0; step < integer(g, "steps"); step++) {
+        float norm = NAN, mean = NAN;
+        for (int i = 0; i < MAX_TOKENS; i++) r->loss[i] = NAN;
+        MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+        MT_TRY(accumulate(r));
+        MT_TRY(mt_sync_gradients(r->ctx, r->params));
+        MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+        if (step == 0) {
+            check(r, 0, "", "loss", r->first * r->seq, r->loss, r->count * r->seq);
+            MT_TRY(check_parameters(r, 1, "gradient/"));
+            check(r, 2, "", "grad_norm", 0, &norm, 1);
+        }
+        MT_TRY(mean_loss(r, &mean));
+        check(r, 3, "", "step_loss", step, &mean, 1);
+        MT_TRY(mt_optimizer_step(r->ctx, &r->optimizer, lr, mt_clip_coefficient(norm, max_norm)));
+    }
+    return check_parameters(r, 3, "final/");
+}
+
+static mt_status build(rank *r) {
+    const golden *g = r->run->g;
+    mt_gpt_desc model = describe(g, r->run->sequence_parallel);
+    mt_grid_desc shape = {r->run->tensor, r->run->data, 1};
+    mt_context_desc where;
+    mt_optimizer_desc adam = {(float)number(g, "beta1"), (float)number(g, "beta2"), (float)number(g, "adam_eps"),
+                              (float)number(g, "weight_decay")};
+    memset(&where, 0, sizeof where);
+    where.arena_bytes = (size_t)8 << 20;
+    MT_TRY(mt_grid_create(r->world, &shape, &r->grid));
+    MT_TRY(mt_context_create(r->world, &where, &r->ctx));
+    MT_TRY(mt_params_create(r->ctx, &r->grid, &r->params));
+    MT_TRY(mt_gpt_create(r->ctx, r->params, &model, &r->gpt));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    for (int i = 0; i < MAX_SEQUENCES; i++) MT_TRY(mt_gpt_saved_create(r->ctx, &r->gpt, &r->saved[i]));
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, &adam, &r->optimizer));
+    r->seq = integer(g, "seq");
+    r->count = integer(g, "sequences") / r->run->data;
+    r->first = r->count * r->grid.data_rank;
+    return MT_SUCCESS;
+}
+
+static mt_status run_rank(rank *r) {
+    MT_TRY(build(r));
+    MT_TRY(load_parameters(r));
+    MT_TRY(check_evaluation(r));
+    return train(r);
+}
+
+static mt_status rank_main(mt_comm *world, void *user) {
+    rank *r = (rank *)calloc(1, sizeof *r);
+    mt_status status;
+    if (!r) return MT_ERR_MEMORY;
+    r->run = (run *)user;
+    r->world = world;
+    status = run_rank(r);
+    if (status != MT_SUCCESS)
+        report(r, "%s: %s", mt_status_name(status), r->ctx ? mt_last_error(r->ctx) : mt_comm_last_error(world));
+    if (r->ctx) {
+        mt_optimizer_destroy(r->ctx, &r->optimizer);
+        for (int i = 0; i < MAX_SEQUENCES; i++) mt_gpt_saved_destroy(r->ctx, &r->gpt, &r->saved[i]);
+        mt_params_destroy(r->params);
+    }
+    mt_context_destroy(r->ctx);
+    mt_grid_destroy(&r->grid);
+    free(r);
+    return status;
+}
+
+static void silent(void *user, mt_log_level level, const char *message) {
+    (void)user, (void)level, (void)message; /* the run's message says it */
+}
+
+static void execute(run *run) {
+    mt_launch_desc launch;
+    mt_status status;
+    memset(&launch, 0, sizeof launch);
+    launch.ranks = run->tensor * run->data;
+    launch.timeout_s = 60;
+    launch.logger.log = silent;
+    pthread_mutex_init(&run->lock, NULL);
+    status = mt_launch(&launch, rank_main, run);
+    pthread_mutex_destroy(&run->lock);
+    if (status != MT_SUCCESS && !run->failures) {
+        run->failures = 1;
+        snprintf(run->message, sizeof run->message, "\n      mt_launch: %s", mt_status_name(status));
+    }
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
+
+static const char *micro_name(micro_batches micro) {
+    return micro == WHOLE ? "whole batch" : micro == SINGLE ? "one by one" : "in flight";
+}
+
+/* Sequence parallelism splits the tokens of every call. */
+static int possible(const golden *g, const run *run) {
+    int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1;
+    if (run->tensor > integer(g, "kv_heads")) return 0;
+    return !run->sequence_parallel || (run->tensor > 1 && sequences * integer(g, "seq") % run->tensor == 0);
+}
+
+static int execute_and_print(run *run, double worst[4]) {
+    execute(run);
+    for (int i = 0; i < 4; i++)
+        if (!(run->worst[i] <= worst[i])) worst[i] = run->worst[i];
+    if (run->failures)
+        print_message("   %s, tensor %d, data %d, sequence parallel %d, %s: %d wrong%s\n", run->g->variant, run->tensor,
+                      run->data, run->sequence_parallel, micro_name(run->micro), run->failures, run->message);
+    return run->failures != 0;
+}
+
+/* tensor 3 divides neither the heads nor the vocabulary: padding, and a rank without heads where there are 4 groups. */
+static void check_variant(const char *variant) {
+    static const int tensors[] = {1, 2, 3, 4, 8};
+    double worst[4] = {0, 0, 0, 0};
+    int runs = 0, wrong = 0;
+    golden g;
+    golden_load(variant, &g);
+    for (size_t t = 0; t < sizeof tensors / sizeof *tensors; t++)
+        for (int variation = 0; variation < 12; variation++) {
+            run run;
+            memset(&run, 0, sizeof run);
+            run.g = &g;
+            run.tensor = tensors[t];
+            run.data = 1 + variation % 2;
+            run.sequence_parallel = variation / 2 % 2;
+            run.micro = (micro_batches)(variation / 4);
+            if (!possible(&g, &run)) continue;
+            runs++;
+            wrong += execute_and_print(&run, worst);
+        }
+    print_message("   %s: %d splits; largest error, as a part of what is allowed: loss and logits %.2f, "
+                  "gradients %.2f, norm %.2f, after 5 steps %.2f\n",
+                  variant, runs, worst[0], worst[1], worst[2], worst[3]);
+    golden_free(&g);
+    assert_int_equal(wrong, 0);
+}
+
+static void test_gpt2(void **state) {
+    (void)state;
+    check_variant("gpt2");
+}
+
+static void test_llama(void **state) {
+    (void)state;
+    check_variant("llama");
+}
+
+static void test_bert(void **state) {
+    (void)state;
+    check_variant("bert");
+}
+
+static void test_residual_post_ln(void **state) {
+    (void)state;
+    check_variant("residual_post_ln");
+}
+
+/* Elements of every compared record are changed, one at a time, by 1e-3 of the largest: each change must be found, and
+   found where it is. */
+static void test_comparison_catches_one_wrong_element(void **state) {
+    golden g;
+    int64_t missed = 0;
+    (void)state;
+    golden_load("gpt2", &g);
+    for (int i = 0; i < g.count; i++) {
+        record *r = &g.records[i];
+        int64_t n = (int64_t)r->rows * r->cols, where;
+        float *copy, largest = 0;
+        if (r->dtype != 0 || strncmp(r->name, "config/", 7) == 0 || strncmp(r->name, "initial/", 8) == 0) continue;
+        copy = (float *)malloc((size_t)n * sizeof *copy);
+        assert_non_null(copy);
+        memcpy(copy, r->data, (size_t)n * sizeof *copy);
+        missed += worst_error(r, 0, copy, n, &where) != 0;
+        for (int64_t e = 0; e < n; e++) largest = fmaxf(largest, fabsf(copy[e]));
+        for (int64_t e = 0; e < n; e += n > 500 ? 37 : 1) {
+            copy[e] += 1e-3f * largest;
+            missed += !(worst_error(r, 0, copy, n, &where) > tolerance(r->name)) || where != e;
+            copy[e] = NAN;
+            missed += !(worst_error(r, 0, copy, n, &where) > tolerance(r->name)) || where != e;
+            copy[e] = ((float *)r->data)[e];
+        }
+        free(copy);
+    }
+    golden_free(&g);
+    assert_int_equal(missed, 0);
+}
+
+/* A whole run against values of which one is wrong: it must fail and name that element. */
+static void check_planted(const char *name, int64_t element, const char *expected) {
+    golden g;
+    run run;
+    float largest = 0, *values = NULL;
+    memset(&run, 0, sizeof run);
+    golden_load("llama", &g);
+    for (int i = 0; i < g.count; i++)
+        if (strcmp(g.records[i].name, name) == 0) values = (float *)g.records[i].data;
+    assert_non_null(values);
+    for (int64_t i = 0; i < (int64_t)find(&g, name)->rows * find(&g, name)->cols; i++)
+        largest = fmaxf(largest, fabsf(values[i]));
+    values[element] += 1e-3f * largest;
+    run.g = &g;
+    run.tensor = 2;
+    run.data = 1;
+    execute(&run);
+    golden_free(&g);
+    if (run.failures != 2 || !strstr(run.message, expected))
+        print_message("   %d failures, expected 2 with \"%s\":%s\n", run.failures, expected, run.message);
+    assert_int_equal(run.failures, 2); /* both ranks see it */
+    assert_non_null(strstr(run.message, expected));
+}
+
+static void test_run_catches_a_planted_error(void **state) {
+    (void)state;
+    check_planted("gradient/decoder.layers.1.mlp.linear_fc1.weight", 67 * 32 + 5, "linear_fc1.weight[67, 5]");
+    check_planted("final/output_layer.weight", 36 * 32 + 31, "final/output_layer.weight[36, 31]");
+    check_planted("grad_norm", 0, "grad_norm[0, 0]");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_comparison_catches_one_wrong_element),
+        cmocka_unit_test(test_gpt2),
+        cmocka_unit_test(test_llama),
+        cmocka_unit_test(test_bert),
+        cmocka_unit_test(test_residual_post_ln),
+        cmocka_unit_test(test_run_catches_a_planted_error),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
