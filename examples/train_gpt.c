@@ -1,0 +1,598 @@
+/* train_gpt - trains a GPT with tensor x data parallel ranks on a text file.
+
+   cc -O3 -march=native -I. examples/train_gpt.c -o train_gpt -lm -lpthread
+   cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
+
+   ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this project's own
+                                    headers and README (run it from the checkout's root)
+   ./train_gpt --data FILE --tp 4 --dp 2 --steps 1000
+   ./train_gpt --help               all flags
+
+   FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
+   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --micro-batch or --sequence-parallel. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <time.h>
+
+#define GPT2_VOCAB 50257
+#define LLMC_MAGIC 20240520
+#define LLMC_HEADER_BYTES 1024
+#define EVAL_SEQUENCES 32
+
+/* ---- options: one table for parsing, ranges and --help ------------------------------------------------------------- */
+
+typedef struct options {
+    const char *data, *log, *prompt;
+    double tp, dp, layers, hidden, heads, kv_heads, ffn, seq, batch, micro_batch, steps, warmup, seed, eval_interval;
+    double sample, vocab, threads, lr, min_lr, dropout, clip, weight_decay, label_smoothing, temperature, timeout;
+    int sequence_parallel, rotary, swiglu, rmsnorm, untied, dry_run, help;
+} options;
+
+enum { TEXT, WHOLE, REAL, SWITCH };
+
+typedef struct flag {
+    const char *name;
+    int kind;
+    size_t offset;
+    double low, high; /* allowed range, inclusive */
+    const char *help;
+} flag;
+
+#define AT(field) offsetof(options, field)
+static const flag flags[] = {
+    {"data", TEXT, AT(data), 0, 0, "FILE to train on; default: this project's headers and README"},
+    {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
+    {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"},
+    {"layers", WHOLE, AT(layers), 1, 1024, "transformer layers"},
+    {"hidden", WHOLE, AT(hidden), 1, 65536, "hidden size"},
+    {"heads", WHOLE, AT(heads), 1, 1024, "attention heads"},
+    {"kv-heads", WHOLE, AT(kv_heads), 0, 1024, "key/value heads (0: as heads)"},
+    {"ffn", WHOLE, AT(ffn), 0, 1 << 20, "inner width of the MLP (0: 4 x hidden)"},
+    {"seq", WHOLE, AT(seq), 1, 1 << 20, "tokens per sequence"},
+    {"batch", WHOLE, AT(batch), 1, 1 << 20, "sequences per step, over all ranks"},
+    {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20, "sequences per forward on a rank (0: all of the rank's)"},
+    {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"},
+    {"lr", REAL, AT(lr), 0, 1e3, "peak learning rate"},
+    {"min-lr", REAL, AT(min_lr), 0, 1e3, "learning rate at the end of the cosine"},
+    {"warmup", WHOLE, AT(warmup), 0, 1e9, "steps of linear warm-up"},
+    {"seed", WHOLE, AT(seed), 0, 9e15, "of weights, batches and dropout"},
+    {"dropout", REAL, AT(dropout), 0, 0.999, "of embedding, attention and residuals"},
+    {"clip", REAL, AT(clip), 0, 1e9, "gradient norm to clip to (0: off)"},
+    {"weight-decay", REAL, AT(weight_decay), 0, 1e3, "AdamW, on matrices only"},
+    {"label-smoothing", REAL, AT(label_smoothing), 0, 0.999, "of the loss"},
+    {"vocab", WHOLE, AT(vocab), 0, 1 << 20, "vocabulary (0: 256 for text, 50257 for .bin)"},
+    {"eval-interval", WHOLE, AT(eval_interval), 0, 1e9, "steps between validation losses (0: never)"},
+    {"sample", WHOLE, AT(sample), 0, 1 << 20, "tokens to generate at the end"},
+    {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue; default: from the validation text"},
+    {"temperature", REAL, AT(temperature), 1e-3, 100, "of the sampling"},
+    {"log", TEXT, AT(log), 0, 0, "FILE.csv to write step,loss,grad_norm,tokens_per_s,lr,val_loss to"},
+    {"threads", WHOLE, AT(threads), 1, 1024, "of the GEMM library on each rank"},
+    {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
+    {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
+    {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
+    {"swiglu", SWITCH, AT(swiglu), 0, 1, "SwiGLU instead of GeLU"},
+    {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
+    {"untied", SWITCH, AT(untied), 0, 1, "an output head of its own"},
+    {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
+    {"help", SWITCH, AT(help), 0, 1, "this text"},
+};
+#define FLAGS (int)(sizeof flags / sizeof *flags)
+
+static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
+
+static int parse_value(const flag *f, const char *text, options *o) {
+    char *end;
+    double x;
+    if (f->kind == TEXT) {
+        memcpy(field(f, o), &text, sizeof text);
+        return 1;
+    }
+    errno = 0;
+    x = strtod(text, &end);
+    if (end == text || *end || errno || !(x >= f->low && x <= f->high) || (f->kind == WHOLE && x != floor(x))) {
+        fprintf(stderr, "train_gpt: --%s %s: expected %s from %g to %g\n", f->name, text,
+                f->kind == WHOLE ? "a whole number" : "a number", f->low, f->high);
+        return 0;
+    }
+    memcpy(field(f, o), &x, sizeof x);
+    return 1;
+}
+
+static void print_help(options *o) {
+    printf("usage: train_gpt [flags]\n");
+    for (int i = 0; i < FLAGS; i++) {
+        const flag *f = &flags[i];
+        double x = 0;
+        if (f->kind == WHOLE || f->kind == REAL) memcpy(&x, field(f, o), sizeof x);
+        printf("  --%-18s %s", f->name, f->help);
+        if (f->kind == WHOLE || f->kind == REAL) printf(" (default %g)", x);
+        printf("\n");
+    }
+}
+
+static int parse_options(int argc, char **argv, options *o) {
+    struct option table[FLAGS + 1] = {{0}};
+    int index, c;
+    for (index = 0; index < FLAGS; index++)
+        table[index] = (struct option){flags[index].name, flags[index].kind != SWITCH, NULL, 0};
+    while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
+        const flag *f = &flags[index];
+        if (f->kind == SWITCH) memcpy(field(f, o), &(int){1}, sizeof(int));
+        else if (!parse_value(f, optarg, o)) return 0;
+    }
+    if (c != -1) return 0; /* getopt_long has said what is wrong */
+    if (optind < argc) fprintf(stderr, "train_gpt: what is '%s'? Flags start with --, see --help\n", argv[optind]);
+    return optind >= argc;
+}
+
+/* What the library cannot know: how the job is cut into batches. It checks the model itself. */
+static int check_options(options *o, int64_t tokens) {
+    double per_rank = o->batch / o->dp;
+    if (o->micro_batch == 0) o->micro_batch = per_rank;
+    if (per_rank != floor(per_rank))
+        fprintf(stderr, "train_gpt: --batch %g is not a multiple of --dp %g\n", o->batch, o->dp);
+    else if (fmod(per_rank, o->micro_batch) != 0)
+        fprintf(stderr, "train_gpt: the %g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %g\n",
+                per_rank, o->micro_batch);
+    else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
+        fprintf(stderr, "train_gpt: --seq %g is not a multiple of --tp %g, which --sequence-parallel needs\n", o->seq, o->tp);
+    else if (o->tp * o->dp > 1024)
+        fprintf(stderr, "train_gpt: --tp %g x --dp %g are more than 1024 ranks\n", o->tp, o->dp);
+    else if ((double)tokens < 4 * o->seq + 8)
+        fprintf(stderr, "train_gpt: the data has %lld tokens, too few for --seq %g (needs %g)\n", (long long)tokens, o->seq,
+                4 * o->seq + 8);
+    else return 1;
+    return 0;
+}
+
+/* ---- data ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct dataset {
+    int32_t *tokens;
+    int64_t count, train; /* the first `train` tokens are for training, the rest for validation */
+    int text;             /* a token is a byte */
+} dataset;
+
+static int read_file(const char *path, unsigned char **bytes, size_t *size) {
+    FILE *f = fopen(path, "rb");
+    size_t room = *size + (1 << 16), got = 1;
+    while (f && got > 0) {
+        unsigned char *more = realloc(*bytes, room);
+        if (!more) {
+            fprintf(stderr, "train_gpt: no memory for %s (%zu bytes)\n", path, room);
+            fclose(f);
+            return 0;
+        }
+        *bytes = more;
+        got = fread(*bytes + *size, 1, room - *size, f);
+        *size += got;
+        if (*size == room) room *= 2;
+    }
+    int failed = !f || ferror(f);
+    if (failed) fprintf(stderr, "train_gpt: cannot read %s: %s\n", path, strerror(errno));
+    if (f) fclose(f);
+    return !failed;
+}
+
+/* Token t of the file: a byte, or a little-endian uint16 behind llm.c's header. */
+static int32_t token_at(const unsigned char *bytes, int text, int64_t t) {
+    const unsigned char *p = bytes + LLMC_HEADER_BYTES + 2 * t;
+    return text ? bytes[t] : p[0] | p[1] << 8;
+}
+
+static int check_bin(const char *path, const unsigned char *bytes, size_t size, int64_t *count) {
+    int32_t header[3] = {0};
+    if (size >= LLMC_HEADER_BYTES) memcpy(header, bytes, sizeof header);
+    if (header[0] != LLMC_MAGIC || header[1] != 1) {
+        fprintf(stderr, "train_gpt: %s is no llm.c token file: magic %d, version %d; expected %d, 1 (uint16 tokens)\n", path,
+                (int)header[0], (int)header[1], LLMC_MAGIC);
+        return 0;
+    }
+    if (header[2] < 0 || LLMC_HEADER_BYTES + 2 * (size_t)header[2] != size) {
+        fprintf(stderr, "train_gpt: %s announces %d tokens and has %zu bytes of them\n", path, (int)header[2],
+                size - LLMC_HEADER_BYTES);
+        return 0;
+    }
+    *count = header[2];
+    return 1;
+}
+
+static int load_data(options *o, dataset *d) {
+    static const char *const own[] = {"megatron.h", "mt_parallel.h", "mt_kernels.cuh", "mt_comm.h", "README.md"};
+    unsigned char *bytes = NULL;
+    size_t size = 0, length = o->data ? strlen(o->data) : 0;
+    int ok = 1;
+    d->text = !(length > 4 && strcmp(o->data + length - 4, ".bin") == 0);
+    for (size_t i = 0; ok && i < (o->data ? 1 : sizeof own / sizeof *own); i++)
+        ok = read_file(o->data ? o->data : own[i], &bytes, &size);
+    d->count = (int64_t)size;
+    ok = ok && (d->text || check_bin(o->data, bytes, size, &d->count));
+    d->tokens = ok ? malloc((size_t)(d->count + 1) * sizeof *d->tokens) : NULL;
+    if (ok && !d->tokens) fprintf(stderr, "train_gpt: no memory for %lld tokens\n", (long long)d->count);
+    for (int64_t i = 0; d->tokens && i < d->count; i++) d->tokens[i] = token_at(bytes, d->text, i);
+    free(bytes);
+    d->train = d->count - d->count / 10;
+    if (o->vocab == 0) o->vocab = d->text ? 256 : GPT2_VOCAB;
+    return d->tokens != NULL;
+}
+
+/* Where sequence i of a step starts: drawn by its global index, so every split trains on the same sequences. */
+static int64_t draw_start(const options *o, const dataset *d, int64_t step, int64_t i) {
+    uint64_t n = (uint64_t)(step * (int64_t)o->batch + i), seed = (uint64_t)o->seed;
+    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x64617461, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    uint32_t r[4];
+    mt_philox4x32(counter, key, r);
+    return (int64_t)(((uint64_t)r[0] << 32 | r[1]) % (uint64_t)(d->train - (int64_t)o->seq));
+}
+
+/* Validation sequences are spread evenly over the validation part. */
+static int64_t eval_start(const options *o, const dataset *d, int64_t i, int64_t count) {
+    return d->train + (d->count - d->train - (int64_t)o->seq - 1) * i / (count > 1 ? count - 1 : 1);
+}
+
+/* ---- one rank ------------------------------------------------------------------------------------------------------ */
+
+typedef struct job {
+    options o;
+    dataset data;
+    size_t arena_bytes;
+    FILE *log;
+} job;
+
+typedef struct trainer {
+    const job *job;
+    mt_context *ctx;
+    mt_grid grid;
+    mt_params *params;
+    mt_gpt gpt;
+    mt_gpt_saved saved;
+    mt_optimizer optimizer;
+    int32_t *staging, *ids, *targets; /* one micro-batch: host, device, device */
+    mt_tensor loss, total;            /* [1, tokens] and their sum */
+    int64_t micro_tokens;
+    mt_ledger ledgers[3];             /* of the last step: tensor, data, model group */
+} trainer;
+
+static mt_gpt_desc model_of(const options *o) {
+    mt_gpt_desc d = {
+        .vocab = (int64_t)o->vocab, .layers = (int64_t)o->layers, .max_seq = (int64_t)o->seq,
+        .untied_head = o->untied, .embedding_dropout = (float)o->dropout, .label_smoothing = (float)o->label_smoothing,
+        .layer = {.hidden = (int64_t)o->hidden, .heads = (int64_t)o->heads, .kv_heads = (int64_t)o->kv_heads,
+                  .ffn = (int64_t)o->ffn, .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH,
+                  .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM, .rotary_base = o->rotary ? 10000.0f : 0.0f,
+                  .attention_dropout = (float)o->dropout, .hidden_dropout = (float)o->dropout,
+                  .sequence_parallel = o->sequence_parallel}};
+    return d;
+}
+
+static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
+    const options *o = &job->o;
+    mt_context_desc where = {.device = device, .arena_bytes = job->arena_bytes, .threads = (int)o->threads};
+    mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp};
+    mt_gpt_desc model = model_of(o);
+    mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = (float)o->weight_decay};
+    void *memory;
+    t->job = job;
+    t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
+    MT_TRY(mt_context_create(world, &where, &t->ctx));
+    MT_TRY(mt_grid_create(world, &shape, &t->grid));
+    MT_TRY(mt_params_create(t->ctx, &t->grid, &t->params));
+    MT_TRY(mt_gpt_create(t->ctx, t->params, &model, &t->gpt));
+    MT_TRY(mt_params_init(t->ctx, t->params, (uint64_t)o->seed));
+    MT_TRY(mt_optimizer_create(t->ctx, t->params, &adamw, &t->optimizer));
+    MT_TRY(mt_gpt_saved_create(t->ctx, &t->gpt, &t->saved));
+    MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->micro_tokens + 1) * 4, &memory));
+    t->ids = memory;
+    t->targets = t->ids + t->micro_tokens;
+    t->loss = mt_tensor_f32((float *)memory + 2 * t->micro_tokens, 1, t->micro_tokens);
+    t->total = mt_tensor_f32((float *)memory + 3 * t->micro_tokens, 1, 1);
+    t->staging = malloc((size_t)t->micro_tokens * sizeof *t->staging);
+    return t->staging ? MT_SUCCESS : MT_ERR_MEMORY;
+}
+
+static void trainer_destroy(trainer *t) {
+    if (t->ctx) mt_context_free(t->ctx, t->ids, (size_t)(3 * t->micro_tokens + 1) * 4);
+    mt_gpt_saved_destroy(t->ctx, &t->gpt, &t->saved);
+    mt_optimizer_destroy(t->ctx, &t->optimizer);
+    mt_params_destroy(t->params);
+    mt_grid_destroy(&t->grid);
+    mt_context_destroy(t->ctx);
+    free(t->staging);
+}
+
+/* Copies tokens [start + shift, + seq) of every sequence of a micro-batch to the device. */
+static mt_status upload_tokens(trainer *t, const int64_t *starts, int shift, int32_t *to) {
+    int64_t seq = (int64_t)t->job->o.seq;
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    for (int64_t i = 0; i < t->micro_tokens; i++)
+        t->staging[i] = t->job->data.tokens[starts[i / seq] + shift + i % seq];
+    return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, t->micro_tokens));
+}
+
+/* Forward, and backward when training, of this rank's `sequences` sequences, a micro-batch at a time. Adds to t->total. */
+static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int training) {
+    const options *o = &t->job->o;
+    int64_t micro = (int64_t)o->micro_batch, first = t->grid.data_rank * sequences, starts[micro];
+    mt_batch batch = {.sequences = micro, .seq = (int64_t)o->seq, .seed = (uint64_t)o->seed, .step = (uint64_t)step};
+    size_t mark = mt_arena_mark(t->ctx);
+    for (int64_t i = 0; i < sequences; i += micro) {
+        batch.first_sequence = first + i;
+        for (int64_t j = 0; j < micro; j++)
+            starts[j] = training ? draw_start(o, &t->job->data, step, first + i + j)
+                                 : eval_start(o, &t->job->data, first + i + j, sequences * t->grid.data_size);
+        MT_TRY(upload_tokens(t, starts, 0, t->ids));
+        MT_TRY(upload_tokens(t, starts, 1, t->targets));
+        MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, t->loss, training ? &t->saved : NULL));
+        MT_TRY(mt_sum(t->ctx, t->loss, t->total));
+        if (training) MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, &batch, (float)(1 / (o->batch * o->seq)), &t->saved));
+        mt_arena_release(t->ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
+/* Mean loss over the sequences of all data ranks. */
+static mt_status mean_loss(trainer *t, int64_t sequences, float *loss) {
+    MT_TRY(mt_all_reduce(t->ctx, t->grid.data, t->total.data, t->total.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_download(t->ctx, t->total, loss));
+    *loss /= (float)((double)(sequences * t->grid.data_size) * t->job->o.seq);
+    return MT_SUCCESS;
+}
+
+static void ledgers_start(const trainer *t) {
+    mt_comm_ledger_reset(t->grid.tensor);
+    mt_comm_ledger_reset(t->grid.data);
+    mt_comm_ledger_reset(t->grid.model);
+}
+
+static void ledgers_stop(trainer *t) {
+    t->ledgers[0] = mt_comm_ledger(t->grid.tensor);
+    t->ledgers[1] = mt_comm_ledger(t->grid.data);
+    t->ledgers[2] = mt_comm_ledger(t->grid.model);
+}
+
+static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
+    const options *o = &t->job->o;
+    ledgers_start(t);
+    int64_t sequences = (int64_t)(o->batch / o->dp);
+    MT_TRY(mt_params_zero_grad(t->ctx, t->params));
+    MT_TRY(mt_fill(t->ctx, t->total, 0.0f));
+    MT_TRY(run_sequences(t, step, sequences, 1));
+    MT_TRY(mean_loss(t, sequences, loss));
+    MT_TRY(mt_sync_gradients(t->ctx, t->params));
+    MT_TRY(mt_grad_norm(t->ctx, t->params, norm));
+    ledgers_stop(t);
+    if (!isfinite(*norm)) {
+        if (mt_comm_rank(t->grid.world) == 0)
+            fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are untouched\n",
+                    (long long)step + 1, (double)*loss, (double)*norm);
+        return MT_ERR_DATA;
+    }
+    return mt_optimizer_step(t->ctx, &t->optimizer, lr, mt_clip_coefficient(*norm, (float)o->clip));
+}
+
+static mt_status evaluate(trainer *t, float *loss) {
+    int64_t micro = (int64_t)t->job->o.micro_batch;
+    int64_t sequences = (EVAL_SEQUENCES / t->grid.data_size + micro - 1) / micro * micro;
+    if (sequences == 0) sequences = micro;
+    MT_TRY(mt_fill(t->ctx, t->total, 0.0f));
+    MT_TRY(run_sequences(t, 0, sequences, 0));
+    return mean_loss(t, sequences, loss);
+}
+
+/* ---- what a rank prints -------------------------------------------------------------------------------------------- */
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void print_ledger(const char *name, int ranks, const mt_ledger *l) {
+    for (int k = 0; k < MT_COLLECTIVE_COUNT; k++)
+        if (l->calls[k])
+            printf("  %-8s (%d ranks)  %-14s %6llu calls  %12llu bytes\n", name, ranks, mt_collective_name((mt_collective)k),
+                   (unsigned long long)l->calls[k], (unsigned long long)l->bytes[k]);
+}
+
+static void print_ledgers(const trainer *t) {
+    printf("communication of one step, per rank%s:\n", t->grid.tensor_size * t->grid.data_size == 1 ? ": none" : "");
+    print_ledger("tensor", t->grid.tensor_size, &t->ledgers[0]);
+    print_ledger("data", t->grid.data_size, &t->ledgers[1]);
+    print_ledger("model", t->grid.tensor_size, &t->ledgers[2]);
+}
+
+static void print_model(const trainer *t) {
+    const options *o = &t->job->o;
+    printf("GPT: %g layers, hidden %g, heads %g, vocabulary %g, %lld parameters; %g x tensor, %g x data parallel%s\n",
+           o->layers, o->hidden, o->heads, o->vocab, (long long)mt_params_global_elements(t->params), o->tp, o->dp,
+           o->sequence_parallel ? ", sequence parallel" : "");
+    printf("data: %lld tokens, %g sequences of %g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch, o->seq,
+           mt_gemm_library());
+    fflush(stdout);
+}
+
+typedef struct progress {
+    double start, last_print, last_step;
+} progress;
+
+static void report(const trainer *t, progress *p, int64_t step, float loss, float norm, float lr, const float *val) {
+    const options *o = &t->job->o;
+    double time = now(), rate = o->batch * o->seq / (time - p->last_step), done = (double)(step + 1);
+    double left = (time - p->start) / done * (o->steps - done);
+    p->last_step = time;
+    if (t->job->log) {
+        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step, (double)loss, (double)norm, rate, (double)lr);
+        if (val) fprintf(t->job->log, "%.9g", (double)*val);
+        fprintf(t->job->log, "\n");
+    }
+    if (step > 0 && done < o->steps && !val && time - p->last_print < 1.0) return;
+    p->last_print = time;
+    printf("step %5lld/%g  loss %7.4f  grad norm %7.3f  %8.0f tokens/s  %d:%02d left", (long long)step + 1, o->steps,
+           (double)loss, (double)norm, rate, (int)(left / 60), (int)left % 60);
+    if (val) printf("  validation %7.4f", (double)*val);
+    printf("\n");
+    fflush(stdout);
+}
+
+/* Draws from softmax(logits / temperature); every rank draws the same, since all have the same logits. */
+static int32_t draw_token(const options *o, const float *logits, uint64_t n) {
+    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x73616d70, 0}, key[2] = {(uint32_t)(uint64_t)o->seed, 0}, r[4];
+    int32_t vocab = (int32_t)o->vocab, i;
+    double max = logits[0], sum = 0, u;
+    mt_philox4x32(counter, key, r);
+    for (i = 1; i < vocab; i++) max = fmax(max, logits[i]);
+    for (i = 0; i < vocab; i++) sum += exp((logits[i] - max) / o->temperature);
+    u = r[0] / 4294967296.0 * sum;
+    for (i = 0; i < vocab - 1; i++)
+        if ((u -= exp((logits[i] - max) / o->temperature)) < 0) break;
+    return i;
+}
+
+static void print_token(const dataset *d, int32_t token) {
+    if (!d->text) printf("%d ", (int)token);
+    else if (token == '\n' || token == '\t' || (token >= ' ' && token < 127)) putchar(token);
+    else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
+}
+
+/* The logits of the token after history [count]. Sequence parallelism wants a multiple of ranks: the rest is padding. */
+static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, float *logits) {
+    const options *o = &t->job->o;
+    int64_t ranks = o->sequence_parallel ? t->grid.tensor_size : 1, max = (int64_t)o->seq;
+    int32_t used = (int32_t)(count < max ? count : max);
+    mt_batch batch = {.sequences = 1, .seq = (used + ranks - 1) / ranks * ranks};
+    mt_tensor ids, length, out;
+    MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, batch.seq, &ids));
+    MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, 1, &length));
+    MT_TRY(mt_arena_tensor(t->ctx, MT_F32, 1, (int64_t)o->vocab, &out));
+    MT_TRY(mt_upload(t->ctx, history + count - used, ids));
+    MT_TRY(mt_upload(t->ctx, &used, length));
+    batch.lengths = length.data;
+    MT_TRY(mt_gpt_logits(t->ctx, &t->gpt, &batch, ids.data, out));
+    return mt_download(t->ctx, out, logits);
+}
+
+/* Generates o->sample tokens after those in history [count], one whole forward each. */
+static mt_status generate(trainer *t, int32_t *history, int64_t count, float *logits) {
+    const options *o = &t->job->o;
+    size_t mark = mt_arena_mark(t->ctx);
+    for (int64_t n = 0; n < (int64_t)o->sample; n++, count++) {
+        MT_TRY(next_logits(t, history, count, logits));
+        mt_arena_release(t->ctx, mark);
+        if (mt_context_device(t->ctx) == MT_DEVICE_META) continue;
+        history[count] = draw_token(o, logits, (uint64_t)n);
+        if (t->grid.tensor_rank == 0) print_token(&t->job->data, history[count]);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status sample(trainer *t) {
+    const options *o = &t->job->o;
+    const dataset *d = &t->job->data;
+    int64_t prompt = o->prompt && o->prompt[0] && d->text ? (int64_t)strlen(o->prompt) : (int64_t)(o->seq < 64 ? o->seq : 64);
+    int speaks = t->grid.tensor_rank == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
+    int32_t *history;
+    float *logits;
+    mt_status status;
+    if (o->sample == 0 || t->grid.data_rank != 0) return MT_SUCCESS;
+    history = calloc((size_t)(prompt + (int64_t)o->tp + (int64_t)o->sample), sizeof *history); /* padding reads past the end */
+    logits = malloc((size_t)o->vocab * sizeof *logits);
+    for (int64_t i = 0; history && i < prompt; i++)
+        history[i] = o->prompt && o->prompt[0] && d->text ? (unsigned char)o->prompt[i] : d->tokens[d->train + i];
+    if (speaks) {
+        printf("continuation of ");
+        for (int64_t i = 0; history && i < prompt; i++) print_token(d, history[i]);
+        printf("\n---\n");
+    }
+    status = history && logits ? generate(t, history, prompt, logits) : MT_ERR_MEMORY;
+    if (speaks) printf("\n---\n");
+    free(history);
+    free(logits);
+    return status;
+}
+
+/* ---- the job ------------------------------------------------------------------------------------------------------- */
+
+static mt_status train(trainer *t) {
+    const options *o = &t->job->o;
+    int speaks = mt_comm_rank(t->grid.world) == 0;
+    progress p = {now(), 0, now()};
+    if (speaks) print_model(t);
+    for (int64_t step = 0; step < (int64_t)o->steps; step++) {
+        float lr = mt_cosine_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);
+        int evaluates = o->eval_interval > 0 && (step + 1) % (int64_t)o->eval_interval == 0;
+        float loss, norm, val = 0;
+        MT_TRY(train_step(t, step, lr, &loss, &norm));
+        if (evaluates) MT_TRY(evaluate(t, &val));
+        if (speaks) report(t, &p, step, loss, norm, lr, evaluates ? &val : NULL);
+    }
+    if (speaks) print_ledgers(t);
+    return sample(t);
+}
+
+static mt_status rank_main(mt_comm *world, void *user) {
+    trainer t = {0};
+    mt_status status = trainer_create(world, user, MT_DEVICE_CPU, &t);
+    if (status == MT_SUCCESS) status = train(&t);
+    trainer_destroy(&t);
+    return status;
+}
+
+/* Runs one step on a device that computes nothing, to learn what a rank needs. */
+static mt_status plan(job *job, int speaks) {
+    trainer t = {0};
+    mt_comm *world = NULL;
+    float loss, norm;
+    mt_status status = mt_comm_create_meta((int)(job->o.tp * job->o.dp), 0, &world);
+    if (status == MT_SUCCESS) status = trainer_create(world, job, MT_DEVICE_META, &t);
+    if (status == MT_SUCCESS) status = train_step(&t, 0, 0.0f, &loss, &norm);
+    if (status == MT_SUCCESS && speaks) {
+        print_model(&t);
+        printf("per rank: %lld parameters; %zu bytes of parameters, gradients and optimizer state; %zu bytes of activations\n",
+               (long long)mt_params_elements(t.params), mt_context_allocated(t.ctx), mt_arena_peak(t.ctx));
+        print_ledgers(&t);
+    }
+    if (status == MT_SUCCESS) status = evaluate(&t, &loss);
+    if (status == MT_SUCCESS) status = sample(&t);
+    if (status == MT_SUCCESS) job->arena_bytes = mt_arena_peak(t.ctx);
+    else fprintf(stderr, "train_gpt: %s: %s\n", mt_status_name(status), world ? mt_comm_last_error(world) : "");
+    trainer_destroy(&t);
+    mt_comm_destroy(world);
+    return status;
+}
+
+static mt_status run(job *job) {
+    mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .timeout_s = job->o.timeout};
+    MT_TRY(plan(job, job->o.dry_run));
+    if (job->o.dry_run) return MT_SUCCESS;
+    if (job->o.log) {
+        job->log = fopen(job->o.log, "w");
+        if (!job->log || fprintf(job->log, "step,loss,grad_norm,tokens_per_s,lr,val_loss\n") < 0) {
+            fprintf(stderr, "train_gpt: cannot write %s: %s\n", job->o.log, strerror(errno));
+            return MT_ERR_IO;
+        }
+    }
+    return mt_launch(&ranks, rank_main, job);
+}
+
+int main(int argc, char **argv) {
+    job job = {.o = {.tp = 2, .dp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 400,
+                     .lr = 3e-3, .min_lr = 3e-4, .warmup = 20, .seed = 1234, .clip = 1, .weight_decay = 0.1,
+                     .eval_interval = 100, .sample = 300, .temperature = 0.7, .threads = 1, .timeout = 600}};
+    mt_status status = MT_ERR_ARGUMENT;
+    if (!parse_options(argc, argv, &job.o)) return 1;
+    if (job.o.help) {
+        print_help(&job.o);
+        return 0;
+    }
+    if (load_data(&job.o, &job.data) && check_options(&job.o, job.data.count)) status = run(&job);
+    if (job.log && fclose(job.log) != 0) {
+        fprintf(stderr, "train_gpt: cannot write %s: %s\n", job.o.log, strerror(errno));
+        status = MT_ERR_IO;
+    }
+    free(job.data.tokens);
+    return status == MT_SUCCESS ? 0 : 1;
+}
