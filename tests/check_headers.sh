@@ -1,0 +1,405 @@
+#!/bin/sh
+# Checks the four headers for what a test program cannot see: that they compile in every dialect that is promised, alone and
+# twice, and leak no name, macro, symbol, mutable data or exit into the program that includes them.
+#
+#   sh tests/check_headers.sh        one line per check, closing line "N passed, N failed, N skipped"
+#
+# Every check is first tried on a copy of the headers with a fault planted in it, which it has to find.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+headers="mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h" # from the ground floor up
+warnings="-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Werror -Wfatal-errors"
+sources=$PWD/tests/package
+H=$PWD # the headers under test
+work=$(mktemp -d) || exit 1
+check_log=$work/log check_lines=40
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+
+# Reads what is wrong, passes it on, and fails when there was anything.
+fail_on_output() { awk '{ print } END { exit NR > 0 }'; }
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+# code_only HEADER [strings]: comments go, strings and characters become empty unless wanted, lines stay where they are
+code_only() {
+    awk -v keep="${2:-}" '
+    {
+        line = $0; code = ""
+        while (line != "") {
+            if (in_comment) {
+                if (!(at = index(line, "*/"))) break
+                line = substr(line, at + 2); in_comment = 0; continue
+            }
+            if (!match(line, /\/\*|\/\/|"|\047/)) { code = code line; break }
+            token = substr(line, RSTART, RLENGTH)
+            code = code substr(line, 1, RSTART - 1); line = substr(line, RSTART + RLENGTH)
+            if (token == "//") break
+            if (token == "/*") { in_comment = 1; continue }
+            closing = token == "\"" ? "^([^\"\\\\]|\\\\.)*\"" : "^([^\047\\\\]|\\\\.)*\047"
+            if (!match(line, closing)) RLENGTH = length(line)
+            code = code token (keep ? substr(line, 1, RLENGTH) : token)
+            line = substr(line, RLENGTH + 1)
+        }
+        print code
+    }' "$1"
+}
+
+check_columns() {
+    for header in $headers; do
+        awk -v f="$header" 'length($0) > 128 { print f ":" FNR ": " length($0) " columns: " substr($0, 1, 40) }
+            /TODO|FIXME|XXX|HACK/ { print f ":" FNR ": unfinished: " $0 }' "$H/$header"
+    done | fail_on_output
+}
+
+check_function_length() {
+    for header in $headers; do
+        code_only "$H/$header" | awk -v f="$header" '
+            /\).*\{[ \t]*$/ && !start { start = FNR; head = $0 }
+            /^\}/ && start { n = FNR - start + 1; if (n > 70) print f ":" start ": " n " lines: " head; start = 0 }'
+    done | fail_on_output
+}
+
+# Each header may include the floors below it, and system headers.
+check_floors() {
+    below=
+    for header in $headers; do
+        code_only "$H/$header" strings | sed -n 's/^[ \t]*#[ \t]*include[ \t]*"\([^"]*\)".*/\1/p' |
+            while read -r included; do
+                case " $below " in
+                *" $included "*) ;;
+                *) echo "$header includes $included" ;;
+                esac
+            done
+        below="$below $header"
+    done | fail_on_output
+}
+
+# A library ends no process and writes to nobody's standard output.
+check_calls() {
+    for header in $headers; do
+        code_only "$H/$header" | awk -v f="$header" '
+            /(^|[^A-Za-z0-9_.>])(exit|_exit|_Exit|quick_exit|abort|assert|raise|kill|printf|vprintf|puts|putchar)[ \t]*\(/ {
+                print f ":" FNR ":" $0 }'
+    done | fail_on_output
+}
+
+# Memory comes from the context's allocator; only the ground floor calls malloc and its kin: for the default allocator, and for
+# communicators, which exist before any context.
+check_allocation() {
+    for header in mt_kernels.cuh mt_parallel.h megatron.h; do
+        code_only "$H/$header" | awk -v f="$header" '
+            /(^|[^A-Za-z0-9_.>])(malloc|calloc|realloc|free|posix_memalign|aligned_alloc|strdup|alloca)[ \t]*\(/ {
+                print f ":" FNR ":" $0 }'
+    done | fail_on_output
+}
+
+# ---- macros and names ----------------------------------------------------------------------------------------------
+
+# preprocess HEADER DEFINE OPTIONS...: what comes out of our own headers, line markers dropped
+preprocess() {
+    header=$1 define=$2
+    shift 2
+    { [ -z "$define" ] || echo "#define $define"; echo "#include \"$header\""; } >"$work/preprocess.c"
+    "$CC" -E "$@" -I "$H" "$work/preprocess.c" | awk -v ours="$H/" '
+        /^# [0-9]+ "/ { split($0, part, "\""); mine = index(part[2], ours) == 1; next }
+        mine'
+}
+
+check_macros() {
+    for define in "" MEGATRON_IMPLEMENTATION; do
+        preprocess megatron.h "$define" -dD | awk '
+            /^#[ \t]*define / { n++; name = $2; sub(/\(.*/, "", name)
+                if (name !~ /^(MT_|MTI_|MEGATRON_)/) print "macro " name }
+            END { if (n < 3) print "no macros seen: the check is broken" }'
+    done | sort -u | fail_on_output
+}
+
+# Every name that the headers put into the program's file scope: functions, variables, typedefs, tags, enum constants.
+file_scope_names() {
+    awk '
+    function name(n) { if (n ~ /^[A-Za-z_]/ && n !~ /^(_|int$|void$|sizeof$|extern$)/) print n }
+    {
+        line = $0
+        if (line ~ /^#/) next
+        while (match(line, /[A-Za-z_][A-Za-z0-9_]*|"([^"\\]|\\.)*"|\047([^\047\\]|\\.)+\047|[^ \t]/)) {
+            t = substr(line, RSTART, RLENGTH); line = substr(line, RSTART + RLENGTH)
+            if (skip_parens) { # the arguments of __attribute__ and the like
+                skip_parens += (t == "(") - (t == ")")
+                if (skip_parens == 1 && t == ")") skip_parens = 0
+                continue
+            }
+            if (t ~ /^__(attribute|asm|extension)/) { skip_parens = t ~ /extension/ ? 0 : 1; continue }
+            if (before == "extern" && t == "\"C\"") { language = 1; before = t; continue }
+            if (t == "{") {
+                if (language) { language = 0; before = ";"; continue }
+                is_tag = (before2 ~ /^(struct|union|enum)$/)
+                if (is_tag && !depth) name(before)
+                depth++; in_enum[depth] = before == "enum" || (before2 == "enum")
+            } else if (t == "}") { if (depth) depth-- }
+            else if (depth && in_enum[depth] && (before == "{" || before == ",") && t ~ /^[A-Za-z_]/) print t
+            else if (!depth) {
+                if (!parens && t ~ /^[;,(=[]$/) name(before)
+                if (parens == 1 && t == ")" && before2 == "*" && before3 == "(") name(before)
+                if (t == "(") parens++
+                if (t == ")") parens--
+            }
+            before3 = before2; before2 = before; before = t
+        }
+    }'
+}
+
+check_names() {
+    for define in "" MEGATRON_IMPLEMENTATION; do
+        preprocess megatron.h "$define" | file_scope_names | awk -v define="$define" '
+            { n++ } !/^(mt_|MT_)/ && !(define != "" && /^(mti_|MTI_)/) { print "name " $0 }
+            END { if (n < 100) print "only " n " names seen: the check is broken" }'
+    done | sort -u | fail_on_output
+}
+
+# ---- compilers -----------------------------------------------------------------------------------------------------
+
+# form HEADER FORM: a file that includes the header, in one of the ways users do
+form() {
+    case $2 in
+    declarations) printf '#include "%s"\n' "$1" "$1" ;;
+    implementation) echo '#define MEGATRON_IMPLEMENTATION'; printf '#include "%s"\n' "$1" "$1" ;;
+    late) printf '#include "%s"\n#define MEGATRON_IMPLEMENTATION\n#include "%s"\n' "$1" "$1" ;;
+    esac
+}
+
+# check_dialect COMPILER LANGUAGE STANDARD [OPTIONS...]: every header, in every form
+check_dialect() {
+    compiler=$1 language=$2 standard=$3 bad=0
+    shift 3
+    for header in $headers; do
+        for how in declarations implementation late; do
+            form "$header" $how >"$work/form.c"
+            stop=-fsyntax-only
+            [ $how != implementation ] || stop=-S # gcc finds unused functions only when it compiles
+            # shellcheck disable=SC2086  # lists of flags
+            "$compiler" -x "$language" "-std=$standard" $warnings $stop "$@" -I "$H" "$work/form.c" -o /dev/null && continue
+            echo "^ $header, $how"
+            bad=1
+        done
+    done
+    return $bad
+}
+
+check_nvcc() {
+    bad=0
+    for header in $headers; do
+        for how in declarations implementation; do
+            form "$header" $how >"$work/form.cu"
+            "$nvcc" -Werror all-warnings -Xcompiler -Wall -c -I "$H" "$work/form.cu" -o "$work/form.o" && continue
+            echo "^ $header, $how"
+            bad=1
+        done
+    done
+    return $bad
+}
+
+# ---- object files --------------------------------------------------------------------------------------------------
+
+check_declarations_define_nothing() {
+    for header in $headers; do
+        form "$header" declarations >"$work/none.c"
+        "$CC" -c -I "$H" "$work/none.c" -o "$work/none.o" && nm --defined-only "$work/none.o" | sed "s/^/$header: /"
+    done 2>&1 | fail_on_output
+}
+
+# A first include without the implementation must not keep a second one from giving all of it.
+check_late_symbols() {
+    for how in implementation late; do
+        form megatron.h $how >"$work/$how.c"
+        "$CC" -c -I "$H" "$work/$how.c" -o "$work/$how.o" && nm "$work/$how.o" | sed 's/^[0-9a-f]* *//' >"$work/$how.symbols"
+    done
+    [ -s "$work/late.symbols" ] && diff "$work/implementation.symbols" "$work/late.symbols"
+}
+
+check_symbols() {
+    compiler=$1
+    shift
+    form megatron.h implementation >"$work/symbols.c"
+    "$compiler" -c -O1 "$@" -I "$H" "$work/symbols.c" -o "$work/symbols.o" || return 1
+    nm -f sysv "$work/symbols.o" | awk -F'|' '
+        NF < 7 || $1 ~ /^Name/ { next }
+        { gsub(/ /, ""); class = $3; name = $1; section = $7; n++ }
+        class == "U" || class == "w" { next }
+        # tables that compilers make, and constants inside a function
+        class ~ /[rn]/ && (name ~ /^(CSWTCH|switch\.table|\.L|__func__|__PRETTY_FUNCTION__)/ || name ~ /\.[0-9]+$/) { next }
+        class ~ /[A-Z]/ && name !~ /^mt_/ { print "exported: " name }
+        class ~ /[a-z]/ && name !~ /^mti?_/ && section !~ /^\.(data|bss)/ { print "local: " name }
+        # constant tables of pointers lie in .data.rel.ro until they are relocated
+        section ~ /^\.(data|bss|tdata|tbss)|COM/ && section !~ /^\.data\.rel\.ro/ { print "mutable: " name " in " section }
+        END { if (n < 20) print "only " n " symbols seen: the check is broken" }' | fail_on_output
+}
+
+# Both halves of a program in C and in C++ (extension of the objects: c, cpp), to be linked every way round.
+build_c() {
+    "$CC" -c -I "$H" "$sources/implementation.c" -o "$work/implementation.c.o" &&
+        "$CC" -c -I "$H" "$sources/use.c" -o "$work/use.c.o"
+}
+build_cpp() {
+    "$CXX" -x c++ -c -I "$H" "$sources/implementation.c" -o "$work/implementation.cpp.o" &&
+        "$CXX" -c -I "$H" "$sources/use.cpp" -o "$work/use.cpp.o"
+}
+
+# check_link COMPILER IMPLEMENTATION USE
+check_link() {
+    "$1" "$work/implementation.$2.o" "$work/use.$3.o" -o "$work/linked" -lm -lpthread && "$work/linked"
+}
+
+check_no_implementation() {
+    if "$CC" "$work/use.c.o" -o "$work/linked" -lm -lpthread >"$work/link.log" 2>&1; then
+        echo "a program without any implementation links"
+        return 1
+    fi
+    grep -q 'mt_launch' "$work/link.log" || { cat "$work/link.log"; return 1; }
+}
+
+# ---- the checks find planted faults --------------------------------------------------------------------------------
+
+# planted WHERE FAULT COMMAND...: copies the headers, adds the fault at their end, and the command has to fail and to name it;
+# every fault has "bad" in it
+planted() {
+    where=$1 fault=$2
+    shift 2
+    H=$work/planted
+    mkdir -p "$H"
+    for header in $headers; do cp "$header" "$H/"; done
+    case $where in
+    raw) printf '%s\n' "$fault" ;;
+    declarations) printf '#ifndef MTI_PLANTED\n#define MTI_PLANTED\n%s\n#endif\n' "$fault" ;;
+    implementation)
+        printf '#if defined(MEGATRON_IMPLEMENTATION) && !defined(MTI_PLANTED)\n#define MTI_PLANTED\n%s\n#endif\n' "$fault" ;;
+    esac | tee -a "$H/mt_comm.h" >>"$H/mt_kernels.cuh"
+    if "$@" >"$work/planted.log" 2>&1 || ! grep -qi bad "$work/planted.log"; then
+        printf 'not found by %s: %s\n' "$*" "$fault"
+    fi
+    H=$PWD
+}
+
+long_function() {
+    echo 'static inline int mti_bad(int x) {'
+    awk 'BEGIN { for (i = 0; i < 70; i++) print "    x++;" }'
+    echo '    return x;'
+    echo '}'
+}
+
+planted_text() {
+    planted raw "/* XXX bad */" check_columns
+    planted raw "/* bad $(awk 'BEGIN { for (i = 0; i < 119; i++) printf "-" }') */" check_columns
+    planted raw "$(long_function)" check_function_length
+    planted raw '#include "bad.h"' check_floors
+    planted implementation 'static void mti_bad(void) { abort(); }' check_calls
+    planted implementation 'static void mti_bad(void) { if (1) exit(1); }' check_calls
+    planted implementation 'static void *mti_bad(void) { return malloc(4); }' check_allocation
+    planted declarations '#define BAD 1' check_macros
+    planted implementation '#define BAD 1' check_macros
+}
+
+planted_names() {
+    planted declarations 'typedef int bad;' check_names
+    planted declarations 'typedef void (*bad)(int mt_x);' check_names
+    planted declarations 'typedef struct bad { int x; } mt_good;' check_names
+    planted declarations 'typedef enum mt_good { MT_GOOD, BAD } mt_good;' check_names
+    planted declarations 'static inline int bad(int x) { return x; }' check_names
+    planted declarations 'extern const int mti_bad;' check_names
+    planted implementation 'static const int bad[] = {1};' check_names
+}
+
+planted_symbols() {
+    planted implementation 'int bad(void) { return 0; }' check_symbols "$CC"
+    planted implementation 'int mt_bad;' check_symbols "$CC" -fPIC
+    planted implementation 'int mt_bad(void) { static int bad_calls = 1; return bad_calls++; }' check_symbols "$CC"
+    planted implementation 'int mt_bad(void) { static __thread int bad_calls; return bad_calls++; }' check_symbols "$CC"
+    planted declarations 'void mt_bad(void) { }' check_declarations_define_nothing
+}
+
+planted_dialects() {
+    planted raw 'struct mt_bad { int x; };' check_dialect "$CC" c c99
+    planted declarations 'static inline int mti_bad(unsigned x) { return x; }' check_dialect "$CC" c c11
+    ! have_command "$CXX" ||
+        planted declarations 'static inline char *mti_bad(void *x) { char *y = x; return y; }' check_dialect "$CXX" c++ c++11
+    planted implementation 'static int mti_bad(void) { return 0; }' check_dialect "$CC" c c17
+}
+
+check_planted() { "planted_$1" | fail_on_output; }
+
+# ---- everything ----------------------------------------------------------------------------------------------------
+
+check_text() {
+    check "lines of at most 128 columns, nothing unfinished" check_columns
+    check "functions of at most 70 lines" check_function_length
+    check "includes go down only" check_floors
+    check "no exit, abort, assert or output to stdout" check_calls
+    check "malloc on the ground floor only" check_allocation
+    check "these checks find planted faults" check_planted text
+}
+
+# check_compiler COMPILER LANGUAGE STANDARDS...
+check_compiler() {
+    compiler=$1 language=$2
+    shift 2
+    if ! have_command "$compiler"; then
+        leave_out "$compiler: not here, its dialects were not checked"
+        return
+    fi
+    for standard in "$@"; do
+        check "$compiler -std=$standard: each header alone, twice, declarations and implementation" \
+            check_dialect "$compiler" "$language" "$standard"
+    done
+    for gemm in dnnl:MT_USE_ONEDNN openblas:MT_USE_CBLAS; do
+        have_package "lib${gemm%%:*}-dev" || continue
+        check "$compiler -std=$1 with ${gemm##*:}: the same" check_dialect "$compiler" "$language" "$1" "-D${gemm##*:}"
+    done
+    [ "$language" = c ] || return 0
+    check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
+    check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
+}
+
+check_toolkit() {
+    nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+    if hidden nvcc || [ ! -x "$nvcc" ]; then
+        skip "nvcc: no CUDA Toolkit here, nothing was compiled as .cu"
+    else
+        check "nvcc -Werror all-warnings: each header as .cu, declarations and implementation" check_nvcc
+    fi
+}
+
+check_programs() {
+    check "declarations define no symbols" check_declarations_define_nothing
+    check "an earlier include without the implementation takes nothing from it" check_late_symbols
+    check "implementation and use compile in separate files" build_c
+    check "links and runs: implementation in c, use in c" check_link "$CC" c c
+    check "a program without MEGATRON_IMPLEMENTATION does not link" check_no_implementation
+    if ! have_command "$CXX"; then
+        leave_out "$CXX: not here, no program of C and C++ was linked"
+        return
+    fi
+    check "implementation and use compile in separate files as C++" build_cpp
+    for pair in "c cpp" "cpp c" "cpp cpp"; do
+        # shellcheck disable=SC2086  # two words
+        check "links and runs: implementation in ${pair% *}, use in ${pair#* }" check_link "$CXX" $pair
+    done
+}
+
+check_text
+check "macros are MT_, MTI_ or MEGATRON_" check_macros
+check "functions, types, tags and constants are mt_ or MT_ (inside the implementation also mti_)" check_names
+check "the name check finds planted faults" check_planted names
+for family in gcc:g++ clang:clang++; do
+    check_compiler ${family%:*} c c99 c11 c17
+    check_compiler ${family#*:} c++ c++11 c++17
+done
+check "the dialect check finds planted faults" check_planted dialects
+check "the symbol check finds planted faults" check_planted symbols
+check_programs
+check_toolkit
+closing_line
+[ $failed -eq 0 ]

@@ -1,0 +1,117 @@
+/* A stand-in for the part of CMocka (https://cmocka.org) that the tests use, for machines where it cannot be installed.
+   tests/run.sh and CMakeLists.txt put this directory on the include path only when there is no real <cmocka.h>.
+   Same names, same output. Asserts work on the thread that runs the test, as CMocka's do. */
+#ifndef MT_TESTS_FALLBACK_CMOCKA_H
+#define MT_TESTS_FALLBACK_CMOCKA_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef int (*CMFixtureFunction)(void **state);
+struct CMUnitTest {
+    const char *name;
+    void (*test_func)(void **state);
+    CMFixtureFunction setup_func, teardown_func;
+    void *initial_state;
+};
+
+enum { CM_FAILED = 1, CM_SKIPPED = 2 };
+
+/* One test program is one translation unit, so this is the only copy. */
+static jmp_buf *cm_jump_(void) {
+    static jmp_buf jump;
+    return &jump;
+}
+
+#if defined(__GNUC__)
+__attribute__((noreturn))
+#endif
+static inline void cm_leave_(int how, const char *file, int line, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (how == CM_FAILED) {
+        vfprintf(stderr, format, args);
+        fprintf(stderr, "\n%s:%d: error: Failure!\n", file, line);
+    }
+    va_end(args);
+    longjmp(*cm_jump_(), how);
+}
+
+static inline int cm_call_(const struct CMUnitTest *test, void **state) {
+    int how = setjmp(*cm_jump_());
+    if (how == 0) test->test_func(state);
+    return how;
+}
+
+static inline int cm_run_(const struct CMUnitTest *test, void *group_state) {
+    void *state = test->initial_state ? test->initial_state : group_state;
+    int how;
+    printf("[ RUN      ] %s\n", test->name);
+    fflush(stdout);
+    how = test->setup_func && test->setup_func(&state) ? CM_FAILED : cm_call_(test, &state);
+    if (test->teardown_func && test->teardown_func(&state)) how = CM_FAILED;
+    printf("%s %s\n", how == 0 ? "[       OK ]" : how == CM_SKIPPED ? "[  SKIPPED ]" : "[  FAILED  ]", test->name);
+    return how;
+}
+
+static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CMFixtureFunction setup,
+                                CMFixtureFunction teardown) {
+    void *state = NULL;
+    size_t i, failed = 0, skipped = 0;
+    int how;
+    printf("[==========] Running %d test(s).\n", (int)count);
+    if (setup && setup(&state)) return (int)count;
+    for (i = 0; i < count; i++) {
+        how = cm_run_(&tests[i], state);
+        failed += how == CM_FAILED;
+        skipped += how == CM_SKIPPED;
+    }
+    if (teardown && teardown(&state)) failed++;
+    printf("[==========] %d test(s) run.\n[  PASSED  ] %d test(s).\n", (int)count, (int)(count - failed - skipped));
+    if (skipped) printf("[  SKIPPED ] %d test(s).\n", (int)skipped);
+    if (failed) printf("[  FAILED  ] %d test(s).\n", (int)failed);
+    return (int)failed;
+}
+
+#define cmocka_unit_test(f) { #f, f, NULL, NULL, NULL }
+#define cmocka_unit_test_setup(f, setup) { #f, f, setup, NULL, NULL }
+#define cmocka_unit_test_teardown(f, teardown) { #f, f, NULL, teardown, NULL }
+#define cmocka_unit_test_setup_teardown(f, setup, teardown) { #f, f, setup, teardown, NULL }
+#define cmocka_unit_test_prestate(f, state) { #f, f, NULL, NULL, state }
+#define cmocka_run_group_tests(tests, setup, teardown)                                                                 \
+    cm_run_group_(tests, sizeof(tests) / sizeof((tests)[0]), setup, teardown)
+#define cmocka_run_group_tests_name(name, tests, setup, teardown) cmocka_run_group_tests(tests, setup, teardown)
+#define cmocka_set_message_output(output) ((void)0)
+#define print_message printf
+#define print_error(...) fprintf(stderr, __VA_ARGS__)
+
+#define fail_msg(...) cm_leave_(CM_FAILED, __FILE__, __LINE__, __VA_ARGS__)
+#define fail() fail_msg("fail()")
+#define skip() cm_leave_(CM_SKIPPED, __FILE__, __LINE__, "skip()")
+
+#define CM_CHECK_(condition, ...) ((condition) ? (void)0 : cm_leave_(CM_FAILED, __FILE__, __LINE__, __VA_ARGS__))
+#define CM_COMPARE_(a, op, b)                                                                                          \
+    CM_CHECK_((uintmax_t)(a) op (uintmax_t)(b), "not %s %s %s: %jd, %jd", #a, #op, #b, (intmax_t)(a), (intmax_t)(b))
+#define CM_POINTERS_(a, op, b) CM_CHECK_((const void *)(a) op (const void *)(b), "not %s %s %s", #a, #op, #b)
+#define assert_true(c) CM_CHECK_(c, "not true: %s", #c)
+#define assert_false(c) CM_CHECK_(!(c), "not false: %s", #c)
+#define assert_int_equal(a, b) CM_COMPARE_(a, ==, b)
+#define assert_int_not_equal(a, b) CM_COMPARE_(a, !=, b)
+#define assert_in_range(v, lo, hi)                                                                                     \
+    CM_CHECK_((uintmax_t)(v) >= (uintmax_t)(lo) && (uintmax_t)(v) <= (uintmax_t)(hi), "%s out of range: %jd", #v, (intmax_t)(v))
+#define assert_return_code(rc, error) CM_CHECK_((rc) >= 0, "%s is negative, errno %d", #rc, (int)(error))
+#define assert_float_equal(a, b, epsilon)                                                                              \
+    CM_CHECK_((a) - (b) <= (epsilon) && (b) - (a) <= (epsilon), "%s != %s: %g, %g", #a, #b, (double)(a), (double)(b))
+#define assert_null(p) CM_POINTERS_(p, ==, NULL)
+#define assert_non_null(p) CM_POINTERS_(p, !=, NULL)
+#define assert_ptr_equal(a, b) CM_POINTERS_(a, ==, b)
+#define assert_ptr_not_equal(a, b) CM_POINTERS_(a, !=, b)
+#define assert_string_equal(a, b) CM_CHECK_(strcmp(a, b) == 0, "\"%s\" != \"%s\"", a, b)
+#define assert_string_not_equal(a, b) CM_CHECK_(strcmp(a, b) != 0, "both are \"%s\"", a)
+#define assert_memory_equal(a, b, size) CM_CHECK_(memcmp(a, b, size) == 0, "%s and %s differ", #a, #b)
+#define assert_memory_not_equal(a, b, size) CM_CHECK_(memcmp(a, b, size) != 0, "%s and %s are the same", #a, #b)
+
+#endif

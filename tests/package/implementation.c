@@ -1,0 +1,2 @@
+#define MEGATRON_IMPLEMENTATION
+#include <megatron.h>

@@ -1,0 +1,24 @@
+/* A program that has megatron.h's implementation in another file: two ranks sum a vector. C99 and C++11. */
+#include <megatron.h>
+#include <stdio.h>
+
+static mt_status rank_main(mt_comm *world, void *user) {
+    float x[4] = {1, 2, 3, 4};
+    float *sums = (float *)user;
+    mt_context *ctx;
+    mt_status status;
+    MT_TRY(mt_context_create(world, NULL, &ctx));
+    status = mt_all_reduce(ctx, world, x, x, 4, MT_F32, MT_SUM);
+    sums[mt_comm_rank(world)] = x[3];
+    mt_context_destroy(ctx);
+    return status;
+}
+
+int main(void) {
+    float sums[2] = {0, 0};
+    mt_launch_desc desc = {2, 0, 0, {NULL, NULL}};
+    mt_status status = mt_launch(&desc, rank_main, sums);
+    printf("megatron %s, GEMM %s: %s, sums %g %g\n", MT_VERSION, mt_gemm_library(), mt_status_name(status), (double)sums[0],
+           (double)sums[1]);
+    return status == MT_SUCCESS && sums[0] > 7.5f && sums[0] < 8.5f && sums[1] > 7.5f && sums[1] < 8.5f ? 0 : 1;
+}

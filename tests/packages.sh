@@ -1,0 +1,92 @@
+# shellcheck shell=sh
+# Read by tests/run.sh and examples/train.sh: what is on this machine, and how what is missing gets there.
+#
+#   MT_TEST_WITHOUT="cmake cmocka dnnl openblas clang nvcc ..."   behave as if these were not there, and could not be had
+#   MT_INSTALL=no                                                 install nothing, only say what is missing
+
+CC=${CC:-cc}
+CXX=${CXX:-c++}
+
+# Is $1 meant to be absent?
+hidden() {
+    case " ${MT_TEST_WITHOUT:-} " in
+    *" $1 "*) return 0 ;;
+    esac
+    return 1
+}
+
+have_command() { ! hidden "$1" && command -v "$1" >/dev/null 2>&1; }
+
+# have_library NAME HEADER LIBRARY: does a program with this header compile and link?
+have_library() {
+    hidden "$1" && return 1
+    printf '%s\n' '#include <stdarg.h>' '#include <stddef.h>' '#include <stdint.h>' '#include <setjmp.h>' "#include <$2>" \
+        'int main(void) { return 0; }' | "$CC" -x c - -o /dev/null "-l$3" 2>/dev/null
+}
+
+# Is package $1, by its Debian and Ubuntu name, there in effect?
+have_package() {
+    case $1 in
+    build-essential) have_command "$CC" && have_command "$CXX" && have_command make && have_library libc stdio.h m ;;
+    libdnnl-dev) have_library dnnl dnnl.h dnnl ;;
+    libopenblas-dev) have_library openblas cblas.h openblas ;;
+    libcmocka-dev) have_library cmocka cmocka.h cmocka ;;
+    *) have_command "$1" ;;
+    esac
+}
+
+missing_packages() {
+    for package in "$@"; do
+        have_package "$package" || printf '%s ' "$package"
+    done
+}
+
+# Prints how to become root without being asked anything ("" when we are); fails where that cannot be done.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then
+        return 0
+    fi
+    sudo -n true 2>/dev/null && echo "sudo -n"
+}
+
+# A package may have no counterpart on an older release: then the others are still installed.
+apt_install() {
+    root=$1
+    shift
+    apt_get="$root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y"
+    echo "Installing: $*"
+    # The lists of a fresh machine are empty, those of an old one name files that are gone.
+    $apt_get update >/dev/null || echo "apt-get update failed; trying with the package lists that are here"
+    $apt_get install --no-install-recommends "$@" >/dev/null </dev/null && return 0
+    for package in "$@"; do
+        $apt_get install --no-install-recommends "$package" >/dev/null </dev/null || echo "Could not install $package"
+    done
+}
+
+# Installs those of the packages that are missing, where that is allowed; says what to install where it is not.
+ensure_packages() {
+    wanted=
+    for package in $(missing_packages "$@"); do
+        hidden_package "$package" || wanted="$wanted $package"
+    done
+    [ -n "$wanted" ] || return 0
+    if [ "${MT_INSTALL:-yes}" != no ] && command -v apt-get >/dev/null 2>&1 && root=$(as_root); then
+        # shellcheck disable=SC2086  # a list of words
+        apt_install "$root" $wanted
+    else
+        echo "Missing, and not installed by this script (which takes apt-get, root, and MT_INSTALL other than no):$wanted"
+        echo "  On Debian or Ubuntu: sudo apt-get install$wanted"
+        echo "  Elsewhere, as far as listed: C and C++ compiler with make, CMake, CMocka, oneDNN, OpenBLAS, pkg-config, clang"
+    fi
+}
+
+# What MT_TEST_WITHOUT hides is not installed either.
+hidden_package() {
+    case $1 in
+    libdnnl-dev) hidden dnnl ;;
+    libopenblas-dev) hidden openblas ;;
+    libcmocka-dev) hidden cmocka ;;
+    build-essential) hidden "$CXX" || hidden make ;;
+    *) hidden "$1" ;;
+    esac
+}

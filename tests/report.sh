@@ -1,0 +1,63 @@
+# shellcheck shell=sh disable=SC2034
+# Read by tests/run.sh, tests/check_headers.sh and .ci/run: one line per thing tested, and the totals.
+
+LC_ALL=C
+export LC_ALL
+passed=0 failed=0 skipped=0
+check_log=/dev/null # a file, for check
+left_out= # what was skipped and need not be, a line each
+
+# Milliseconds since some moment; whole seconds where date knows no better.
+now() {
+    t=$(date +%s%3N)
+    case $t in
+    *[!0-9]*) echo "$(date +%s)000" ;;
+    *) echo "$t" ;;
+    esac
+}
+
+# line RESULT NAME START COUNT
+line() {
+    ms=$(($(now) - $3))
+    printf '  %-4s  %-30s %7d.%d s  %s\n' "$1" "$2" $((ms / 1000)) $((ms % 1000 / 100)) "$4"
+}
+
+show_log() { sed 's/^/        /' "$1"; }
+
+# check TITLE COMMAND...: the command fails and prints what is wrong, or it passes
+check() {
+    title=$1
+    shift
+    if "$@" >"$check_log" 2>&1 </dev/null; then
+        passed=$((passed + 1))
+        printf '  ok    %s\n' "$title"
+    else
+        failed=$((failed + 1))
+        printf '  FAIL  %s\n' "$title"
+        head -n "${check_lines:-200}" "$check_log" | sed 's/^/        /'
+    fi
+}
+
+# Something that was not there to be tested, which --strict does not accept ...
+leave_out() {
+    skipped=$((skipped + 1))
+    printf '  skip  %s\n' "$1"
+    left_out="$left_out  $1
+"
+}
+
+# ... and something that nobody is expected to have.
+skip() {
+    skipped=$((skipped + 1))
+    printf '  skip  %s (not a failure, also with --strict)\n' "$1"
+}
+
+# tally FILE: adds what a script wrote into it; without a closing line it did not finish
+tally() {
+    totals=$(sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p' "$1" | tail -n 1)
+    # shellcheck disable=SC2086  # three numbers
+    set -- ${totals:-0 1 0}
+    passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
+}
+
+closing_line() { echo "$passed passed, $failed failed, $skipped skipped"; }
