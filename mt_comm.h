@@ -11,7 +11,7 @@
            mt_context *ctx; MT_TRY(mt_context_create(world, NULL, &ctx));
            mt_status s = mt_all_reduce(ctx, world, x, x, 4, MT_F32, MT_SUM);
            mt_context_destroy(ctx); return s; }
-       int main(void) { mt_launch_desc d = {2}; return mt_launch(&d, rank_main, NULL); }
+       int main(void) { mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, rank_main, NULL); }
 
    It does not: start processes, cross machines (yet), spin while it waits for long, keep global state, exit or abort.
 
@@ -108,7 +108,8 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count); /* c
    training step on it to learn exactly what that step needs. Pointers handed out on it must not be dereferenced. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
-/* Both or neither. alloc returns memory aligned to `alignment` (a power of two), or NULL. */
+/* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or NULL. The
+   small structs that the library keeps on the host come from malloc. */
 typedef struct mt_allocator {
     void *(*alloc)(void *user, size_t bytes, size_t alignment);
     void (*free)(void *user, void *ptr, size_t bytes);
@@ -132,7 +133,7 @@ typedef struct mt_comm mt_comm;       /* opaque */
 typedef struct mt_context_desc {
     size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
     mt_device device;
-    int threads;            /* threads of the GEMM library on this rank; 0: 1. More than 1 only for a rank with idle cores */
+    int threads;            /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -274,8 +275,9 @@ MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *
 /* Zero-initialised means: one rank, pinned, MT_TIMEOUT_DEFAULT, errors to stderr. */
 typedef struct mt_launch_desc {
     int ranks;          /* 0: 1 */
-    int no_pinning;     /* 1: leave threads to the scheduler; by default rank r is pinned to the r-th allowed core when the
-                           process is allowed at least as many cores as there are ranks and there are two or more ranks */
+    int no_pinning;     /* 1: leave threads to the scheduler; by default each rank is pinned to cores of its own when there
+                           are two or more ranks and the process is allowed enough cores */
+    int cores_per_rank; /* 0: 1; more when a rank's GEMM library has threads: what mt_context_desc.threads says */
     double timeout_s;   /* of every communicator; 0: MT_TIMEOUT_DEFAULT */
     mt_logger logger;   /* gets one sentence per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
 } mt_launch_desc;
@@ -330,6 +332,10 @@ long syscall(long number, ...);
 #define MTI_MONOTONIC 1
 #else
 #define MTI_MONOTONIC 0
+#endif
+
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "megatron.h needs infinities, NaN and the order of additions: compile its implementation without -ffast-math"
 #endif
 
 #define MTI_ERROR_BYTES 1024
@@ -390,7 +396,7 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
 
 /* ---- >>context ---------------------------------------------------------------------------------------------------- */
 
-static void mti_comm_keep_error(mt_comm *comm, const char *text); /* >>local */
+static mt_status mti_comm_keep_error(mt_comm *comm, mt_status status, const char *text); /* >>local */
 
 /* Keeps a sentence as the context's (and its world's) last error, logs it, and returns `status`. */
 #if defined(__GNUC__)
@@ -401,7 +407,7 @@ static mt_status mti_fail(mt_context *ctx, mt_status status, const char *format,
     va_start(args, format);
     vsnprintf(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
-    if (ctx->world) mti_comm_keep_error(ctx->world, ctx->error);
+    if (ctx->world) mti_comm_keep_error(ctx->world, status, ctx->error);
     if (ctx->logger.log) ctx->logger.log(ctx->logger.user, MT_LOG_ERROR, ctx->error);
     return status;
 }
@@ -418,12 +424,16 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
     free(ptr);
 }
 
+/* Small structs of the library itself: zero-filled, in host memory whatever the context's device is. */
+static void *mti_host_alloc(size_t bytes) { return calloc(1, bytes); }
+static void mti_host_free(void *ptr) { free(ptr); }
+
 /* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MTI_ALIGNMENT + offset); }
 
 /* Where creation fails there is no context yet to keep the sentence: it goes to the world and to the logger. */
 static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
-    if (world) mti_comm_keep_error(world, text);
+    if (world) mti_comm_keep_error(world, status, text);
     if (desc && desc->logger.log) desc->logger.log(desc->logger.user, MT_LOG_ERROR, text);
     return status;
 }
@@ -459,9 +469,8 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
         d.allocator.alloc = mti_default_alloc;
         d.allocator.free = mti_default_free;
     }
-    ctx = (mt_context *)d.allocator.alloc(d.allocator.user, sizeof *ctx, MTI_ALIGNMENT);
+    ctx = (mt_context *)mti_host_alloc(sizeof *ctx);
     if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
-    memset(ctx, 0, sizeof *ctx);
     ctx->device = d.device;
     ctx->threads = d.threads ? d.threads : 1;
     ctx->world = world;
@@ -477,7 +486,7 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
     if (!ctx->arena) {
         char text[128];
         snprintf(text, sizeof text, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
-        d.allocator.free(d.allocator.user, ctx, sizeof *ctx);
+        mti_host_free(ctx);
         return mti_context_refuse(world, &d, MT_ERR_MEMORY, text);
     }
     *out = ctx;
@@ -485,11 +494,9 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
 }
 
 MT_API void mt_context_destroy(mt_context *ctx) {
-    mt_allocator allocator;
     if (!ctx) return;
-    allocator = ctx->allocator;
-    if (ctx->device != MT_DEVICE_META) allocator.free(allocator.user, ctx->arena, ctx->arena_bytes);
-    allocator.free(allocator.user, ctx, sizeof *ctx);
+    if (ctx->device != MT_DEVICE_META) ctx->allocator.free(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    mti_host_free(ctx);
 }
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
@@ -670,6 +677,7 @@ struct mt_comm {
     mt_comm *next;          /* in the owner's list of sub-communicators */
     mt_ledger ledger;
     char name[16];
+    mt_status error_status; /* the status that `error` belongs to */
     char error[MTI_ERROR_BYTES];
 };
 
@@ -678,7 +686,9 @@ typedef struct mti_rank {
     mt_comm *world, *children;
     mt_rank_function run;
     void *user;
-    int rank, core, started; /* core < 0: not pinned */
+    int rank, started;
+    const int *core; /* the cores it is pinned to ... */
+    int cores;       /* ... and how many; 0: not pinned */
     mt_status status;
     pthread_t thread;
     char reason[MTI_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
@@ -702,12 +712,14 @@ static void mti_say(mti_text *text, const char *format, ...) {
     if (n > 0) text->used += (size_t)n < left ? (size_t)n : left - 1;
 }
 
-static void mti_comm_keep_error(mt_comm *comm, const char *text) {
+static mt_status mti_comm_keep_error(mt_comm *comm, mt_status status, const char *text) {
     size_t n = strlen(text);
     if (n >= sizeof comm->error) n = sizeof comm->error - 1;
     memmove(comm->error, text, n); /* text may be comm->error itself */
     comm->error[n] = '\0';
-    if (comm->owner && comm->owner->world != comm) mti_comm_keep_error(comm->owner->world, text);
+    comm->error_status = status;
+    if (comm->owner && comm->owner->world != comm) mti_comm_keep_error(comm->owner->world, status, text);
+    return status;
 }
 
 /* mti_fail for calls on a communicator, which keeps the sentence too; ctx and comm may be NULL. */
@@ -720,7 +732,7 @@ static mt_status mti_refuse(mt_context *ctx, mt_comm *comm, mt_status status, co
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (comm) mti_comm_keep_error(comm, text);
+    if (comm) mti_comm_keep_error(comm, status, text);
     return ctx ? mti_fail(ctx, status, "%s", text) : status;
 }
 
@@ -796,15 +808,19 @@ static int mti_allowed_cores(int *core, int limit) {
     return found > 0 ? found : 1;
 }
 
-static void mti_pin(int core) {
+/* Lets this thread, and those it starts, run on these cores only. */
+static void mti_pin(const int *core, int count) {
 #if defined(__linux__)
     unsigned char mask[MTI_CORE_BYTES];
-    if (core < 0) return;
+    int i;
+    if (count < 1) return;
     memset(mask, 0, sizeof mask);
-    mask[core / 8] = (unsigned char)(1u << (core % 8));
+    for (i = 0; i < count; i++)
+        if (core[i] < 8 * MTI_CORE_BYTES) mask[core[i] / 8] |= (unsigned char)(1u << (core[i] % 8));
     (void)syscall(SYS_sched_setaffinity, 0L, (long)sizeof mask, mask); /* a refusal costs speed only */
 #else
     (void)core;
+    (void)count;
 #endif
 }
 
@@ -1983,14 +1999,20 @@ MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *
 
 /* ---- >>launch ----------------------------------------------------------------------------------------------------- */
 
+/* What the rank's status is about; the last sentence may belong to an error that the rank has dealt with. */
+static const char *mti_rank_sentence(const mti_rank *rank) {
+    const mt_comm *world = rank->world;
+    return world->error[0] && world->error_status == rank->status ? world->error : mt_status_string(rank->status);
+}
+
 /* Tells everybody who waits for this rank, in any of its groups, and frees what its function left behind. */
 static void mti_rank_over(mti_rank *rank) {
-    const char *sentence = rank->world->error[0] ? rank->world->error : mt_status_string(rank->status);
     mt_comm *comm;
     if (rank->status == MT_SUCCESS)
         snprintf(rank->reason, sizeof rank->reason, "returned from its function");
     else
-        snprintf(rank->reason, sizeof rank->reason, "failed: %s: %s", mt_status_name(rank->status), sentence);
+        snprintf(rank->reason, sizeof rank->reason, "failed: %s: %s", mt_status_name(rank->status),
+                 mti_rank_sentence(rank));
     mti_leave(rank->world, rank->reason);
     for (comm = rank->children; comm; comm = comm->next) mti_leave(comm, rank->reason);
     while (rank->children) mt_comm_destroy(rank->children);
@@ -1998,7 +2020,7 @@ static void mti_rank_over(mti_rank *rank) {
 
 static void *mti_rank_thread(void *argument) {
     mti_rank *rank = (mti_rank *)argument;
-    mti_pin(rank->core);
+    mti_pin(rank->core, rank->cores);
     rank->status = rank->run(rank->world, rank->user);
     mti_rank_over(rank);
     return NULL;
@@ -2026,11 +2048,10 @@ static mt_status mti_launch_report(const mt_launch_desc *desc, const mti_rank *r
     for (secondary = 0; secondary < 2; secondary++) {
         for (r = 0; r < desc->ranks; r++) {
             const mti_rank *rank = &ranks[r];
-            const char *error = rank->world->error;
             if (rank->status == MT_SUCCESS || (rank->status == MT_ERR_PEER) != secondary) continue;
             MT_KEEP(first, rank->status);
             mti_launch_say(desc, "rank %d of %d: %s: %s", r, desc->ranks, mt_status_name(rank->status),
-                           error[0] ? error : mt_status_string(rank->status));
+                           mti_rank_sentence(rank));
         }
     }
     return first;
@@ -2039,8 +2060,7 @@ static mt_status mti_launch_report(const mt_launch_desc *desc, const mti_rank *r
 static void mti_rank_not_started(mti_rank *rank, int error) {
     char text[128];
     snprintf(text, sizeof text, "mt_launch: the system gave no thread for rank %d (error %d)", rank->rank, error);
-    mti_comm_keep_error(rank->world, text);
-    rank->status = MT_ERR_SYSTEM;
+    rank->status = mti_comm_keep_error(rank->world, MT_ERR_SYSTEM, text);
     mti_rank_over(rank);
 }
 
@@ -2065,6 +2085,10 @@ static mt_status mti_launch_check(const mt_launch_desc *desc, mt_rank_function r
         mti_launch_say(desc, "mt_launch: ranks is %d, must lie in [1, %d]", desc->ranks, MTI_MAX_RANKS);
         return MT_ERR_ARGUMENT;
     }
+    if (desc->cores_per_rank < 1) {
+        mti_launch_say(desc, "mt_launch: cores_per_rank is %d, must not be negative", desc->cores_per_rank);
+        return MT_ERR_ARGUMENT;
+    }
     if (!(desc->timeout_s >= 0)) {
         mti_launch_say(desc, "mt_launch: timeout_s is %g, must not be negative", desc->timeout_s);
         return MT_ERR_ARGUMENT;
@@ -2074,8 +2098,8 @@ static mt_status mti_launch_check(const mt_launch_desc *desc, mt_rank_function r
 
 static mt_status mti_launch_ranks(const mt_launch_desc *desc, mti_rank *ranks, mt_comm **worlds, mt_rank_function run,
                                   void *user) {
-    int core[MTI_MAX_RANKS], cores = mti_allowed_cores(core, MTI_MAX_RANKS), r;
-    int pinned = !desc->no_pinning && desc->ranks > 1 && cores >= desc->ranks && MTI_CAN_PIN;
+    int core[8 * MTI_CORE_BYTES], cores = mti_allowed_cores(core, 8 * MTI_CORE_BYTES), each = desc->cores_per_rank, r;
+    int pinned = !desc->no_pinning && desc->ranks > 1 && cores / each >= desc->ranks && MTI_CAN_PIN;
     mt_status status = mt_comm_create_local(desc->ranks, desc->timeout_s, worlds);
     if (status != MT_SUCCESS) {
         mti_launch_say(desc, "mt_launch: no memory for the communicators of %d ranks", desc->ranks);
@@ -2087,7 +2111,8 @@ static mt_status mti_launch_ranks(const mt_launch_desc *desc, mti_rank *ranks, m
         ranks[r].run = run;
         ranks[r].user = user;
         ranks[r].rank = r;
-        ranks[r].core = pinned ? core[r] : -1;
+        ranks[r].core = core + (pinned ? r * each : 0);
+        ranks[r].cores = pinned ? each : 0;
     }
     if (desc->ranks == 1) mti_rank_thread(ranks);
     else mti_launch_threads(ranks, desc->ranks);
@@ -2104,6 +2129,7 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (d.ranks == 0) d.ranks = 1;
+    if (d.cores_per_rank == 0) d.cores_per_rank = 1;
     MT_TRY(mti_launch_check(&d, rank_main));
     ranks = (mti_rank *)calloc((size_t)d.ranks, sizeof *ranks);
     worlds = (mt_comm **)calloc((size_t)d.ranks, sizeof *worlds);

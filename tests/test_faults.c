@@ -654,8 +654,35 @@ static void test_leaving_without_launcher(void **state) {
     }
 }
 
+/* A rank that has dealt with an error and then fails for another reason is not reported with the old sentence. */
+static mt_status dealt_with_rank(mt_comm *world, void *user) {
+    mt_context *ctx;
+    (void)user;
+    MT_TRY(mt_context_create(world, NULL, &ctx));
+    if (mt_all_reduce(ctx, world, NULL, NULL, 3, MT_F32, MT_SUM) != MT_ERR_ARGUMENT) return MT_ERR_SYSTEM;
+    mt_context_destroy(ctx);
+    return MT_ERR_IO;
+}
+
+static void keep_last(void *user, mt_log_level level, const char *message) {
+    (void)level;
+    snprintf((char *)user, 256, "%s", message);
+}
+
+static void test_report_is_not_stale(void **state) {
+    char last[256] = "";
+    mt_launch_desc d;
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.logger.log = keep_last;
+    d.logger.user = last;
+    assert_int_equal(mt_launch(&d, dealt_with_rank, NULL), MT_ERR_IO);
+    assert_string_equal(last, "rank 0 of 1: MT_ERR_IO: input/output error");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_report_is_not_stale),
         cmocka_unit_test(test_different_calls), cmocka_unit_test(test_mismatch_sentence),
         cmocka_unit_test(test_never_comes),     cmocka_unit_test(test_comes_late),
         cmocka_unit_test(test_leaves),          cmocka_unit_test(test_chain),
