@@ -5,10 +5,15 @@
        #include "megatron.h"                // in every other file the #include alone
        cc -O3 -march=native -I. yours.c -lm -lpthread          (add -DMT_USE_ONEDNN -ldnnl for a fast GEMM)
 
-   A tensor-parallel MLP, [tokens, hidden] -> [tokens, hidden], every rank running this (see examples/01_mlp.c):
-       mt_mlp mlp;  mt_mlp_desc d = {1024};                                  // hidden; everything else has defaults
-       MT_TRY(mt_mlp_create(ctx, params, "mlp", &d, &mlp));                  // takes its shard of the weights
-       MT_TRY(mt_params_init(ctx, params, 1234));                            // same model on any number of ranks
+   A tensor-parallel MLP, [tokens, hidden] -> [tokens, hidden]; every rank runs this (examples/01_mlp.c is the whole program):
+       mt_context *ctx;   MT_TRY(mt_context_create(world, NULL, &ctx));      // NULL: CPU, defaults
+       mt_grid grid;      mt_grid_desc shape = {.tensor = 2};                // data parallel over the rest of world
+       mt_params *params; MT_TRY(mt_grid_create(world, &shape, &grid));
+                          MT_TRY(mt_params_create(ctx, &grid, &params));
+       mt_mlp mlp;        mt_mlp_desc desc = {.hidden = 1024};
+                          MT_TRY(mt_mlp_create(ctx, params, "mlp", &desc, &mlp));   // this rank's shard of the weights
+                          MT_TRY(mt_params_init(ctx, params, 1234));         // the same model on any number of ranks
+       mt_mlp_saved saved;
        MT_TRY(mt_mlp_forward (ctx, &mlp, x, y, &saved));                     // x, y: views of your buffers; one all-reduce
        MT_TRY(mt_mlp_backward(ctx, &mlp, dy, dx, &saved));                   // one all-reduce; parameter gradients +=
 
@@ -51,7 +56,7 @@ extern "C" {
 typedef struct mt_batch {
     int64_t sequences, seq;
     int64_t first_sequence;
-    const int32_t *lengths; /* key padding: valid tokens of each sequence, [sequences]; NULL: all */
+    const int32_t *lengths; /* key padding: valid tokens of each sequence, [sequences], on the device; NULL: all */
     uint64_t seed, step;    /* dropout: same (seed, step), same masks; use a new step for each optimizer step */
 } mt_batch;
 
@@ -90,7 +95,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 /* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b): QKV column-parallel, attention on this rank's
    heads, projection row-parallel. heads must be a multiple of kv_heads and hidden of heads; kv_heads at least the tensor
    size. Where the split does not divide kv_heads, the last ranks hold empty groups. */
-typedef struct mt_attention_desc {
+typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;                 /* query groups; 0: heads (MHA), fewer: GQA */
     mt_mask mask;                     /* default MT_MASK_CAUSAL */
@@ -102,28 +107,29 @@ typedef struct mt_attention_desc {
     int skip_bias_add;                /* 1: the caller adds attention.proj.bias itself */
     int sequence_parallel;            /* x and y are [tokens / t, hidden] */
     float init_std, output_init_std;  /* of qkv, of proj; 0: 0.02 */
-} mt_attention_desc;
+} mt_self_attention_desc;
 
-typedef struct mt_attention {
-    mt_attention_desc desc;
+typedef struct mt_self_attention {
+    mt_self_attention_desc desc;
     mt_column_parallel_linear qkv; /* NAME.linear_qkv.*, rows per query group: its queries, its key, its value */
     mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
     mt_tensor rotary;              /* [max_seq, head_dim] or none; memory of the registry */
     int64_t head_dim, groups;      /* groups: of this rank, empty ones included */
     int64_t first_group;           /* global index of this rank's first */
-} mt_attention;
+} mt_self_attention;
 
-typedef struct mt_attention_saved {
+typedef struct mt_self_attention_saved {
+    mt_batch batch; /* what forward worked on; its lengths must stay as they are until backward */
     mt_linear_saved qkv_in, proj_in;
     mt_tensor qkv, out, lse; /* [tokens, local qkv], [tokens, local heads * head_dim], [heads but empty ones, tokens] */
-} mt_attention_saved;
+} mt_self_attention_saved;
 
-MT_API mt_status mt_attention_create(mt_context *ctx, mt_params *params, const char *name, const mt_attention_desc *desc,
-                                     mt_attention *out);
-MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_attention *attention, const mt_batch *batch, mt_tensor x,
-                                           mt_tensor y, mt_attention_saved *saved);
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_attention *attention, const mt_batch *batch,
-                                            mt_tensor dy, mt_tensor dx, const mt_attention_saved *saved);
+MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
+                                          const mt_self_attention_desc *desc, mt_self_attention *out);
+MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
+                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved);
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy, mt_tensor dx,
+                                            const mt_self_attention_saved *saved);
 
 /* Between the grouped QKV weight [(heads + 2 kv_heads) * head_dim, cols] and separate q [heads * head_dim, cols], k and v
    [kv_heads * head_dim, cols], all in host memory, global; for a bias cols is 1. Plain copies, no errors but sizes. */
@@ -142,7 +148,7 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
 
-typedef struct mt_layer_desc {
+typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
     int64_t kv_heads, ffn;      /* 0: heads, 4 * hidden */
     mt_ln_placement placement;  /* default MT_PRE_LN */
@@ -158,41 +164,42 @@ typedef struct mt_layer_desc {
     int sequence_parallel;      /* x and y are [tokens / t, hidden] */
     float init_std;             /* 0: 0.02 */
     float output_init_std;      /* of proj and fc2; 0: 0.02; GPT-2 uses 0.02 / sqrt(2 * layers) */
-} mt_layer_desc;
+} mt_transformer_layer_desc;
 
 typedef struct mt_norm {
+    mt_param *weight, *bias; /* bias is NULL for RMSNorm */
     mt_norm_kind kind;
     float eps;
-    mt_param *weight, *bias; /* bias is NULL for RMSNorm */
 } mt_norm;
 
-typedef struct mt_layer {
-    mt_layer_desc desc;
+typedef struct mt_transformer_layer {
+    mt_transformer_layer_desc desc;
     mt_norm input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
-    mt_attention attention;       /* NAME.self_attention.* */
+    mt_self_attention attention;       /* NAME.self_attention.* */
     mt_mlp mlp;                   /* NAME.mlp.* */
     mt_comm *tensor;
-} mt_layer;
+} mt_transformer_layer;
 
 /* One of the layer's two halves: norm, attention or MLP, dropout, residual. */
 typedef struct mt_sublayer_saved {
     mt_tensor norm_in, stats;
 } mt_sublayer_saved;
 
-typedef struct mt_layer_saved {
+typedef struct mt_transformer_layer_saved {
     mt_sublayer_saved first, second;
-    mt_attention_saved attention;
+    mt_self_attention_saved attention;
     mt_mlp_saved mlp;
-} mt_layer_saved;
+} mt_transformer_layer_saved;
 
-/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory. A training step does 4
-   all-reduces of [tokens, hidden] over the tensor group; with sequence_parallel 6 all-gathers and 4 reduce-scatters. */
-MT_API mt_status mt_layer_create(mt_context *ctx, mt_params *params, const char *name, const mt_layer_desc *desc,
-                                 mt_layer *out);
-MT_API mt_status mt_layer_forward(mt_context *ctx, const mt_layer *layer, const mt_batch *batch, mt_tensor x, mt_tensor y,
-                                  mt_layer_saved *saved);
-MT_API mt_status mt_layer_backward(mt_context *ctx, const mt_layer *layer, const mt_batch *batch, mt_tensor dy, mt_tensor dx,
-                                   const mt_layer_saved *saved);
+/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory, all wanted. A training
+   step does 4 all-reduces of [tokens, hidden] over the tensor group; with sequence_parallel 6 all-gathers and 4
+   reduce-scatters. Backward is for the batch that forward was given, which saved remembers. */
+MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
+                                             const mt_transformer_layer_desc *desc, mt_transformer_layer *out);
+MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
+                                              mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved);
+MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
+                                               mt_tensor dx, const mt_transformer_layer_saved *saved);
 
 /* ---- GPT ---------------------------------------------------------------------------------------------------------- */
 
@@ -200,18 +207,18 @@ MT_API mt_status mt_layer_backward(mt_context *ctx, const mt_layer *layer, const
    token embedding or its own, cross-entropy. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq;
-    mt_layer_desc layer;       /* of every layer; its layer, max_seq, output_init_std are set here (0.02 / sqrt(2 layers)) */
+    mt_transformer_layer_desc layer; /* of every layer; its layer, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
     int untied_head;
     float embedding_dropout;
     float label_smoothing;
-    int32_t ignore_index;      /* 0: -100 */
+    int32_t ignore_index;      /* targets equal to it do not count; 0 stands for PyTorch's -100 */
 } mt_gpt_desc;
 
 typedef struct mt_gpt {
     mt_gpt_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
     mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
-    mt_layer *layers;                   /* decoder.layers.0.*, ...; memory of the registry */
+    mt_transformer_layer *layers;                   /* decoder.layers.0.*, ...; memory of the registry */
     mt_norm final_norm;                 /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
     mt_column_parallel_linear head;     /* output_layer.weight, or the embedding's */
     mt_cross_entropy_desc loss;
@@ -220,8 +227,9 @@ typedef struct mt_gpt {
 
 /* What one forward leaves for its backward. Several may be in flight. */
 typedef struct mt_gpt_saved {
-    mt_layer_saved *layers; /* mt_gpt_saved_create */
-    const int32_t *ids;
+    mt_transformer_layer_saved *layers; /* mt_gpt_saved_create */
+    mt_batch batch;
+    const int32_t *ids; /* NULL: there is no forward that waits for its backward */
     mt_tensor norm_in, stats;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
@@ -229,17 +237,18 @@ typedef struct mt_gpt_saved {
 
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out);
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out);
-MT_API void mt_gpt_saved_destroy(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *saved); /* zero-initialised is allowed */
+MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* a zero-initialised one is allowed */
 
-/* ids, targets [sequences * seq], the same on every tensor rank; loss [1, sequences * seq] per token, 0 where ignored.
+/* ids, targets [sequences * seq] on the device, the same on every tensor rank, unchanged until backward; loss
+   [1, sequences * seq] per token, 0 where ignored.
    Communication over the tensor group: 1 all-reduce for the embedding, 2 per layer, 1 all-gather of scalars for the loss.
    saved == NULL: evaluation. Errors: MT_ERR_DATA for ids and targets out of range, before anything is computed. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
-/* Adds the gradient of scale * sum(loss) to every parameter's. 1 all-reduce for the head, 2 per layer. Uses up saved->loss. */
-MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, float scale,
-                                 const mt_gpt_saved *saved);
+/* Adds the gradient of scale * sum(loss) to every parameter's. 1 all-reduce for the head, 2 per layer. Once for each forward:
+   it turns the logits into their gradient and leaves saved empty. */
+MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
 /* Inference, no dropout: logits [sequences * seq, vocab] of every token, or [sequences, vocab] of each sequence's last one (the
    last valid one where the batch has lengths); logits.rows decides which. On every tensor rank. */
@@ -308,7 +317,7 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
-    return mti_params_keep(ctx, params, count, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
+    return mti_params_keep(params, count, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
 }
 
 static mt_tensor mti_bias_value(const mt_param *bias) { return bias ? bias->value : mt_none(); }
@@ -329,8 +338,8 @@ static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_m
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mlp) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: mlp is NULL", function);
     MT_TRY(mti_expect_weight(ctx, function, mlp->fc1.weight));
-    MT_TRY(mti_expect(ctx, function, in_name, in, in.rows, mlp->desc.hidden));
-    return mti_expect(ctx, function, out_name, out, in.rows, mlp->desc.hidden);
+    MT_TRY(mti_expect_shape(ctx, function, in_name, in, in.rows, mlp->desc.hidden));
+    return mti_expect_shape(ctx, function, out_name, out, in.rows, mlp->desc.hidden);
 }
 
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
@@ -359,7 +368,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_backward", mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
-    MT_TRY(mti_expect(ctx, "mt_mlp_backward", "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
+    MT_TRY(mti_expect_shape(ctx, "mt_mlp_backward", "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_mlp_backward(ctx, mlp, dy, dx, saved);
@@ -398,8 +407,8 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
 
 static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 
-static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_attention_desc *d, int ranks) {
-    static const char *const function = "mt_attention_create";
+static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int ranks) {
+    static const char *const function = "mt_self_attention_create";
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
         d->max_seq > INT32_MAX || d->layer < 0 || !mti_probability(d->dropout) ||
         !(d->rotary_base >= 0.0f) || (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
@@ -424,11 +433,11 @@ static mt_status mti_params_buffer(mt_context *ctx, mt_params *params, size_t by
     mti_buffer *buffer;
     void *memory;
     mt_status status;
-    MT_TRY(mti_host_alloc(ctx, sizeof *buffer, &memory));
+    MT_TRY(mti_host_new(ctx, sizeof *buffer, &memory));
     buffer = (mti_buffer *)memory;
-    status = on_host ? mti_host_alloc(ctx, bytes, &buffer->data) : mt_context_alloc(ctx, bytes, &buffer->data);
+    status = on_host ? mti_host_new(ctx, bytes, &buffer->data) : mt_context_alloc(ctx, bytes, &buffer->data);
     if (status != MT_SUCCESS) {
-        mti_host_free(ctx, buffer, sizeof *buffer);
+        mti_host_free(buffer);
         return status;
     }
     buffer->bytes = bytes;
@@ -439,7 +448,7 @@ static mt_status mti_params_buffer(mt_context *ctx, mt_params *params, size_t by
     return MT_SUCCESS;
 }
 
-static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_attention *out) {
+static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_self_attention *out) {
     void *table;
     out->rotary = mt_none();
     if (out->desc.rotary_base <= 0.0f) return MT_SUCCESS;
@@ -448,8 +457,8 @@ static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_att
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
-static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const char *name, mt_attention *out) {
-    const mt_attention_desc *d = &out->desc;
+static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const char *name, mt_self_attention *out) {
+    const mt_self_attention_desc *d = &out->desc;
     char full[MT_NAME_MAX];
     int64_t per_group = d->heads / d->kv_heads;
     mt_linear_desc qkv, proj;
@@ -478,11 +487,11 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
     return mti_attention_rotary(ctx, params, out);
 }
 
-MT_API mt_status mt_attention_create(mt_context *ctx, mt_params *params, const char *name, const mt_attention_desc *desc,
-                                     mt_attention *out) {
-    mt_attention_desc d;
+MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
+                                          const mt_self_attention_desc *desc, mt_self_attention *out) {
+    mt_self_attention_desc d;
     int count;
-    MT_TRY(mti_create_check(ctx, "mt_attention_create", params, name, desc, out));
+    MT_TRY(mti_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, name, &d, params->grid->tensor_size));
@@ -490,11 +499,11 @@ MT_API mt_status mt_attention_create(mt_context *ctx, mt_params *params, const c
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
-    return mti_params_keep(ctx, params, count, out, sizeof *out, mti_attention_create(ctx, params, name, out));
+    return mti_params_keep(params, count, out, sizeof *out, mti_attention_create(ctx, params, name, out));
 }
 
 /* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
-static mt_attention_shape mti_attention_shape(const mt_attention *a, const mt_batch *batch, int training) {
+static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const mt_batch *batch, int training) {
     mt_attention_shape s;
     memset(&s, 0, sizeof s);
     s.batch = batch->sequences;
@@ -522,8 +531,8 @@ static mt_status mti_attention_zero_rest(mt_context *ctx, mt_tensor used, mt_ten
     return mt_fill(ctx, mt_tensor_cols(t, used.cols, t.cols - used.cols), 0.0f);
 }
 
-static mt_status mti_attention_core_forward(mt_context *ctx, const mt_attention *a, const mt_attention_shape *shape,
-                                            const mt_attention_saved *saved) {
+static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+                                            const mt_self_attention_saved *saved) {
     mt_tensor qkv = mti_attention_used(shape, saved->qkv, a->qkv.desc.unit);
     mt_tensor out = mti_attention_used(shape, saved->out, a->proj.desc.unit);
     MT_TRY(mti_attention_zero_rest(ctx, out, saved->out));
@@ -532,8 +541,8 @@ static mt_status mti_attention_core_forward(mt_context *ctx, const mt_attention 
     return mt_attention_forward(ctx, shape, qkv, out, saved->lse);
 }
 
-static mt_status mti_attention_core_backward(mt_context *ctx, const mt_attention *a, const mt_attention_shape *shape,
-                                             const mt_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+                                             const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     mt_tensor qkv = mti_attention_used(shape, saved->qkv, a->qkv.desc.unit);
     mt_tensor out = mti_attention_used(shape, saved->out, a->proj.desc.unit);
     mt_tensor used = mti_attention_used(shape, dqkv, a->qkv.desc.unit);
@@ -544,8 +553,8 @@ static mt_status mti_attention_core_backward(mt_context *ctx, const mt_attention
     return a->rotary.data ? mt_rotary_backward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq), used) : MT_SUCCESS;
 }
 
-static mt_status mti_attention_forward(mt_context *ctx, const mt_attention *a, const mt_attention_shape *shape, mt_tensor x,
-                                       mt_tensor y, mt_attention_saved *saved, int training) {
+static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+                                       mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
     int64_t tokens = shape->batch * shape->seq;
     saved->lse = mt_none();
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, a->qkv.local_features, &saved->qkv));
@@ -556,7 +565,7 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_attention *a, c
     return mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, &saved->proj_in);
 }
 
-static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_attention *a, const mt_batch *batch,
+static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a, const mt_batch *batch,
                                  const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int64_t rows;
     int ranks;
@@ -567,15 +576,15 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     if (rows % ranks != 0)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function, (long long)rows,
                         ranks);
-    MT_TRY(mti_expect(ctx, function, in_name, in, rows / ranks, a->desc.hidden));
-    return mti_expect(ctx, function, out_name, out, rows / ranks, a->desc.hidden);
+    MT_TRY(mti_expect_shape(ctx, function, in_name, in, rows / ranks, a->desc.hidden));
+    return mti_expect_shape(ctx, function, out_name, out, rows / ranks, a->desc.hidden);
 }
 
-MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_attention *attention, const mt_batch *batch, mt_tensor x,
-                                           mt_tensor y, mt_attention_saved *saved) {
+MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
+                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
     static const char *const function = "mt_self_attention_forward";
     mt_attention_shape shape;
-    mt_attention_saved local;
+    mt_self_attention_saved local;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -585,12 +594,13 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_attention *
     shape = mti_attention_shape(attention, batch, saved != NULL);
     mark = mt_arena_mark(ctx);
     status = mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL);
-    if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
+    if (status == MT_SUCCESS && saved) saved->batch = *batch;
+    else mt_arena_release(ctx, mark);
     return status;
 }
 
-static mt_status mti_attention_backward(mt_context *ctx, const mt_attention *a, const mt_attention_shape *shape, mt_tensor dy,
-                                        mt_tensor dx, const mt_attention_saved *saved) {
+static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+                                        mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_tensor dout, dqkv;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->out.rows, saved->out.cols, &dout));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->qkv.rows, saved->qkv.cols, &dqkv));
@@ -599,8 +609,8 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_attention *a, 
     return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
 }
 
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_attention *attention, const mt_batch *batch,
-                                            mt_tensor dy, mt_tensor dx, const mt_attention_saved *saved) {
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy, mt_tensor dx,
+                                            const mt_self_attention_saved *saved) {
     static const char *const function = "mt_self_attention_backward";
     mt_attention_shape shape;
     size_t mark;
@@ -608,9 +618,9 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_attention 
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention || !saved)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
-    MT_TRY(mti_block_check(ctx, function, attention, batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
+    MT_TRY(mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
-    shape = mti_attention_shape(attention, batch, 1);
+    shape = mti_attention_shape(attention, &saved->batch, 1);
     mark = mt_arena_mark(ctx);
     status = mti_attention_backward(ctx, attention, &shape, dy, dx, saved);
     mt_arena_release(ctx, mark);
@@ -657,7 +667,7 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
 /* ---- >>layer ------------------------------------------------------------------------------------------------------ */
 
 static mt_status mti_norm_create(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
-                                 const mt_layer_desc *d, mt_norm *out) {
+                                 const mt_transformer_layer_desc *d, mt_norm *out) {
     char full[MT_NAME_MAX];
     mt_param_desc p;
     memset(out, 0, sizeof *out);
@@ -685,10 +695,10 @@ static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tens
                             mti_bias_grad(norm->bias));
 }
 
-static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name, const mt_layer_desc *d,
-                                  mt_layer *out) {
+static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name, const mt_transformer_layer_desc *d,
+                                  mt_transformer_layer *out) {
     char full[MT_NAME_MAX];
-    mt_attention_desc a;
+    mt_self_attention_desc a;
     mt_mlp_desc m;
     memset(&a, 0, sizeof a);
     a.hidden = d->hidden;
@@ -709,26 +719,27 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.output_init_std = m.output_init_std = d->output_init_std;
     MT_TRY(mti_norm_create(ctx, params, name, "input_layernorm", d, &out->input_norm));
     MT_TRY(mti_join_name(ctx, full, name, "self_attention"));
-    MT_TRY(mt_attention_create(ctx, params, full, &a, &out->attention));
+    MT_TRY(mt_self_attention_create(ctx, params, full, &a, &out->attention));
     MT_TRY(mti_norm_create(ctx, params, name, "pre_mlp_layernorm", d, &out->mlp_norm));
     MT_TRY(mti_join_name(ctx, full, name, "mlp"));
     return mt_mlp_create(ctx, params, full, &m, &out->mlp);
 }
 
-MT_API mt_status mt_layer_create(mt_context *ctx, mt_params *params, const char *name, const mt_layer_desc *desc,
-                                 mt_layer *out) {
+MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
+                                             const mt_transformer_layer_desc *desc, mt_transformer_layer *out) {
+    static const char *const function = "mt_transformer_layer_create";
     int count;
-    MT_TRY(mti_create_check(ctx, "mt_layer_create", params, name, desc, out));
+    MT_TRY(mti_create_check(ctx, function, params, name, desc, out));
     if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN || !mti_probability(desc->hidden_dropout) ||
         desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM || !(desc->norm_eps >= 0.0f) || desc->hidden < 1)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_layer_create: '%s' has hidden %lld, placement %d, norm %d, norm_eps %g, "
-                        "hidden_dropout %g", name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, placement %d, norm %d, norm_eps %g, "
+                        "hidden_dropout %g", function, name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
                         (double)desc->norm_eps, (double)desc->hidden_dropout);
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     out->tensor = params->grid->tensor;
-    return mti_params_keep(ctx, params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
+    return mti_params_keep(params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
 /* The dropout of a half's output, whose rows are tokens of the global batch. */
@@ -742,7 +753,7 @@ static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer,
 
 /* What a half works with, collected once: half 0 is attention, half 1 the MLP. */
 typedef struct mti_half {
-    const mt_layer *layer;
+    const mt_transformer_layer *layer;
     const mt_batch *batch;
     const mt_norm *norm;
     const mt_param *bias; /* of the block's row-parallel linear, which leaves it to the half */
@@ -750,7 +761,8 @@ typedef struct mti_half {
     int index;
 } mti_half;
 
-static mti_half mti_layer_half(const mt_layer *layer, const mt_batch *batch, int index, int64_t rows, int training) {
+static mti_half mti_layer_half(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
+                               int training) {
     mti_half h;
     h.layer = layer;
     h.batch = batch;
@@ -762,27 +774,29 @@ static mti_half mti_layer_half(const mt_layer *layer, const mt_batch *batch, int
     return h;
 }
 
-static mt_status mti_half_block_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y, mt_layer_saved *saved) {
+static mt_status mti_half_block_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
+                                        mt_transformer_layer_saved *saved) {
     if (h->index == 0)
         return mt_self_attention_forward(ctx, &h->layer->attention, h->batch, x, y, saved ? &saved->attention : NULL);
     return mt_mlp_forward(ctx, &h->layer->mlp, x, y, saved ? &saved->mlp : NULL);
 }
 
 static mt_status mti_half_block_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
-                                         const mt_layer_saved *saved) {
+                                         const mt_transformer_layer_saved *saved) {
     if (h->index == 0)
-        return mt_self_attention_backward(ctx, &h->layer->attention, h->batch, dy, dx, &saved->attention);
+        return mt_self_attention_backward(ctx, &h->layer->attention, dy, dx, &saved->attention);
     return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
 }
 
 /* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. */
 static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor residual, mt_tensor y,
-                              mt_layer_saved *saved) {
+                              mt_transformer_layer_saved *saved) {
     MT_TRY(mti_half_block_forward(ctx, h, x, y, saved));
     return mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y);
 }
 
-static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y, mt_layer_saved *saved) {
+static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
+                                  mt_transformer_layer_saved *saved) {
     mt_sublayer_saved local, *s = saved ? (h->index == 0 ? &saved->first : &saved->second) : &local;
     mt_tensor inner;
     s->stats = mt_none();
@@ -807,7 +821,7 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
 }
 
 static mt_status mti_half_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
-                                   const mt_layer_saved *saved) {
+                                   const mt_transformer_layer_saved *saved) {
     const mt_sublayer_saved *s = h->index == 0 ? &saved->first : &saved->second;
     mt_tensor dinner, dblock;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &dinner));
@@ -825,16 +839,17 @@ static mt_status mti_half_backward(mt_context *ctx, const mti_half *h, mt_tensor
     return mti_norm_backward(ctx, h->norm, s->norm_in, s->stats, dinner, mt_none(), dx);
 }
 
-static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt_layer *layer, const mt_batch *batch,
-                                 const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt_transformer_layer *layer,
+                                 const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
+                                 mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
     MT_TRY(mti_block_check(ctx, function, &layer->attention, batch, in_name, in, out_name, out));
     return mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
-static mt_status mti_layer_forward(mt_context *ctx, const mt_layer *layer, const mt_batch *batch, mt_tensor x, mt_tensor y,
-                                   mt_layer_saved *saved) {
+static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch, mt_tensor x,
+                                   mt_tensor y, mt_transformer_layer_saved *saved) {
     mti_half first = mti_layer_half(layer, batch, 0, x.rows, saved != NULL);
     mti_half second = mti_layer_half(layer, batch, 1, x.rows, saved != NULL);
     mt_tensor middle;
@@ -843,21 +858,21 @@ static mt_status mti_layer_forward(mt_context *ctx, const mt_layer *layer, const
     return mti_half_forward(ctx, &second, middle, y, saved);
 }
 
-MT_API mt_status mt_layer_forward(mt_context *ctx, const mt_layer *layer, const mt_batch *batch, mt_tensor x, mt_tensor y,
-                                  mt_layer_saved *saved) {
+MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
+                                              mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved) {
     size_t mark;
     mt_status status;
-    MT_TRY(mti_layer_check(ctx, "mt_layer_forward", layer, batch, "x", x, "y", y));
+    MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = mti_layer_forward(ctx, layer, batch, x, y, saved);
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
     return status;
 }
 
-static mt_status mti_layer_backward(mt_context *ctx, const mt_layer *layer, const mt_batch *batch, mt_tensor dy, mt_tensor dx,
-                                    const mt_layer_saved *saved) {
-    mti_half first = mti_layer_half(layer, batch, 0, dy.rows, 1);
-    mti_half second = mti_layer_half(layer, batch, 1, dy.rows, 1);
+static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy, mt_tensor dx,
+                                    const mt_transformer_layer_saved *saved) {
+    mti_half first = mti_layer_half(layer, &saved->attention.batch, 0, dy.rows, 1);
+    mti_half second = mti_layer_half(layer, &saved->attention.batch, 1, dy.rows, 1);
     mt_tensor dmiddle;
     size_t mark;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &dmiddle));
@@ -867,16 +882,18 @@ static mt_status mti_layer_backward(mt_context *ctx, const mt_layer *layer, cons
     return mti_half_backward(ctx, &first, dmiddle, dx, saved);
 }
 
-MT_API mt_status mt_layer_backward(mt_context *ctx, const mt_layer *layer, const mt_batch *batch, mt_tensor dy, mt_tensor dx,
-                                   const mt_layer_saved *saved) {
+MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
+                                               mt_tensor dx, const mt_transformer_layer_saved *saved) {
+    static const char *const function = "mt_transformer_layer_backward";
     size_t mark;
     mt_status status;
-    MT_TRY(mti_layer_check(ctx, "mt_layer_backward", layer, batch, "dy", dy, "dx", dx));
-    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_layer_backward: saved is NULL");
-    MT_TRY(mti_expect(ctx, "mt_layer_backward", "saved->first.norm_in", saved->first.norm_in, dy.rows, dy.cols));
-    MT_TRY(mti_expect(ctx, "mt_layer_backward", "saved->second.norm_in", saved->second.norm_in, dy.rows, dy.cols));
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
+    MT_TRY(mti_expect_shape(ctx, function, "saved->first.norm_in", saved->first.norm_in, dy.rows, dy.cols));
+    MT_TRY(mti_expect_shape(ctx, function, "saved->second.norm_in", saved->second.norm_in, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);
-    status = mti_layer_backward(ctx, layer, batch, dy, dx, saved);
+    status = mti_layer_backward(ctx, layer, dy, dx, saved);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -885,12 +902,10 @@ MT_API mt_status mt_layer_backward(mt_context *ctx, const mt_layer *layer, const
 
 static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gpt_desc *d) {
     if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > (1 << 17) || d->max_seq < 1 ||
-        !mti_probability(d->embedding_dropout) || !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f) ||
-        (d->ignore_index > 0 && d->ignore_index < d->vocab))
+        !mti_probability(d->embedding_dropout) || !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: vocab %lld, layers %lld, max_seq %lld, embedding_dropout %g, "
-                        "label_smoothing %g, ignore_index %ld", (long long)d->vocab, (long long)d->layers,
-                        (long long)d->max_seq, (double)d->embedding_dropout, (double)d->label_smoothing,
-                        (long)d->ignore_index);
+                        "label_smoothing %g", (long long)d->vocab, (long long)d->layers,
+                        (long long)d->max_seq, (double)d->embedding_dropout, (double)d->label_smoothing);
     if (grid->pipeline_size != 1)
         return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gpt_create: a grid of %d pipeline stages; pipelines are not built yet",
                         grid->pipeline_size);
@@ -898,7 +913,7 @@ static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gp
 }
 
 static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
-    const mt_layer_desc *l = &gpt->desc.layer;
+    const mt_transformer_layer_desc *l = &gpt->desc.layer;
     mt_embedding_desc e;
     mt_param_desc p;
     memset(&e, 0, sizeof e);
@@ -923,17 +938,17 @@ static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     void *memory;
     int64_t i;
     MT_TRY(mti_params_buffer(ctx, params, (size_t)gpt->desc.layers * sizeof *gpt->layers, 1, &memory));
-    gpt->layers = (mt_layer *)memory;
+    gpt->layers = (mt_transformer_layer *)memory;
     for (i = 0; i < gpt->desc.layers; i++) {
         gpt->desc.layer.layer = i;
         snprintf(name, sizeof name, "decoder.layers.%lld", (long long)i);
-        MT_TRY(mt_layer_create(ctx, params, name, &gpt->desc.layer, &gpt->layers[i]));
+        MT_TRY(mt_transformer_layer_create(ctx, params, name, &gpt->desc.layer, &gpt->layers[i]));
     }
     return MT_SUCCESS;
 }
 
 static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
-    const mt_layer_desc *l = &gpt->desc.layer;
+    const mt_transformer_layer_desc *l = &gpt->desc.layer;
     mt_linear_desc head;
     MT_TRY(mti_gpt_embedding(ctx, params, gpt));
     MT_TRY(mti_gpt_layers(ctx, params, gpt));
@@ -963,7 +978,7 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
     out->loss.label_smoothing = desc->label_smoothing;
     out->loss.ignore_index = desc->ignore_index;
     out->grid = params->grid;
-    return mti_params_keep(ctx, params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
+    return mti_params_keep(params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
 }
 
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out) {
@@ -971,15 +986,15 @@ MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers || !out)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create: %s", out ? "the model was not created" : "out is NULL");
-    MT_TRY(mti_host_alloc(ctx, (size_t)gpt->desc.layers * sizeof *out->layers, &memory));
+    MT_TRY(mti_host_new(ctx, (size_t)gpt->desc.layers * sizeof *out->layers, &memory));
     memset(out, 0, sizeof *out);
-    out->layers = (mt_layer_saved *)memory;
+    out->layers = (mt_transformer_layer_saved *)memory;
     return MT_SUCCESS;
 }
 
-MT_API void mt_gpt_saved_destroy(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *saved) {
-    if (!ctx || !gpt || !saved) return;
-    mti_host_free(ctx, saved->layers, (size_t)gpt->desc.layers * sizeof *saved->layers);
+MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved) {
+    if (!saved) return;
+    mti_host_free(saved->layers);
     memset(saved, 0, sizeof *saved);
 }
 
@@ -1023,7 +1038,7 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, hidden, &next));
     for (i = 0; i < gpt->desc.layers; i++) {
         mt_tensor done = x;
-        MT_TRY(mt_layer_forward(ctx, &gpt->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
+        MT_TRY(mt_transformer_layer_forward(ctx, &gpt->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
         x = next;
         next = done;
         if (saved && (i + 1 < gpt->desc.layers || gpt->final_norm.weight))
@@ -1073,15 +1088,20 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     tokens = batch->sequences * batch->seq;
     if (saved && !saved->layers)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
-    MT_TRY(mti_expect(ctx, function, "loss", loss, 1, tokens));
+    MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab,
                         gpt->loss.ignore_index ? gpt->loss.ignore_index : -100));
     mark = mt_arena_mark(ctx);
+    if (saved) saved->ids = NULL;
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, loss, saved);
-    if (status == MT_SUCCESS && saved) saved->ids = ids;
-    else mt_arena_release(ctx, mark);
-    return status;
+    if (status != MT_SUCCESS || !saved) {
+        mt_arena_release(ctx, mark);
+        return status;
+    }
+    saved->batch = *batch;
+    saved->ids = ids;
+    return MT_SUCCESS;
 }
 
 /* dx is the gradient of the embedding's output; it is used up. */
@@ -1097,7 +1117,7 @@ static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, cons
     return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
 }
 
-static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const mt_gpt_saved *saved) {
+static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved) {
     mt_tensor dy, dx, done;
     int64_t i;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->head.x.rows, saved->head.x.cols, &dy));
@@ -1106,29 +1126,27 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_b
     if (gpt->final_norm.weight)
         MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, dy, mt_none(), dy));
     for (i = gpt->desc.layers; i-- > 0;) {
-        MT_TRY(mt_layer_backward(ctx, &gpt->layers[i], batch, dy, dx, &saved->layers[i]));
+        MT_TRY(mt_transformer_layer_backward(ctx, &gpt->layers[i], dy, dx, &saved->layers[i]));
         done = dy;
         dy = dx;
         dx = done;
     }
-    return mti_gpt_embed_backward(ctx, gpt, batch, saved->ids, dy);
+    return mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy);
 }
 
-MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, float scale,
-                                 const mt_gpt_saved *saved) {
+MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved) {
     static const char *const function = "mt_gpt_backward";
     size_t mark;
     mt_status status;
-    MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved || !saved->ids)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
-    if (saved->loss.logits.rows != batch->sequences * batch->seq)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: the batch has %lld tokens, the forward had %lld", function,
-                        (long long)(batch->sequences * batch->seq), (long long)saved->loss.logits.rows);
+    MT_TRY(mti_gpt_call_check(ctx, function, gpt, &saved->batch));
     mark = mt_arena_mark(ctx);
     status = mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss, mt_none(), scale, &saved->loss);
-    if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, batch, saved);
+    if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, saved);
     mt_arena_release(ctx, mark);
+    saved->ids = NULL;
     return status;
 }
 
@@ -1173,7 +1191,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     mt_status status;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
-    MT_TRY(mti_expect(ctx, function, "logits", logits, logits.rows == batch->sequences ? batch->sequences : tokens,
+    MT_TRY(mti_expect_shape(ctx, function, "logits", logits, logits.rows == batch->sequences ? batch->sequences : tokens,
                       gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     mark = mt_arena_mark(ctx);

@@ -178,7 +178,7 @@ typedef struct mt_cross_entropy_shape {
     int64_t vocab;         /* of the whole model, without padding */
     int64_t first_col;     /* global vocabulary index of the shard's first column */
     float label_smoothing; /* 0 <= a < 1 */
-    int32_t ignore_index;  /* a value outside [0, vocab), e.g. -100; 0 means -100 */
+    int32_t ignore_index;  /* 0 stands for PyTorch's default, -100 */
 } mt_cross_entropy_shape;
 
 /* The pieces around the one collective: each shard computes stats, the stats of all shards are gathered, combine gives the
@@ -186,8 +186,8 @@ typedef struct mt_cross_entropy_shape {
    and get gradient 0.
    stats [tokens, 4]: max, sum of exp(x - max), the target's logit if it is here else 0, sum of x. max is -inf for a shard
    of padding only.
-   combine: gathered [shards * tokens, 4], shard-major, met in the tree order of mt_all_reduce -> loss [1, tokens], lse [2, tokens]:
-   the maximum and the log of the sum of exp(x - maximum), kept apart so that big logits keep their precision.
+   combine: gathered [shards * tokens, 4], shard-major, met in the tree order of mt_all_reduce -> loss [1, tokens] and
+   lse [2, tokens]: maximum and log of the sum of exp(x - maximum), kept apart so that big logits keep their precision.
    backward: logits = scale * dloss[i] * (softmax - smoothed one-hot); dloss [1, tokens] optional (then 1). */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats);
@@ -2093,9 +2093,6 @@ static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, co
     if (!(s->label_smoothing >= 0.0f && s->label_smoothing < 1.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing is %g, must be at least 0 and less than 1", where,
                         (double)s->label_smoothing);
-    if (mti_ignore_index(s) >= 0 && mti_ignore_index(s) < s->vocab)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: ignore_index is %ld, must be outside [0, %lld)", where,
-                        (long)s->ignore_index, (long long)s->vocab);
     return MT_SUCCESS;
 }
 

@@ -2,10 +2,10 @@
    cross-entropy, gradient sync and norm, AdamW.
 
    Do this (every rank; ctx from mt_comm.h):
-       mt_grid grid;        mt_grid_desc shape = {8};                       // 8-way tensor, data parallel over the rest
+       mt_grid grid;        mt_grid_desc shape = {.tensor = 8};             // data parallel over the rest
        mt_params *params;   MT_TRY(mt_grid_create(world, &shape, &grid));
                             MT_TRY(mt_params_create(ctx, &grid, &params));
-       mt_column_parallel_linear fc; mt_linear_desc d = {1024, 4096};
+       mt_column_parallel_linear fc; mt_linear_desc d = {.in_features = 1024, .out_features = 4096};
                             MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc", &d, &fc));
                             MT_TRY(mt_params_init(ctx, params, 1234));      // allocates and fills all of them
        ... forward, backward ...
@@ -212,7 +212,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
     float label_smoothing; /* PyTorch's: (1 - a) * nll + a * mean over the global vocabulary; 0 <= a < 1 */
-    int32_t ignore_index;  /* targets equal to it have loss 0 and gradient 0; 0: -100 */
+    int32_t ignore_index;  /* targets equal to it have loss 0 and gradient 0; 0 stands for PyTorch's -100 */
 } mt_cross_entropy_desc;
 
 typedef struct mt_cross_entropy_saved {
@@ -240,7 +240,8 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
    Call it after mt_sync_gradients. Not finite when a gradient is not. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
-/* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0. */
+/* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0. Look
+   first whether the norm is finite: no factor mends a gradient that is not. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
 
 /* ---- optimizer ---------------------------------------------------------------------------------------------------- */
@@ -251,17 +252,20 @@ typedef struct mt_optimizer_desc {
     float weight_decay;  /* of parameters with desc.weight_decay; 0: none */
 } mt_optimizer_desc;
 
-/* m and v have one slot per element of the registry, in its order. */
 typedef struct mt_optimizer {
     mt_optimizer_desc desc;
     mt_params *params;
-    float *m, *v;
+    float *m, *v;     /* first and second moments, see mt_optimizer_moments */
     int64_t elements; /* of m and of v */
     int64_t step;     /* steps done */
 } mt_optimizer;
 
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
+
+/* The moments of a parameter: shards like its value, to read, write, gather and scatter. */
+MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
+                                      mt_tensor *v);
 
 /* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
@@ -374,16 +378,10 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
     int sizes[3], at[3];
     mt_status status;
     if (!world) return MT_ERR_ARGUMENT;
-    if (!out) {
-        mti_comm_keep_error(world, "mt_grid_create: out is NULL");
-        return MT_ERR_ARGUMENT;
-    }
+    if (!out) return mti_comm_keep_error(world, MT_ERR_ARGUMENT, "mt_grid_create: out is NULL");
     memset(out, 0, sizeof *out);
     status = mti_grid_sizes(desc ? desc : &defaults, mt_comm_size(world), sizes, text, sizeof text);
-    if (status != MT_SUCCESS) {
-        mti_comm_keep_error(world, text);
-        return status;
-    }
+    if (status != MT_SUCCESS) return mti_comm_keep_error(world, status, text);
     mti_grid_coordinates(sizes, mt_comm_rank(world), at);
     out->world = world;
     out->tensor_size = sizes[0];
@@ -427,25 +425,18 @@ struct mt_params {
     mti_buffer *buffers;
 };
 
-/* Structs stay in host memory whatever the device is. */
-static mt_status mti_host_alloc(mt_context *ctx, size_t bytes, void **out) {
-    *out = ctx->allocator.alloc(ctx->allocator.user, bytes, MTI_ALIGNMENT);
-    if (!*out) return mti_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
-    memset(*out, 0, bytes);
-    return MT_SUCCESS;
-}
-
-static void mti_host_free(mt_context *ctx, void *ptr, size_t bytes) {
-    if (ptr) ctx->allocator.free(ctx->allocator.user, ptr, bytes);
+static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
+    *out = mti_host_alloc(bytes);
+    return *out ? MT_SUCCESS : mti_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
 }
 
 static void mti_params_free_buffers(mt_params *params) {
     while (params->buffers) {
         mti_buffer *buffer = params->buffers;
         params->buffers = buffer->next;
-        if (buffer->on_host) mti_host_free(params->ctx, buffer->data, buffer->bytes);
+        if (buffer->on_host) mti_host_free(buffer->data);
         else mt_context_free(params->ctx, buffer->data, buffer->bytes);
-        mti_host_free(params->ctx, buffer, sizeof *buffer);
+        mti_host_free(buffer);
     }
 }
 
@@ -455,7 +446,7 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
     if (!grid || !grid->tensor || !out)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
-    MT_TRY(mti_host_alloc(ctx, sizeof **out, &memory));
+    MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = (mt_params *)memory;
     (*out)->ctx = ctx;
     (*out)->grid = grid;
@@ -470,9 +461,9 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_free_buffers(params);
     mt_context_free(ctx, params->values, (size_t)params->elements * sizeof(float));
     mt_context_free(ctx, params->grads, (size_t)params->elements * sizeof(float));
-    for (i = 0; i < params->count; i++) mti_host_free(ctx, params->list[i], sizeof **params->list);
-    mti_host_free(ctx, params->list, (size_t)params->capacity * sizeof *params->list);
-    mti_host_free(ctx, params, sizeof *params);
+    for (i = 0; i < params->count; i++) mti_host_free(params->list[i]);
+    mti_host_free(params->list);
+    mti_host_free(params);
 }
 
 /* One of the `parts` blocks of a split dimension: `count` features that start at `local` in the shard of `rank` and at
@@ -530,6 +521,9 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
     if (d->placement < MT_REPLICATED || d->placement > MT_SPLIT_COLS)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has placement %d", d->name, (int)d->placement);
+    if (d->sequence_partial && d->placement != MT_REPLICATED)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)", d->name,
+                        (int)d->placement);
     if (d->rows < 1 || d->cols < 1 || d->rows > INT64_MAX / 16 / d->cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
                         (long long)d->cols);
@@ -545,10 +539,10 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     int capacity = params->capacity ? 2 * params->capacity : 64;
     void *memory;
     if (params->count < params->capacity) return MT_SUCCESS;
-    MT_TRY(mti_host_alloc(ctx, (size_t)capacity * sizeof *params->list, &memory));
+    MT_TRY(mti_host_new(ctx, (size_t)capacity * sizeof *params->list, &memory));
     if (params->list) {
         memcpy(memory, params->list, (size_t)params->count * sizeof *params->list);
-        mti_host_free(ctx, params->list, (size_t)params->capacity * sizeof *params->list);
+        mti_host_free(params->list);
     }
     params->list = (mt_param **)memory;
     params->capacity = capacity;
@@ -563,7 +557,7 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     if (!params || !desc || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: params, desc or out is NULL");
     MT_TRY(mti_param_check(ctx, params, desc));
     MT_TRY(mti_params_reserve(ctx, params));
-    MT_TRY(mti_host_alloc(ctx, sizeof *p, &memory));
+    MT_TRY(mti_host_new(ctx, sizeof *p, &memory));
     p = (mt_param *)memory;
     p->desc = *desc;
     memcpy(p->name, desc->name, strlen(desc->name) + 1);
@@ -585,10 +579,10 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
 
 /* Ends the creation of a layer: when it failed, the parameters added since `count` are taken out again, and the layer,
    which points to them, is cleared. */
-static mt_status mti_params_keep(mt_context *ctx, mt_params *params, int count, void *layer, size_t layer_bytes,
+static mt_status mti_params_keep(mt_params *params, int count, void *layer, size_t layer_bytes,
                                  mt_status status) {
     while (status != MT_SUCCESS && params->count > count)
-        mti_host_free(ctx, params->list[--params->count], sizeof **params->list);
+        mti_host_free(params->list[--params->count]);
     if (status != MT_SUCCESS) memset(layer, 0, layer_bytes);
     return status;
 }
@@ -596,12 +590,25 @@ static mt_status mti_params_keep(mt_context *ctx, mt_params *params, int count, 
 /* Elements of a parameter's shard in the registry's memory, rounded up so that each starts on a 64-byte boundary. */
 static int64_t mti_param_slot(const mt_param *p) { return mti_ceil_div(p->value.rows * p->value.cols, 16) * 16; }
 
+/* The slots of all parameters together. */
+static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_t *sum) {
+    int i;
+    for (*sum = 0, i = 0; i < params->count; i++) {
+        int64_t slot = mti_param_slot(params->list[i]);
+        if (slot > INT64_MAX / 16 - *sum)
+            return mti_fail(ctx, MT_ERR_MEMORY, "mt_params_init: the parameters up to '%s' have more than %lld elements",
+                            params->list[i]->name, (long long)(INT64_MAX / 16));
+        *sum += slot;
+    }
+    return MT_SUCCESS;
+}
+
 /* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece. */
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     void *values, *grads;
-    int64_t at = 0;
+    int64_t at;
     int i, pass;
-    for (i = 0; i < params->count; i++) at += mti_param_slot(params->list[i]);
+    MT_TRY(mti_params_sum(ctx, params, &at));
     MT_TRY(mt_context_alloc(ctx, (size_t)at * sizeof(float), &values));
     if (mt_context_alloc(ctx, (size_t)at * sizeof(float), &grads) != MT_SUCCESS) {
         mt_context_free(ctx, values, (size_t)at * sizeof(float));
@@ -764,19 +771,6 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 
 /* ---- >>linear ----------------------------------------------------------------------------------------------------- */
 
-/* Checks an argument view: there, f32, and of this shape. */
-static mt_status mti_expect(mt_context *ctx, const char *function, const char *what, mt_tensor t, int64_t rows,
-                            int64_t cols) {
-    if (t.dtype != MT_F32)
-        return mti_fail(ctx, t.dtype == MT_BF16 || t.dtype == MT_F16 ? MT_ERR_UNSUPPORTED : MT_ERR_DTYPE,
-                        "%s: %s is %s; f32 is what this build computes in", function, what, mt_dtype_name(t.dtype));
-    if (t.rows != rows || t.cols != cols || mti_ld(t) < t.cols || t.rows < 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, expected [%lld, %lld]", function, what,
-                        (long long)t.rows, (long long)t.cols, (long long)mti_ld(t), (long long)rows, (long long)cols);
-    if (!t.data && rows > 0 && cols > 0) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s.data is NULL", function, what);
-    return MT_SUCCESS;
-}
-
 /* What a layer sends or receives must be contiguous, which is found out before anything is computed: `in` travels under
    sequence parallelism, `out`, which may be mt_none(), always. */
 static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_comm *tensor, int sequence_parallel,
@@ -931,7 +925,7 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                         desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
     memset(out, 0, sizeof *out);
     count = params->count;
-    MT_TRY(mti_params_keep(ctx, params, count, out, sizeof *out,
+    MT_TRY(mti_params_keep(params, count, out, sizeof *out,
                            mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tensor = params->grid->tensor;
@@ -954,8 +948,8 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
                                   const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_expect(ctx, function, in_name, in, in.rows, layer->desc.in_features));
-    return mti_expect(ctx, function, out_name, out, mti_tokens(layer->tensor, layer->desc.sequence_parallel, in.rows),
+    MT_TRY(mti_expect_shape(ctx, function, in_name, in, in.rows, layer->desc.in_features));
+    return mti_expect_shape(ctx, function, out_name, out, mti_tokens(layer->tensor, layer->desc.sequence_parallel, in.rows),
                       layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
 }
 
@@ -999,7 +993,7 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mti_expect(ctx, function, "dx", dx, saved->x.rows, layer->desc.in_features));
+    if (dx.data) MT_TRY(mti_expect_shape(ctx, function, "dx", dx, saved->x.rows, layer->desc.in_features));
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
@@ -1017,7 +1011,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
                         desc->weight ? "weight" : "gather_output");
     memset(out, 0, sizeof *out);
     count = params->count;
-    MT_TRY(mti_params_keep(ctx, params, count, out, sizeof *out,
+    MT_TRY(mti_params_keep(params, count, out, sizeof *out,
                            mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tensor = params->grid->tensor;
@@ -1029,9 +1023,9 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_expect(ctx, function, in_name, in, mti_tokens(layer->tensor, layer->desc.sequence_parallel, out.rows),
+    MT_TRY(mti_expect_shape(ctx, function, in_name, in, mti_tokens(layer->tensor, layer->desc.sequence_parallel, out.rows),
                       layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
-    return mti_expect(ctx, function, out_name, out, out.rows, layer->desc.out_features);
+    return mti_expect_shape(ctx, function, out_name, out, out.rows, layer->desc.out_features);
 }
 
 static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
@@ -1080,7 +1074,7 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mti_expect(ctx, function, "dx", dx, saved->x.rows, saved->x.cols));
+    if (dx.data) MT_TRY(mti_expect_shape(ctx, function, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     mark = mt_arena_mark(ctx);
     status = mti_row_backward(ctx, layer, dy, dx, saved->x);
@@ -1123,7 +1117,7 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     if (tokens < 0 || tokens % ranks != 0)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
                         (long long)tokens, ranks);
-    MT_TRY(mti_expect(ctx, function, what, y, tokens / ranks, layer->desc.features));
+    MT_TRY(mti_expect_shape(ctx, function, what, y, tokens / ranks, layer->desc.features));
     return mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
@@ -1173,11 +1167,10 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensor || !desc) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensor ? "desc" : "tensor");
-    if (desc->vocab < 1 || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f) ||
-        (desc->ignore_index > 0 && desc->ignore_index < desc->vocab))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g, ignore_index %ld", function,
-                        (long long)desc->vocab, (double)desc->label_smoothing, (long)desc->ignore_index);
-    return mti_expect(ctx, function, "logits", logits, logits.rows, mti_ceil_div(desc->vocab, mt_comm_size(tensor)));
+    if (desc->vocab < 1 || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
+                        (double)desc->label_smoothing);
+    return mti_expect_shape(ctx, function, "logits", logits, logits.rows, mti_ceil_div(desc->vocab, mt_comm_size(tensor)));
 }
 
 /* Four scalars per token meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum). */
@@ -1201,7 +1194,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     size_t keep, mark;
     mt_status status;
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
-    MT_TRY(mti_expect(ctx, function, "loss", loss, 1, logits.rows));
+    MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
     shape = mti_cross_entropy_shape(tensor, desc, logits.cols);
     MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, shape.ignore_index));
     keep = mt_arena_mark(ctx);
@@ -1328,11 +1321,20 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
     memset(optimizer, 0, sizeof *optimizer);
 }
 
-/* The part of m or v that belongs to a parameter. */
-static mt_tensor mti_moment(const mt_params *params, const mt_param *p, float *moments) {
-    mt_tensor t = p->value;
-    t.data = moments + ((const float *)p->value.data - params->values);
-    return t;
+MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
+                                      mt_tensor *v) {
+    ptrdiff_t offset;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!optimizer || !optimizer->params || !param || !m || !v)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_moments: %s", !param ? "param is NULL" :
+                        !m || !v ? "m or v is NULL" : "no optimizer");
+    if (mt_params_find(optimizer->params, param->name) != param)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_moments: '%s' is not of this optimizer's registry", param->name);
+    offset = (const float *)param->value.data - optimizer->params->values;
+    *m = *v = param->value;
+    m->data = optimizer->m + offset;
+    v->data = optimizer->v + offset;
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
@@ -1348,9 +1350,10 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
     hyper.step = optimizer->step + 1;
     for (i = 0; i < optimizer->params->count; i++) {
         const mt_param *p = optimizer->params->list[i];
+        mt_tensor m = mt_none(), v = mt_none();
         hyper.weight_decay = p->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
-        MT_TRY(mt_adamw_step(ctx, &hyper, p->value, p->grad, mti_moment(optimizer->params, p, optimizer->m),
-                             mti_moment(optimizer->params, p, optimizer->v)));
+        MT_TRY(mt_optimizer_moments(ctx, optimizer, p, &m, &v));
+        MT_TRY(mt_adamw_step(ctx, &hyper, p->value, p->grad, m, v));
     }
     optimizer->step = hyper.step;
     return MT_SUCCESS;

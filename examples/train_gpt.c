@@ -29,7 +29,7 @@ typedef struct options {
     const char *data, *log, *prompt;
     double tp, dp, layers, hidden, heads, kv_heads, ffn, seq, batch, micro_batch, steps, warmup, seed, eval_interval;
     double sample, vocab, threads, lr, min_lr, dropout, clip, weight_decay, label_smoothing, temperature, timeout;
-    int sequence_parallel, rotary, swiglu, rmsnorm, untied, dry_run, help;
+    int sequence_parallel, no_pinning, rotary, swiglu, rmsnorm, untied, dry_run, help;
 } options;
 
 enum { TEXT, WHOLE, REAL, SWITCH };
@@ -73,6 +73,7 @@ static const flag flags[] = {
     {"threads", WHOLE, AT(threads), 1, 1024, "of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
+    {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine that others use too"},
     {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
     {"swiglu", SWITCH, AT(swiglu), 0, 1, "SwiGLU instead of GeLU"},
     {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
@@ -130,7 +131,7 @@ static int parse_options(int argc, char **argv, options *o) {
 }
 
 /* What the library cannot know: how the job is cut into batches. It checks the model itself. */
-static int check_options(options *o, int64_t tokens) {
+static int check_options(options *o, int64_t tokens, int text) {
     double per_rank = o->batch / o->dp;
     if (o->micro_batch == 0) o->micro_batch = per_rank;
     if (per_rank != floor(per_rank))
@@ -142,6 +143,8 @@ static int check_options(options *o, int64_t tokens) {
         fprintf(stderr, "train_gpt: --seq %g is not a multiple of --tp %g, which --sequence-parallel needs\n", o->seq, o->tp);
     else if (o->tp * o->dp > 1024)
         fprintf(stderr, "train_gpt: --tp %g x --dp %g are more than 1024 ranks\n", o->tp, o->dp);
+    else if (o->prompt && !text)
+        fprintf(stderr, "train_gpt: --prompt %s needs text; a token file has no letters\n", o->prompt);
     else if ((double)tokens < 4 * o->seq + 8)
         fprintf(stderr, "train_gpt: the data has %lld tokens, too few for --seq %g (needs %g)\n", (long long)tokens, o->seq,
                 4 * o->seq + 8);
@@ -215,7 +218,7 @@ static int load_data(options *o, dataset *d) {
     if (ok && !d->tokens) fprintf(stderr, "train_gpt: no memory for %lld tokens\n", (long long)d->count);
     for (int64_t i = 0; d->tokens && i < d->count; i++) d->tokens[i] = token_at(bytes, d->text, i);
     free(bytes);
-    d->train = d->count - d->count / 10;
+    d->train = d->count - (int64_t)fmax((double)d->count / 10, o->seq + 1); /* at least one sequence for validation */
     if (o->vocab == 0) o->vocab = d->text ? 256 : GPT2_VOCAB;
     return d->tokens != NULL;
 }
@@ -251,6 +254,7 @@ typedef struct trainer {
     mt_gpt gpt;
     mt_gpt_saved saved;
     mt_optimizer optimizer;
+    int64_t *starts;                  /* of a micro-batch's sequences in the data */
     int32_t *staging, *ids, *targets; /* one micro-batch: host, device, device */
     mt_tensor loss, total;            /* [1, tokens] and their sum */
     int64_t micro_tokens;
@@ -290,45 +294,57 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     t->targets = t->ids + t->micro_tokens;
     t->loss = mt_tensor_f32((float *)memory + 2 * t->micro_tokens, 1, t->micro_tokens);
     t->total = mt_tensor_f32((float *)memory + 3 * t->micro_tokens, 1, 1);
+    if (device == MT_DEVICE_META) return MT_SUCCESS;
+    t->starts = malloc((size_t)o->micro_batch * sizeof *t->starts);
     t->staging = malloc((size_t)t->micro_tokens * sizeof *t->staging);
-    return t->staging ? MT_SUCCESS : MT_ERR_MEMORY;
+    if (t->starts && t->staging) return MT_SUCCESS;
+    fprintf(stderr, "train_gpt: no memory for a micro-batch of %lld tokens\n", (long long)t->micro_tokens);
+    return MT_ERR_MEMORY;
 }
 
 static void trainer_destroy(trainer *t) {
     if (t->ctx) mt_context_free(t->ctx, t->ids, (size_t)(3 * t->micro_tokens + 1) * 4);
-    mt_gpt_saved_destroy(t->ctx, &t->gpt, &t->saved);
+    mt_gpt_saved_destroy(&t->saved);
     mt_optimizer_destroy(t->ctx, &t->optimizer);
     mt_params_destroy(t->params);
     mt_grid_destroy(&t->grid);
     mt_context_destroy(t->ctx);
+    free(t->starts);
     free(t->staging);
 }
 
-/* Copies tokens [start + shift, + seq) of every sequence of a micro-batch to the device. */
-static mt_status upload_tokens(trainer *t, const int64_t *starts, int shift, int32_t *to) {
-    int64_t seq = (int64_t)t->job->o.seq;
-    if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
-    for (int64_t i = 0; i < t->micro_tokens; i++)
-        t->staging[i] = t->job->data.tokens[starts[i / seq] + shift + i % seq];
-    return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, t->micro_tokens));
+/* Copies tokens [start + shift, + seq) of a micro-batch's sequences to the device. */
+static mt_status upload_tokens(trainer *t, int64_t sequences, int shift, int32_t *to) {
+    int64_t seq = (int64_t)t->job->o.seq, tokens = sequences * seq;
+    for (int64_t i = 0; i < tokens; i++) t->staging[i] = t->job->data.tokens[t->starts[i / seq] + shift + i % seq];
+    return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, tokens));
 }
 
-/* Forward, and backward when training, of this rank's `sequences` sequences, a micro-batch at a time. Adds to t->total. */
+/* Sequences [first, first + count) of a step (training) or of the validation set, of which there are `of`. */
+static mt_status load_batch(trainer *t, int64_t step, int64_t first, int64_t count, int64_t of, int training) {
+    const options *o = &t->job->o;
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    for (int64_t j = 0; j < count; j++)
+        t->starts[j] = training ? draw_start(o, &t->job->data, step, first + j) : eval_start(o, &t->job->data, first + j, of);
+    MT_TRY(upload_tokens(t, count, 0, t->ids));
+    return upload_tokens(t, count, 1, t->targets);
+}
+
+/* Forward, and backward when training, of this rank's part of `sequences` sequences, a micro-batch at a time; the sum of
+   their losses is added to t->total. */
 static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int training) {
     const options *o = &t->job->o;
-    int64_t micro = (int64_t)o->micro_batch, first = t->grid.data_rank * sequences, starts[micro];
-    mt_batch batch = {.sequences = micro, .seq = (int64_t)o->seq, .seed = (uint64_t)o->seed, .step = (uint64_t)step};
+    int64_t ranks = t->grid.data_size, end = sequences * (t->grid.data_rank + 1) / ranks, micro;
     size_t mark = mt_arena_mark(t->ctx);
-    for (int64_t i = 0; i < sequences; i += micro) {
-        batch.first_sequence = first + i;
-        for (int64_t j = 0; j < micro; j++)
-            starts[j] = training ? draw_start(o, &t->job->data, step, first + i + j)
-                                 : eval_start(o, &t->job->data, first + i + j, sequences * t->grid.data_size);
-        MT_TRY(upload_tokens(t, starts, 0, t->ids));
-        MT_TRY(upload_tokens(t, starts, 1, t->targets));
-        MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, t->loss, training ? &t->saved : NULL));
-        MT_TRY(mt_sum(t->ctx, t->loss, t->total));
-        if (training) MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, &batch, (float)(1 / (o->batch * o->seq)), &t->saved));
+    for (int64_t i = sequences * t->grid.data_rank / ranks; i < end; i += micro) {
+        mt_batch batch = {.seq = (int64_t)o->seq, .first_sequence = i, .seed = (uint64_t)o->seed, .step = (uint64_t)step};
+        mt_tensor loss;
+        batch.sequences = micro = end - i < (int64_t)o->micro_batch ? end - i : (int64_t)o->micro_batch;
+        loss = mt_tensor_cols(t->loss, 0, micro * batch.seq);
+        MT_TRY(load_batch(t, step, i, micro, sequences, training));
+        MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, loss, training ? &t->saved : NULL));
+        MT_TRY(mt_sum(t->ctx, loss, t->total));
+        if (training) MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, (float)(1 / (o->batch * o->seq)), &t->saved));
         mt_arena_release(t->ctx, mark);
     }
     return MT_SUCCESS;
@@ -338,7 +354,7 @@ static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int 
 static mt_status mean_loss(trainer *t, int64_t sequences, float *loss) {
     MT_TRY(mt_all_reduce(t->ctx, t->grid.data, t->total.data, t->total.data, 1, MT_F32, MT_SUM));
     MT_TRY(mt_download(t->ctx, t->total, loss));
-    *loss /= (float)((double)(sequences * t->grid.data_size) * t->job->o.seq);
+    *loss /= (float)((double)sequences * t->job->o.seq);
     return MT_SUCCESS;
 }
 
@@ -357,7 +373,7 @@ static void ledgers_stop(trainer *t) {
 static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
     const options *o = &t->job->o;
     ledgers_start(t);
-    int64_t sequences = (int64_t)(o->batch / o->dp);
+    int64_t sequences = (int64_t)o->batch;
     MT_TRY(mt_params_zero_grad(t->ctx, t->params));
     MT_TRY(mt_fill(t->ctx, t->total, 0.0f));
     MT_TRY(run_sequences(t, step, sequences, 1));
@@ -375,12 +391,9 @@ static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, flo
 }
 
 static mt_status evaluate(trainer *t, float *loss) {
-    int64_t micro = (int64_t)t->job->o.micro_batch;
-    int64_t sequences = (EVAL_SEQUENCES / t->grid.data_size + micro - 1) / micro * micro;
-    if (sequences == 0) sequences = micro;
     MT_TRY(mt_fill(t->ctx, t->total, 0.0f));
-    MT_TRY(run_sequences(t, 0, sequences, 0));
-    return mean_loss(t, sequences, loss);
+    MT_TRY(run_sequences(t, 0, EVAL_SEQUENCES, 0));
+    return mean_loss(t, EVAL_SEQUENCES, loss);
 }
 
 /* ---- what a rank prints -------------------------------------------------------------------------------------------- */
@@ -425,7 +438,7 @@ static void report(const trainer *t, progress *p, int64_t step, float loss, floa
     double left = (time - p->start) / done * (o->steps - done);
     p->last_step = time;
     if (t->job->log) {
-        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step, (double)loss, (double)norm, rate, (double)lr);
+        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step + 1, (double)loss, (double)norm, rate, (double)lr);
         if (val) fprintf(t->job->log, "%.9g", (double)*val);
         fprintf(t->job->log, "\n");
     }
@@ -565,7 +578,8 @@ static mt_status plan(job *job, int speaks) {
 }
 
 static mt_status run(job *job) {
-    mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .timeout_s = job->o.timeout};
+    mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .timeout_s = job->o.timeout,
+                            .no_pinning = job->o.no_pinning, .cores_per_rank = (int)job->o.threads};
     MT_TRY(plan(job, job->o.dry_run));
     if (job->o.dry_run) return MT_SUCCESS;
     if (job->o.log) {
@@ -588,11 +602,15 @@ int main(int argc, char **argv) {
         print_help(&job.o);
         return 0;
     }
-    if (load_data(&job.o, &job.data) && check_options(&job.o, job.data.count)) status = run(&job);
+    if (load_data(&job.o, &job.data) && check_options(&job.o, job.data.count, job.data.text)) status = run(&job);
     if (job.log && fclose(job.log) != 0) {
         fprintf(stderr, "train_gpt: cannot write %s: %s\n", job.o.log, strerror(errno));
         status = MT_ERR_IO;
     }
     free(job.data.tokens);
+    if (fflush(stdout) != 0 || ferror(stdout)) {
+        fprintf(stderr, "train_gpt: cannot write the results: %s\n", strerror(errno));
+        status = MT_ERR_IO;
+    }
     return status == MT_SUCCESS ? 0 : 1;
 }

@@ -262,6 +262,18 @@ check_no_implementation() {
     grep -q 'mt_launch' "$work/link.log" || { cat "$work/link.log"; return 1; }
 }
 
+# Without infinities and NaN, losses that diverge would go unnoticed.
+check_fast_math() {
+    printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$work/fast.c"
+    for flag in -ffast-math -ffinite-math-only; do
+        if "$CC" -I. "$flag" -fsyntax-only "$work/fast.c" 2>"$work/fast.log"; then
+            echo "the implementation compiles with $flag"
+            return 1
+        fi
+        grep -q 'without -ffast-math' "$work/fast.log" || { cat "$work/fast.log"; return 1; }
+    done
+}
+
 # ---- the checks find planted faults --------------------------------------------------------------------------------
 
 # planted WHERE FAULT COMMAND...: copies the headers, adds the fault at their end, and the command has to fail and to name it;
@@ -378,6 +390,7 @@ check_programs() {
     check "implementation and use compile in separate files" build_c
     check "links and runs: implementation in c, use in c" check_link "$CC" c c
     check "a program without MEGATRON_IMPLEMENTATION does not link" check_no_implementation
+    check "the implementation refuses -ffast-math" check_fast_math
     if ! have_command "$CXX"; then
         leave_out "$CXX: not here, no program of C and C++ was linked"
         return

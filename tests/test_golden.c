@@ -267,9 +267,8 @@ static mt_status forward(rank *r, int64_t from, int64_t count, mt_gpt_saved *sav
     return mt_gpt_forward(r->ctx, &r->gpt, &batch, ids, targets, loss, saved);
 }
 
-static mt_status backward(rank *r, int64_t from, int64_t count, const mt_gpt_saved *saved) {
-    mt_batch batch = batch_of(r, from, count);
-    return mt_gpt_backward(r->ctx, &r->gpt, &batch, (float)(1.0 / number(r->run->g, "valid")), saved);
+static mt_status backward(rank *r, mt_gpt_saved *saved) {
+    return mt_gpt_backward(r->ctx, &r->gpt, (float)(1.0 / number(r->run->g, "valid")), saved);
 }
 
 /* Forward and backward of this data rank's sequences; their losses are in r->loss. */
@@ -278,13 +277,13 @@ static mt_status accumulate(rank *r) {
     int64_t step = r->run->micro == WHOLE ? r->count : 1, end = r->first + r->count;
     if (r->run->micro == IN_FLIGHT) {
         for (int64_t i = r->first; i < end; i++) MT_TRY(forward(r, i, 1, &r->saved[i - r->first]));
-        for (int64_t i = end - 1; i >= r->first; i--) MT_TRY(backward(r, i, 1, &r->saved[i - r->first]));
+        for (int64_t i = end - 1; i >= r->first; i--) MT_TRY(backward(r, &r->saved[i - r->first]));
         mt_arena_release(r->ctx, mark);
         return MT_SUCCESS;
     }
     for (int64_t i = r->first; i < end; i += step) {
         MT_TRY(forward(r, i, step, &r->saved[0]));
-        MT_TRY(backward(r, i, step, &r->saved[0]));
+        MT_TRY(backward(r, &r->saved[0]));
         mt_arena_release(r->ctx, mark);
     }
     return MT_SUCCESS;
@@ -418,7 +417,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
         report(r, "%s: %s", mt_status_name(status), r->ctx ? mt_last_error(r->ctx) : mt_comm_last_error(world));
     if (r->ctx) {
         mt_optimizer_destroy(r->ctx, &r->optimizer);
-        for (int i = 0; i < MAX_SEQUENCES; i++) mt_gpt_saved_destroy(r->ctx, &r->gpt, &r->saved[i]);
+        for (int i = 0; i < MAX_SEQUENCES; i++) mt_gpt_saved_destroy(&r->saved[i]);
         mt_params_destroy(r->params);
     }
     mt_context_destroy(r->ctx);

@@ -987,7 +987,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     return MT_SUCCESS;
 }
 
-#define LOSS_CASES 9
+#define LOSS_CASES 10
 
 static mt_status loss_rank(mt_comm *world, void *user) {
     loss_case *cases = (loss_case *)user;
@@ -1014,7 +1014,7 @@ static void test_cross_entropy_on_every_split(void **state) {
         {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}},  {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}},
         {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}},   {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}},
         {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}}, {37, 0.1f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}},
-        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}}};
+        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}},    {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}}};
     (void)state;
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
@@ -1173,6 +1173,7 @@ typedef struct adam_case {
 
 /* One parameter that decays and one that does not, six steps. */
 static mt_status adam_body(test_rank *r, const adam_case *c) {
+    mt_tensor first, second;
     mt_param *p[2] = {add_or_null(r, (mt_param_desc){.name = "matrix", .rows = 13, .cols = 5, .placement = MT_SPLIT_ROWS,
                                                      .init_std = 1.0f, .weight_decay = 1}),
                       add_or_null(r, (mt_param_desc){.name = "bias", .rows = 1, .cols = 65, .init_std = 1.0f})};
@@ -1204,6 +1205,11 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
         for (int k = 0; k < 2; k++) { /* values up to 3: 2.4e-7 between floats, some rounding in each step */
             MT_TRY(mt_param_gather(r->ctx, r->params, p[k], p[k]->value, got));
             MT_TRY(test_near(p[k]->name, got, x[k], 65, 2e-6));
+            MT_TRY(mt_optimizer_moments(r->ctx, &o, p[k], &first, &second)); /* up to 3 and 9, as gradients and squares */
+            MT_TRY(mt_param_gather(r->ctx, r->params, p[k], first, got));
+            MT_TRY(test_near("first moment", got, m[k], 65, 1e-6));
+            MT_TRY(mt_param_gather(r->ctx, r->params, p[k], second, got));
+            MT_TRY(test_near("second moment", got, v[k], 65, 2e-6));
         }
     }
     for (int64_t i = 0; i < p[0]->value.rows * p[0]->value.cols; i++) /* padding stays zero */
@@ -1240,7 +1246,8 @@ static void test_optimizer_refuses(void **state) {
     static const char *const words[] = {"beta1 1", "beta1 -0.5", "beta2 1.5", "beta2|nan", "eps -1e-08", "weight_decay -0.1",
                                         "weight_decay|nan"};
     mt_optimizer o = {0};
-    mt_param *p;
+    mt_param *p, other;
+    mt_tensor m;
     test_rank r;
     size_t held;
     (void)state;
@@ -1260,6 +1267,12 @@ static void test_optimizer_refuses(void **state) {
     assert_int_equal(mt_context_allocated(r.ctx), held);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, NULL, &o));
     assert_int_equal(mt_optimizer_step(NULL, &o, 0.1f, 1.0f), MT_ERR_ARGUMENT);
+    other = *p;
+    assert_int_equal(mt_optimizer_moments(NULL, &o, p, &m, &m), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no optimizer", mt_optimizer_moments(r.ctx, NULL, p, &m, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "param is NULL", mt_optimizer_moments(r.ctx, &o, NULL, &m, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "m or v is NULL", mt_optimizer_moments(r.ctx, &o, p, &m, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' is not of this", mt_optimizer_moments(r.ctx, &o, &other, &m, &m));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr|nan", mt_optimizer_step(r.ctx, &o, NAN, 1.0f));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "grad_scale|inf", mt_optimizer_step(r.ctx, &o, 0.1f, INFINITY));
     assert_true(o.step == 0);
@@ -1409,8 +1422,8 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     REFUSED(ctx, MT_ERR_SHAPE, "-1", any_forward(l, with_shape(x, -1, x.cols, 0), with_shape(y, -1, y.cols, 0), NULL));
     snprintf(words, sizeof words, "y is|[%lld, %lld]", (long long)y.rows, (long long)y.cols - 1);
     REFUSED(ctx, MT_ERR_SHAPE, words, any_forward(l, x, with_shape(y, y.rows, y.cols - 1, 0), NULL));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "x.data is NULL", any_forward(l, mt_tensor_f32(NULL, x.rows, x.cols), y, NULL));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "y.data is NULL", any_forward(l, x, mt_tensor_f32(NULL, y.rows, y.cols), NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "x is|data is NULL", any_forward(l, mt_tensor_f32(NULL, x.rows, x.cols), y, NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL", any_forward(l, x, mt_tensor_f32(NULL, y.rows, y.cols), NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", any_backward(l, y, x, NULL));
     REFUSED(ctx, MT_ERR_UNSUPPORTED, "dy|bf16", any_backward(l, with_dtype(y, MT_BF16), x, &saved));
     REFUSED(ctx, MT_ERR_UNSUPPORTED, "dx|bf16", any_backward(l, y, with_dtype(x, MT_BF16), &saved));
@@ -1418,7 +1431,7 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     REFUSED(ctx, MT_ERR_SHAPE, "dy", any_backward(l, with_shape(y, y.rows, y.cols - 1, 0), x, &saved));
     REFUSED(ctx, MT_ERR_SHAPE, "dx", any_backward(l, y, with_shape(x, x.rows, x.cols - 1, 0), &saved));
     REFUSED(ctx, MT_ERR_SHAPE, "dx", any_backward(l, y, with_shape(x, x.rows - 1, x.cols, 0), &saved));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "dy.data is NULL", any_backward(l, mt_tensor_f32(NULL, y.rows, y.cols), x, &saved));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dy is|data is NULL", any_backward(l, mt_tensor_f32(NULL, y.rows, y.cols), x, &saved));
     memset(&wrong, 0, sizeof wrong);
     REFUSED(ctx, MT_ERR_SHAPE, "saved->x", any_backward(l, y, x, &wrong));
     wrong = saved_of(with_dtype(x, MT_BF16));
@@ -1561,8 +1574,7 @@ static void test_cross_entropy_refuses(void **state) {
                {{.vocab = -3}, "vocab -3"},
                {{.vocab = 10, .label_smoothing = 1.0f}, "label_smoothing 1"},
                {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
-               {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing|nan"},
-               {{.vocab = 10, .ignore_index = 9}, "ignore_index 9"}};
+               {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing|nan"}};
     mt_cross_entropy_desc d = {.vocab = 10};
     mt_cross_entropy_saved saved = {0}, good;
     int32_t targets[3] = {0, -100, 9}, worse[3] = {0, -100, 10};
@@ -1600,8 +1612,8 @@ static void test_cross_entropy_refuses(void **state) {
             FORWARD(r.ctx, tensor, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
     REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "logits|bf16", FORWARD(r.ctx, tensor, &d, with_dtype(x, MT_BF16), targets, loss));
     REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "loss|bf16", FORWARD(r.ctx, tensor, &d, x, targets, with_dtype(loss, MT_BF16)));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits.data", FORWARD(r.ctx, tensor, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss.data", FORWARD(r.ctx, tensor, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits is|data is NULL", FORWARD(r.ctx, tensor, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss is|data is NULL", FORWARD(r.ctx, tensor, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
 #undef FORWARD
 #define BACKWARD(...) mt_vocab_parallel_cross_entropy_backward(__VA_ARGS__)
     assert_int_equal(BACKWARD(NULL, tensor, &d, mt_none(), 1.0f, &good), MT_ERR_ARGUMENT);
@@ -1674,7 +1686,7 @@ static void test_memory_that_runs_out(void **state) {
         if (mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &l) == MT_SUCCESS) break;
         assert_int_equal(mt_params_count(r.params), 0);
     }
-    assert_true(n == 3 || n == 2); /* list and two parameters; the list may have been there since the first failure */
+    assert_int_equal(n, 0); /* descriptions are small structs on the host: the allocator is for the device's memory */
     for (n = 0; n < 10; n++) {
         a.left = n;
         if (mt_params_init(r.ctx, r.params, 1) == MT_SUCCESS) break;

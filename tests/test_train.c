@@ -58,14 +58,14 @@ static void write_bytes(const char *name, const void *bytes, size_t size) {
 
 /* The losses and gradient norms of a run, from its CSV. */
 typedef struct curve {
-    double loss[STEPS], norm[STEPS];
+    double loss[STEPS], norm[STEPS], validation[2]; /* the last: after half of the steps, and at the end */
 } curve;
 
 static curve train_curve(const char *model, const char *split) {
     char words[1024], line[256];
     curve c;
     FILE *f;
-    snprintf(words, sizeof words, "--data megatron.h --steps %d --log %s --sample 0 --eval-interval 0 %s %s", STEPS,
+    snprintf(words, sizeof words, "--data megatron.h --steps %d --log %s --sample 0 --eval-interval 25 %s %s", STEPS,
              in_scratch("log.csv"), model, split);
     if (run_train_gpt(words) != 0) {
         read_text("err", line, sizeof line);
@@ -76,10 +76,11 @@ static curve train_curve(const char *model, const char *split) {
     assert_non_null(fgets(line, sizeof line, f));
     assert_string_equal(line, "step,loss,grad_norm,tokens_per_s,lr,val_loss\n");
     for (int i = 0; i < STEPS; i++) {
-        int step;
+        int step, evaluated = i % 25 == 24;
         assert_non_null(fgets(line, sizeof line, f));
-        assert_int_equal(sscanf(line, "%d,%lf,%lf", &step, &c.loss[i], &c.norm[i]), 3);
-        assert_int_equal(step, i);
+        assert_int_equal(sscanf(line, "%d,%lf,%lf,%*f,%*f,%lf", &step, &c.loss[i], &c.norm[i], &c.validation[i / 25]),
+                         3 + evaluated);
+        assert_int_equal(step, i + 1);
     }
     assert_null(fgets(line, sizeof line, f));
     fclose(f);
@@ -95,6 +96,9 @@ static void assert_same_curve(const curve *a, const curve *b, const char *split)
         if (!(fabs(a->norm[i] - b->norm[i]) <= 1e-3 * a->norm[i]))
             fail_msg("%s: step %d: gradient norm %.9g, expected %.9g", split, i, b->norm[i], a->norm[i]);
     }
+    for (int i = 0; i < 2; i++)
+        if (!(fabs(a->validation[i] - b->validation[i]) <= 1e-4 * a->validation[i]))
+            fail_msg("%s: validation loss %.9g, expected %.9g", split, b->validation[i], a->validation[i]);
 }
 
 static void compare_splits(const char *model, const char *const *splits, size_t count) {
@@ -113,7 +117,8 @@ static void test_gpt2_any_split(void **state) {
         "--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 2", "--tp 2 --dp 2", "--tp 4 --dp 2", "--tp 8 --dp 2",
         "--tp 2 --sequence-parallel", "--tp 4 --sequence-parallel", "--tp 8 --sequence-parallel",
         "--tp 2 --dp 2 --sequence-parallel", "--tp 4 --dp 2 --sequence-parallel", "--tp 8 --dp 2 --sequence-parallel",
-        "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel", "--tp 1 --micro-batch 2", "--tp 1 --threads 2"};
+        "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel", "--tp 1 --micro-batch 2", "--tp 1 --threads 2", "--tp 2 --threads 2", "--tp 2 --no-pinning",
+        "--tp 1 --dp 8"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                    COUNT(splits));
@@ -246,6 +251,30 @@ static void test_bad_files(void **state) {
     expect_error(words, "60000");
 }
 
+/* The smallest file that is accepted, validated and sampled from its last sequence. */
+static void test_smallest_file(void **state) {
+    char words[512], bytes[4 * 8 + 8];
+    (void)state;
+    memset(bytes, 'a', sizeof bytes);
+    write_bytes("short.txt", bytes, sizeof bytes);
+    snprintf(words, sizeof words, "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --eval-interval 1 --sample 9 "
+             "--data %s", in_scratch("short.txt"));
+    assert_int_equal(run_train_gpt(words), 0);
+}
+
+/* A refused run leaves the log of the run before as it is. */
+static void test_refusal_keeps_the_log(void **state) {
+    char words[512], text[64];
+    (void)state;
+    write_bytes("log.csv", "precious", 8);
+    snprintf(words, sizeof words, "--data megatron.h --heads 5 --log %s", in_scratch("log.csv"));
+    expect_error(words, "heads 5");
+    snprintf(words, sizeof words, "--data megatron.h --dry-run --log %s", in_scratch("log.csv"));
+    assert_int_equal(run_train_gpt(words), 0);
+    read_text("log.csv", text, sizeof text);
+    assert_string_equal(text, "precious");
+}
+
 static void test_absurd_flags(void **state) {
     static const struct {
         const char *words, *sentence;
@@ -273,6 +302,7 @@ static void test_absurd_flags(void **state) {
         {"--vocab 50 --tp 1", "is not in [0, 50)"},
         {"--no-such-flag", "no-such-flag"},
         {"--tp", "requires an argument"},
+        {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},
         {"stray", "what is 'stray'?"},
         {"--log /nonexistent/log.csv --steps 1", "cannot write /nonexistent/log.csv"},
         {"--lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 --seq 8 --batch 2", "not finite"},
@@ -307,7 +337,8 @@ int main(void) {
         cmocka_unit_test(test_seed_and_dropout_matter), cmocka_unit_test(test_dry_run_and_ledger),
         cmocka_unit_test(test_sampling),        cmocka_unit_test(test_token_file),
         cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
-        cmocka_unit_test(test_help),
+        cmocka_unit_test(test_help),            cmocka_unit_test(test_smallest_file),
+        cmocka_unit_test(test_refusal_keeps_the_log),
     };
     const char *tmp = getenv("TMPDIR");
     snprintf(scratch, sizeof scratch, "%.40s/mt_train.%ld", tmp ? tmp : "/tmp", (long)getpid());

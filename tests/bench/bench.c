@@ -1,0 +1,1497 @@
+/* bench - what the library does with a CPU: GEMM, layer, GPT-2 training step, collectives, memory. Not a test.
+
+   cc -O3 -march=native -I. -DMT_USE_ONEDNN tests/bench/bench.c -o bench -ldnnl -lm -lpthread
+   cc -O3 -march=native -I. -DMT_USE_CBLAS tests/bench/bench.c -o bench -lopenblas -lm -lpthread
+   cc -O3 -march=native -I. tests/bench/bench.c -o bench -lm -lpthread
+
+   ./bench                 everything, some minutes; ./bench --help has the rest, tests/bench/README.md says what rows mean
+
+   How it measures: two ranks, one thread each, pinned one per core. What is compared alternates (A B A B ...) in rounds of one
+   run, after a warm-up that touches all memory. Before each sample a fixed loop runs on the cores that take part; a round in
+   which it was more than 4 % slower than its best is discarded and taken again, up to a limit. Ratios are medians of the
+   ratios within rounds. */
+
+#define _GNU_SOURCE
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include <getopt.h>
+#include <sched.h>
+#include <sys/resource.h>
+
+#define HIDDEN 768
+#define HEADS 12
+#define TOKENS 1024 /* of the layer: one sequence */
+#define GPT_LAYERS 12
+#define GPT_VOCAB 50257
+#define GPT_MAX_SEQ 1024
+#define GPT_SEQ 64
+#define GPT_BATCH 4
+#define GPT_GIB 9.0 /* of memory that its three models want together */
+
+#define RANKS 2
+#define MANY_RANKS 8
+#define MAX_RANKS 8
+#define MAX_CASES 32
+#define MAX_PARTS 40
+#define MAX_ROUNDS 101
+#define TRIES 3 /* rounds tried, as a multiple of rounds wanted */
+#define SLOW 1.04
+#define SHORTEST_SAMPLE 5e-3 /* seconds; what is shorter is repeated within a sample */
+
+typedef struct options {
+    int csv, quick, help;
+    double seconds;
+    const char *only;
+} options;
+
+/* ---- statistics and the table --------------------------------------------------------------------------------------- */
+
+typedef struct stat3 {
+    double median, low, high;
+} stat3;
+
+static const options *opt;
+static int rounds_kept, rounds_discarded, rounds_slow; /* of the whole run, counted by rank 0 */
+
+static int by_value(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static stat3 stat_of(double *values, int count) {
+    stat3 s;
+    qsort(values, (size_t)count, sizeof *values, by_value);
+    s.median = count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+    s.low = values[0];
+    s.high = values[count - 1];
+    return s;
+}
+
+static stat3 exactly(double value) { return (stat3){value, value, value}; }
+
+static void table_begin(void) {
+    if (opt->csv) printf("item,name,median,min,max,unit,ratio,versus\n");
+    else printf("\n%-44s %11s %23s  %-12s %7s  %s\n", "name", "median", "min - max", "unit", "ratio", "of");
+}
+
+static void table_item(const char *item, const char *title) {
+    if (!opt->csv) printf("\n[%s] %s\n", item, title);
+    fflush(stdout);
+}
+
+static const char *number(char *out, size_t size, double x) {
+    double a = fabs(x);
+    snprintf(out, size, "%.*f", a >= 1e4 || x == floor(x) ? 0 : a >= 100 ? 1 : a >= 10 ? 2 : 3, x);
+    return out;
+}
+
+/* versus: what `ratio` compares with; NULL: with nothing. A name that begins with two spaces continues the row above. */
+static void row(const char *item, const char *name, stat3 s, const char *unit, double ratio, const char *versus) {
+    static char above[64];
+    char a[32], b[32], c[32];
+    int continues = name[0] == ' ';
+    if (!continues) snprintf(above, sizeof above, "%s", name);
+    if (opt->csv) {
+        printf("%s,\"%s%s%s\",%.6g,%.6g,%.6g,%s,", item, above, continues ? ":" : "", continues ? name + 1 : "", s.median,
+               s.low, s.high, unit);
+        if (versus) printf("%.4f,\"%s\"\n", ratio, versus);
+        else printf(",\n");
+    } else {
+        printf("%-44s %11s %11s -%10s  %-12s ", name, number(a, sizeof a, s.median), number(b, sizeof b, s.low),
+               number(c, sizeof c, s.high), unit);
+        if (versus) printf("%7.3f  %s", ratio, versus);
+        printf("\n");
+    }
+    fflush(stdout);
+}
+
+/* ---- the measuring team: some ranks that take samples together ------------------------------------------------------ */
+
+typedef struct team {
+    int size, calibrators; /* the first `calibrators` ranks run the calibration loop */
+    int rounds, reps[MAX_CASES], tries, kept[MAX_ROUNDS];
+    double best[MAX_RANKS], calibration[MAX_RANKS], elapsed[MAX_RANKS];
+    double slowness[TRIES * MAX_ROUNDS];
+    double seconds[TRIES * MAX_ROUNDS][MAX_CASES];
+    double parts[TRIES * MAX_ROUNDS][MAX_PARTS]; /* of the one case in a group that has parts */
+} team;
+
+typedef struct worker {
+    team *team;
+    mt_comm *world;
+    mt_context *ctx;
+    void *item;              /* what the cases of the current item work on */
+    double parts[MAX_PARTS]; /* seconds */
+} worker;
+
+typedef mt_status (*case_function)(worker *w, int arg);
+
+typedef struct bench_case {
+    case_function run;
+    int arg;
+    int alone; /* 1: rank 0 only, the others sleep */
+    int parts; /* the case leaves this many timings in worker.parts */
+} bench_case;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int rank_of(const worker *w) { return mt_comm_rank(w->world); }
+static mt_status barrier(worker *w) { return mt_barrier(w->ctx, w->world); }
+
+/* Some milliseconds of multiply-adds in the L1 cache. */
+static double calibrate(void) {
+    static const int passes = 8000;
+    float x[4096];
+    double start;
+    for (int i = 0; i < 4096; i++) x[i] = (float)i;
+    start = now();
+    for (int p = 0; p < passes; p++) {
+        for (int i = 0; i < 4096; i++) x[i] = x[i] * 0.999f + 0.5f;
+        __asm__ volatile("" : : "r"(x) : "memory");
+    }
+    return now() - start;
+}
+
+static mt_status find_best(worker *w) {
+    int rank = rank_of(w);
+    double best = 1e9;
+    MT_TRY(barrier(w));
+    for (int i = 0; i < 50 && rank < w->team->calibrators; i++) best = fmin(best, calibrate());
+    w->team->best[rank] = best;
+    return barrier(w);
+}
+
+/* How much slower than its best the calibration loop was on the ranks that take part. Between two barriers, rank 0 only. */
+static double slowness(team *t, int ranks) {
+    double worst = 1;
+    for (int r = 0; r < ranks && r < t->calibrators; r++) {
+        t->best[r] = fmin(t->best[r], t->calibration[r]);
+        worst = fmax(worst, t->calibration[r] / t->best[r]);
+    }
+    return worst;
+}
+
+/* One sample: the seconds of the slowest rank for one call. Results are rank 0's to read. */
+static mt_status take(worker *w, const bench_case *c, int reps, double *seconds, double *slow) {
+    team *t = w->team;
+    int rank = rank_of(w), ranks = c->alone ? 1 : t->size;
+    double start;
+    *seconds = 0;
+    if (rank < ranks && rank < t->calibrators) t->calibration[rank] = calibrate();
+    MT_TRY(barrier(w));
+    if (rank == 0) *slow = fmax(*slow, slowness(t, ranks));
+    MT_TRY(barrier(w)); /* the first woke those that slept: from this one all leave together */
+    start = now();
+    for (int i = 0; i < reps && rank < ranks; i++) MT_TRY(c->run(w, c->arg));
+    t->elapsed[rank] = (now() - start) / reps;
+    MT_TRY(barrier(w));
+    for (int r = 0; r < ranks && rank == 0; r++) *seconds = fmax(*seconds, t->elapsed[r]);
+    return MT_SUCCESS;
+}
+
+/* Runs a case until it is warm, and chooses how often it repeats within a sample. *seconds: of one call, for rank 0. */
+static mt_status warm_up(worker *w, const bench_case *c, int *reps, double *seconds) {
+    double slow = 1;
+    MT_TRY(take(w, c, 1, seconds, &slow));
+    for (int tries = 1; tries <= 100; tries *= 10) { /* more calls, to see what one of a microsecond costs */
+        MT_TRY(take(w, c, tries, seconds, &slow));
+        if (rank_of(w) == 0) *reps = *seconds < SHORTEST_SAMPLE ? (int)(SHORTEST_SAMPLE / *seconds) + 1 : 1;
+        MT_TRY(barrier(w));
+        if (*reps <= tries) break;
+    }
+    return barrier(w);
+}
+
+static mt_status plan_rounds(worker *w, const bench_case *cases, int count) {
+    team *t = w->team;
+    double total = 0, seconds = 0;
+    int least = opt->quick ? 3 : 5, most = opt->quick ? 5 : MAX_ROUNDS;
+    for (int i = 0; i < count; i++) {
+        MT_TRY(warm_up(w, &cases[i], &t->reps[i], &seconds));
+        total += seconds * t->reps[i] + 4e-3; /* and the calibration */
+    }
+    if (rank_of(w) == 0) {
+        t->rounds = (int)fmin(most, fmax(least, opt->seconds / total));
+        t->tries = 0;
+    }
+    return barrier(w);
+}
+
+/* Rank 0: clean rounds first, then, when the limit was reached, the least disturbed of the others. */
+static void choose_rounds(team *t) {
+    int count = 0;
+    for (int i = 0; i < t->tries && count < t->rounds; i++)
+        if (t->slowness[i] <= SLOW) t->kept[count++] = i;
+    for (; count < t->rounds; rounds_slow++) {
+        int pick = -1;
+        for (int i = 0; i < t->tries; i++)
+            if (t->slowness[i] > SLOW && (pick < 0 || t->slowness[i] < t->slowness[pick])) pick = i;
+        t->kept[count++] = pick;
+        t->slowness[pick] = 0; /* taken */
+    }
+    rounds_kept += t->rounds;
+    rounds_discarded += t->tries - t->rounds;
+}
+
+static int clean_rounds(const team *t) {
+    int clean = 0;
+    for (int i = 0; i < t->tries; i++) clean += t->slowness[i] <= SLOW;
+    return clean;
+}
+
+static mt_status take_round(worker *w, const bench_case *cases, int count) {
+    team *t = w->team;
+    double slow = 1, seconds;
+    int index = t->tries;
+    for (int i = 0; i < count; i++) {
+        MT_TRY(take(w, &cases[i], t->reps[i], &seconds, &slow));
+        if (rank_of(w) != 0) continue;
+        t->seconds[index][i] = seconds;
+        for (int p = 0; p < cases[i].parts; p++) t->parts[index][p] = w->parts[p];
+    }
+    MT_TRY(barrier(w));
+    if (rank_of(w) == 0) {
+        t->slowness[index] = slow;
+        t->tries++;
+    }
+    return barrier(w);
+}
+
+/* Called by all ranks of the team with the same cases. Afterwards rank 0 reads the results with the functions below. */
+static mt_status measure(worker *w, const bench_case *cases, int count) {
+    team *t = w->team;
+    MT_TRY(plan_rounds(w, cases, count));
+    while (clean_rounds(t) < t->rounds && t->tries < TRIES * t->rounds) MT_TRY(take_round(w, cases, count));
+    MT_TRY(barrier(w));
+    if (rank_of(w) == 0) choose_rounds(t);
+    return barrier(w);
+}
+
+static double taken(const team *t, int c, int round) { return t->seconds[t->kept[round]][c]; }
+
+/* factor * seconds of case c */
+static stat3 case_time(const team *t, int c, double factor) {
+    double v[MAX_ROUNDS];
+    for (int i = 0; i < t->rounds; i++) v[i] = factor * taken(t, c, i);
+    return stat_of(v, t->rounds);
+}
+
+/* amount / seconds of case c */
+static stat3 case_rate(const team *t, int c, double amount) {
+    double v[MAX_ROUNDS];
+    for (int i = 0; i < t->rounds; i++) v[i] = amount / taken(t, c, i);
+    return stat_of(v, t->rounds);
+}
+
+/* factor * seconds of a, for one of b */
+static double case_ratio(const team *t, int a, int b, double factor) {
+    double v[MAX_ROUNDS];
+    for (int i = 0; i < t->rounds; i++) v[i] = factor * taken(t, a, i) / taken(t, b, i);
+    return stat_of(v, t->rounds).median;
+}
+
+/* factor * seconds of the parts for which chosen[p] is set, together */
+static stat3 part_time(const team *t, const int *chosen, int parts, double factor) {
+    double v[MAX_ROUNDS];
+    for (int i = 0; i < t->rounds; i++) {
+        v[i] = 0;
+        for (int p = 0; p < parts; p++)
+            if (chosen[p]) v[i] += factor * t->parts[t->kept[i]][p];
+    }
+    return stat_of(v, t->rounds);
+}
+
+/* ---- a place to compute: this rank of a split, or rank 0 by itself -------------------------------------------------- */
+
+typedef struct place {
+    mt_comm *solo; /* own group of one, or NULL */
+    mt_context *ctx;
+    mt_grid grid;
+} place;
+
+static mt_status place_create(worker *w, int tensor, int data, int threads, size_t arena, place *out) {
+    mt_comm *world = w->world;
+    mt_context_desc where = {.threads = threads, .arena_bytes = arena};
+    mt_grid_desc shape = {.tensor = tensor, .data = data};
+    memset(out, 0, sizeof *out);
+    if (tensor * data == 1) {
+        MT_TRY(mt_comm_create_local(1, 0, &out->solo));
+        world = out->solo;
+    }
+    MT_TRY(mt_context_create(world, &where, &out->ctx));
+    return mt_grid_create(world, &shape, &out->grid);
+}
+
+static void place_destroy(place *p) {
+    mt_grid_destroy(&p->grid);
+    mt_context_destroy(p->ctx);
+    mt_comm_destroy(p->solo);
+}
+
+/* One parallel region of two OpenMP threads by this thread, in which they pin themselves to two cores: oneDNN's next ones use
+   the same threads. Without OpenMP nothing happens. The names are private and weak, as in mt_kernels.cuh. */
+static void bench_gomp_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weakref("GOMP_parallel")));
+static int bench_omp_thread(void) __attribute__((weakref("omp_get_thread_num")));
+
+static void pin_self(void *cores) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET((size_t)((const int *)cores)[bench_omp_thread() % 2], &one);
+    sched_setaffinity(0, sizeof one, &one);
+}
+
+static int allowed_cores(int *cores, int limit) {
+    cpu_set_t set;
+    int count = 0;
+    if (sched_getaffinity(0, sizeof set, &set) != 0) return 0;
+    for (int c = 0; c < CPU_SETSIZE && count < limit; c++)
+        if (CPU_ISSET((size_t)c, &set)) cores[count++] = c;
+    return count;
+}
+
+static int team_cores[RANKS], team_core_count; /* set by main before any thread starts */
+
+static int pin_gemm_threads(void) {
+    if (!bench_gomp_parallel || !bench_omp_thread || team_core_count < RANKS) return 0;
+    bench_gomp_parallel(pin_self, team_cores, RANKS, 0);
+    return 1;
+}
+
+/* ---- the operators of one layer, one after the other ---------------------------------------------------------------- */
+
+/* A layer's training step written out in the layer's order and with its shapes, so that every operator can be timed where it
+   stands, with the caches as the operator before left them. */
+
+enum { GEMM, ATTENTION, ALL_REDUCE, NORM, ACTIVATION, BIAS_DROPOUT, KINDS };
+static const char *const kind_names[KINDS] = {"GEMM", "attention", "all-reduce", "norm", "activation", "bias, dropout, add"};
+
+struct ops;
+
+typedef struct op {
+    const char *name;
+    int kind;
+    double flops, bytes; /* of this rank; bytes: read and written, each tensor once */
+    mt_status (*run)(const struct ops *s, const struct op *o);
+    mt_tensor a, b, c, d;
+    mt_transpose trans_a, trans_b;
+    float beta;
+} op;
+
+typedef struct ops {
+    place place;
+    float *memory;
+    size_t bytes, used;
+    mt_attention_shape shape;
+    mt_dropout dropout;
+    mt_tensor gain, dgain, bias_h, dbias_h, bias_q, dbias_q, bias_f, dbias_f; /* vectors */
+    mt_tensor x, n1, stats1, qkv, lse, out, x1, n2, stats2, h, act, y, block, dy, dblock, dact, dh, dinner, dx1, dout, dqkv, dx;
+    mt_tensor wqkv, wproj, wfc1, wfc2, gqkv, gproj, gfc1, gfc2; /* weights and their gradients */
+    op list[MAX_PARTS];
+    int count;
+} ops;
+
+static mt_status op_gemm(const ops *s, const op *o) {
+    return mt_gemm(s->place.ctx, o->trans_a, o->trans_b, 1.0f, o->a, o->b, o->beta, o->c);
+}
+static mt_status op_all_reduce(const ops *s, const op *o) {
+    return mt_all_reduce(s->place.ctx, s->place.grid.tensor, o->a.data, o->a.data, (size_t)(o->a.rows * o->a.cols), MT_F32,
+                         MT_SUM);
+}
+static mt_status op_norm(const ops *s, const op *o) {
+    return mt_norm_forward(s->place.ctx, MT_LAYER_NORM, o->a, s->gain, s->bias_h, 1e-5f, o->b, o->c);
+}
+static mt_status op_norm_backward(const ops *s, const op *o) {
+    return mt_norm_backward(s->place.ctx, MT_LAYER_NORM, o->a, s->gain, o->b, s->dinner, o->c, o->d, s->dgain, s->dbias_h);
+}
+static mt_status op_attention(const ops *s, const op *o) {
+    (void)o;
+    return mt_attention_forward(s->place.ctx, &s->shape, s->qkv, s->out, s->lse);
+}
+static mt_status op_attention_backward(const ops *s, const op *o) {
+    (void)o;
+    return mt_attention_backward(s->place.ctx, &s->shape, s->qkv, s->out, s->lse, s->dout, s->dqkv);
+}
+static mt_status op_gelu(const ops *s, const op *o) {
+    (void)o;
+    return mt_activation_forward(s->place.ctx, MT_GELU_TANH, s->h, s->bias_f, s->act);
+}
+static mt_status op_gelu_backward(const ops *s, const op *o) {
+    (void)o;
+    return mt_activation_backward(s->place.ctx, MT_GELU_TANH, s->h, s->dact, s->dh, s->dbias_f);
+}
+static mt_status op_bias(const ops *s, const op *o) { return mt_bias_forward(s->place.ctx, o->a, o->b); }
+static mt_status op_bias_backward(const ops *s, const op *o) { return mt_bias_backward(s->place.ctx, o->a, o->b); }
+static mt_status op_add(const ops *s, const op *o) {
+    return mt_bias_dropout_add_forward(s->place.ctx, o->a, s->bias_h, o->b, s->dropout, o->c);
+}
+static mt_status op_drop_backward(const ops *s, const op *o) {
+    return mt_bias_dropout_add_backward(s->place.ctx, o->a, s->dropout, o->b, s->dbias_h);
+}
+
+static double bytes_of(mt_tensor t) { return 4.0 * (double)t.rows * (double)t.cols; }
+
+static op *ops_add(ops *s, const char *name, int kind, mt_status (*run)(const ops *, const op *), double bytes) {
+    op *o = &s->list[s->count++];
+    memset(o, 0, sizeof *o);
+    o->name = name;
+    o->kind = kind;
+    o->run = run;
+    o->bytes = bytes;
+    return o;
+}
+
+static void ops_gemm(ops *s, const char *name, mt_transpose ta, mt_transpose tb, mt_tensor a, mt_tensor b, float beta,
+                     mt_tensor c) {
+    op *o = ops_add(s, name, GEMM, op_gemm, bytes_of(a) + bytes_of(b) + (beta == 0.0f ? 1 : 2) * bytes_of(c));
+    o->flops = 2.0 * (double)(c.rows * c.cols) * (double)(ta == MT_TRANS ? a.rows : a.cols);
+    o->trans_a = ta;
+    o->trans_b = tb;
+    o->a = a;
+    o->b = b;
+    o->beta = beta;
+    o->c = c;
+}
+
+static void ops_view(ops *s, const char *name, int kind, mt_status (*run)(const ops *, const op *), double bytes, mt_tensor a,
+                     mt_tensor b, mt_tensor c, mt_tensor d) {
+    op *o = ops_add(s, name, kind, run, bytes);
+    o->a = a;
+    o->b = b;
+    o->c = c;
+    o->d = d;
+}
+
+static void ops_reduce(ops *s, const char *name, mt_tensor x) {
+    if (s->place.grid.tensor_size > 1)
+        ops_view(s, name, ALL_REDUCE, op_all_reduce, 2 * bytes_of(x), x, mt_none(), mt_none(), mt_none());
+}
+
+static void ops_add_forward(ops *s, const char *name, mt_tensor residual, mt_tensor y) {
+    ops_view(s, name, BIAS_DROPOUT, op_add, 3 * bytes_of(y), y, residual, y, mt_none());
+}
+
+/* The gradient with respect to what came before dropout, and of the bias: without dropout only the bias'. */
+static void ops_add_backward(ops *s, const char *name, mt_tensor dy) {
+    if (s->dropout.p > 0.0f)
+        ops_view(s, name, BIAS_DROPOUT, op_drop_backward, 2 * bytes_of(dy), dy, s->dblock, mt_none(), mt_none());
+    else ops_view(s, name, BIAS_DROPOUT, op_bias_backward, bytes_of(dy), dy, s->dbias_h, mt_none(), mt_none());
+}
+
+/* 2 products forward and 4 backward (recomputation not counted) over the visible half of the scores. */
+static double attention_flops(double sequences, double seq, double width) { return 2 * sequences * seq * (seq + 1) * width; }
+
+static void ops_list_forward(ops *s) {
+    const mt_transpose n = MT_NO_TRANS, t = MT_TRANS;
+    ops_view(s, "norm 1", NORM, op_norm, 2 * bytes_of(s->x), s->x, s->n1, s->stats1, mt_none());
+    ops_gemm(s, "qkv", n, t, s->n1, s->wqkv, 0, s->qkv);
+    ops_view(s, "qkv bias", BIAS_DROPOUT, op_bias, 2 * bytes_of(s->qkv), s->qkv, s->bias_q, mt_none(), mt_none());
+    ops_add(s, "attention", ATTENTION, op_attention, bytes_of(s->qkv) + bytes_of(s->out))->flops =
+        attention_flops(1, TOKENS, (double)s->out.cols);
+    ops_gemm(s, "proj", n, t, s->out, s->wproj, 0, s->x1);
+    ops_reduce(s, "all-reduce of proj", s->x1);
+    ops_add_forward(s, "bias, dropout, residual 1", s->x, s->x1);
+    ops_view(s, "norm 2", NORM, op_norm, 2 * bytes_of(s->x), s->x1, s->n2, s->stats2, mt_none());
+    ops_gemm(s, "fc1", n, t, s->n2, s->wfc1, 0, s->h);
+    ops_add(s, "bias, gelu", ACTIVATION, op_gelu, 3 * bytes_of(s->h));
+    ops_gemm(s, "fc2", n, t, s->act, s->wfc2, 0, s->y);
+    ops_reduce(s, "all-reduce of fc2", s->y);
+    ops_add_forward(s, "bias, dropout, residual 2", s->x1, s->y);
+}
+
+static void ops_list_backward(ops *s) {
+    const mt_transpose n = MT_NO_TRANS, t = MT_TRANS;
+    mt_tensor second = s->dropout.p > 0.0f ? s->dblock : s->dy, first = s->dropout.p > 0.0f ? s->dblock : s->dx1;
+    ops_add_backward(s, "bias, dropout 2 backward", s->dy);
+    ops_gemm(s, "fc2 input gradient", n, n, second, s->wfc2, 0, s->dact);
+    ops_gemm(s, "fc2 weight gradient", t, n, second, s->act, 1, s->gfc2);
+    ops_add(s, "bias, gelu backward", ACTIVATION, op_gelu_backward, 3 * bytes_of(s->h));
+    ops_gemm(s, "fc1 input gradient", n, n, s->dh, s->wfc1, 0, s->dinner);
+    ops_reduce(s, "all-reduce of fc1 input gradient", s->dinner);
+    ops_gemm(s, "fc1 weight gradient", t, n, s->dh, s->n2, 1, s->gfc1);
+    ops_view(s, "norm 2 backward", NORM, op_norm_backward, 4 * bytes_of(s->x), s->x1, s->stats2, s->dy, s->dx1);
+    ops_add_backward(s, "bias, dropout 1 backward", s->dx1);
+    ops_gemm(s, "proj input gradient", n, n, first, s->wproj, 0, s->dout);
+    ops_gemm(s, "proj weight gradient", t, n, first, s->out, 1, s->gproj);
+    ops_add(s, "attention backward", ATTENTION, op_attention_backward, 2 * bytes_of(s->qkv) + 2 * bytes_of(s->out))->flops =
+        2 * attention_flops(1, TOKENS, (double)s->out.cols);
+    ops_gemm(s, "qkv input gradient", n, n, s->dqkv, s->wqkv, 0, s->dinner);
+    ops_reduce(s, "all-reduce of qkv input gradient", s->dinner);
+    ops_view(s, "qkv bias backward", BIAS_DROPOUT, op_bias_backward, bytes_of(s->dqkv), s->dqkv, s->dbias_q, mt_none(),
+             mt_none());
+    ops_gemm(s, "qkv weight gradient", t, n, s->dqkv, s->n1, 1, s->gqkv);
+    ops_view(s, "norm 1 backward", NORM, op_norm_backward, 4 * bytes_of(s->x), s->x, s->stats1, s->dx1, s->dx);
+}
+
+/* A tensor of small random numbers. */
+static mt_tensor ops_tensor(ops *s, int64_t rows, int64_t cols) {
+    mt_tensor t = mt_tensor_f32(s->memory + s->used, rows, cols);
+    mt_random at = {.seed = 7, .stream = s->used, .global_cols = cols};
+    s->used += (size_t)(rows * cols + 15) / 16 * 16;
+    if (s->used * sizeof(float) <= s->bytes) mt_random_normal(s->place.ctx, t, 0.02f, at);
+    return t;
+}
+
+static void ops_activations(ops *s, int64_t split) {
+    mt_tensor *const wide[] = {&s->x, &s->n1, &s->x1, &s->n2, &s->y, &s->dy, &s->dblock, &s->dinner, &s->dx1, &s->dx};
+    mt_tensor *const inner[] = {&s->h, &s->act, &s->dact, &s->dh};
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, TOKENS, HIDDEN);
+    for (size_t i = 0; i < sizeof inner / sizeof *inner; i++) *inner[i] = ops_tensor(s, TOKENS, 4 * HIDDEN / split);
+    s->stats1 = ops_tensor(s, TOKENS, 2);
+    s->stats2 = ops_tensor(s, TOKENS, 2);
+    s->qkv = ops_tensor(s, TOKENS, 3 * HIDDEN / split);
+    s->dqkv = ops_tensor(s, TOKENS, 3 * HIDDEN / split);
+    s->out = ops_tensor(s, TOKENS, HIDDEN / split);
+    s->dout = ops_tensor(s, TOKENS, HIDDEN / split);
+    s->lse = ops_tensor(s, HEADS / split, TOKENS);
+}
+
+static void ops_parameters(ops *s, int64_t split) {
+    mt_tensor *const wide[] = {&s->gain, &s->dgain, &s->bias_h, &s->dbias_h};
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, 1, HIDDEN);
+    s->bias_q = ops_tensor(s, 1, 3 * HIDDEN / split);
+    s->dbias_q = ops_tensor(s, 1, 3 * HIDDEN / split);
+    s->bias_f = ops_tensor(s, 1, 4 * HIDDEN / split);
+    s->dbias_f = ops_tensor(s, 1, 4 * HIDDEN / split);
+    s->wqkv = ops_tensor(s, 3 * HIDDEN / split, HIDDEN);
+    s->gqkv = ops_tensor(s, 3 * HIDDEN / split, HIDDEN);
+    s->wproj = ops_tensor(s, HIDDEN, HIDDEN / split);
+    s->gproj = ops_tensor(s, HIDDEN, HIDDEN / split);
+    s->wfc1 = ops_tensor(s, 4 * HIDDEN / split, HIDDEN);
+    s->gfc1 = ops_tensor(s, 4 * HIDDEN / split, HIDDEN);
+    s->wfc2 = ops_tensor(s, HIDDEN, 4 * HIDDEN / split);
+    s->gfc2 = ops_tensor(s, HIDDEN, 4 * HIDDEN / split);
+}
+
+static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
+    void *memory;
+    memset(s, 0, sizeof *s);
+    MT_TRY(place_create(w, split, 1, 1, (size_t)64 << 20, &s->place));
+    s->dropout.p = dropout;
+    s->dropout.at = (mt_random){.seed = 1, .stream = 1, .global_cols = HIDDEN};
+    s->shape = (mt_attention_shape){.batch = 1, .seq = TOKENS, .groups = HEADS / split, .heads_per_group = 1,
+                                    .head_dim = HIDDEN / HEADS, .dropout = s->dropout};
+    s->shape.dropout.at.global_cols = HEADS;
+    ops_activations(s, split); /* counts */
+    ops_parameters(s, split);
+    s->bytes = s->used * sizeof(float);
+    MT_TRY(mt_context_alloc(s->place.ctx, s->bytes, &memory));
+    s->memory = memory;
+    s->used = 0;
+    ops_activations(s, split);
+    ops_parameters(s, split);
+    ops_list_forward(s);
+    ops_list_backward(s);
+    return MT_SUCCESS;
+}
+
+static void ops_destroy(ops *s) {
+    if (s->place.ctx) mt_context_free(s->place.ctx, s->memory, s->bytes);
+    place_destroy(&s->place);
+}
+
+/* All operators of one kind (all kinds for KINDS), each timed into seconds when that is not NULL. */
+static mt_status ops_run(const ops *s, int kind, double *seconds) {
+    double start = now(), end;
+    for (int i = 0; i < s->count; i++) {
+        if (kind != KINDS && s->list[i].kind != kind) continue;
+        MT_TRY(s->list[i].run(s, &s->list[i]));
+        if (!seconds) continue;
+        end = now();
+        seconds[i] = end - start;
+        start = end;
+    }
+    return MT_SUCCESS;
+}
+
+static double ops_flops(const ops *s, int kind) {
+    double flops = 0;
+    for (int i = 0; i < s->count; i++)
+        if (kind == KINDS || s->list[i].kind == kind) flops += s->list[i].flops;
+    return flops;
+}
+
+/* ---- item gemm ------------------------------------------------------------------------------------------------------ */
+
+typedef struct gemm_item {
+    ops one, two; /* at TP=1 (rank 0 only) and at TP=2 */
+    int index[MAX_PARTS], count; /* of the GEMMs in two.list; in one.list the same GEMM is the same number among GEMMs */
+    int index_one[MAX_PARTS];
+} gemm_item;
+
+static int gemm_indices(const ops *s, int *index) {
+    int count = 0;
+    for (int i = 0; i < s->count; i++)
+        if (s->list[i].kind == GEMM) index[count++] = i;
+    return count;
+}
+
+static mt_status run_gemm_one(worker *w, int arg) {
+    gemm_item *g = w->item;
+    return op_gemm(&g->one, &g->one.list[g->index_one[arg]]);
+}
+static mt_status run_gemm_two(worker *w, int arg) {
+    gemm_item *g = w->item;
+    return op_gemm(&g->two, &g->two.list[g->index[arg]]);
+}
+static mt_status run_gemms_one(worker *w, int arg) {
+    (void)arg;
+    return ops_run(&((gemm_item *)w->item)->one, GEMM, NULL);
+}
+static mt_status run_gemms_two(worker *w, int arg) {
+    (void)arg;
+    return ops_run(&((gemm_item *)w->item)->two, GEMM, NULL);
+}
+
+static void gemm_row(const team *t, const ops *s, const op *o, int c, int reference) {
+    char name[64], shape[48];
+    int64_t k = o->trans_a == MT_TRANS ? o->a.rows : o->a.cols;
+    snprintf(shape, sizeof shape, "%lldx%lldx%lld", (long long)o->c.rows, (long long)o->c.cols, (long long)k);
+    snprintf(name, sizeof name, "%s TP=%d %s", o->name, s->place.grid.tensor_size, shape);
+    row("gemm", name, case_rate(t, c, 1e-9 * o->flops), "GFLOP/s/core", case_ratio(t, reference, c, 0.5),
+        c == reference ? NULL : "TP=1 rate");
+}
+
+static void gemm_rows(const team *t, const gemm_item *g) {
+    const char *unit = "GFLOP/s/core";
+    int n = g->count;
+    for (int i = 0; i < n; i++) {
+        gemm_row(t, &g->one, &g->one.list[g->index_one[i]], 2 * i, 2 * i);
+        gemm_row(t, &g->two, &g->two.list[g->index[i]], 2 * i + 1, 2 * i);
+    }
+    row("gemm", "all 12 GEMMs of the layer, TP=1", case_rate(t, 2 * n, 1e-9 * ops_flops(&g->one, GEMM)), unit, 0, NULL);
+    row("gemm", "all 12 GEMMs, TP=2, both ranks at once", case_rate(t, 2 * n + 1, 1e-9 * ops_flops(&g->two, GEMM)), unit,
+        case_ratio(t, 2 * n, 2 * n + 1, 0.5), "TP=1 rate");
+}
+
+static mt_status gemm_measure(worker *w) {
+    gemm_item *g = w->item;
+    bench_case cases[MAX_CASES] = {{0}};
+    MT_TRY(ops_create(w, 1, 0, &g->one));
+    MT_TRY(ops_create(w, RANKS, 0, &g->two));
+    gemm_indices(&g->one, g->index_one);
+    g->count = gemm_indices(&g->two, g->index);
+    for (int i = 0; i < g->count; i++) {
+        cases[2 * i] = (bench_case){run_gemm_one, i, 1, 0};
+        cases[2 * i + 1] = (bench_case){run_gemm_two, i, 0, 0};
+    }
+    cases[2 * g->count] = (bench_case){run_gemms_one, 0, 1, 0};
+    cases[2 * g->count + 1] = (bench_case){run_gemms_two, 0, 0, 0};
+    MT_TRY(measure(w, cases, 2 * g->count + 2));
+    if (rank_of(w) == 0) gemm_rows(w->team, g);
+    return MT_SUCCESS;
+}
+
+static mt_status item_gemm(worker *w) {
+    gemm_item g = {0};
+    w->item = &g;
+    mt_status status = gemm_measure(w);
+    ops_destroy(&g.one);
+    ops_destroy(&g.two);
+    return status;
+}
+
+/* ---- item layer ----------------------------------------------------------------------------------------------------- */
+
+typedef struct one_layer {
+    place place;
+    mt_params *params;
+    mt_transformer_layer layer;
+    mt_tensor x, y, dy, dx;
+    mt_batch batch;
+} one_layer;
+
+static mt_transformer_layer_desc layer_desc(float dropout) {
+    return (mt_transformer_layer_desc){.hidden = HIDDEN, .heads = HEADS, .attention_dropout = dropout, .hidden_dropout = dropout};
+}
+
+static mt_status layer_create(worker *w, int split, int threads, float dropout, one_layer *l) {
+    mt_transformer_layer_desc d = layer_desc(dropout);
+    mt_tensor *const views[] = {&l->x, &l->y, &l->dy, &l->dx};
+    mt_random at = {.seed = 3, .global_cols = HIDDEN};
+    memset(l, 0, sizeof *l);
+    MT_TRY(place_create(w, split, 1, threads, 0, &l->place));
+    MT_TRY(mt_params_create(l->place.ctx, &l->place.grid, &l->params));
+    MT_TRY(mt_transformer_layer_create(l->place.ctx, l->params, "layer", &d, &l->layer));
+    MT_TRY(mt_params_init(l->place.ctx, l->params, 1234));
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
+        MT_TRY(mt_arena_tensor(l->place.ctx, MT_F32, TOKENS, HIDDEN, views[i]));
+        at.stream = i;
+        MT_TRY(mt_random_normal(l->place.ctx, *views[i], 1.0f, at));
+    }
+    l->batch = (mt_batch){.sequences = 1, .seq = TOKENS, .seed = 5};
+    return MT_SUCCESS;
+}
+
+static void layer_destroy(one_layer *l) {
+    mt_params_destroy(l->params);
+    place_destroy(&l->place);
+}
+
+static mt_status layer_step(one_layer *l) {
+    mt_transformer_layer_saved saved;
+    size_t mark = mt_arena_mark(l->place.ctx);
+    l->batch.step++;
+    MT_TRY(mt_transformer_layer_forward(l->place.ctx, &l->layer, &l->batch, l->x, l->y, &saved));
+    MT_TRY(mt_transformer_layer_backward(l->place.ctx, &l->layer, l->dy, l->dx, &saved));
+    mt_arena_release(l->place.ctx, mark);
+    return MT_SUCCESS;
+}
+
+static double layer_flops(void) {
+    double gemm = 3 * 2.0 * TOKENS * 12 * HIDDEN * HIDDEN; /* 12 hidden^2 weights; forward, input and weight gradient */
+    return gemm + 3 * attention_flops(1, TOKENS, HIDDEN);
+}
+
+/* Cases in the order in which they alternate. */
+enum { GEMMS_1, GEMMS_2, LAYER_1, LAYER_1_THREADS_2, LAYER_1_DROPOUT, LAYER_2, LAYER_2_DROPOUT, REPLAY_2, LAYER_CASES };
+
+typedef struct layer_item {
+    gemm_item gemms; /* first: run_gemms_one and run_gemms_two look for it here */
+    one_layer layers[LAYER_CASES];
+    int pinned;
+    double faults;
+    uint64_t all_reduces;
+} layer_item;
+
+static mt_status run_layer(worker *w, int arg) { return layer_step(&((layer_item *)w->item)->layers[arg]); }
+
+static mt_status run_replay(worker *w, int arg) {
+    (void)arg;
+    return ops_run(&((layer_item *)w->item)->gemms.two, KINDS, w->parts);
+}
+
+static mt_status layer_item_create(worker *w, layer_item *l) {
+    int first = rank_of(w) == 0;
+    MT_TRY(ops_create(w, 1, 0, &l->gemms.one));
+    MT_TRY(ops_create(w, RANKS, 0, &l->gemms.two));
+    if (first) MT_TRY(layer_create(w, 1, 1, 0, &l->layers[LAYER_1]));
+    if (first) MT_TRY(layer_create(w, 1, 2, 0, &l->layers[LAYER_1_THREADS_2]));
+    if (first) MT_TRY(layer_create(w, 1, 1, 0.1f, &l->layers[LAYER_1_DROPOUT]));
+    MT_TRY(layer_create(w, RANKS, 1, 0, &l->layers[LAYER_2]));
+    MT_TRY(layer_create(w, RANKS, 1, 0.1f, &l->layers[LAYER_2_DROPOUT]));
+    if (first) l->pinned = pin_gemm_threads();
+    return barrier(w);
+}
+
+static void layer_item_destroy(layer_item *l) {
+    for (int i = 0; i < LAYER_CASES; i++) layer_destroy(&l->layers[i]);
+    ops_destroy(&l->gemms.one);
+    ops_destroy(&l->gemms.two);
+}
+
+static long minor_faults(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_minflt : 0;
+}
+
+/* Page faults and all-reduces of one step at TP=2, after all the others. */
+static mt_status layer_count(worker *w) {
+    enum { STEPS = 4 };
+    layer_item *l = w->item;
+    mt_comm *tensor = l->layers[LAYER_2].place.grid.tensor;
+    long before;
+    MT_TRY(layer_step(&l->layers[LAYER_2]));
+    before = minor_faults();
+    mt_comm_ledger_reset(tensor);
+    for (int i = 0; i < STEPS; i++) MT_TRY(layer_step(&l->layers[LAYER_2]));
+    l->faults = (double)(minor_faults() - before) / STEPS;
+    l->all_reduces = mt_comm_ledger(tensor).calls[MT_ALL_REDUCE] / STEPS;
+    return MT_SUCCESS;
+}
+
+static void layer_rows_of(const team *t, const char *name, int c, int reference, int cores, const char *versus) {
+    char full[64];
+    row("layer", name, case_time(t, c, 1e3), "ms", case_ratio(t, reference, c, 1), c == reference ? NULL : versus);
+    row("layer", "  tokens", case_rate(t, c, TOKENS), "tokens/s", 0, NULL);
+    snprintf(full, sizeof full, "  %d core%s", cores, cores > 1 ? "s together" : "");
+    row("layer", full, case_rate(t, c, 1e-9 * layer_flops()), "GFLOP/s", 0, NULL);
+}
+
+static void layer_gemm_rows(const team *t, const layer_item *l) {
+    double f1 = ops_flops(&l->gemms.one, GEMM), f2 = ops_flops(&l->gemms.two, GEMM);
+    row("layer", "GEMMs alone, TP=1", case_rate(t, GEMMS_1, 1e-9 * f1), "GFLOP/s/core", 0, NULL);
+    row("layer", "GEMMs alone, TP=2, both ranks at once", case_rate(t, GEMMS_2, 1e-9 * f2), "GFLOP/s/core",
+        case_ratio(t, GEMMS_1, GEMMS_2, 0.5), "GEMMs alone, TP=1");
+    row("layer", "layer TP=1 per core", case_rate(t, LAYER_1, 1e-9 * layer_flops()), "GFLOP/s/core",
+        case_ratio(t, GEMMS_1, LAYER_1, layer_flops() / f1), "GEMMs alone, TP=1");
+    row("layer", "layer TP=2 per core", case_rate(t, LAYER_2, 0.5e-9 * layer_flops()), "GFLOP/s/core",
+        case_ratio(t, GEMMS_2, LAYER_2, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2 (aim 0.85)");
+    row("layer", "layer TP=2 dropout 0.1 per core", case_rate(t, LAYER_2_DROPOUT, 0.5e-9 * layer_flops()), "GFLOP/s/core",
+        case_ratio(t, GEMMS_2, LAYER_2_DROPOUT, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2");
+}
+
+static void layer_rows(const team *t, const layer_item *l) {
+    const char *two = l->pinned ? "TP=1, 2 GEMM threads, pinned" : "TP=1, 2 GEMM threads, not pinned";
+    int reduces[MAX_PARTS] = {0};
+    for (int i = 0; i < l->gemms.two.count; i++) reduces[i] = l->gemms.two.list[i].kind == ALL_REDUCE;
+    layer_rows_of(t, "TP=1, 1 thread", LAYER_1, LAYER_1, 1, NULL);
+    layer_rows_of(t, two, LAYER_1_THREADS_2, LAYER_1, 2, "speed of TP=1, 1 thread");
+    layer_rows_of(t, "TP=2", LAYER_2, LAYER_1, 2, "speed of TP=1, 1 thread (aim 1.85)");
+    layer_rows_of(t, "TP=1, 1 thread, dropout 0.1", LAYER_1_DROPOUT, LAYER_1, 1, "speed without dropout");
+    layer_rows_of(t, "TP=2, dropout 0.1", LAYER_2_DROPOUT, LAYER_1_DROPOUT, 2, "speed of TP=1 with dropout");
+    layer_gemm_rows(t, l);
+    stat3 r = part_time(t, reduces, l->gemms.two.count, 1e3);
+    row("layer", "its 4 all-reduces, waiting included", r, "ms", r.median / case_time(t, LAYER_2, 1e3).median, "layer TP=2");
+    row("layer", "all-reduces in one TP=2 step (ledger)", exactly((double)l->all_reduces), "calls", 0, NULL);
+    row("layer", "minor page faults in one TP=2 step", exactly(l->faults), "faults", 0, NULL);
+}
+
+static mt_status layer_measure(worker *w) {
+    layer_item *l = w->item;
+    bench_case cases[LAYER_CASES] = {
+        [GEMMS_1] = {run_gemms_one, 0, 1, 0}, [GEMMS_2] = {run_gemms_two, 0, 0, 0},
+        [LAYER_1] = {run_layer, LAYER_1, 1, 0}, [LAYER_1_THREADS_2] = {run_layer, LAYER_1_THREADS_2, 1, 0},
+        [LAYER_1_DROPOUT] = {run_layer, LAYER_1_DROPOUT, 1, 0}, [LAYER_2] = {run_layer, LAYER_2, 0, 0},
+        [LAYER_2_DROPOUT] = {run_layer, LAYER_2_DROPOUT, 0, 0}, [REPLAY_2] = {run_replay, 0, 0, MAX_PARTS}};
+    MT_TRY(layer_item_create(w, l));
+    MT_TRY(measure(w, cases, LAYER_CASES));
+    MT_TRY(layer_count(w));
+    if (rank_of(w) == 0) layer_rows(w->team, l);
+    return MT_SUCCESS;
+}
+
+static mt_status item_layer(worker *w) {
+    layer_item *l = calloc(1, sizeof *l);
+    mt_status status = MT_ERR_MEMORY;
+    if (!l) return status;
+    w->item = l;
+    status = layer_measure(w);
+    layer_item_destroy(l);
+    free(l);
+    return status;
+}
+
+/* ---- item breakdown ------------------------------------------------------------------------------------------------- */
+
+enum { BREAK_LAYER, BREAK_REPLAY, BREAK_CASES };
+
+typedef struct breakdown_item {
+    ops ops;
+    one_layer layer;
+} breakdown_item;
+
+static mt_status run_breakdown_layer(worker *w, int arg) {
+    (void)arg;
+    return layer_step(&((breakdown_item *)w->item)->layer);
+}
+static mt_status run_breakdown_replay(worker *w, int arg) {
+    (void)arg;
+    return ops_run(&((breakdown_item *)w->item)->ops, KINDS, w->parts);
+}
+
+static void breakdown_op_row(const team *t, const op *o, int index, double all) {
+    const char *unit = o->flops > 0 ? "GFLOP/s" : "GB/s";
+    char versus[48];
+    int chosen[MAX_PARTS] = {0};
+    double rate;
+    chosen[index] = 1;
+    stat3 s = part_time(t, chosen, MAX_PARTS, 1e3);
+    rate = (o->flops > 0 ? o->flops : o->bytes) * 1e-6 / s.median;
+    snprintf(versus, sizeof versus, "layer  %6.1f %s", rate, unit);
+    row("breakdown", o->name, s, "ms", s.median / all, opt->csv ? "layer" : versus);
+    if (opt->csv) row("breakdown", o->name, exactly(rate), unit, 0, NULL);
+}
+
+static void breakdown_kind_row(const team *t, const ops *s, int kind, double all) {
+    char name[64];
+    int chosen[MAX_PARTS] = {0};
+    for (int i = 0; i < s->count; i++) chosen[i] = kind == KINDS || s->list[i].kind == kind;
+    stat3 x = part_time(t, chosen, s->count, 1e3);
+    snprintf(name, sizeof name, "all %s", kind == KINDS ? "operators" : kind_names[kind]);
+    row("breakdown", name, x, "ms", x.median / all, "layer");
+}
+
+static void breakdown_rows(const team *t, const breakdown_item *b) {
+    stat3 all = case_time(t, BREAK_LAYER, 1e3);
+    for (int i = 0; i < b->ops.count; i++) breakdown_op_row(t, &b->ops.list[i], i, all.median);
+    for (int k = 0; k <= KINDS; k++) breakdown_kind_row(t, &b->ops, k, all.median);
+    row("breakdown", "the layer itself", all, "ms", 0, NULL);
+}
+
+static mt_status breakdown_measure(worker *w) {
+    breakdown_item *b = w->item;
+    bench_case cases[BREAK_CASES] = {[BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0},
+                                     [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS}};
+    MT_TRY(ops_create(w, RANKS, 0, &b->ops));
+    MT_TRY(layer_create(w, RANKS, 1, 0, &b->layer));
+    MT_TRY(measure(w, cases, BREAK_CASES));
+    if (rank_of(w) == 0) breakdown_rows(w->team, b);
+    return MT_SUCCESS;
+}
+
+static mt_status item_breakdown(worker *w) {
+    breakdown_item b = {0};
+    w->item = &b;
+    mt_status status = breakdown_measure(w);
+    layer_destroy(&b.layer);
+    ops_destroy(&b.ops);
+    return status;
+}
+
+/* ---- item gpt2 ------------------------------------------------------------------------------------------------------ */
+
+typedef struct gpt_model {
+    place place;
+    mt_params *params;
+    mt_gpt gpt;
+    mt_gpt_saved saved;
+    mt_optimizer optimizer;
+    mt_tensor loss;
+    mt_batch batch;
+    const int32_t *ids, *targets;
+    int created;
+} gpt_model;
+
+enum { GPT_TP2, GPT_DP2, GPT_TP1, GPT_CASES };
+
+typedef struct gpt_item {
+    gpt_model models[GPT_CASES];
+    int32_t tokens[GPT_BATCH * GPT_SEQ + 1];
+    double parameters, faults;
+} gpt_item;
+
+/* The model in an already made place (CPU or meta). sequences: of this rank. */
+static mt_status gpt_build(gpt_model *m, int64_t sequences, const int32_t *tokens) {
+    mt_gpt_desc d = {.vocab = GPT_VOCAB, .layers = GPT_LAYERS, .max_seq = GPT_MAX_SEQ, .layer = layer_desc(0)};
+    mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = 0.1f};
+    mt_context *ctx = m->place.ctx;
+    m->created = 1;
+    m->batch = (mt_batch){.sequences = sequences, .seq = GPT_SEQ, .first_sequence = m->place.grid.data_rank * sequences};
+    m->ids = tokens + m->batch.first_sequence * GPT_SEQ;
+    m->targets = m->ids + 1;
+    MT_TRY(mt_params_create(ctx, &m->place.grid, &m->params));
+    MT_TRY(mt_gpt_create(ctx, m->params, &d, &m->gpt));
+    MT_TRY(mt_params_init(ctx, m->params, 1234));
+    MT_TRY(mt_optimizer_create(ctx, m->params, &adamw, &m->optimizer));
+    MT_TRY(mt_gpt_saved_create(ctx, &m->gpt, &m->saved));
+    return mt_arena_tensor(ctx, MT_F32, 1, sequences * GPT_SEQ, &m->loss);
+}
+
+static void gpt_destroy(gpt_model *m) {
+    if (m->created) mt_gpt_saved_destroy(&m->saved);
+    if (m->created) mt_optimizer_destroy(m->place.ctx, &m->optimizer);
+    mt_params_destroy(m->params);
+    place_destroy(&m->place);
+}
+
+static mt_status gpt_step(gpt_model *m) {
+    mt_context *ctx = m->place.ctx;
+    size_t mark = mt_arena_mark(ctx);
+    float norm = 0;
+    m->batch.step++;
+    MT_TRY(mt_params_zero_grad(ctx, m->params));
+    MT_TRY(mt_gpt_forward(ctx, &m->gpt, &m->batch, m->ids, m->targets, m->loss, &m->saved));
+    MT_TRY(mt_gpt_backward(ctx, &m->gpt, 1.0f / (GPT_BATCH * GPT_SEQ), &m->saved));
+    mt_arena_release(ctx, mark);
+    MT_TRY(mt_sync_gradients(ctx, m->params));
+    MT_TRY(mt_grad_norm(ctx, m->params, &norm));
+    return mt_optimizer_step(ctx, &m->optimizer, 1e-4f, mt_clip_coefficient(norm, 1.0f));
+}
+
+/* One step on the meta device tells the arena that a rank of this split needs. */
+static mt_status gpt_plan(int tensor, int data, const int32_t *tokens, size_t *arena) {
+    gpt_model m = {0};
+    mt_context_desc where = {.device = MT_DEVICE_META};
+    mt_grid_desc shape = {.tensor = tensor, .data = data};
+    mt_comm *world = NULL;
+    mt_status status = mt_comm_create_meta(tensor * data, 0, &world);
+    if (status == MT_SUCCESS) status = mt_context_create(world, &where, &m.place.ctx);
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &m.place.grid);
+    if (status == MT_SUCCESS) status = gpt_build(&m, GPT_BATCH / data, tokens);
+    if (status == MT_SUCCESS) status = gpt_step(&m);
+    if (status == MT_SUCCESS) *arena = mt_arena_peak(m.place.ctx);
+    gpt_destroy(&m);
+    mt_comm_destroy(world);
+    return status;
+}
+
+static mt_status gpt_create(worker *w, gpt_item *g, int which, int tensor, int data) {
+    gpt_model *m = &g->models[which];
+    size_t arena = 0;
+    MT_TRY(gpt_plan(tensor, data, g->tokens, &arena));
+    MT_TRY(place_create(w, tensor, data, 1, arena, &m->place));
+    MT_TRY(gpt_build(m, GPT_BATCH / data, g->tokens));
+    g->parameters = (double)mt_params_global_elements(m->params);
+    return MT_SUCCESS;
+}
+
+static mt_status run_gpt(worker *w, int arg) { return gpt_step(&((gpt_item *)w->item)->models[arg]); }
+
+static mt_status gpt_count_faults(worker *w) {
+    gpt_item *g = w->item;
+    long before = minor_faults();
+    MT_TRY(gpt_step(&g->models[GPT_TP2]));
+    g->faults = (double)(minor_faults() - before);
+    return MT_SUCCESS;
+}
+
+static void gpt_rows(const team *t, const gpt_item *g) {
+    static const char *const names[GPT_CASES] = {"GPT-2 124M step, TP=2", "GPT-2 124M step, TP=1 x DP=2",
+                                                 "GPT-2 124M step, TP=1"};
+    double tokens = GPT_BATCH * GPT_SEQ;
+    double flops = 6 * g->parameters * tokens + GPT_LAYERS * 3 * attention_flops(GPT_BATCH, GPT_SEQ, HIDDEN);
+    for (int c = 0; c < GPT_CASES; c++) {
+        row("gpt2", names[c], case_time(t, c, 1e3), "ms", case_ratio(t, GPT_TP1, c, 1),
+            c == GPT_TP1 ? NULL : "speed of TP=1");
+        row("gpt2", "  tokens", case_rate(t, c, tokens), "tokens/s", 0, NULL);
+        row("gpt2", c == GPT_TP1 ? "  1 core" : "  2 cores together", case_rate(t, c, 1e-9 * flops), "GFLOP/s", 0, NULL);
+    }
+    row("gpt2", "minor page faults in one TP=2 step", exactly(g->faults), "faults", 0, NULL);
+}
+
+static mt_status gpt_measure(worker *w) {
+    gpt_item *g = w->item;
+    bench_case cases[GPT_CASES] = {
+        [GPT_TP2] = {run_gpt, GPT_TP2, 0, 0}, [GPT_DP2] = {run_gpt, GPT_DP2, 0, 0}, [GPT_TP1] = {run_gpt, GPT_TP1, 1, 0}};
+    for (int i = 0; i < GPT_BATCH * GPT_SEQ + 1; i++) g->tokens[i] = (int32_t)((uint32_t)i * 2654435761u % GPT_VOCAB);
+    MT_TRY(gpt_create(w, g, GPT_TP2, RANKS, 1));
+    MT_TRY(gpt_create(w, g, GPT_DP2, 1, RANKS));
+    if (rank_of(w) == 0) MT_TRY(gpt_create(w, g, GPT_TP1, 1, 1));
+    MT_TRY(measure(w, cases, GPT_CASES));
+    MT_TRY(gpt_count_faults(w));
+    if (rank_of(w) == 0) gpt_rows(w->team, g);
+    return MT_SUCCESS;
+}
+
+static double free_gib(void) {
+    double kib = 0;
+    char line[128];
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "MemAvailable: %lf", &kib) == 1) break;
+    if (f) fclose(f);
+    return kib / (1 << 20);
+}
+
+static double free_gib_at_start; /* by main, so that all ranks decide alike */
+
+static mt_status item_gpt(worker *w) {
+    gpt_item g = {0};
+    mt_status status;
+    if (free_gib_at_start < GPT_GIB) {
+        if (rank_of(w) == 0)
+            fprintf(stderr, "bench: gpt2 left out: wants %g GiB, %.1f are free\n", GPT_GIB, free_gib_at_start);
+        return MT_SUCCESS;
+    }
+    w->item = &g;
+    status = gpt_measure(w);
+    for (int i = 0; i < GPT_CASES; i++) gpt_destroy(&g.models[i]);
+    return status;
+}
+
+/* ---- item collectives ----------------------------------------------------------------------------------------------- */
+
+enum { ALL_REDUCE_CALL, ALL_GATHER_CALL, REDUCE_SCATTER_CALL, SEND_RECV_CALL };
+
+typedef struct transfer {
+    const char *name;
+    int call;
+    size_t bytes; /* of the whole tensor; of one direction for send_recv */
+} transfer;
+
+static const transfer transfers[] = {
+    {"all_reduce 4 KB", ALL_REDUCE_CALL, 4 << 10}, {"all_reduce 64 KB", ALL_REDUCE_CALL, 64 << 10},
+    {"all_reduce 3 MB", ALL_REDUCE_CALL, 3 << 20}, {"all_reduce 64 MB", ALL_REDUCE_CALL, 64 << 20},
+    {"all_gather 3 MB", ALL_GATHER_CALL, 3 << 20}, {"reduce_scatter 3 MB", REDUCE_SCATTER_CALL, 3 << 20},
+    {"send_recv 3 MB each way", SEND_RECV_CALL, 3 << 20}};
+#define TRANSFERS (int)(sizeof transfers / sizeof *transfers)
+
+typedef struct transfer_item {
+    float *a, *b;
+} transfer_item;
+
+static mt_status run_transfer(worker *w, int arg) {
+    transfer_item *x = w->item;
+    size_t n = transfers[arg].bytes / sizeof(float);
+    size_t size = (size_t)mt_comm_size(w->world);
+    int peer = (rank_of(w) + 1) % (int)size;
+    switch (transfers[arg].call) {
+    case ALL_REDUCE_CALL: return mt_all_reduce(w->ctx, w->world, x->a, x->a, n, MT_F32, MT_SUM);
+    case ALL_GATHER_CALL: return mt_all_gather(w->ctx, w->world, x->b, x->a, n / size, MT_F32);
+    case REDUCE_SCATTER_CALL: return mt_reduce_scatter(w->ctx, w->world, x->a, x->b, n / size, MT_F32, MT_SUM);
+    default: return mt_send_recv(w->ctx, w->world, x->a, n, peer, x->b, n, peer, MT_F32);
+    }
+}
+
+static mt_status run_memcpy(worker *w, int arg) {
+    transfer_item *x = w->item;
+    memcpy(x->b, x->a, transfers[arg].bytes);
+    __asm__ volatile("" : : "r"(x->b) : "memory");
+    return MT_SUCCESS;
+}
+
+/* Zeros: sums of sums of them stay finite. */
+static mt_status transfer_buffers(worker *w, size_t bytes, transfer_item *x) {
+    void *a, *b;
+    MT_TRY(mt_context_alloc(w->ctx, bytes, &a));
+    x->a = a;
+    MT_TRY(mt_context_alloc(w->ctx, bytes, &b));
+    x->b = b;
+    return MT_SUCCESS;
+}
+
+static mt_status transfers_measure(worker *w, int count) {
+    bench_case cases[MAX_CASES] = {{0}};
+    char name[64];
+    for (int i = 0; i < count; i++) {
+        cases[2 * i] = (bench_case){run_transfer, i, 0, 0};
+        cases[2 * i + 1] = (bench_case){run_memcpy, i, 0, 0};
+    }
+    MT_TRY(measure(w, cases, 2 * count));
+    if (rank_of(w) != 0) return MT_SUCCESS;
+    for (int i = 0; i < count; i++) {
+        snprintf(name, sizeof name, "%s, %d ranks", transfers[i].name, w->team->size);
+        row("collectives", name, case_time(w->team, 2 * i, 1e6), "us", case_ratio(w->team, 2 * i, 2 * i + 1, 1),
+            "memcpy time of as many bytes");
+        row("collectives", "  memcpy, all ranks at once", case_time(w->team, 2 * i + 1, 1e6), "us", 0, NULL);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status transfers_item(worker *w, int count, size_t bytes) {
+    transfer_item x = {0};
+    mt_status status = transfer_buffers(w, bytes, &x);
+    w->item = &x;
+    if (status == MT_SUCCESS) status = transfers_measure(w, count);
+    mt_context_free(w->ctx, x.a, bytes);
+    mt_context_free(w->ctx, x.b, bytes);
+    return status;
+}
+
+static mt_status item_collectives(worker *w) { return transfers_item(w, TRANSFERS, (size_t)64 << 20); }
+static mt_status item_many_ranks(worker *w) { return transfers_item(w, 2, (size_t)64 << 10); }
+
+/* ---- item bandwidth ------------------------------------------------------------------------------------------------- */
+
+enum { BW_NORM, BW_NORM_BACKWARD, BW_GELU, BW_GELU_BACKWARD, BW_ADD, BW_DROP, BW_DROP_BACKWARD, BW_CE, BW_CE_BACKWARD,
+       BW_ADAMW, BW_CASES };
+
+#define CE_TOKENS (GPT_BATCH * GPT_SEQ)
+#define ADAMW_ELEMENTS (4 << 20)
+
+typedef struct bandwidth_item {
+    mt_tensor x, y, z, r, stats, vector, grads; /* [tokens, hidden] and vectors */
+    mt_tensor h, act, dh, zero;                 /* [tokens, ffn]; a bias that leaves h as it is, call after call */
+    mt_tensor logits, scalars, lse;
+    mt_tensor p, g, m, v;
+    int32_t targets[CE_TOKENS];
+    char *from, *to;
+    double bytes[BW_CASES]; /* read and written, each tensor once */
+} bandwidth_item;
+
+static const char *const bandwidth_names[BW_CASES] = {
+    "layer norm", "layer norm backward", "bias + gelu", "gelu backward + bias gradient", "bias + residual",
+    "bias + dropout 0.1 + residual", "dropout 0.1 backward + bias gradient", "cross-entropy forward",
+    "cross-entropy backward", "AdamW"};
+
+static const mt_cross_entropy_shape ce_shape = {GPT_VOCAB, 0, 0.0f, 0};
+
+static mt_status run_bandwidth(worker *w, int arg) {
+    bandwidth_item *b = w->item;
+    mt_dropout drop = {.at = {.seed = 1, .stream = 1, .global_cols = HIDDEN}, .p = 0.1f}, off = {.p = 0.0f};
+    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1};
+    mt_tensor bias = mt_tensor_cols(b->vector, 0, HIDDEN), dbias = mt_tensor_cols(b->grads, 0, HIDDEN);
+    switch (arg) {
+    case BW_NORM: return mt_norm_forward(w->ctx, MT_LAYER_NORM, b->x, bias, bias, 1e-5f, b->y, b->stats);
+    case BW_NORM_BACKWARD:
+        return mt_norm_backward(w->ctx, MT_LAYER_NORM, b->x, bias, b->stats, b->y, b->r, b->z, dbias,
+                                mt_tensor_cols(b->grads, HIDDEN, HIDDEN));
+    case BW_GELU: return mt_activation_forward(w->ctx, MT_GELU_TANH, b->h, b->zero, b->act);
+    case BW_GELU_BACKWARD: return mt_activation_backward(w->ctx, MT_GELU_TANH, b->h, b->act, b->dh, b->grads);
+    case BW_ADD: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, off, b->z);
+    case BW_DROP: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, drop, b->z);
+    case BW_DROP_BACKWARD: return mt_bias_dropout_add_backward(w->ctx, b->x, drop, b->z, dbias);
+    case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_shape, b->logits, b->targets, b->scalars);
+    case BW_CE_BACKWARD: return mt_cross_entropy_backward(w->ctx, &ce_shape, b->logits, b->targets, b->lse, mt_none(), 1.0f);
+    default: return mt_adamw_step(w->ctx, &adamw, b->p, b->g, b->m, b->v);
+    }
+}
+
+static mt_status run_bandwidth_memcpy(worker *w, int arg) {
+    bandwidth_item *b = w->item;
+    memcpy(b->to, b->from, (size_t)(b->bytes[arg] / 2));
+    __asm__ volatile("" : : "r"(b->to) : "memory");
+    return MT_SUCCESS;
+}
+
+static void bandwidth_bytes(bandwidth_item *b) {
+    double wide = bytes_of(b->x), inner = bytes_of(b->h), logits = bytes_of(b->logits), p = bytes_of(b->p);
+    double bytes[BW_CASES] = {[BW_NORM] = 2 * wide, [BW_NORM_BACKWARD] = 4 * wide, [BW_GELU] = 3 * inner,
+                              [BW_GELU_BACKWARD] = 3 * inner, [BW_ADD] = 3 * wide, [BW_DROP] = 3 * wide,
+                              [BW_DROP_BACKWARD] = 2 * wide, [BW_CE] = logits, [BW_CE_BACKWARD] = 2 * logits,
+                              [BW_ADAMW] = 7 * p};
+    memcpy(b->bytes, bytes, sizeof bytes);
+}
+
+/* All from the arena, with small random numbers; moments of AdamW must not be negative. */
+static mt_status bandwidth_tensors(worker *w, bandwidth_item *b) {
+    const struct {
+        mt_tensor *t;
+        int64_t rows, cols;
+    } all[] = {{&b->x, TOKENS, HIDDEN}, {&b->y, TOKENS, HIDDEN}, {&b->z, TOKENS, HIDDEN}, {&b->r, TOKENS, HIDDEN},
+               {&b->stats, TOKENS, 2}, {&b->vector, 1, 4 * HIDDEN}, {&b->grads, 1, 4 * HIDDEN}, {&b->h, TOKENS, 4 * HIDDEN},
+               {&b->act, TOKENS, 4 * HIDDEN}, {&b->dh, TOKENS, 4 * HIDDEN}, {&b->zero, 1, 4 * HIDDEN},
+               {&b->logits, CE_TOKENS, GPT_VOCAB}, {&b->scalars, CE_TOKENS, 4}, {&b->lse, 2, CE_TOKENS},
+               {&b->p, 1, ADAMW_ELEMENTS}, {&b->g, 1, ADAMW_ELEMENTS},
+               {&b->m, 1, ADAMW_ELEMENTS}, {&b->v, 1, ADAMW_ELEMENTS}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mt_random at = {.seed = 9, .stream = i, .global_cols = all[i].cols};
+        MT_TRY(mt_arena_tensor(w->ctx, MT_F32, all[i].rows, all[i].cols, all[i].t));
+        MT_TRY(mt_random_normal(w->ctx, *all[i].t, 0.5f, at));
+    }
+    MT_TRY(mt_fill(w->ctx, b->v, 0.01f));
+    MT_TRY(mt_fill(w->ctx, b->zero, 0.0f));
+    MT_TRY(mt_fill(w->ctx, b->lse, 11.0f));
+    return MT_SUCCESS;
+}
+
+static mt_status bandwidth_create(worker *w, bandwidth_item *b) {
+    size_t half = 0;
+    void *from, *to;
+    MT_TRY(bandwidth_tensors(w, b));
+    bandwidth_bytes(b);
+    for (int i = 0; i < CE_TOKENS; i++) b->targets[i] = i * 100;
+    for (int i = 0; i < BW_CASES; i++) half = half > (size_t)b->bytes[i] / 2 ? half : (size_t)b->bytes[i] / 2;
+    MT_TRY(mt_arena_alloc(w->ctx, half, &from));
+    MT_TRY(mt_arena_alloc(w->ctx, half, &to));
+    memset(from, 0, half);
+    memset(to, 0, half);
+    b->from = from;
+    b->to = to;
+    return MT_SUCCESS;
+}
+
+static mt_status item_bandwidth(worker *w) {
+    bandwidth_item b = {0};
+    bench_case cases[2 * BW_CASES];
+    size_t mark = mt_arena_mark(w->ctx);
+    for (int i = 0; i < BW_CASES; i++) {
+        cases[2 * i] = (bench_case){run_bandwidth, i, 1, 0};
+        cases[2 * i + 1] = (bench_case){run_bandwidth_memcpy, i, 1, 0};
+    }
+    w->item = &b;
+    if (rank_of(w) == 0) MT_TRY(bandwidth_create(w, &b));
+    MT_TRY(measure(w, cases, 2 * BW_CASES));
+    mt_arena_release(w->ctx, mark);
+    for (int i = 0; i < BW_CASES && rank_of(w) == 0; i++) {
+        row("bandwidth", bandwidth_names[i], case_rate(w->team, 2 * i, 1e-9 * b.bytes[i]), "GB/s",
+            case_ratio(w->team, 2 * i + 1, 2 * i, 1), "memcpy's GB/s");
+        row("bandwidth", "  memcpy of as many bytes", case_rate(w->team, 2 * i + 1, 1e-9 * b.bytes[i]), "GB/s", 0, NULL);
+    }
+    return MT_SUCCESS;
+}
+
+/* ---- item memory: on the meta device, so that it needs none --------------------------------------------------------- */
+
+static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_parallel, double *bytes) {
+    mt_params *params = NULL;
+    mt_transformer_layer layer;
+    mt_transformer_layer_saved saved;
+    mt_transformer_layer_desc d = layer_desc(0.1f);
+    mt_batch batch = {.sequences = 1, .seq = TOKENS};
+    mt_tensor x = mt_none(), y = mt_none();
+    int64_t rows = sequence_parallel ? TOKENS / grid->tensor_size : TOKENS;
+    size_t mark = 0;
+    mt_status status = mt_params_create(ctx, grid, &params);
+    d.sequence_parallel = sequence_parallel;
+    MT_KEEP(status, mt_transformer_layer_create(ctx, params, "layer", &d, &layer));
+    MT_KEEP(status, mt_params_init(ctx, params, 1));
+    MT_KEEP(status, mt_arena_tensor(ctx, MT_F32, rows, HIDDEN, &y));
+    mark = mt_arena_mark(ctx); /* x belongs to the layer's memory: its norm wants it again */
+    MT_KEEP(status, mt_arena_tensor(ctx, MT_F32, rows, HIDDEN, &x));
+    MT_KEEP(status, mt_transformer_layer_forward(ctx, &layer, &batch, x, y, &saved));
+    *bytes = (double)(mt_arena_mark(ctx) - mark);
+    mt_params_destroy(params);
+    return status;
+}
+
+static mt_status memory_of(int split, int sequence_parallel, double *bytes) {
+    mt_context_desc where = {.device = MT_DEVICE_META};
+    mt_grid_desc shape = {.tensor = split};
+    mt_context *ctx = NULL;
+    mt_comm *world = NULL;
+    mt_grid grid = {0};
+    mt_status status = mt_comm_create_meta(split, 0, &world);
+    if (status == MT_SUCCESS) status = mt_context_create(world, &where, &ctx);
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
+    if (status == MT_SUCCESS) status = memory_forward(ctx, &grid, sequence_parallel, bytes);
+    if (status != MT_SUCCESS) fprintf(stderr, "bench: memory, TP=%d: %s\n", split, ctx ? mt_last_error(ctx) : "");
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+    return status;
+}
+
+/* Bytes per value kept: input, two norm outputs, middle (16), qkv and attention's output (16), both inner of the MLP (32).
+   by_heads: attention is split by whole heads, of which HEADS = 12 gives 8 ranks 2 each (and two ranks none), not 1.5. */
+static double memory_formula(int split, int sequence_parallel, int by_heads) {
+    double share = by_heads ? (double)((HEADS + split - 1) / split) / HEADS : 1.0 / split;
+    return (double)TOKENS * HIDDEN * (16.0 / (sequence_parallel ? split : 1) + 16 * share + 32.0 / split);
+}
+
+static mt_status memory_row(int split, int sequence_parallel) {
+    const char *formula = sequence_parallel ? "s b h 64/t bytes" : "s b h (16 + 48/t) bytes";
+    char name[64];
+    double bytes = 0;
+    MT_TRY(memory_of(split, sequence_parallel, &bytes));
+    stat3 mib = exactly(bytes / (1 << 20));
+    snprintf(name, sizeof name, "kept, TP=%d%s", split, sequence_parallel ? ", sequence parallel" : "");
+    row("memory", name, mib, "MiB", bytes / memory_formula(split, sequence_parallel, 0), formula);
+    if (HEADS % split)
+        row("memory", "  the same", mib, "MiB", bytes / memory_formula(split, sequence_parallel, 1), "that, by whole heads");
+    return MT_SUCCESS;
+}
+
+static mt_status item_memory(void) {
+    for (int split = 1; split <= 8; split *= 2) MT_TRY(memory_row(split, 0));
+    for (int split = 1; split <= 8; split *= 2) MT_TRY(memory_row(split, 1));
+    return MT_SUCCESS;
+}
+
+/* ---- the run -------------------------------------------------------------------------------------------------------- */
+
+typedef struct item {
+    const char *name, *title;
+    mt_status (*run)(worker *w);
+    int ranks;
+} item;
+
+static const item items[] = {
+    {"gemm", "mt_gemm alone: the GEMMs of one layer, hidden 768, 1024 tokens; m x n x k of a rank", item_gemm, RANKS},
+    {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer, RANKS},
+    {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
+    {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
+    {"collectives", "ranks as threads, one per core", item_collectives, RANKS},
+    {"collectives", "more ranks than cores, not pinned", item_many_ranks, MANY_RANKS},
+    {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS}};
+#define ITEMS (int)(sizeof items / sizeof *items)
+
+static int wanted(const char *name) { return !opt->only || strcmp(opt->only, name) == 0; }
+
+typedef struct session {
+    const item *item;
+    team *team;
+} session;
+
+static mt_status rank_main(mt_comm *world, void *user) {
+    const session *s = user;
+    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)512 << 20};
+    worker w = {.team = s->team, .world = world};
+    mt_status status;
+    MT_TRY(mt_context_create(world, &where, &w.ctx));
+    status = find_best(&w);
+    if (status == MT_SUCCESS) status = s->item->run(&w);
+    mt_context_destroy(w.ctx);
+    return status;
+}
+
+static mt_status run_item(const item *i, team *t) {
+    mt_launch_desc ranks = {.ranks = i->ranks};
+    session s = {i, t};
+    if (!wanted(i->name)) return MT_SUCCESS;
+    memset(t, 0, sizeof *t);
+    t->size = i->ranks;
+    t->calibrators = i->ranks <= team_core_count ? i->ranks : 1;
+    table_item(i->name, i->title);
+    return mt_launch(&ranks, rank_main, &s);
+}
+
+static mt_status run_all(void) {
+    team *t = calloc(1, sizeof *t);
+    mt_status status = t ? MT_SUCCESS : MT_ERR_MEMORY;
+    for (int i = 0; i < ITEMS && status == MT_SUCCESS; i++) status = run_item(&items[i], t);
+    free(t);
+    if (status == MT_SUCCESS && wanted("memory")) {
+        table_item("memory", "arena of one layer from forward to backward, and its input; float, dropout 0.1");
+        status = item_memory();
+    }
+    return status;
+}
+
+static void print_machine(void) {
+    char line[256], model[200] = "unknown";
+    double load = 0;
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "model name : %199[^\n]", model) == 1) break;
+    if (f) fclose(f);
+    printf("# %s, %d core%s used; GEMM: %s, 1 thread per rank unless said; %s run\n", model, team_core_count,
+           team_core_count == 1 ? "" : "s", mt_gemm_library(), opt->quick ? "quick" : "full");
+    if (getloadavg(&load, 1) == 1 && load > 1)
+        printf("# load average %.1f at the start: other programs run, which the calibration loop sees only in part\n", load);
+    if (team_core_count < RANKS) printf("# fewer cores than ranks: two-rank rows mean little\n");
+    printf("# layer: GFLOP = 72 tokens hidden^2 (GEMMs) + 6 seq (seq + 1) hidden (causal attention) = %.2f\n",
+           1e-9 * layer_flops());
+    printf("# GPT-2: GFLOP = 6 parameters tokens + 6 seq (seq + 1) hidden per sequence and layer\n");
+}
+
+static void print_rounds(void) {
+    printf("%s# rounds: %d kept, %d discarded because a core ran more than 4 %% below its best", opt->csv ? "" : "\n",
+           rounds_kept, rounds_discarded);
+    if (rounds_slow) printf("; %d of the kept ones are such (limit of %d tries): read them with care", rounds_slow, TRIES);
+    printf("\n");
+}
+
+static void print_help(void) {
+    printf("usage: bench [--csv] [--quick] [--seconds S] [--only ITEM]\n"
+           "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table\n"
+           "  --quick      3 to 5 samples of each\n"
+           "  --seconds S  time for each item (default 15)\n"
+           "  --only ITEM  one of gemm layer breakdown gpt2 collectives bandwidth memory\n");
+}
+
+/* libgomp, asked to bind threads, binds the first one when it is loaded, and every rank would inherit that one core. */
+static int bound_by_openmp(void) {
+    int asked = getenv("OMP_PROC_BIND") || getenv("OMP_PLACES") || getenv("GOMP_CPU_AFFINITY");
+    if (team_core_count >= RANKS || !asked) return 0;
+    fprintf(stderr, "bench: OpenMP has bound this process to %d core; unset OMP_PROC_BIND, OMP_PLACES and\n"
+                    "bench: GOMP_CPU_AFFINITY: it pins its threads itself\n", team_core_count);
+    return 1;
+}
+
+static int known_item(const char *name) {
+    for (int i = 0; i < ITEMS; i++)
+        if (strcmp(items[i].name, name) == 0) return 1;
+    return strcmp(name, "memory") == 0;
+}
+
+static int parse(int argc, char **argv, options *o) {
+    static const struct option table[] = {{"csv", no_argument, NULL, 'c'}, {"quick", no_argument, NULL, 'q'},
+                                          {"seconds", required_argument, NULL, 's'}, {"only", required_argument, NULL, 'o'},
+                                          {"help", no_argument, NULL, 'h'}, {NULL, 0, NULL, 0}};
+    int c;
+    while ((c = getopt_long(argc, argv, "", table, NULL)) != -1) {
+        char *end = NULL;
+        if (c == 'c') o->csv = 1;
+        else if (c == 'q') o->quick = 1;
+        else if (c == 'h') o->help = 1;
+        else if (c == 'o') o->only = optarg;
+        else if (c == 's') o->seconds = strtod(optarg, &end);
+        else return 0;
+        if (c == 's' && (*end || !(o->seconds > 0))) return 0;
+    }
+    return optind == argc && (!o->only || known_item(o->only));
+}
+
+int main(int argc, char **argv) {
+    options o = {.seconds = 15};
+    mt_status status;
+    if (!parse(argc, argv, &o) || o.help) {
+        print_help();
+        return o.help ? 0 : 1;
+    }
+    opt = &o;
+    team_core_count = allowed_cores(team_cores, RANKS);
+    free_gib_at_start = free_gib();
+    if (bound_by_openmp()) return 1;
+    print_machine();
+    table_begin();
+    status = run_all();
+    print_rounds();
+    return status == MT_SUCCESS ? 0 : 1;
+}

@@ -1,0 +1,354 @@
+"""The shapes of the project's benchmark, in PyTorch on CPUs, tuned as well as PyTorch can be.
+
+    python tests/bench/peer_pytorch.py            some minutes
+    python tests/bench/peer_pytorch.py --quick    a few iterations of each, for a look
+
+1. One pre-LN GPT layer, forward and backward (gradients of its input and of all weights): hidden
+   768, 12 heads, one sequence of 1024 tokens, float32, no dropout, scaled_dot_product_attention.
+   With 1 thread, with 2 threads, and split over 2 processes of 1 thread (Megatron's f and g over
+   gloo), with the time that its 4 all-reduces take, waiting for the other process included.
+2. One GPT-2 124M training step: 4 sequences of 64 tokens, vocabulary padded to 50304, tied head,
+   fused AdamW; 2 threads.
+3. One all-reduce of 3 MB between 2 processes over gloo.
+4. The GEMM of the layer's first MLP product, so that one sees which rate the library reached.
+
+Every measurement is a process of its own, started by this one with the environment that makes
+PyTorch fast: the allocator keeps its memory, OpenMP threads are pinned one per core, OpenBLAS takes
+its AVX-512 kernels, and MKL, which takes slower kernels on AMD processors, is told that it runs on
+an Intel one where a C compiler is there to build the one-line library for that and where it helps.
+Processes that form a group are pinned one per core and talk through 127.0.0.1.
+
+Prints a table, then a line "name,value,unit" per figure. Medians; the table has the 10th and 90th
+percentile too. Exits with 77 when PyTorch is not installed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+HIDDEN, HEADS, TOKENS = 768, 12, 1024
+LAYERS, VOCAB, BATCH, SEQ = 12, 50304, 4, 64
+ALL_REDUCE_FLOATS = TOKENS * HIDDEN  # 3 MB
+
+TUNING = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+    "OMP_PROC_BIND": "true",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def summary(seconds):
+    ordered = sorted(seconds)
+
+    def at(q):
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+    return {"median": at(0.5), "p10": at(0.1), "p90": at(0.9), "n": len(ordered)}
+
+
+def repeat(step, iterations, warmup):
+    """Seconds of each of `iterations` calls of step, after `warmup` calls that do not count."""
+    for _ in range(warmup):
+        step()
+    seconds = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+# ---- what is measured: each function runs in a process of its own --------------------------------
+
+
+def tensor_parallel_regions(dist, clock):
+    """Megatron's conjugates f and g; clock[0] collects the seconds inside all-reduces."""
+    import torch
+
+    def all_reduce(x):
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        clock[0] += time.perf_counter() - start
+        return x
+
+    class Copy(torch.autograd.Function):  # f: identity forward, all-reduce backward
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return all_reduce(dy.contiguous())
+
+    class Reduce(torch.autograd.Function):  # g: all-reduce forward, identity backward
+        @staticmethod
+        def forward(ctx, x):
+            return all_reduce(x.contiguous())
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    return Copy.apply, Reduce.apply
+
+
+def make_layer_weights(split):
+    import torch
+
+    def parameter(*shape):
+        return (0.02 * torch.randn(*shape)).requires_grad_()
+    return {
+        "ln1": (torch.ones(HIDDEN, requires_grad=True), torch.zeros(HIDDEN, requires_grad=True)),
+        "ln2": (torch.ones(HIDDEN, requires_grad=True), torch.zeros(HIDDEN, requires_grad=True)),
+        "qkv": (parameter(3 * HIDDEN // split, HIDDEN), parameter(3 * HIDDEN // split)),
+        "proj": (parameter(HIDDEN, HIDDEN // split), parameter(HIDDEN)),
+        "fc1": (parameter(4 * HIDDEN // split, HIDDEN), parameter(4 * HIDDEN // split)),
+        "fc2": (parameter(HIDDEN, 4 * HIDDEN // split), parameter(HIDDEN)),
+    }
+
+
+def layer_forward(w, x, split=1, f=None, g=None):
+    """x [sequences, seq, HIDDEN]; with g the row-parallel products' biases are added after it."""
+    import torch.nn.functional as F
+    b, s, _ = x.shape
+    n = F.layer_norm(x, (HIDDEN,), *w["ln1"])
+    qkv = F.linear(f(n) if f else n, *w["qkv"])
+    q, k, v = qkv.view(b, s, 3, HEADS // split, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    a = a.transpose(1, 2).reshape(b, s, HIDDEN // split)
+    x = x + (g(F.linear(a, w["proj"][0])) + w["proj"][1] if g else F.linear(a, *w["proj"]))
+    n = F.layer_norm(x, (HIDDEN,), *w["ln2"])
+    h = F.gelu(F.linear(f(n) if f else n, *w["fc1"]), approximate="tanh")
+    return x + (g(F.linear(h, w["fc2"][0])) + w["fc2"][1] if g else F.linear(h, *w["fc2"]))
+
+
+def run_layer(args):
+    import torch
+    split, clock, collected, f, g = 1, [0.0], [], None, None
+    if args.world > 1:
+        dist, split = join_group(args), args.world
+        f, g = tensor_parallel_regions(dist, clock)
+    torch.manual_seed(1234)
+    weights = make_layer_weights(split)
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    dy = torch.randn(1, TOKENS, HIDDEN)
+    leaves = [x] + [t for pair in weights.values() for t in pair]
+
+    def step():
+        for leaf in leaves:
+            leaf.grad = None
+        clock[0] = 0.0
+        layer_forward(weights, x, split, f, g).backward(dy)
+        collected.append(clock[0])
+    warmup = 3
+    seconds = repeat(step, args.iterations, warmup)
+    return {"step": summary(seconds), "all_reduces": summary(collected[warmup:])}
+
+
+def run_gpt2(args):
+    import torch
+    import torch.nn.functional as F
+    torch.manual_seed(1234)
+    tokens = (0.02 * torch.randn(VOCAB, HIDDEN)).requires_grad_()
+    positions = (0.02 * torch.randn(1024, HIDDEN)).requires_grad_()
+    layers = [make_layer_weights(1) for _ in range(LAYERS)]
+    final = (torch.ones(HIDDEN, requires_grad=True), torch.zeros(HIDDEN, requires_grad=True))
+    leaves = [tokens, positions, *final, *(t for w in layers for pair in w.values() for t in pair)]
+    optimizer = torch.optim.AdamW(
+        [{"params": [t for t in leaves if t.dim() > 1], "weight_decay": 0.1},
+         {"params": [t for t in leaves if t.dim() == 1], "weight_decay": 0.0}],
+        lr=1e-4, betas=(0.9, 0.95), fused=True)
+    ids = torch.randint(0, 50257, (BATCH, SEQ))
+    targets = torch.randint(0, 50257, (BATCH * SEQ,))
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        x = F.embedding(ids, tokens) + positions[:SEQ]
+        for w in layers:
+            x = layer_forward(w, x)
+        x = F.layer_norm(x, (HIDDEN,), *final)
+        loss = F.cross_entropy(F.linear(x, tokens).view(-1, VOCAB), targets)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+    return {"step": summary(repeat(step, args.iterations, 2))}
+
+
+def run_all_reduce(args):
+    import torch
+    dist = join_group(args)
+    x = torch.zeros(ALL_REDUCE_FLOATS)
+    return {"step": summary(repeat(lambda: dist.all_reduce(x), args.iterations, 5))}
+
+
+def run_gemm(args):
+    import torch
+    x, w = torch.randn(TOKENS, HIDDEN), torch.randn(4 * HIDDEN, HIDDEN)
+    y = torch.empty(TOKENS, 4 * HIDDEN)
+    return {"step": summary(repeat(lambda: torch.mm(x, w.t(), out=y), args.iterations, 5))}
+
+
+def join_group(args):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}",
+                            rank=args.rank, world_size=args.world)
+    return dist
+
+
+def run_part(args):
+    import torch
+    torch.set_num_threads(args.threads)
+    part = {"layer": run_layer, "gpt2": run_gpt2, "all_reduce": run_all_reduce, "gemm": run_gemm}
+    result = part[args.part](args)
+    if args.rank == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    if args.world > 1:
+        import torch.distributed as dist
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# ---- the parent ----------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(part, cores, iterations, threads=1, rank=0, world=1, port=0):
+    environment = {**os.environ, **TUNING, "OMP_NUM_THREADS": str(threads),
+                   "OMP_PLACES": ",".join("{%d}" % core for core in cores)}
+    environment.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
+    command = [sys.executable, os.path.abspath(__file__), "--part", part,
+               "--iterations", str(iterations), "--threads", str(threads),
+               "--rank", str(rank), "--world", str(world), "--port", str(port)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: os.sched_setaffinity(0, cores))
+
+
+def measure(part, cores, iterations, threads=1, world=1):
+    """The result of rank 0; each of several processes gets one core and one thread."""
+    if world == 1:
+        processes = [start(part, cores[:threads], iterations, threads)]
+    else:
+        port = free_port()
+        processes = [start(part, [cores[r]], iterations, 1, r, world, port) for r in range(world)]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit(f"peer_pytorch: the measurement '{part}' failed")
+    line = [text for text in outputs[0].splitlines() if text.startswith("RESULT ")][-1]
+    return json.loads(line[len("RESULT "):])
+
+
+def processor_name():
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":")[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(torch):
+    config = torch.__config__.show()
+    blas = [word for word in config.replace(",", " ").split() if word.startswith("BLAS_INFO=")]
+    library = [line.strip(" -") for line in config.splitlines()
+               if "Math Kernel Library" in line or "MKL-DNN" in line]
+    print(f"PyTorch {torch.__version__}, {', '.join(blas + library) or 'BLAS unknown'}")
+    print(f"processor: {processor_name()}, {len(os.sched_getaffinity(0))} cores allowed; "
+          f"CPU capability {torch.backends.cpu.get_cpu_capability()}")
+    print(f"load average before: {os.getloadavg()[0]:.2f} (other work spoils the figures)")
+
+
+def choose_mkl_kernels(torch, folder, core, iterations):
+    """Sets TUNING so that MKL takes its Intel kernels on an AMD processor, if that is faster."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if "AMD" not in processor_name() or not torch.backends.mkl.is_available() or not compiler:
+        return
+    source, library = os.path.join(folder, "intel.c"), os.path.join(folder, "intel.so")
+    with open(source, "w") as file:
+        file.write("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    stock = measure("gemm", [core], iterations)["step"]["p10"]
+    TUNING["LD_PRELOAD"] = library
+    told = measure("gemm", [core], iterations)["step"]["p10"]
+    if told >= stock:
+        del TUNING["LD_PRELOAD"]
+    print(f"MKL on an AMD processor: its Intel kernels take {told / stock:.2f} of the time of its "
+          f"AMD kernels; {'Intel' if told < stock else 'AMD'} kernels are used")
+
+
+def take_measurements(cores, quick):
+    """Rows (name, text, summary in seconds, unit) and GEMM rates (name, text, GFLOP/s)."""
+    few, many = (5, 30) if quick else (40, 400)
+    flops = 2 * TOKENS * HIDDEN * 4 * HIDDEN
+    rows, rates = [], []
+    for threads in (1, 2)[:len(cores)]:
+        gemm = measure("gemm", cores, many // 2, threads)["step"]["median"]
+        layer = measure("layer", cores, few, threads)["step"]
+        rates.append((f"pytorch_gemm_{threads}t", f"GEMM, {threads} thread(s)", flops / gemm / 1e9))
+        rows.append((f"pytorch_layer_{threads}t", f"layer, {threads} thread(s)", layer, "ms"))
+    if len(cores) > 1:
+        split = measure("layer", cores, few, world=2)
+        reduce = measure("all_reduce", cores, many, world=2)["step"]
+        gpt2 = measure("gpt2", cores, 3 if quick else 20, 2)["step"]
+        rows += [("pytorch_layer_tp2", "layer, 2 processes (gloo)", split["step"], "ms"),
+                 ("pytorch_layer_tp2_all_reduces", "  of it in 4 all-reduces",
+                  split["all_reduces"], "ms"),
+                 ("pytorch_all_reduce_3mb", "all-reduce of 3 MB (gloo)", reduce, "us"),
+                 ("pytorch_gpt2_124m_2t", "GPT-2 124M step, 2 threads", gpt2, "ms")]
+    return rows, rates
+
+
+def report(torch, quick):
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    describe(torch)
+    with tempfile.TemporaryDirectory() as folder:
+        choose_mkl_kernels(torch, folder, cores[0], 20 if quick else 100)
+        rows, rates = take_measurements(cores, quick)
+    factor = {"ms": 1e3, "us": 1e6}
+    print(f"\n{'':28s} {'median':>10s} {'10 %':>10s} {'90 %':>10s} {'':7s} n")
+    for _, text, s, unit in rows:
+        print(f"{text:28s} " + " ".join(f"{s[q] * factor[unit]:10.2f}"
+              for q in ("median", "p10", "p90")) + f" {unit:7s} {s['n']}")
+    for _, text, rate in rates:
+        print(f"{text:28s} {rate:10.1f} {'':21s} GFLOP/s")
+    print()
+    for name, _, s, unit in rows:
+        print(f"{name},{s['median'] * factor[unit]:.3f},{unit}")
+    for name, _, rate in rates:
+        print(f"{name},{rate:.1f},GFLOP/s")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few iterations")
+    for name in ("--part", "--iterations", "--threads", "--rank", "--world", "--port"):
+        parser.add_argument(name, type=str if name == "--part" else int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        print("peer_pytorch: PyTorch is not installed, so there is nothing to compare with.")
+        sys.exit(77)
+    if args.part:
+        run_part(args)
+    else:
+        report(torch, args.quick)
+
+
+if __name__ == "__main__":
+    main()
