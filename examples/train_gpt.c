@@ -429,14 +429,15 @@ static void print_model(const trainer *t) {
 }
 
 typedef struct progress {
-    double start, last_print, last_step;
+    double start, last_print;
 } progress;
 
-static void report(const trainer *t, progress *p, int64_t step, float loss, float norm, float lr, const float *val) {
+/* One line of the log, and of the console about once a second. seconds: of the training step, without the validation. */
+static void report(const trainer *t, progress *p, int64_t step, double seconds, float loss, float norm, float lr,
+                   const float *val) {
     const options *o = &t->job->o;
-    double time = now(), rate = o->batch * o->seq / (time - p->last_step), done = (double)(step + 1);
+    double time = now(), rate = o->batch * o->seq / seconds, done = (double)(step + 1);
     double left = (time - p->start) / done * (o->steps - done);
-    p->last_step = time;
     if (t->job->log) {
         fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step + 1, (double)loss, (double)norm, rate, (double)lr);
         if (val) fprintf(t->job->log, "%.9g", (double)*val);
@@ -532,15 +533,17 @@ static mt_status sample(trainer *t) {
 static mt_status train(trainer *t) {
     const options *o = &t->job->o;
     int speaks = mt_comm_rank(t->grid.world) == 0;
-    progress p = {now(), 0, now()};
+    progress p = {now(), 0};
     if (speaks) print_model(t);
     for (int64_t step = 0; step < (int64_t)o->steps; step++) {
         float lr = mt_cosine_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);
         int evaluates = o->eval_interval > 0 && (step + 1) % (int64_t)o->eval_interval == 0;
         float loss, norm, val = 0;
+        double start = now();
         MT_TRY(train_step(t, step, lr, &loss, &norm));
+        double seconds = now() - start;
         if (evaluates) MT_TRY(evaluate(t, &val));
-        if (speaks) report(t, &p, step, loss, norm, lr, evaluates ? &val : NULL);
+        if (speaks) report(t, &p, step, seconds, loss, norm, lr, evaluates ? &val : NULL);
     }
     if (speaks) print_ledgers(t);
     return sample(t);
@@ -593,7 +596,7 @@ static mt_status run(job *job) {
 }
 
 int main(int argc, char **argv) {
-    job job = {.o = {.tp = 2, .dp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 400,
+    job job = {.o = {.tp = 2, .dp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 800,
                      .lr = 3e-3, .min_lr = 3e-4, .warmup = 20, .seed = 1234, .clip = 1, .weight_decay = 0.1,
                      .eval_interval = 100, .sample = 300, .temperature = 0.7, .threads = 1, .timeout = 600}};
     mt_status status = MT_ERR_ARGUMENT;

@@ -213,7 +213,8 @@ def run_part(args):
     if args.world > 1:
         import torch.distributed as dist
         dist.barrier()
-        dist.destroy_process_group()
+        time.sleep(0.5)  # let the other process leave the barrier, too
+        os._exit(0)  # destroying a gloo group can hang when the process with the store is gone first
 
 
 # ---- the parent ----------------------------------------------------------------------------------
