@@ -1,6 +1,7 @@
 /* A program that has megatron.h's implementation in another file: two ranks sum a vector. C99 and C++11. */
 #include <megatron.h>
 #include <stdio.h>
+#include <string.h>
 
 static mt_status rank_main(mt_comm *world, void *user) {
     float x[4] = {1, 2, 3, 4};
@@ -16,8 +17,11 @@ static mt_status rank_main(mt_comm *world, void *user) {
 
 int main(void) {
     float sums[2] = {0, 0};
-    mt_launch_desc desc = {2, 0, 0, {NULL, NULL}};
-    mt_status status = mt_launch(&desc, rank_main, sums);
+    mt_launch_desc desc;
+    mt_status status;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = 2;
+    status = mt_launch(&desc, rank_main, sums);
     printf("megatron %s, GEMM %s: %s, sums %g %g\n", MT_VERSION, mt_gemm_library(), mt_status_name(status), (double)sums[0],
            (double)sums[1]);
     return status == MT_SUCCESS && sums[0] > 7.5f && sums[0] < 8.5f && sums[1] > 7.5f && sums[1] < 8.5f ? 0 : 1;
