@@ -18,7 +18,7 @@ gemm_flags() {
     if have_library dnnl dnnl.h dnnl; then
         echo "-DMT_USE_ONEDNN -ldnnl"
     else
-        echo "train.sh: without oneDNN (Debian: libdnnl-dev), the built-in GEMM is used: correct, but slow" >&2
+        echo "train.sh: without oneDNN (Debian: libdnnl-dev), the built-in GEMM is used" >&2
     fi
 }
 
