@@ -623,7 +623,7 @@ static size_t rounded(int64_t floats) { return ((size_t)floats * sizeof(float) +
 /* What a training forward of one layer keeps, in floats: x [tokens, hidden] (the caller's), its two normalised inputs and
    the sum between the halves: 4; q, k, v and the attention's output: 4 / t; before and after the activation: 8 / t. With
    sequence parallelism the first four are divided, too. Besides: lse [heads / t, tokens], and a mean and a
-   reciprocal deviation per norm and token. (Section 7 of the design counts bytes of 16-bit activations and masks.) */
+   reciprocal deviation per norm and token. (arXiv 2205.05198, table 2, counts bytes of 16-bit activations and masks.) */
 static void check_activation_bytes(int ranks, int sequence_parallel) {
     const int64_t tokens = 2 * 16, hidden = 64, heads = 8;
     block_case c = {"layer", LAYER, .layer = {.hidden = 64, .heads = 8, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}};
@@ -758,7 +758,7 @@ static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, 
     return status;
 }
 
-/* Exactly what section 4 of the design allows, over the tensor group; nothing elsewhere before the sync. */
+/* Exactly what megatron.h promises, over the tensor group; nothing elsewhere before the sync. */
 static mt_status check_gpt_ledger(test_rank *r, const gpt_case *c, gpt_split s) {
     uint64_t micro = (uint64_t)(BATCH / s.data / s.micro), layers = (uint64_t)c->desc.layers;
     expected plain = {micro * (4 * layers + 2), 0, 0, micro};
