@@ -567,17 +567,12 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
 
 static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a, const mt_batch *batch,
                                  const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
-    int64_t rows;
-    int ranks;
+    int64_t rows = 0;
     MT_TRY(mti_expect_weight(ctx, function, a->qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
-    ranks = a->desc.sequence_parallel ? mt_comm_size(a->qkv.tensor) : 1;
-    rows = batch->sequences * batch->seq;
-    if (rows % ranks != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function, (long long)rows,
-                        ranks);
-    MT_TRY(mti_expect_shape(ctx, function, in_name, in, rows / ranks, a->desc.hidden));
-    return mti_expect_shape(ctx, function, out_name, out, rows / ranks, a->desc.hidden);
+    MT_TRY(mti_rows(ctx, function, a->qkv.tensor, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
+    MT_TRY(mti_expect_shape(ctx, function, in_name, in, rows, a->desc.hidden));
+    return mti_expect_shape(ctx, function, out_name, out, rows, a->desc.hidden);
 }
 
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -1056,16 +1051,12 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ids and the batch, before anything is computed or communicated. */
 static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch) {
-    int ranks;
+    int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
     MT_TRY(mti_expect_weight(ctx, function, gpt->tokens.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
-    ranks = gpt->desc.layer.sequence_parallel ? mt_comm_size(gpt->tokens.tensor) : 1;
-    if (batch->sequences * batch->seq % ranks != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
-                        (long long)(batch->sequences * batch->seq), ranks);
-    return MT_SUCCESS;
+    return mti_rows(ctx, function, gpt->tokens.tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq, &rows);
 }
 
 static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -1081,17 +1072,18 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
     static const char *const function = "mt_gpt_forward";
+    mt_cross_entropy_shape shape;
     int64_t tokens;
     size_t mark;
     mt_status status;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
+    shape = mti_cross_entropy_shape(gpt->head.tensor, &gpt->loss, gpt->head.local_features);
     if (saved && !saved->layers)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
-    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab,
-                        gpt->loss.ignore_index ? gpt->loss.ignore_index : -100));
+    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(&shape)));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, loss, saved);

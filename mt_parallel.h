@@ -588,7 +588,7 @@ static mt_status mti_params_keep(mt_params *params, int count, void *layer, size
 }
 
 /* Elements of a parameter's shard in the registry's memory, rounded up so that each starts on a 64-byte boundary. */
-static int64_t mti_param_slot(const mt_param *p) { return mti_ceil_div(p->value.rows * p->value.cols, 16) * 16; }
+static int64_t mti_param_slot(const mt_param *p) { return mti_round_up(p->value.rows * p->value.cols, 16); }
 
 /* The slots of all parameters together. */
 static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_t *sum) {
@@ -907,6 +907,16 @@ static int64_t mti_tokens(mt_comm *tensor, int sequence_parallel, int64_t rows) 
     return sequence_parallel ? rows * mt_comm_size(tensor) : rows;
 }
 
+/* The inverse: the rows that a rank holds of so many tokens. */
+static mt_status mti_rows(mt_context *ctx, const char *function, mt_comm *tensor, int sequence_parallel, int64_t tokens,
+                          int64_t *rows) {
+    int ranks = sequence_parallel ? mt_comm_size(tensor) : 1;
+    *rows = tokens / ranks;
+    if (tokens >= 0 && tokens % ranks == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function, (long long)tokens,
+                    ranks);
+}
+
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_create";
@@ -1110,14 +1120,11 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
 
 static mt_status mti_embedding_check(mt_context *ctx, const char *function, const mt_vocab_parallel_embedding *layer,
                                      const int32_t *ids, int64_t tokens, const char *what, mt_tensor y) {
-    int ranks;
+    int64_t rows = 0;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    ranks = layer->desc.sequence_parallel ? mt_comm_size(layer->tensor) : 1;
-    if (tokens < 0 || tokens % ranks != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
-                        (long long)tokens, ranks);
-    MT_TRY(mti_expect_shape(ctx, function, what, y, tokens / ranks, layer->desc.features));
+    MT_TRY(mti_rows(ctx, function, layer->tensor, layer->desc.sequence_parallel, tokens, &rows));
+    MT_TRY(mti_expect_shape(ctx, function, what, y, rows, layer->desc.features));
     return mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
@@ -1159,7 +1166,7 @@ static mt_cross_entropy_shape mti_cross_entropy_shape(mt_comm *tensor, const mt_
     shape.vocab = desc->vocab;
     shape.first_col = mt_comm_rank(tensor) * local_cols;
     shape.label_smoothing = desc->label_smoothing;
-    shape.ignore_index = desc->ignore_index ? desc->ignore_index : -100;
+    shape.ignore_index = desc->ignore_index;
     return shape;
 }
 
@@ -1196,7 +1203,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
     shape = mti_cross_entropy_shape(tensor, desc, logits.cols);
-    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, shape.ignore_index));
+    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_ignore_index(&shape)));
     keep = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     mark = mt_arena_mark(ctx);
@@ -1321,19 +1328,23 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
     memset(optimizer, 0, sizeof *optimizer);
 }
 
+/* The part of `moments` (m or v) that belongs to a parameter of the optimizer's registry. */
+static mt_tensor mti_moment(const mt_optimizer *optimizer, const mt_param *p, float *moments) {
+    mt_tensor t = p->value;
+    t.data = moments + ((const float *)p->value.data - optimizer->params->values);
+    return t;
+}
+
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
                                       mt_tensor *v) {
-    ptrdiff_t offset;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params || !param || !m || !v)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_moments: %s", !param ? "param is NULL" :
                         !m || !v ? "m or v is NULL" : "no optimizer");
     if (mt_params_find(optimizer->params, param->name) != param)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_moments: '%s' is not of this optimizer's registry", param->name);
-    offset = (const float *)param->value.data - optimizer->params->values;
-    *m = *v = param->value;
-    m->data = optimizer->m + offset;
-    v->data = optimizer->v + offset;
+    *m = mti_moment(optimizer, param, optimizer->m);
+    *v = mti_moment(optimizer, param, optimizer->v);
     return MT_SUCCESS;
 }
 
@@ -1350,10 +1361,9 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
     hyper.step = optimizer->step + 1;
     for (i = 0; i < optimizer->params->count; i++) {
         const mt_param *p = optimizer->params->list[i];
-        mt_tensor m = mt_none(), v = mt_none();
         hyper.weight_decay = p->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
-        MT_TRY(mt_optimizer_moments(ctx, optimizer, p, &m, &v));
-        MT_TRY(mt_adamw_step(ctx, &hyper, p->value, p->grad, m, v));
+        MT_TRY(mt_adamw_step(ctx, &hyper, p->value, p->grad, mti_moment(optimizer, p, optimizer->m),
+                             mti_moment(optimizer, p, optimizer->v)));
     }
     optimizer->step = hyper.step;
     return MT_SUCCESS;

@@ -493,10 +493,11 @@ static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, 
 static mt_status generate(trainer *t, int32_t *history, int64_t count, float *logits) {
     const options *o = &t->job->o;
     size_t mark = mt_arena_mark(t->ctx);
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) /* the longest context is the one that needs most */
+        return next_logits(t, history, count + (int64_t)o->sample - 1, logits);
     for (int64_t n = 0; n < (int64_t)o->sample; n++, count++) {
         MT_TRY(next_logits(t, history, count, logits));
         mt_arena_release(t->ctx, mark);
-        if (mt_context_device(t->ctx) == MT_DEVICE_META) continue;
         history[count] = draw_token(o, logits, (uint64_t)n);
         if (t->grid.tensor_rank == 0) print_token(&t->job->data, history[count]);
     }
