@@ -170,6 +170,7 @@ typedef struct mt_norm {
     mt_param *weight, *bias; /* bias is NULL for RMSNorm */
     mt_norm_kind kind;
     float eps;
+    mt_comm *tensor;
 } mt_norm;
 
 typedef struct mt_transformer_layer {
@@ -325,11 +326,14 @@ static mt_tensor mti_bias_grad(const mt_param *bias) { return bias ? bias->grad 
 
 static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
     int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
+    int s, shards = mlp->fc1.weight->shards;
     mt_tensor act;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc1.local_features, &saved->h));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc2.local_features, &act));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, &saved->fc1));
-    MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, saved->h, mti_bias_value(mlp->fc1.bias), act));
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mti_shard_cols(saved->h, s, shards),
+                                     mti_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards), mti_shard_cols(act, s, shards)));
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, &saved->fc2);
 }
 
@@ -355,11 +359,15 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
 }
 
 static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved) {
+    int s, shards = mlp->fc1.weight->shards;
     mt_tensor dact, dh;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->h.rows, mlp->fc2.local_features, &dact));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->h.rows, mlp->fc1.local_features, &dh));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &mlp->fc2, dy, dact, &saved->fc2));
-    MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, saved->h, dact, dh, mti_bias_grad(mlp->fc1.bias)));
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mti_shard_cols(saved->h, s, shards),
+                                      mti_shard_cols(dact, s, shards), mti_shard_cols(dh, s, shards),
+                                      mti_shard_cols(mti_bias_grad(mlp->fc1.bias), s, shards)));
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
@@ -407,7 +415,7 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
 
 static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 
-static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int ranks) {
+static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
     static const char *const function = "mt_self_attention_create";
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
         d->max_seq > INT32_MAX || d->layer < 0 || !mti_probability(d->dropout) ||
@@ -419,9 +427,10 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
     if (d->hidden % d->heads != 0 || d->heads % d->kv_heads != 0)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld",
                         function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads);
-    if (d->kv_heads < ranks)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d tensor ranks", function, name,
-                        (long long)d->kv_heads, ranks);
+    if (d->kv_heads < shards)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
+                        (long long)d->kv_heads, shards,
+                        ctx->invariant ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks");
     if (d->rotary_base > 0.0f && (d->max_seq < 1 || d->hidden / d->heads % 2 != 0))
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)", function,
                         name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
@@ -494,7 +503,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     MT_TRY(mti_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
-    MT_TRY(mti_attention_check(ctx, name, &d, params->grid->tensor_size));
+    MT_TRY(mti_attention_check(ctx, name, &d, mti_shards(ctx, params->grid->tensor) * params->grid->tensor_size));
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = d;
@@ -520,37 +529,88 @@ static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const 
     return s;
 }
 
-/* The columns of t that belong to groups that are there, `width` for each. */
-static mt_tensor mti_attention_used(const mt_attention_shape *shape, mt_tensor t, int64_t width) {
-    return mt_tensor_cols(t, 0, shape->groups * width);
+/* The part of that which is a virtual shard; `*first` is its first group on this rank. */
+static mt_attention_shape mti_attention_shard(const mt_self_attention *a, const mt_attention_shape *whole, int shard,
+                                              int64_t *first) {
+    int64_t each = a->groups / a->qkv.weight->shards;
+    mt_attention_shape s = *whole;
+    *first = mti_min(whole->groups, shard * each);
+    s.groups = mti_min(each, whole->groups - *first);
+    s.dropout.at.first_col += *first * s.heads_per_group;
+    return s;
+}
+
+/* The columns of t that belong to the shape's groups from `first` on, `width` for each. */
+static mt_tensor mti_attention_cols(const mt_attention_shape *shape, mt_tensor t, int64_t first, int64_t width) {
+    return mt_tensor_cols(t, first * width, shape->groups * width);
 }
 
 /* Empty groups have zeros. */
-static mt_status mti_attention_zero_rest(mt_context *ctx, mt_tensor used, mt_tensor t) {
-    if (used.cols == t.cols) return MT_SUCCESS;
-    return mt_fill(ctx, mt_tensor_cols(t, used.cols, t.cols - used.cols), 0.0f);
+static mt_status mti_attention_zero_rest(mt_context *ctx, const mt_attention_shape *shape, mt_tensor t, int64_t width) {
+    int64_t used = shape->groups * width;
+    return used == t.cols ? MT_SUCCESS : mt_fill(ctx, mt_tensor_cols(t, used, t.cols - used), 0.0f);
+}
+
+static mt_tensor mti_attention_lse(const mt_attention_shape *shape, mt_tensor lse, int64_t first) {
+    return mti_some_rows(lse, first * shape->heads_per_group, shape->groups * shape->heads_per_group);
+}
+
+static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *whole,
+                                             int shard, const mt_self_attention_saved *saved) {
+    int64_t first;
+    mt_attention_shape shape = mti_attention_shard(a, whole, shard, &first);
+    mt_tensor out = mti_attention_cols(&shape, saved->out, first, a->proj.desc.unit), qkv, room;
+    size_t mark = mt_arena_mark(ctx);
+    if (shape.groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, saved->qkv, first, a->qkv.desc.unit), &qkv));
+    MT_TRY(mti_canonical_room(ctx, out, &room));
+    MT_TRY(mt_attention_forward(ctx, &shape, qkv, room, mti_attention_lse(&shape, saved->lse, first)));
+    MT_TRY(mti_canonical_done(ctx, room, out));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
 }
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
                                             const mt_self_attention_saved *saved) {
-    mt_tensor qkv = mti_attention_used(shape, saved->qkv, a->qkv.desc.unit);
-    mt_tensor out = mti_attention_used(shape, saved->out, a->proj.desc.unit);
-    MT_TRY(mti_attention_zero_rest(ctx, out, saved->out));
+    int s;
+    MT_TRY(mti_attention_zero_rest(ctx, shape, saved->out, a->proj.desc.unit));
     if (shape->groups == 0) return MT_SUCCESS;
-    if (a->rotary.data) MT_TRY(mt_rotary_forward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq), qkv));
-    return mt_attention_forward(ctx, shape, qkv, out, saved->lse);
+    if (a->rotary.data)
+        MT_TRY(mt_rotary_forward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
+                                 mti_attention_cols(shape, saved->qkv, 0, a->qkv.desc.unit)));
+    for (s = 0; s < a->qkv.weight->shards; s++) MT_TRY(mti_attention_shard_forward(ctx, a, shape, s, saved));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *whole,
+                                              int shard, const mt_self_attention_saved *saved, mt_tensor dout,
+                                              mt_tensor dqkv) {
+    int64_t first, qkv_width = a->qkv.desc.unit, out_width = a->proj.desc.unit;
+    mt_attention_shape shape = mti_attention_shard(a, whole, shard, &first);
+    mt_tensor qkv, out, room;
+    size_t mark = mt_arena_mark(ctx);
+    if (shape.groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, saved->qkv, first, qkv_width), &qkv));
+    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, saved->out, first, out_width), &out));
+    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, dout, first, out_width), &dout));
+    dqkv = mti_attention_cols(&shape, dqkv, first, qkv_width);
+    MT_TRY(mti_canonical_room(ctx, dqkv, &room));
+    MT_TRY(mt_attention_backward(ctx, &shape, qkv, out, mti_attention_lse(&shape, saved->lse, first), dout, room));
+    MT_TRY(mti_canonical_done(ctx, room, dqkv));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
 }
 
 static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
                                              const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
-    mt_tensor qkv = mti_attention_used(shape, saved->qkv, a->qkv.desc.unit);
-    mt_tensor out = mti_attention_used(shape, saved->out, a->proj.desc.unit);
-    mt_tensor used = mti_attention_used(shape, dqkv, a->qkv.desc.unit);
-    MT_TRY(mti_attention_zero_rest(ctx, used, dqkv));
+    int s;
+    MT_TRY(mti_attention_zero_rest(ctx, shape, dqkv, a->qkv.desc.unit));
     if (shape->groups == 0) return MT_SUCCESS;
-    dout = mti_attention_used(shape, dout, a->proj.desc.unit);
-    MT_TRY(mt_attention_backward(ctx, shape, qkv, out, saved->lse, dout, used));
-    return a->rotary.data ? mt_rotary_backward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq), used) : MT_SUCCESS;
+    for (s = 0; s < a->qkv.weight->shards; s++)
+        MT_TRY(mti_attention_shard_backward(ctx, a, shape, s, saved, dout, dqkv));
+    if (!a->rotary.data) return MT_SUCCESS;
+    return mt_rotary_backward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
+                              mti_attention_cols(shape, dqkv, 0, a->qkv.desc.unit));
 }
 
 static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
@@ -668,6 +728,7 @@ static mt_status mti_norm_create(mt_context *ctx, mt_params *params, const char 
     memset(out, 0, sizeof *out);
     out->kind = d->norm;
     out->eps = mti_default(d->norm_eps, 1e-5f);
+    out->tensor = params->grid->tensor;
     memset(&p, 0, sizeof p);
     p.rows = 1;
     p.cols = d->hidden;
@@ -684,10 +745,31 @@ static mt_status mti_norm_forward(mt_context *ctx, const mt_norm *norm, mt_tenso
     return mt_norm_forward(ctx, norm->kind, x, norm->weight->value, mti_bias_value(norm->bias), norm->eps, y, stats);
 }
 
+/* What the backward of a norm works on, for mti_sum_over_tokens. */
+typedef struct mti_norm_call {
+    const mt_norm *norm;
+    mt_tensor x, stats, dy, dresidual, dx;
+} mti_norm_call;
+
+static mt_status mti_norm_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dgain,
+                               mt_tensor dbias) {
+    const mti_norm_call *c = (const mti_norm_call *)arg;
+    return mt_norm_backward(ctx, c->norm->kind, mt_tensor_rows(c->x, first, count), c->norm->weight->value,
+                            mt_tensor_rows(c->stats, first, count), mt_tensor_rows(c->dy, first, count),
+                            mti_some_rows(c->dresidual, first, count), mt_tensor_rows(c->dx, first, count), dgain, dbias);
+}
+
 static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tensor x, mt_tensor stats, mt_tensor dy,
                                    mt_tensor dresidual, mt_tensor dx) {
-    return mt_norm_backward(ctx, norm->kind, x, norm->weight->value, stats, dy, dresidual, dx, norm->weight->grad,
-                            mti_bias_grad(norm->bias));
+    mti_norm_call call;
+    call.norm = norm;
+    call.x = x;
+    call.stats = stats;
+    call.dy = dy;
+    call.dresidual = dresidual;
+    call.dx = dx;
+    return mti_sum_over_tokens(ctx, norm->tensor, norm->weight->desc.sequence_partial, mti_norm_rows, &call, x.rows,
+                               norm->weight->grad, mti_bias_grad(norm->bias));
 }
 
 static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name, const mt_transformer_layer_desc *d,
@@ -807,12 +889,34 @@ static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor 
     return mti_half_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
+/* The gradient of dropout(block + bias), for mti_sum_over_tokens. */
+typedef struct mti_drop_call {
+    mt_dropout dropout;
+    mt_tensor dy, dblock;
+} mti_drop_call;
+
+static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                               mt_tensor none) {
+    const mti_drop_call *c = (const mti_drop_call *)arg;
+    mt_dropout dropout = c->dropout;
+    (void)none;
+    if (dropout.p <= 0.0f) return mt_bias_backward(ctx, mt_tensor_rows(c->dy, first, count), dbias);
+    dropout.at.first_row += first;
+    return mt_bias_dropout_add_backward(ctx, mt_tensor_rows(c->dy, first, count), dropout,
+                                        mt_tensor_rows(c->dblock, first, count), dbias);
+}
+
 /* The gradient of dropout(block + bias) with respect to block; dy itself when nothing is dropped. */
 static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor *dblock) {
-    *dblock = dy;
-    if (h->dropout.p <= 0.0f) return h->bias ? mt_bias_backward(ctx, dy, h->bias->grad) : MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, dblock));
-    return mt_bias_dropout_add_backward(ctx, dy, h->dropout, *dblock, mti_bias_grad(h->bias));
+    mti_drop_call call;
+    call.dropout = h->dropout;
+    call.dy = call.dblock = dy;
+    if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &call.dblock));
+    *dblock = call.dblock;
+    if (h->bias)
+        return mti_sum_over_tokens(ctx, h->layer->tensor, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
+                                   h->bias->grad, mt_none());
+    return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
 }
 
 static mt_status mti_half_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
@@ -858,6 +962,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     size_t mark;
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
+    if (saved) MT_TRY(mti_expect_token_shards(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = mti_layer_forward(ctx, layer, batch, x, y, saved);
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
@@ -1072,18 +1177,17 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
     static const char *const function = "mt_gpt_forward";
-    mt_cross_entropy_shape shape;
     int64_t tokens;
     size_t mark;
     mt_status status;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
-    shape = mti_cross_entropy_shape(gpt->head.tensor, &gpt->loss, gpt->head.local_features);
+    if (saved) MT_TRY(mti_expect_token_shards(ctx, function, tokens));
     if (saved && !saved->layers)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
-    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(&shape)));
+    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_loss_ignores(&gpt->loss)));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, loss, saved);
@@ -1096,15 +1200,30 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     return MT_SUCCESS;
 }
 
+/* The gradient of the position table, for mti_sum_over_tokens. */
+typedef struct mti_position_call {
+    mt_tensor dx;
+    int32_t *positions; /* of the rows of dx */
+} mti_position_call;
+
+static mt_status mti_position_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
+                                   mt_tensor none) {
+    const mti_position_call *c = (const mti_position_call *)arg;
+    (void)none;
+    return mt_embedding_backward(ctx, mt_tensor_rows(c->dx, first, count), 0, c->positions + first, dtable);
+}
+
 /* dx is the gradient of the embedding's output; it is used up. */
 static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                         mt_tensor dx) {
     mt_dropout dropout = mti_gpt_dropout(gpt, batch, dx.rows, 1);
-    int32_t *positions;
     if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_backward(ctx, dx, dropout, dx, mt_none()));
     if (gpt->positions) {
-        MT_TRY(mti_gpt_positions(ctx, gpt, batch, dx.rows, &positions));
-        MT_TRY(mt_embedding_backward(ctx, dx, 0, positions, gpt->positions->grad));
+        mti_position_call call;
+        MT_TRY(mti_gpt_positions(ctx, gpt, batch, dx.rows, &call.positions));
+        call.dx = dx;
+        MT_TRY(mti_sum_over_tokens(ctx, gpt->tokens.tensor, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
+                                   dx.rows, mt_tensor_rows(gpt->positions->grad, 0, batch->seq), mt_none()));
     }
     return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
 }
@@ -1165,13 +1284,13 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
 
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor logits) {
-    int gather = mt_comm_size(gpt->head.tensor) > 1;
+    int gather = !mti_is_whole(gpt->head.weight);
     mt_tensor x, local = logits;
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, NULL, &x));
     MT_TRY(mti_all_tokens(ctx, gpt->head.tensor, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
     if (gather) MT_TRY(mt_arena_tensor(ctx, MT_F32, logits.rows, gpt->head.local_features, &local));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, gpt->head.weight->value, 0.0f, local));
+    MT_TRY(mti_column_product(ctx, gpt->head.weight, x, local));
     return gather ? mti_gather_features(ctx, gpt->head.tensor, gpt->head.weight, local, logits) : MT_SUCCESS;
 }
 

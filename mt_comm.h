@@ -134,6 +134,7 @@ typedef struct mt_context_desc {
     size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
     mt_device device;
     int threads;            /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
+    int invariant;          /* V, a power of two: splits up to V compute the same bits, see mt_parallel.h; 0: off */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -144,6 +145,7 @@ typedef struct mt_context_desc {
 MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out);
 MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
+MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
 
 /* The sentence that belongs to the last error of a call on ctx, or "" when there was none. Owned by ctx. */
 MT_API const char *mt_last_error(const mt_context *ctx);
@@ -344,6 +346,7 @@ long syscall(long number, ...);
 struct mt_context {
     mt_device device;
     int threads;
+    int invariant;
     mt_comm *world;
     mt_allocator allocator;
     mt_logger logger;
@@ -454,6 +457,10 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
         snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
+    if (desc->invariant < 0 || (desc->invariant & (desc->invariant - 1)) != 0) {
+        snprintf(text, sizeof text, "mt_context_create: invariant is %d, must be 0 or a power of two", desc->invariant);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
     return MT_SUCCESS;
 }
 
@@ -473,6 +480,7 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
     if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
     ctx->device = d.device;
     ctx->threads = d.threads ? d.threads : 1;
+    ctx->invariant = d.invariant;
     ctx->world = world;
     ctx->allocator = d.allocator;
     ctx->logger = d.logger;
@@ -500,6 +508,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
 }
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
+MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
 MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
 
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {

@@ -26,7 +26,7 @@
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group, so
    scale your loss by 1 / (tokens of the whole global batch).
 
-   Rooms of the implementation: >>grid >>params >>linear >>vocab >>sync >>optimizer                                        */
+   Rooms of the implementation: >>grid >>invariant >>params >>linear >>vocab >>sync >>optimizer                                        */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -70,6 +70,27 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out);
 MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowed */
 
+/* ---- invariant mode ------------------------------------------------------------------------------------------------ */
+
+/* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits - loss, gradients, their norm,
+   weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V data ranks, with and without
+   sequence parallelism. Every layer works as V virtual shards of the same shapes, whatever the number of ranks; a rank of t
+   has V / t of them. Partial results meet in the tree ((0+1)+(2+3))+..., first in a rank, then by mt_all_reduce across ranks.
+   Micro-batches meet in such a tree, too (mt_accumulate_gradients). What differs from the default:
+     - split dimensions are padded to V shards; kv_heads must be at least V (MT_ERR_SHAPE);
+     - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
+       mt_invariant_micro_batch says which;
+     - GEMMs are V times narrower, and the registry holds log2(V / data ranks) more gradients.
+   The same bits need the same program, GEMM library, mt_context_desc.threads and kind of processor. A sum over micro-batches
+   of your own, like the mean loss, is as invariant when made with mt_tree_sum. */
+
+/* The number of sequences in a micro-batch for a step of so many: as many micro-batches as data ranks are possible, which is
+   the largest power of two up to `invariant` that divides sequences. */
+MT_API int64_t mt_invariant_micro_batch(int invariant, int64_t sequences);
+
+/* The first row of x becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks; the others are used up. */
+MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
+
 /* ---- parameters --------------------------------------------------------------------------------------------------- */
 
 #define MT_NAME_MAX 96
@@ -95,12 +116,15 @@ typedef struct mt_param_desc {
 } mt_param_desc;
 
 /* A parameter of this rank. value and grad are shards [local rows, local cols], contiguous, fp32, valid after
-   mt_params_init; read and write them freely. */
+   mt_params_init; read and write them freely. In invariant mode they hold the `shards` virtual shards of this rank one after
+   the other, each contiguous: a matrix split by columns is then [shards * rows, local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
     mt_tensor value, grad;
     int tensor_rank, tensor_size;
+    int shards;             /* V / tensor_size in invariant mode when the parameter is split, else 1 */
+    int64_t local_features; /* of the split dimension, padding included; rows when it is not split */
 } mt_param;
 
 typedef struct mt_params mt_params; /* opaque: the registry */
@@ -232,8 +256,15 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
 
 /* ---- gradients ---------------------------------------------------------------------------------------------------- */
 
+/* After the backward of every micro-batch. In invariant mode the gradients of micro-batches meet in a fixed tree, whose
+   unfinished subtrees, at most log2(V / data ranks) times the gradients, are the registry's; param->grad is zero afterwards,
+   until mt_sync_gradients. MT_ERR_SHAPE for more than V / data ranks of them. Not needed when a step has one micro-batch only;
+   does nothing without the mode, where backward has added everything up already. */
+MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
+
 /* After the last backward of a step: sums sequence_partial gradients over the tensor group (one all-reduce), shared
-   embeddings over the embedding group, and everything over the data group (one all-reduce). */
+   embeddings over the embedding group, and everything over the data group (one all-reduce). In invariant mode the number of
+   micro-batches must be a power of two (MT_ERR_SHAPE), and sequence_partial gradients are summed for each of them. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
 /* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of a scalar over the model group.
@@ -405,6 +436,144 @@ MT_API void mt_grid_destroy(mt_grid *grid) {
     memset(grid, 0, sizeof *grid);
 }
 
+/* ---- >>invariant --------------------------------------------------------------------------------------------------- */
+
+/* Virtual shards that this rank of the tensor group holds. */
+static int mti_shards(const mt_context *ctx, const mt_comm *tensor) {
+    return ctx->invariant ? ctx->invariant / mt_comm_size(tensor) : 1;
+}
+
+static mt_status mti_expect_shards(mt_context *ctx, const char *function, const mt_comm *tensor) {
+    if (!ctx->invariant || ctx->invariant % mt_comm_size(tensor) == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %d virtual shards (mt_context_desc.invariant) cannot be split over %d tensor ranks",
+                    function, ctx->invariant, mt_comm_size(tensor));
+}
+
+/* Columns of t that belong to one of `shards` virtual shards; t itself when it is not there. */
+static mt_tensor mti_shard_cols(mt_tensor t, int shard, int shards) {
+    return t.data ? mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards) : t;
+}
+
+static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
+    return t.data ? mt_tensor_rows(t, first, count) : t;
+}
+
+/* Writes (not adds) what virtual shard `shard` of this rank contributes to a sum. */
+typedef mt_status (*mti_leaf)(mt_context *ctx, const void *arg, int shard, mt_tensor out);
+
+/* The one way in which partial results meet: out = sum over shards [first, first + count), a power of two, in the tree
+   ((0+1)+(2+3))+... that mt_all_reduce continues across ranks. Scratch: log2(count) tensors like out. */
+static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg, int first, int count, mt_tensor out) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor other;
+    if (count == 1) return leaf(ctx, arg, first, out);
+    MT_TRY(mti_shard_tree(ctx, leaf, arg, first, count / 2, out));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, out.rows, out.cols, &other));
+    MT_TRY(mti_shard_tree(ctx, leaf, arg, first + count / 2, count / 2, other));
+    MT_TRY(mt_add(ctx, out, other, out));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
+    int64_t step, i;
+    MT_TRY(mti_expect_f32(ctx, "mt_tree_sum", "x", x));
+    for (step = 1; step < x.rows; step *= 2)
+        for (i = 0; i + step < x.rows; i += 2 * step)
+            MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
+    return MT_SUCCESS;
+}
+
+/* A GEMM library may take another path, with other bits, for another leading dimension or alignment: in invariant mode every
+   operand is contiguous and aligned, by a copy where it is not. */
+static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
+    return !ctx->invariant || ((t.rows <= 1 || mti_ld(t) == t.cols) && (uintptr_t)t.data % MTI_ALIGNMENT == 0);
+}
+
+static mt_status mti_canonical(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+    *out = t;
+    if (mti_is_canonical(ctx, t)) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, out));
+    return mt_copy(ctx, t, *out);
+}
+
+/* The same for what is going to be written, before and after. */
+static mt_status mti_canonical_room(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+    *out = t;
+    return mti_is_canonical(ctx, t) ? MT_SUCCESS : mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, out);
+}
+
+static mt_status mti_canonical_done(mt_context *ctx, mt_tensor room, mt_tensor t) {
+    return room.data == t.data ? MT_SUCCESS : mt_copy(ctx, room, t);
+}
+
+/* c = op(a) op(b) + beta c, beta 0 or 1. */
+static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b, float beta,
+                          mt_tensor c) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor out;
+    MT_TRY(mti_canonical(ctx, a, &a));
+    MT_TRY(mti_canonical(ctx, b, &b));
+    MT_TRY(beta == 0.0f ? mti_canonical_room(ctx, c, &out) : mti_canonical(ctx, c, &out));
+    MT_TRY(mt_gemm(ctx, trans_a, trans_b, 1.0f, a, b, beta, out));
+    MT_TRY(mti_canonical_done(ctx, out, c));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Adds what rows [first, first + count) of a token-wise operator contribute to gradients [n, h] (b may be mt_none()). */
+typedef mt_status (*mti_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
+                                        mt_tensor b);
+
+typedef struct mti_token_sum {
+    mti_token_operator op;
+    const void *arg;
+    int64_t rows;   /* tokens of a virtual shard */
+    int64_t a_rows; /* rows of the first gradient; the second's follow */
+} mti_token_sum;
+
+static mt_status mti_token_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
+    const mti_token_sum *s = (const mti_token_sum *)arg;
+    mt_tensor b = mt_none();
+    if (s->a_rows < out.rows) b = mt_tensor_rows(out, s->a_rows, out.rows - s->a_rows);
+    MT_TRY(mt_fill(ctx, out, 0.0f));
+    return s->op(ctx, s->arg, shard * s->rows, s->rows, mt_tensor_rows(out, 0, s->a_rows), b);
+}
+
+/* Gradients that are sums over tokens: V virtual shards of the tokens, of which a rank has V / t under sequence parallelism,
+   and all without. Otherwise one pass, straight into the gradients. */
+static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mti_token_operator op,
+                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
+    int shards = sequence_parallel ? mti_shards(ctx, tensor) : ctx->invariant;
+    mti_token_sum sum;
+    mt_tensor out;
+    size_t mark = mt_arena_mark(ctx);
+    if (!ctx->invariant) return op(ctx, arg, 0, rows, a, b);
+    sum.op = op;
+    sum.arg = arg;
+    sum.rows = rows / shards;
+    sum.a_rows = a.rows;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, a.rows + b.rows, a.cols, &out));
+    MT_TRY(mti_shard_tree(ctx, mti_token_leaf, &sum, 0, shards, out));
+    MT_TRY(mt_add(ctx, a, mt_tensor_rows(out, 0, a.rows), a));
+    if (b.data) MT_TRY(mt_add(ctx, b, mt_tensor_rows(out, a.rows, b.rows), b));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Training in invariant mode splits the tokens of a call into V virtual shards. */
+static mt_status mti_expect_token_shards(mt_context *ctx, const char *function, int64_t tokens) {
+    if (!ctx->invariant || tokens % ctx->invariant == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)",
+                    function, (long long)tokens, ctx->invariant);
+}
+
+MT_API int64_t mt_invariant_micro_batch(int invariant, int64_t sequences) {
+    int64_t parts = 1;
+    while (2 * parts <= invariant && sequences % (2 * parts) == 0) parts *= 2;
+    return sequences / parts;
+}
+
 /* ---- >>params ----------------------------------------------------------------------------------------------------- */
 
 /* Memory that lives as long as the registry: host structs (layers of a model) and device tables (rotary). */
@@ -422,6 +591,9 @@ struct mt_params {
     int count, capacity;
     float *values, *grads;     /* NULL until mt_params_init */
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
+    float *subtrees;           /* invariant mode: [levels, elements], sums of 1, 2, 4, ... micro-batches */
+    int levels;                /* of the tree over the micro-batches of a rank */
+    int64_t micro_batches;     /* accumulated in this step */
     mti_buffer *buffers;
 };
 
@@ -446,6 +618,10 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
     if (!grid || !grid->tensor || !out)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
+    MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tensor));
+    if (ctx->invariant && (grid->data_size > ctx->invariant || (grid->data_size & (grid->data_size - 1)) != 0))
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_create: %d data ranks; in invariant mode their number must be a power of "
+                        "two up to %d (mt_context_desc.invariant)", grid->data_size, ctx->invariant);
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = (mt_params *)memory;
     (*out)->ctx = ctx;
@@ -461,52 +637,57 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_free_buffers(params);
     mt_context_free(ctx, params->values, (size_t)params->elements * sizeof(float));
     mt_context_free(ctx, params->grads, (size_t)params->elements * sizeof(float));
+    mt_context_free(ctx, params->subtrees, (size_t)(params->elements * params->levels) * sizeof(float));
     for (i = 0; i < params->count; i++) mti_host_free(params->list[i]);
     mti_host_free(params->list);
     mti_host_free(params);
 }
 
-/* One of the `parts` blocks of a split dimension: `count` features that start at `local` in the shard of `rank` and at
-   `global` in the whole; the rest of the block, up to `size`, is padding. */
+/* One of the `parts` blocks of a shard: `count` features that start at `local` in the shard and at `global` in the whole;
+   the rest of the block, up to `size`, is padding. */
 typedef struct mti_block {
+    int shard; /* which of the rank's */
     int64_t local, global, count, size;
 } mti_block;
 
 static int64_t mti_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* The share of a dimension of n features that each of `ranks` ranks holds, padding included. */
-static int64_t mti_local_features(int64_t n, int64_t parts, int64_t unit, int ranks) {
-    return parts * mti_ceil_div(n / parts / unit, ranks) * unit;
+/* The share of a dimension of n features that each of so many shards holds, padding included. */
+static int64_t mti_shard_features(int64_t n, int64_t parts, int64_t unit, int shards) {
+    return parts * mti_ceil_div(n / parts / unit, shards) * unit;
 }
 
-static mti_block mti_split_block(int64_t n, int64_t parts, int64_t local_features, int rank, int64_t index) {
+static int64_t mti_split_dimension(const mt_param *p) {
+    return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
+}
+
+/* The blocks of a parameter on a rank, shard by shard; a replicated one is a single block of all its rows. */
+static int64_t mti_param_blocks(const mt_param *p) { return p->desc.parts * p->shards; }
+
+static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
+    int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts, before;
     mti_block b;
-    int64_t whole = n / parts;
-    b.size = local_features / parts;
-    b.local = index * b.size;
-    b.global = index * whole + rank * b.size;
-    b.count = whole - rank * b.size;
-    if (b.count > b.size) b.count = b.size;
-    if (b.count < 0) {
-        b.count = 0;
-        b.global = index * whole;
-    }
+    if (p->desc.placement == MT_REPLICATED) rank = 0;
+    b.shard = (int)(index / p->desc.parts);
+    b.size = p->local_features / p->shards / p->desc.parts;
+    b.local = part * b.size;
+    before = mti_min(whole, ((int64_t)rank * p->shards + b.shard) * b.size);
+    b.global = part * whole + before;
+    b.count = mti_min(b.size, whole - before);
     return b;
 }
 
-/* The blocks of a parameter; a replicated one is a single block of all its rows. */
-static int64_t mti_param_blocks(const mt_param *p) { return p->desc.placement == MT_REPLICATED ? 1 : p->desc.parts; }
-
-static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
-    int by_cols = p->desc.placement == MT_SPLIT_COLS;
-    if (p->desc.placement == MT_REPLICATED) return mti_split_block(p->desc.rows, 1, p->desc.rows, 0, 0);
-    return mti_split_block(by_cols ? p->desc.cols : p->desc.rows, p->desc.parts, by_cols ? p->value.cols : p->value.rows,
-                           rank, index);
+/* A virtual shard of a parameter's value, gradient or moments. */
+static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
+    int64_t features = p->local_features / p->shards;
+    int64_t rows = p->desc.placement == MT_SPLIT_COLS ? p->desc.rows : features;
+    int64_t cols = p->desc.placement == MT_SPLIT_COLS ? features : p->desc.cols;
+    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * p->shards, cols), rows * shard, rows);
 }
 
-static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor shard, mti_block b) {
-    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(shard, b.local, b.count)
-                                              : mt_tensor_rows(shard, b.local, b.count);
+static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block b) {
+    t = mti_param_shard(p, t, b.shard);
+    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count) : mt_tensor_rows(t, b.local, b.count);
 }
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
@@ -549,10 +730,24 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
+/* This rank's share. A vector split by columns is one row whatever its shards. */
+static void mti_param_shape(const mt_params *params, mt_param *p) {
+    const mt_param_desc *d = &p->desc;
+    int split = d->placement != MT_REPLICATED;
+    p->shards = split ? mti_shards(params->ctx, params->grid->tensor) : 1;
+    p->local_features = split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit,
+                                                               p->shards * p->tensor_size) : d->rows;
+    p->value = mt_tensor_f32(NULL, p->local_features, d->cols);
+    if (d->placement == MT_SPLIT_COLS && d->rows > 1)
+        p->value = mt_tensor_f32(NULL, p->shards * d->rows, p->local_features / p->shards);
+    else if (d->placement == MT_SPLIT_COLS)
+        p->value = mt_tensor_f32(NULL, d->rows, p->local_features);
+    p->grad = p->value;
+}
+
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out) {
     mt_param *p;
     void *memory;
-    int64_t rows, cols;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || !desc || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: params, desc or out is NULL");
     MT_TRY(mti_param_check(ctx, params, desc));
@@ -566,12 +761,7 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     if (!p->desc.unit) p->desc.unit = 1;
     p->tensor_rank = params->grid->tensor_rank;
     p->tensor_size = params->grid->tensor_size;
-    rows = desc->rows;
-    cols = desc->cols;
-    if (desc->placement == MT_SPLIT_ROWS) rows = mti_local_features(rows, p->desc.parts, p->desc.unit, p->tensor_size);
-    if (desc->placement == MT_SPLIT_COLS) cols = mti_local_features(cols, p->desc.parts, p->desc.unit, p->tensor_size);
-    p->value = mt_tensor_f32(NULL, rows, cols);
-    p->grad = p->value;
+    mti_param_shape(params, p);
     params->list[params->count++] = p;
     *out = p;
     return MT_SUCCESS;
@@ -603,20 +793,33 @@ static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_
     return MT_SUCCESS;
 }
 
-/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece. */
-static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
-    void *values, *grads;
-    int64_t at;
-    int i, pass;
-    MT_TRY(mti_params_sum(ctx, params, &at));
-    MT_TRY(mt_context_alloc(ctx, (size_t)at * sizeof(float), &values));
-    if (mt_context_alloc(ctx, (size_t)at * sizeof(float), &grads) != MT_SUCCESS) {
-        mt_context_free(ctx, values, (size_t)at * sizeof(float));
-        return MT_ERR_MEMORY;
+static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t elements) {
+    size_t bytes = (size_t)elements * sizeof(float), more;
+    void *values = NULL, *grads = NULL, *subtrees = NULL;
+    mt_status status;
+    while (params->grid->data_size << params->levels < ctx->invariant) params->levels++;
+    more = bytes * (size_t)params->levels;
+    status = mt_context_alloc(ctx, bytes, &values);
+    if (status == MT_SUCCESS) status = mt_context_alloc(ctx, bytes, &grads);
+    if (status == MT_SUCCESS && more > 0) status = mt_context_alloc(ctx, more, &subtrees);
+    if (status != MT_SUCCESS) {
+        mt_context_free(ctx, grads, bytes);
+        mt_context_free(ctx, values, bytes);
+        return status;
     }
     params->values = (float *)values;
     params->grads = (float *)grads;
-    params->elements = at;
+    params->subtrees = (float *)subtrees;
+    params->elements = elements;
+    return MT_SUCCESS;
+}
+
+/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece. */
+static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
+    int64_t at;
+    int i, pass;
+    MT_TRY(mti_params_sum(ctx, params, &at));
+    MT_TRY(mti_params_alloc(ctx, params, at));
     for (at = 0, pass = 0; pass < 2; pass++) {
         for (i = 0; i < params->count; i++) {
             mt_param *p = params->list[i];
@@ -674,6 +877,7 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
 
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
+    params->micro_batches = 0;
     return mt_fill(ctx, mt_tensor_f32(params->grads, 1, params->elements), 0.0f);
 }
 
@@ -849,24 +1053,34 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
     return MT_SUCCESS;
 }
 
+/* Whether local features are the global ones, in their order and without padding. */
+static int mti_is_whole(const mt_param *p) {
+    return p->tensor_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
+}
+
+/* The columns of local [tokens, local features] that are a block of p's split dimension. */
+static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b) {
+    return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
+}
+
 /* Columns of x [tokens, n] that belong to this rank: a view where that is one piece, else a copy in the arena. */
-static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x, int64_t local_features, mt_tensor *out) {
-    int64_t i;
-    mti_block b = mti_split_block(x.cols, p->desc.parts, local_features, p->tensor_rank, 0);
-    if (p->desc.parts == 1 && b.count == local_features) {
-        *out = mt_tensor_cols(x, b.global, b.count);
+static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x, mt_tensor *out) {
+    int64_t i, blocks = mti_param_blocks(p);
+    mti_block first = mti_param_block(p, p->tensor_rank, 0), last = mti_param_block(p, p->tensor_rank, blocks - 1);
+    if (mti_is_whole(p) || (p->desc.parts == 1 && last.count == last.size)) {
+        *out = mt_tensor_cols(x, first.global, p->local_features);
         return MT_SUCCESS;
     }
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, local_features, out));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
-    for (i = 0; i < p->desc.parts; i++) {
-        b = mti_split_block(x.cols, p->desc.parts, local_features, p->tensor_rank, i);
-        MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mt_tensor_cols(*out, b.local, b.count)));
+    for (i = 0; i < blocks; i++) {
+        mti_block b = mti_param_block(p, p->tensor_rank, i);
+        MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
     }
     return MT_SUCCESS;
 }
 
-/* The inverse: local [tokens, local_features], contiguous, of every rank -> y [tokens, n], padding left out. */
+/* The inverse: local [tokens, local features], contiguous, of every rank -> y [tokens, n], padding left out. */
 static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_param *p, mt_tensor local, mt_tensor y) {
     mt_tensor all;
     int64_t i;
@@ -874,10 +1088,10 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_
     MT_TRY(mt_arena_tensor(ctx, MT_F32, local.rows * p->tensor_size, local.cols, &all));
     MT_TRY(mt_all_gather(ctx, tensor, local.data, all.data, (size_t)(local.rows * local.cols), MT_F32));
     for (r = 0; r < p->tensor_size; r++)
-        for (i = 0; i < p->desc.parts; i++) {
-            mti_block b = mti_split_block(y.cols, p->desc.parts, local.cols, r, i);
+        for (i = 0; i < mti_param_blocks(p); i++) {
+            mti_block b = mti_param_block(p, r, i);
             mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
-            MT_TRY(mt_copy(ctx, mt_tensor_cols(from, b.local, b.count), mt_tensor_cols(y, b.global, b.count)));
+            MT_TRY(mt_copy(ctx, mti_block_cols(p, from, b), mt_tensor_cols(y, b.global, b.count)));
         }
     return MT_SUCCESS;
 }
@@ -939,17 +1153,59 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                            mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tensor = params->grid->tensor;
-    out->local_features = out->weight->value.rows;
+    out->local_features = out->weight->local_features;
     return MT_SUCCESS;
+}
+
+/* y [tokens, local features] = x W^T */
+static mt_status mti_column_product(mt_context *ctx, const mt_param *w, mt_tensor x, mt_tensor y) {
+    int s;
+    MT_TRY(mti_canonical(ctx, x, &x)); /* once for all shards */
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mti_shard_cols(y, s, w->shards)));
+    return MT_SUCCESS;
+}
+
+/* The bias operator `op` on y or dy, with the bias or its gradient. */
+static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tensor y,
+                                 mt_status (*op)(mt_context *ctx, mt_tensor y, mt_tensor bias), int backward) {
+    mt_tensor b = backward ? bias->grad : bias->value;
+    int s;
+    for (s = 0; s < bias->shards; s++)
+        MT_TRY(op(ctx, mti_shard_cols(y, s, bias->shards), mti_shard_cols(b, s, bias->shards)));
+    return MT_SUCCESS;
+}
+
+/* A product whose inner dimension is the split one: each shard of W [rows, cols] gives a partial sum. */
+typedef struct mti_partial {
+    const mt_param *weight;
+    mt_transpose trans; /* of W */
+    mt_tensor x;        /* [tokens, local features] */
+} mti_partial;
+
+static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
+    const mti_partial *p = (const mti_partial *)arg;
+    const mt_param *w = p->weight;
+    return mti_gemm(ctx, MT_NO_TRANS, p->trans, mti_shard_cols(p->x, shard, w->shards), mti_param_shard(w, w->value, shard),
+                    0.0f, out);
+}
+
+/* out = x op(W), what this rank contributes to the sum over the tensor group. */
+static mt_status mti_partial_product(mt_context *ctx, const mt_param *w, mt_transpose trans, mt_tensor x, mt_tensor out) {
+    mti_partial p;
+    p.weight = w;
+    p.trans = trans;
+    p.x = x;
+    return mti_shard_tree(ctx, mti_partial_leaf, &p, 0, w->shards, out);
 }
 
 static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     mt_tensor all, local = y;
-    int gather = layer->desc.gather_output && mt_comm_size(layer->tensor) > 1;
+    int gather = layer->desc.gather_output && !mti_is_whole(layer->weight);
     MT_TRY(mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, x, &all));
     if (gather) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, all, layer->weight->value, 0.0f, local));
-    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mt_bias_forward(ctx, local, layer->bias->value));
+    MT_TRY(mti_column_product(ctx, layer->weight, all, local));
+    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mti_column_bias(ctx, layer->bias, local, mt_bias_forward, 0));
     return gather ? mti_gather_features(ctx, layer->tensor, layer->weight, local, y) : MT_SUCCESS;
 }
 
@@ -977,22 +1233,31 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
     return status;
 }
 
+/* dW += dy^T x, dy [tokens, local features] */
+static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+    int s;
+    MT_TRY(mti_canonical(ctx, x, &x));
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mti_shard_cols(dy, s, w->shards), x, 1.0f, mti_param_shard(w, w->grad, s)));
+    return MT_SUCCESS;
+}
+
 /* The input gradient and its reduction come before the weight gradient, which needs no communication: a backend that can
    overlap the two will. */
 static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
                                      mt_tensor x) {
     int sp = layer->desc.sequence_parallel;
     mt_tensor local = dy, partial, all;
-    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, layer->local_features, &local));
+    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
     if (dx.data) {
         MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, dx, &partial));
-        MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, local, layer->weight->value, 0.0f, partial));
+        MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, local, partial));
         if (sp) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, layer->tensor, partial, dx));
         else MT_TRY(mt_copy_to_tensor_region_backward(ctx, layer->tensor, dx));
     }
-    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mt_bias_backward(ctx, local, layer->bias->grad));
+    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mti_column_bias(ctx, layer->bias, local, mt_bias_backward, 1));
     MT_TRY(mti_all_tokens(ctx, layer->tensor, sp, x, &all));
-    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, local, all, 1.0f, layer->weight->grad);
+    return mti_column_weight_gradient(ctx, layer->weight, local, all);
 }
 
 MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
@@ -1025,7 +1290,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
                            mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tensor = params->grid->tensor;
-    out->local_features = out->weight->value.cols;
+    out->local_features = out->weight->local_features;
     return MT_SUCCESS;
 }
 
@@ -1041,9 +1306,9 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
 static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     int sp = layer->desc.sequence_parallel;
     mt_tensor local = x, partial;
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, layer->local_features, &local));
+    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &local));
     MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, y, &partial));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, local, layer->weight->value, 0.0f, partial));
+    MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, local, partial));
     MT_TRY(mti_reduce_tokens(ctx, layer->tensor, sp, partial, y));
     return layer->bias && !layer->desc.skip_bias_add ? mt_bias_forward(ctx, y, layer->bias->value) : MT_SUCCESS;
 }
@@ -1061,19 +1326,36 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     return status;
 }
 
+/* dx [tokens, local features] = dy W, and dW += dy^T x; dx may be mt_none() */
+static mt_status mti_row_gradients(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x, mt_tensor dx) {
+    int s;
+    MT_TRY(mti_canonical(ctx, dy, &dy));
+    for (s = 0; s < w->shards && dx.data; s++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
+                        mti_shard_cols(dx, s, w->shards)));
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mti_shard_cols(x, s, w->shards), 1.0f, mti_param_shard(w, w->grad, s)));
+    return MT_SUCCESS;
+}
+
+/* mti_token_operator: the bias gradient of some rows of dy, which is arg. */
+static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                                       mt_tensor none) {
+    (void)none;
+    return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
+}
+
 static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
                                   mt_tensor x) {
-    int gather = !layer->desc.input_is_parallel && mt_comm_size(layer->tensor) > 1;
+    int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight);
     mt_tensor all, local = dx;
-    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mt_bias_backward(ctx, dy, layer->bias->grad));
-    MT_TRY(mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, dy, &all));
-    if (dx.data) {
-        if (gather) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
-        MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, all, layer->weight->value, 0.0f, local));
-        if (gather) MT_TRY(mti_gather_features(ctx, layer->tensor, layer->weight, local, dx));
-    }
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, layer->local_features, &x));
-    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, all, x, 1.0f, layer->weight->grad);
+    if (layer->bias && !layer->desc.skip_bias_add)
+        MT_TRY(mti_sum_over_tokens(ctx, layer->tensor, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
+    MT_TRY(mti_all_tokens(ctx, layer->tensor, sp, dy, &all));
+    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
+    if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
+    MT_TRY(mti_row_gradients(ctx, layer->weight, all, x, local));
+    return gather && dx.data ? mti_gather_features(ctx, layer->tensor, layer->weight, local, dx) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
@@ -1086,6 +1368,8 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data) MT_TRY(mti_expect_shape(ctx, function, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
+    if (layer->bias && !layer->desc.skip_bias_add)
+        MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
     mark = mt_arena_mark(ctx);
     status = mti_row_backward(ctx, layer, dy, dx, saved->x);
     mt_arena_release(ctx, mark);
@@ -1128,6 +1412,14 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     return mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
+/* One summand is the row, the others are 0: their sum is exact in any order. But 0 + -0 is 0, so in invariant mode a single
+   rank adds a 0, too. */
+static mt_status mti_embedding_lookup(mt_context *ctx, const mt_vocab_parallel_embedding *layer, const int32_t *ids,
+                                      mt_tensor y) {
+    if (ctx->invariant) MT_TRY(mt_fill(ctx, y, 0.0f));
+    return mt_embedding_forward(ctx, layer->weight->value, layer->first_row, ids, ctx->invariant ? 1.0f : 0.0f, y);
+}
+
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
                                                      const int32_t *ids, int64_t tokens, mt_tensor y) {
     size_t mark;
@@ -1137,8 +1429,7 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_forward", layer->tensor, 0, "", y, "y", y));
     mark = mt_arena_mark(ctx);
     status = mti_partial_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, y, &partial);
-    if (status == MT_SUCCESS)
-        status = mt_embedding_forward(ctx, layer->weight->value, layer->first_row, ids, 0.0f, partial);
+    if (status == MT_SUCCESS) status = mti_embedding_lookup(ctx, layer, ids, partial);
     if (status == MT_SUCCESS)
         status = mti_reduce_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, partial, y);
     mt_arena_release(ctx, mark);
@@ -1160,54 +1451,65 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     return status;
 }
 
+/* Of virtual shard `shard` of this rank. */
 static mt_cross_entropy_shape mti_cross_entropy_shape(mt_comm *tensor, const mt_cross_entropy_desc *desc,
-                                                      int64_t local_cols) {
+                                                      int64_t shard_cols, int shard, int shards) {
     mt_cross_entropy_shape shape;
     shape.vocab = desc->vocab;
-    shape.first_col = mt_comm_rank(tensor) * local_cols;
+    shape.first_col = ((int64_t)mt_comm_rank(tensor) * shards + shard) * shard_cols;
     shape.label_smoothing = desc->label_smoothing;
     shape.ignore_index = desc->ignore_index;
     return shape;
 }
 
+static int32_t mti_loss_ignores(const mt_cross_entropy_desc *desc) { return desc->ignore_index ? desc->ignore_index : -100; }
+
 static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tensor,
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
+    int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensor || !desc) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensor ? "desc" : "tensor");
     if (desc->vocab < 1 || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
                         (double)desc->label_smoothing);
-    return mti_expect_shape(ctx, function, "logits", logits, logits.rows, mti_ceil_div(desc->vocab, mt_comm_size(tensor)));
+    MT_TRY(mti_expect_shards(ctx, function, tensor));
+    shards = mti_shards(ctx, tensor);
+    return mti_expect_shape(ctx, function, "logits", logits, logits.rows,
+                            shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor)));
 }
 
-/* Four scalars per token meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum). */
-static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_shape *shape,
+/* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum). */
+static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
                                            mt_tensor logits, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    int ranks = mt_comm_size(tensor);
+    int s, shards = mti_shards(ctx, tensor), all_shards = shards * mt_comm_size(tensor);
+    int64_t rows = logits.rows, cols = logits.cols / shards;
+    mt_cross_entropy_shape shape;
     mt_tensor all, own;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, logits.rows * ranks, 4, &all));
-    own = mt_tensor_rows(all, mt_comm_rank(tensor) * logits.rows, logits.rows);
-    MT_TRY(mt_cross_entropy_stats(ctx, shape, logits, targets, own));
-    MT_TRY(mt_all_gather(ctx, tensor, own.data, all.data, (size_t)logits.rows * 4, MT_F32));
-    return mt_cross_entropy_combine(ctx, shape, all, ranks, targets, loss, lse);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, rows * all_shards, 4, &all));
+    own = mt_tensor_rows(all, mt_comm_rank(tensor) * shards * rows, shards * rows);
+    for (s = 0; s < shards; s++) {
+        shape = mti_cross_entropy_shape(tensor, desc, cols, s, shards);
+        MT_TRY(mt_cross_entropy_stats(ctx, &shape, mti_shard_cols(logits, s, shards), targets,
+                                      mt_tensor_rows(own, s * rows, rows)));
+    }
+    MT_TRY(mt_all_gather(ctx, tensor, own.data, all.data, (size_t)(shards * rows) * 4, MT_F32));
+    return mt_cross_entropy_combine(ctx, &shape, all, all_shards, targets, loss, lse);
 }
 
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
                                                          mt_tensor logits, const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved) {
     static const char *const function = "mt_vocab_parallel_cross_entropy_forward";
-    mt_cross_entropy_shape shape;
     mt_tensor lse;
     size_t keep, mark;
     mt_status status;
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
-    shape = mti_cross_entropy_shape(tensor, desc, logits.cols);
-    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_ignore_index(&shape)));
+    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_loss_ignores(desc)));
     keep = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     mark = mt_arena_mark(ctx);
-    status = mti_cross_entropy_forward(ctx, tensor, &shape, logits, targets, loss, lse);
+    status = mti_cross_entropy_forward(ctx, tensor, desc, logits, targets, loss, lse);
     mt_arena_release(ctx, saved && status == MT_SUCCESS ? mark : keep);
     if (status != MT_SUCCESS || !saved) return status;
     saved->logits = logits;
@@ -1220,23 +1522,73 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss, float scale,
                                                           const mt_cross_entropy_saved *saved) {
     static const char *const function = "mt_vocab_parallel_cross_entropy_backward";
-    mt_cross_entropy_shape shape;
+    int s, shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, saved->logits));
-    shape = mti_cross_entropy_shape(tensor, desc, saved->logits.cols);
-    return mt_cross_entropy_backward(ctx, &shape, saved->logits, saved->targets, saved->lse, dloss, scale);
+    shards = mti_shards(ctx, tensor);
+    for (s = 0; s < shards; s++) {
+        mt_cross_entropy_shape shape = mti_cross_entropy_shape(tensor, desc, saved->logits.cols / shards, s, shards);
+        MT_TRY(mt_cross_entropy_backward(ctx, &shape, mti_shard_cols(saved->logits, s, shards), saved->targets, saved->lse,
+                                         dloss, scale));
+    }
+    return MT_SUCCESS;
 }
 
 /* ---- >>sync ------------------------------------------------------------------------------------------------------- */
+
+static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->elements); }
+
+/* The subtree of gradients that 2^level micro-batches made. */
+static mt_tensor mti_gradient_level(const mt_params *params, int level) {
+    return mt_tensor_f32(params->subtrees + level * params->elements, 1, params->elements);
+}
+
+/* Sums of each tensor rank's own tokens become sums of all. */
+static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
+    if (params->partial == 0) return MT_SUCCESS;
+    return mt_all_reduce(ctx, params->grid->tensor, params->grads, params->grads, (size_t)params->partial, MT_F32, MT_SUM);
+}
+
+/* A binary counter: micro-batch n joins as many finished subtrees as n has trailing ones, so that at most log2(n) wait. The
+   one mechanism for the batch, as mti_shard_tree is for what one call computes. */
+MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
+    int64_t n, level;
+    MT_TRY(mti_params_ready(ctx, params, "mt_accumulate_gradients"));
+    if (!ctx->invariant) return MT_SUCCESS;
+    n = params->micro_batches;
+    if (n >= (int64_t)1 << params->levels)
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
+                        "mt_context_desc.invariant is %d", (long long)n, params->grid->data_size, ctx->invariant);
+    MT_TRY(mti_sync_partial(ctx, params));
+    for (level = 0; n >> level & 1; level++)
+        MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
+    params->micro_batches++;
+    if (level == params->levels) return MT_SUCCESS; /* that is all there can be */
+    MT_TRY(mt_copy(ctx, mti_gradients(params), mti_gradient_level(params, (int)level)));
+    return mt_fill(ctx, mti_gradients(params), 0.0f);
+}
+
+/* The micro-batches of this rank, in params->grads. */
+static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
+    int64_t n = params->micro_batches;
+    int level = 0;
+    if (n == 0) return mti_sync_partial(ctx, params); /* one micro-batch, or not in invariant mode */
+    if ((n & (n - 1)) != 0)
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_sync_gradients: %lld micro-batches on this rank; in invariant mode their number "
+                        "must be a power of two", (long long)n);
+    while ((int64_t)1 << level < n) level++;
+    params->micro_batches = 0;
+    if (level == params->levels) return MT_SUCCESS;
+    return mt_copy(ctx, mti_gradient_level(params, level), mti_gradients(params));
+}
 
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     const mt_grid *grid;
     int i;
     MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients"));
     grid = params->grid;
-    if (params->partial > 0)
-        MT_TRY(mt_all_reduce(ctx, grid->tensor, params->grads, params->grads, (size_t)params->partial, MT_F32, MT_SUM));
+    MT_TRY(mti_join_micro_batches(ctx, params));
     for (i = 0; grid->embedding && i < params->count; i++) {
         mt_tensor grad = params->list[i]->grad;
         if (!params->list[i]->desc.shared_embedding) continue;
@@ -1251,16 +1603,40 @@ static int mti_counts_in_norm(const mt_grid *grid, const mt_param *p) {
     return !(p->desc.shared_embedding && grid->pipeline_size > 1 && grid->pipeline_rank == grid->pipeline_size - 1);
 }
 
+/* Adds the squares of every parameter into sums [1, 1]. */
+static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor sums) {
+    int i;
+    for (i = 0; i < params->count; i++)
+        if (mti_counts_in_norm(params->grid, params->list[i]))
+            MT_TRY(mt_sum_of_squares(ctx, params->list[i]->grad, sums));
+    return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 1, MT_F32, MT_SUM);
+}
+
+/* The same in invariant mode: a number for every parameter and each of the V virtual shards, which only one rank of the tensor
+   group knows, so that the all-reduce is exact; then a tree over the shards. Parameters are added one after the other. */
+static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, mt_tensor sums) {
+    int i, s, v = ctx->invariant;
+    mt_tensor all;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, v, params->count, &all));
+    MT_TRY(mt_fill(ctx, all, 0.0f));
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        for (s = 0; s < p->shards && mti_counts_in_norm(params->grid, p); s++)
+            MT_TRY(mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
+                                     mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), i, 1)));
+    }
+    MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)(v * params->count), MT_F32, MT_SUM));
+    MT_TRY(mt_tree_sum(ctx, all));
+    MT_TRY(mt_sum(ctx, mt_tensor_rows(all, 0, 1), sums));
+    return mt_all_reduce(ctx, params->grid->pipeline, sums.data, sums.data, 1, MT_F32, MT_SUM);
+}
+
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     mt_tensor sum;
     float squares;
-    int i;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 1, &sum));
     MT_TRY(mt_fill(ctx, sum, 0.0f));
-    for (i = 0; i < params->count; i++)
-        if (mti_counts_in_norm(params->grid, params->list[i]))
-            MT_TRY(mt_sum_of_squares(ctx, params->list[i]->grad, sum));
-    MT_TRY(mt_all_reduce(ctx, params->grid->model, sum.data, sum.data, 1, MT_F32, MT_SUM));
+    MT_TRY(ctx->invariant ? mti_sum_squares_invariant(ctx, params, sum) : mti_sum_squares(ctx, params, sum));
     MT_TRY(mt_download(ctx, sum, &squares));
     *norm = (float)sqrt((double)squares);
     return MT_SUCCESS;
@@ -1350,7 +1726,7 @@ MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optim
 
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
     mt_adamw hyper;
-    int i;
+    int i, s;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     hyper.lr = lr;
@@ -1361,9 +1737,11 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
     hyper.step = optimizer->step + 1;
     for (i = 0; i < optimizer->params->count; i++) {
         const mt_param *p = optimizer->params->list[i];
+        mt_tensor m = mti_moment(optimizer, p, optimizer->m), v = mti_moment(optimizer, p, optimizer->v);
         hyper.weight_decay = p->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
-        MT_TRY(mt_adamw_step(ctx, &hyper, p->value, p->grad, mti_moment(optimizer, p, optimizer->m),
-                             mti_moment(optimizer, p, optimizer->v)));
+        for (s = 0; s < p->shards; s++)
+            MT_TRY(mt_adamw_step(ctx, &hyper, mti_param_shard(p, p->value, s), mti_param_shard(p, p->grad, s),
+                                 mti_param_shard(p, m, s), mti_param_shard(p, v, s)));
     }
     optimizer->step = hyper.step;
     return MT_SUCCESS;
