@@ -321,20 +321,27 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     return mti_params_keep(params, count, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
 }
 
+/* Rows of a view that may not be there. */
+static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
+    return t.data ? mt_tensor_rows(t, first, count) : t;
+}
+
 static mt_tensor mti_bias_value(const mt_param *bias) { return bias ? bias->value : mt_none(); }
 static mt_tensor mti_bias_grad(const mt_param *bias) { return bias ? bias->grad : mt_none(); }
 
-static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
+static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
+                                 int training) {
     int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
     int s, shards = mlp->fc1.weight->shards;
     mt_tensor act;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc1.local_features, &saved->h));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc2.local_features, &act));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, &saved->fc1));
+    MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, training ? &saved->fc1 : NULL));
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mti_shard_cols(saved->h, s, shards),
                                      mti_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards), mti_shard_cols(act, s, shards)));
-    return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, &saved->fc2);
+    if (training) MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
+    return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
 
 static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_mlp *mlp, const char *in_name, mt_tensor in,
@@ -353,7 +360,7 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_forward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
-    status = mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local);
+    status = mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL);
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
     return status;
 }
@@ -368,6 +375,7 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
         MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mti_shard_cols(saved->h, s, shards),
                                       mti_shard_cols(dact, s, shards), mti_shard_cols(dh, s, shards),
                                       mti_shard_cols(mti_bias_grad(mlp->fc1.bias), s, shards)));
+    MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
@@ -620,9 +628,10 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, a->qkv.local_features, &saved->qkv));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, a->proj.local_features, &saved->out));
     if (training) MT_TRY(mt_arena_tensor(ctx, MT_F32, shape->groups * shape->heads_per_group, tokens, &saved->lse));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, &saved->qkv_in));
+    MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, training ? &saved->qkv_in : NULL));
     MT_TRY(mti_attention_core_forward(ctx, a, shape, saved));
-    return mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, &saved->proj_in);
+    if (training) MT_TRY(mti_log(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
+    return mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL);
 }
 
 static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a, const mt_batch *batch,
@@ -647,6 +656,7 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
     MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "x", x, "y", y));
     shape = mti_attention_shape(attention, batch, saved != NULL);
+    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
     status = mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL);
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
@@ -661,6 +671,7 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->qkv.rows, saved->qkv.cols, &dqkv));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
     MT_TRY(mti_attention_core_backward(ctx, a, shape, saved, dout, dqkv));
+    MT_TRY(mti_log(ctx, a->qkv.name, 1, "core_attention.input_grad", dqkv, 0, a->qkv.weight));
     return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
 }
 
@@ -676,6 +687,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     MT_TRY(mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     shape = mti_attention_shape(attention, &saved->batch, 1);
+    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
     status = mti_attention_backward(ctx, attention, &shape, dy, dx, saved);
     mt_arena_release(ctx, mark);
@@ -741,8 +753,11 @@ static mt_status mti_norm_create(mt_context *ctx, mt_params *params, const char 
     return mti_add_param(ctx, params, full, "bias", p, &out->bias);
 }
 
+/* stats is mt_none() for inference. */
 static mt_status mti_norm_forward(mt_context *ctx, const mt_norm *norm, mt_tensor x, mt_tensor y, mt_tensor stats) {
-    return mt_norm_forward(ctx, norm->kind, x, norm->weight->value, mti_bias_value(norm->bias), norm->eps, y, stats);
+    MT_TRY(mt_norm_forward(ctx, norm->kind, x, norm->weight->value, mti_bias_value(norm->bias), norm->eps, y, stats));
+    if (!stats.data) return MT_SUCCESS;
+    return mti_log(ctx, norm->weight->name, 1, "output", y, norm->weight->desc.sequence_partial, NULL);
 }
 
 /* What the backward of a norm works on, for mti_sum_over_tokens. */
@@ -768,8 +783,9 @@ static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tens
     call.dy = dy;
     call.dresidual = dresidual;
     call.dx = dx;
-    return mti_sum_over_tokens(ctx, norm->tensor, norm->weight->desc.sequence_partial, mti_norm_rows, &call, x.rows,
-                               norm->weight->grad, mti_bias_grad(norm->bias));
+    MT_TRY(mti_sum_over_tokens(ctx, norm->tensor, norm->weight->desc.sequence_partial, mti_norm_rows, &call, x.rows,
+                               norm->weight->grad, mti_bias_grad(norm->bias)));
+    return mti_log(ctx, norm->weight->name, 1, "input_grad", dx, norm->weight->desc.sequence_partial, NULL);
 }
 
 static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name, const mt_transformer_layer_desc *d,
@@ -869,7 +885,10 @@ static mt_status mti_half_block_backward(mt_context *ctx, const mti_half *h, mt_
 static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor residual, mt_tensor y,
                               mt_transformer_layer_saved *saved) {
     MT_TRY(mti_half_block_forward(ctx, h, x, y, saved));
-    return mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y);
+    MT_TRY(mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y));
+    if (!saved) return MT_SUCCESS;
+    return mti_log(ctx, h->layer->mlp.fc1.name, 2, h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", y,
+                   h->layer->desc.sequence_parallel, NULL);
 }
 
 static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
@@ -1115,6 +1134,7 @@ static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_
 static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, mt_tensor x,
                                int training) {
     mt_dropout dropout = mti_gpt_dropout(gpt, batch, x.rows, training);
+    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, x));
     if (gpt->positions) {
         size_t mark = mt_arena_mark(ctx);
@@ -1123,8 +1143,8 @@ static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batc
         MT_TRY(mt_embedding_forward(ctx, gpt->positions->value, 0, positions, 1.0f, x));
         mt_arena_release(ctx, mark);
     }
-    if (dropout.p <= 0.0f) return MT_SUCCESS;
-    return mt_bias_dropout_add_forward(ctx, x, mt_none(), mt_none(), dropout, x);
+    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_forward(ctx, x, mt_none(), mt_none(), dropout, x));
+    return training ? mti_log(ctx, "embedding", 0, "output", x, gpt->desc.layer.sequence_parallel, NULL) : MT_SUCCESS;
 }
 
 /* Embedding, layers, final norm: y [rows, hidden], in the arena. Training keeps every layer's output, inference two. */
@@ -1164,14 +1184,17 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
     return mti_rows(ctx, function, gpt->tokens.tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq, &rows);
 }
 
+static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
+
 static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                  const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
     mt_tensor x, logits;
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, saved, &x));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, batch->sequences * batch->seq, gpt->head.local_features, &logits));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL));
-    return mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits, targets, loss,
-                                                   saved ? &saved->loss : NULL);
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits, targets, loss,
+                                                   saved ? &saved->loss : NULL));
+    return saved ? mti_log(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -1233,6 +1256,8 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_g
     int64_t i;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->head.x.rows, saved->head.x.cols, &dy));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &dx));
+    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    MT_TRY(mti_log(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
     MT_TRY(mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, dy, &saved->head));
     if (gpt->final_norm.weight)
         MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, dy, mt_none(), dy));

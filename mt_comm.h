@@ -352,6 +352,7 @@ struct mt_context {
     mt_logger logger;
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
+    struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
     char error[MTI_ERROR_BYTES];
 };
 

@@ -44,6 +44,12 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);         
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
+/* For looking at differences: *hash += sum over the elements of x of a hash of (global element, bits), modulo 2^64, which does
+   not depend on how the whole is cut into views. (i, j) is global element (first_row + i) * global_cols + first_col + j.
+   Waits for x; MT_DEVICE_META adds nothing. */
+MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                         uint64_t *hash);
+
 /* ---- GEMM --------------------------------------------------------------------------------------------------------- */
 
 typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
@@ -544,6 +550,23 @@ static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
 static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
     int64_t i;
     for (i = 0; i < y.rows; i++) mti_row_add(mti_row(a, i), mti_row(b, i), mti_row(y, i), y.cols);
+}
+
+/* The finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
+static uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
+    uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols) {
+    uint64_t sum = 0;
+    int64_t i, j;
+    for (i = 0; i < x.rows; i++)
+        for (j = 0; j < x.cols; j++)
+            sum += mti_hash_element((uint64_t)((first_row + i) * global_cols + first_col + j), mti_bits(mti_row(x, i)[j]));
+    return sum;
 }
 
 static double mti_lanes_sum_double(double *lanes) {
@@ -1709,6 +1732,16 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
     bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
     else if (bytes > 0) memset(host, 0, bytes);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                         uint64_t *hash) {
+    MT_TRY(mti_expect_f32(ctx, "mt_hash", "x", x));
+    if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
+                        (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
+    if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
     return MT_SUCCESS;
 }
 

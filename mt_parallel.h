@@ -26,7 +26,7 @@
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group, so
    scale your loss by 1 / (tokens of the whole global batch).
 
-   Rooms of the implementation: >>grid >>invariant >>params >>linear >>vocab >>sync >>optimizer                                        */
+   Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>sync >>optimizer                */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -170,6 +170,7 @@ typedef struct mt_linear_desc {
 
 /* local_features is this rank's share of the split dimension, padding included: columns of y (column) or of x (row). */
 typedef struct mt_column_parallel_linear {
+    char name[MT_NAME_MAX];
     mt_linear_desc desc;
     mt_param *weight, *bias; /* bias is NULL with no_bias */
     mt_comm *tensor;
@@ -177,6 +178,7 @@ typedef struct mt_column_parallel_linear {
 } mt_column_parallel_linear;
 
 typedef struct mt_row_parallel_linear {
+    char name[MT_NAME_MAX];
     mt_linear_desc desc;
     mt_param *weight, *bias;
     mt_comm *tensor;
@@ -303,6 +305,36 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
 
 /* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
+
+/* ---- hash log: which tensor differs between two runs ---------------------------------------------------------------- */
+
+/* While a context has a hash log, the layers that train on it (forward with saved, backward) log what they compute: each
+   tensor's bits, unsharded and of the whole step, become one number that does not depend on how the tensor is split over
+   ranks and micro-batches. In invariant mode two splits write the same lines; the first that differs names the tensor in
+   which they part. Names are a layer's parameters' with .output, .input_grad or .output_grad for the last part.
+   For debugging: it takes time, host memory for the names, and two collectives for each flush. */
+typedef struct mt_hash_log mt_hash_log;
+
+/* One log for each context (MT_ERR_ARGUMENT for a second). Destroy it before the context; NULL is allowed. */
+MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out);
+MT_API void mt_hash_log_destroy(mt_hash_log *log);
+
+/* Where in the global batch the tokens of the next calls begin. Blocks that take an mt_batch say it themselves; a loop of your
+   own around layers that do not says it before each micro-batch. Does nothing without a log. */
+MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
+
+/* What the layers cannot know of: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a moment) as
+   PARAMETER and suffix (".grad", "", ".exp_avg"), and a number that every rank has. */
+MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
+                                   mt_tensor shard);
+MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char *name, float value);
+
+/* differs: ranks that should hold the same tensor do not. */
+typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int differs);
+
+/* At the end of a step: calls line for every tensor, in the order in which they were first computed, on every rank, and
+   empties the log. Collective over the tensor and data group. */
+MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
 #ifdef __cplusplus
 }
@@ -452,10 +484,6 @@ static mt_status mti_expect_shards(mt_context *ctx, const char *function, const 
 /* Columns of t that belong to one of `shards` virtual shards; t itself when it is not there. */
 static mt_tensor mti_shard_cols(mt_tensor t, int shard, int shards) {
     return t.data ? mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards) : t;
-}
-
-static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
-    return t.data ? mt_tensor_rows(t, first, count) : t;
 }
 
 /* Writes (not adds) what virtual shard `shard` of this rank contributes to a sum. */
@@ -688,6 +716,11 @@ static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
 static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block b) {
     t = mti_param_shard(p, t, b.shard);
     return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count) : mt_tensor_rows(t, b.local, b.count);
+}
+
+/* The columns of local [tokens, local features] that are a block of p's split dimension. */
+static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b) {
+    return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
 }
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
@@ -973,6 +1006,186 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
     return status;
 }
 
+/* ---- >>hash-log ---------------------------------------------------------------------------------------------------- */
+
+#define MTI_LOG_NAME (MT_NAME_MAX + 32)
+
+/* split: over which axes (tensor, data) the ranks hold different parts of the tensor, rather than copies of it. */
+typedef struct mti_log_entry {
+    char name[MTI_LOG_NAME];
+    uint64_t hash;
+    int split[2];
+} mti_log_entry;
+
+struct mt_hash_log {
+    mt_context *ctx;
+    const mt_grid *grid;
+    mti_log_entry *entries;
+    int count, capacity, last; /* last: the entry found last; steps repeat, so the next one follows it */
+    int64_t first_token;       /* of the call that is going on, in the global batch */
+};
+
+MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out) {
+    void *memory;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!grid || !grid->tensor || !out || ctx->hash_log)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_create: %s", !out ? "out is NULL" :
+                        ctx->hash_log ? "the context has a hash log" : "the grid was not created");
+    MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
+    *out = ctx->hash_log = (mt_hash_log *)memory;
+    (*out)->ctx = ctx;
+    (*out)->grid = grid;
+    return MT_SUCCESS;
+}
+
+MT_API void mt_hash_log_destroy(mt_hash_log *log) {
+    if (!log) return;
+    log->ctx->hash_log = NULL;
+    mti_host_free(log->entries);
+    mti_host_free(log);
+}
+
+/* The entry of this name, new if there is none. */
+static mt_status mti_log_entry_of(mt_context *ctx, mt_hash_log *log, const char *name, mti_log_entry **out) {
+    int i;
+    for (i = 1; i <= log->count; i++) {
+        int at = (log->last + i) % log->count;
+        if (strcmp(log->entries[at].name, name) != 0) continue;
+        log->last = at;
+        *out = &log->entries[at];
+        return MT_SUCCESS;
+    }
+    if (log->count == log->capacity) {
+        int capacity = log->capacity ? 2 * log->capacity : 256;
+        void *memory;
+        MT_TRY(mti_host_new(ctx, (size_t)capacity * sizeof **out, &memory));
+        if (log->entries) memcpy(memory, log->entries, (size_t)log->count * sizeof **out);
+        mti_host_free(log->entries);
+        log->entries = (mti_log_entry *)memory;
+        log->capacity = capacity;
+    }
+    log->last = log->count++;
+    *out = &log->entries[log->last];
+    memset(*out, 0, sizeof **out);
+    snprintf((*out)->name, sizeof (*out)->name, "%s", name);
+    return MT_SUCCESS;
+}
+
+MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
+    if (ctx && ctx->hash_log) ctx->hash_log->first_token = first_token;
+}
+
+/* Logs an activation [tokens, n]: its rows are a part of the tokens under sequence parallelism; its columns the local features
+   of `cols`, or everything when that is NULL. The line is called `name` without its last `up` parts, and `what`. */
+static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t, int sequence_parallel,
+                         const mt_param *cols) {
+    mt_hash_log *log = ctx->hash_log;
+    mti_log_entry *entry;
+    char full[MTI_LOG_NAME];
+    int length, row_split;
+    int64_t i, row;
+    if (!log || !t.data) return MT_SUCCESS;
+    for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
+    snprintf(full, sizeof full, "%.*s.%s", length, name, what);
+    MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
+    row_split = sequence_parallel && log->grid->tensor_size > 1;
+    entry->split[0] = cols != NULL || row_split;
+    entry->split[1] = 1;
+    row = log->first_token + (row_split ? log->grid->tensor_rank * t.rows : 0);
+    if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
+    for (i = 0; i < mti_param_blocks(cols); i++) {
+        mti_block b = mti_param_block(cols, cols->tensor_rank, i);
+        MT_TRY(mt_hash(ctx, mti_block_cols(cols, t, b), row, b.global, mti_split_dimension(cols), &entry->hash));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_log_check(mt_context *ctx, const char *function, const mt_hash_log *log) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return log ? MT_SUCCESS : mti_fail(ctx, MT_ERR_ARGUMENT, "%s: log is NULL", function);
+}
+
+MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
+                                   mt_tensor shard) {
+    char name[MTI_LOG_NAME];
+    mti_log_entry *entry;
+    int64_t i;
+    MT_TRY(mti_log_check(ctx, "mt_hash_log_shard", log));
+    MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, (const float *)shard.data));
+    snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");
+    MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
+    entry->split[0] = param->desc.placement != MT_REPLICATED;
+    for (i = 0; i < mti_param_blocks(param); i++) {
+        mti_block b = mti_param_block(param, param->tensor_rank, i);
+        int by_cols = param->desc.placement == MT_SPLIT_COLS;
+        MT_TRY(mt_hash(ctx, mti_param_block_view(param, shard, b), by_cols ? 0 : b.global, by_cols ? b.global : 0,
+                       param->desc.cols, &entry->hash));
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char *name, float value) {
+    mti_log_entry *entry;
+    uint32_t bits;
+    MT_TRY(mti_log_check(ctx, "mt_hash_log_value", log));
+    if (!name) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_value: name is NULL");
+    MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
+    memcpy(&bits, &value, sizeof bits);
+    entry->hash += mti_hash_element(0, bits);
+    return MT_SUCCESS;
+}
+
+/* Joins what the ranks of one axis have: parts are added; copies are one, or, when they differ, a hash of them all. */
+static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, int axis, unsigned char *differs) {
+    int ranks = mt_comm_size(comm), n = log->count, i, r;
+    mt_tensor own, all;
+    void *memory;
+    uint64_t *hashes;
+    mt_status status;
+    MT_TRY(mti_host_new(ctx, (size_t)n * (size_t)ranks * sizeof *hashes, &memory));
+    hashes = (uint64_t *)memory;
+    for (i = 0; i < n; i++) hashes[i] = log->entries[i].hash;
+    status = mt_arena_tensor(ctx, MT_I32, 1, 2 * (int64_t)n, &own);
+    if (status == MT_SUCCESS) status = mt_arena_tensor(ctx, MT_I32, ranks, 2 * (int64_t)n, &all);
+    if (status == MT_SUCCESS) status = mt_upload(ctx, hashes, own);
+    if (status == MT_SUCCESS) status = mt_all_gather(ctx, comm, own.data, all.data, 2 * (size_t)n, MT_I32);
+    if (status == MT_SUCCESS) status = mt_download(ctx, all, hashes);
+    for (i = 0; status == MT_SUCCESS && i < n; i++) {
+        uint64_t sum = hashes[i], mixed = sum;
+        int same = 1;
+        for (r = 1; r < ranks; r++) {
+            uint64_t h = hashes[r * n + i];
+            same &= h == hashes[i];
+            sum += h;
+            mixed = mti_hash_element(mixed + h, (uint32_t)r);
+        }
+        log->entries[i].hash = log->entries[i].split[axis] ? sum : same ? hashes[i] : mixed;
+        if (!log->entries[i].split[axis] && !same) differs[i] = 1;
+    }
+    mti_host_free(memory);
+    return status;
+}
+
+MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user) {
+    size_t mark;
+    void *differs;
+    mt_status status;
+    int i;
+    MT_TRY(mti_log_check(ctx, "mt_hash_log_flush", log));
+    if (!line) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_flush: line is NULL");
+    if (log->count == 0) return MT_SUCCESS;
+    MT_TRY(mti_host_new(ctx, (size_t)log->count, &differs));
+    mark = mt_arena_mark(ctx);
+    status = mti_log_join(ctx, log, log->grid->tensor, 0, (unsigned char *)differs);
+    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->data, 1, (unsigned char *)differs);
+    mt_arena_release(ctx, mark);
+    for (i = 0; status == MT_SUCCESS && i < log->count; i++)
+        line(user, log->entries[i].name, log->entries[i].hash, ((unsigned char *)differs)[i]);
+    mti_host_free(differs);
+    log->count = log->last = 0;
+    return status;
+}
+
 /* ---- >>linear ----------------------------------------------------------------------------------------------------- */
 
 /* What a layer sends or receives must be contiguous, which is found out before anything is computed: `in` travels under
@@ -1056,11 +1269,6 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
 /* Whether local features are the global ones, in their order and without padding. */
 static int mti_is_whole(const mt_param *p) {
     return p->tensor_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
-}
-
-/* The columns of local [tokens, local features] that are a block of p's split dimension. */
-static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b) {
-    return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
 }
 
 /* Columns of x [tokens, n] that belong to this rank: a view where that is one piece, else a copy in the arena. */
@@ -1154,6 +1362,7 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
     out->desc = *desc;
     out->tensor = params->grid->tensor;
     out->local_features = out->weight->local_features;
+    snprintf(out->name, sizeof out->name, "%s", name);
     return MT_SUCCESS;
 }
 
@@ -1229,8 +1438,9 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
     mark = mt_arena_mark(ctx);
     status = mti_column_forward(ctx, layer, x, y);
     mt_arena_release(ctx, mark);
-    if (status == MT_SUCCESS && saved) saved->x = x;
-    return status;
+    if (status != MT_SUCCESS || !saved) return status;
+    saved->x = x;
+    return mti_log(ctx, layer->name, 0, "output", y, 0, layer->desc.gather_output ? NULL : layer->weight);
 }
 
 /* dW += dy^T x, dy [tokens, local features] */
@@ -1273,7 +1483,8 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
     mt_arena_release(ctx, mark);
-    return status;
+    if (status != MT_SUCCESS) return status;
+    return mti_log(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
 }
 
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
@@ -1291,6 +1502,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
     out->desc = *desc;
     out->tensor = params->grid->tensor;
     out->local_features = out->weight->local_features;
+    snprintf(out->name, sizeof out->name, "%s", name);
     return MT_SUCCESS;
 }
 
@@ -1322,8 +1534,9 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     mark = mt_arena_mark(ctx);
     status = mti_row_forward(ctx, layer, x, y);
     mt_arena_release(ctx, mark);
-    if (status == MT_SUCCESS && saved) saved->x = x;
-    return status;
+    if (status != MT_SUCCESS || !saved) return status;
+    saved->x = x;
+    return mti_log(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
 /* dx [tokens, local features] = dy W, and dW += dy^T x; dx may be mt_none() */
@@ -1373,7 +1586,8 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     mark = mt_arena_mark(ctx);
     status = mti_row_backward(ctx, layer, dy, dx, saved->x);
     mt_arena_release(ctx, mark);
-    return status;
+    if (status != MT_SUCCESS) return status;
+    return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);
 }
 
 /* ---- >>vocab ------------------------------------------------------------------------------------------------------ */

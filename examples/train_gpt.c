@@ -26,9 +26,9 @@
 /* ---- options: one table for parsing, ranges and --help ------------------------------------------------------------- */
 
 typedef struct options {
-    const char *data, *log, *prompt;
+    const char *data, *log, *hash_log, *prompt;
     double tp, dp, layers, hidden, heads, kv_heads, ffn, seq, batch, micro_batch, steps, warmup, seed, eval_interval;
-    double sample, vocab, threads, lr, min_lr, dropout, clip, weight_decay, label_smoothing, temperature, timeout;
+    double sample, vocab, threads, invariant, lr, min_lr, dropout, clip, weight_decay, label_smoothing, temperature, timeout;
     int sequence_parallel, no_pinning, rotary, swiglu, rmsnorm, untied, dry_run, help;
 } options;
 
@@ -55,6 +55,7 @@ static const flag flags[] = {
     {"seq", WHOLE, AT(seq), 1, 1 << 20, "tokens per sequence"},
     {"batch", WHOLE, AT(batch), 1, 1 << 20, "sequences per step, over all ranks"},
     {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20, "sequences per forward on a rank (0: all of the rank's)"},
+    {"invariant", WHOLE, AT(invariant), 0, 1024, "compute the same bits on every split up to this one, a power of two (0: off)"},
     {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"},
     {"lr", REAL, AT(lr), 0, 1e3, "peak learning rate"},
     {"min-lr", REAL, AT(min_lr), 0, 1e3, "learning rate at the end of the cosine"},
@@ -70,6 +71,7 @@ static const flag flags[] = {
     {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue; default: from the validation text"},
     {"temperature", REAL, AT(temperature), 1e-3, 100, "of the sampling"},
     {"log", TEXT, AT(log), 0, 0, "FILE.csv to write step,loss,grad_norm,tokens_per_s,lr,val_loss to"},
+    {"hash-log", TEXT, AT(hash_log), 0, 0, "FILE to write step, tensor, hash to, for every tensor of every step"},
     {"threads", WHOLE, AT(threads), 1, 1024, "of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
@@ -133,8 +135,11 @@ static int parse_options(int argc, char **argv, options *o) {
 /* What the library cannot know: how the job is cut into batches. It checks the model itself. */
 static int check_options(options *o, int64_t tokens, int text) {
     double per_rank = o->batch / o->dp;
+    int chosen = o->invariant > 0 && o->micro_batch > 0;
+    if (o->invariant > 0) o->micro_batch = (double)mt_invariant_micro_batch((int)o->invariant, (int64_t)o->batch);
     if (o->micro_batch == 0) o->micro_batch = per_rank;
-    if (per_rank != floor(per_rank))
+    if (chosen) fprintf(stderr, "train_gpt: --invariant chooses the micro-batch, leave --micro-batch out\n");
+    else if (per_rank != floor(per_rank))
         fprintf(stderr, "train_gpt: --batch %g is not a multiple of --dp %g\n", o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0)
         fprintf(stderr, "train_gpt: the %g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %g\n",
@@ -243,7 +248,7 @@ typedef struct job {
     options o;
     dataset data;
     size_t arena_bytes;
-    FILE *log;
+    FILE *log, *hash_log;
 } job;
 
 typedef struct trainer {
@@ -254,9 +259,10 @@ typedef struct trainer {
     mt_gpt gpt;
     mt_gpt_saved saved;
     mt_optimizer optimizer;
+    mt_hash_log *hashes;              /* NULL without --hash-log */
     int64_t *starts;                  /* of a micro-batch's sequences in the data */
     int32_t *staging, *ids, *targets; /* one micro-batch: host, device, device */
-    mt_tensor loss, total;            /* [1, tokens] and their sum */
+    mt_tensor loss, totals;           /* [1, tokens] of a micro-batch; [micro-batches, 1] their sums */
     int64_t micro_tokens;
     mt_ledger ledgers[3];             /* of the last step: tensor, data, model group */
 } trainer;
@@ -275,7 +281,9 @@ static mt_gpt_desc model_of(const options *o) {
 
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
-    mt_context_desc where = {.device = device, .arena_bytes = job->arena_bytes, .threads = (int)o->threads};
+    mt_context_desc where = {.device = device, .arena_bytes = job->arena_bytes, .threads = (int)o->threads,
+                             .invariant = (int)o->invariant};
+    int64_t totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
     mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp};
     mt_gpt_desc model = model_of(o);
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = (float)o->weight_decay};
@@ -289,11 +297,12 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     MT_TRY(mt_params_init(t->ctx, t->params, (uint64_t)o->seed));
     MT_TRY(mt_optimizer_create(t->ctx, t->params, &adamw, &t->optimizer));
     MT_TRY(mt_gpt_saved_create(t->ctx, &t->gpt, &t->saved));
-    MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->micro_tokens + 1) * 4, &memory));
+    MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->micro_tokens + totals) * 4, &memory));
     t->ids = memory;
     t->targets = t->ids + t->micro_tokens;
     t->loss = mt_tensor_f32((float *)memory + 2 * t->micro_tokens, 1, t->micro_tokens);
-    t->total = mt_tensor_f32((float *)memory + 3 * t->micro_tokens, 1, 1);
+    t->totals = mt_tensor_f32((float *)memory + 3 * t->micro_tokens, totals, 1);
+    if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
     if (device == MT_DEVICE_META) return MT_SUCCESS;
     t->starts = malloc((size_t)o->micro_batch * sizeof *t->starts);
     t->staging = malloc((size_t)t->micro_tokens * sizeof *t->staging);
@@ -303,7 +312,8 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
 }
 
 static void trainer_destroy(trainer *t) {
-    if (t->ctx) mt_context_free(t->ctx, t->ids, (size_t)(3 * t->micro_tokens + 1) * 4);
+    mt_hash_log_destroy(t->hashes);
+    mt_context_free(t->ctx, t->ids, (size_t)(3 * t->micro_tokens + t->totals.rows) * 4);
     mt_gpt_saved_destroy(&t->saved);
     mt_optimizer_destroy(t->ctx, &t->optimizer);
     mt_params_destroy(t->params);
@@ -330,30 +340,34 @@ static mt_status load_batch(trainer *t, int64_t step, int64_t first, int64_t cou
     return upload_tokens(t, count, 1, t->targets);
 }
 
-/* Forward, and backward when training, of this rank's part of `sequences` sequences, a micro-batch at a time; the sum of
-   their losses is added to t->total. */
-static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int training) {
+/* Forward, and backward when training, of `micro` sequences from `first` on; *total is the sum of their losses. */
+static mt_status run_micro_batch(trainer *t, int64_t step, int64_t first, int64_t micro, int64_t of, int training,
+                                 mt_tensor total) {
     const options *o = &t->job->o;
-    int64_t ranks = t->grid.data_size, end = sequences * (t->grid.data_rank + 1) / ranks, micro;
+    mt_batch batch = {.sequences = micro, .seq = (int64_t)o->seq, .first_sequence = first, .seed = (uint64_t)o->seed,
+                      .step = (uint64_t)step};
+    mt_tensor loss = mt_tensor_cols(t->loss, 0, micro * batch.seq);
     size_t mark = mt_arena_mark(t->ctx);
-    for (int64_t i = sequences * t->grid.data_rank / ranks; i < end; i += micro) {
-        mt_batch batch = {.seq = (int64_t)o->seq, .first_sequence = i, .seed = (uint64_t)o->seed, .step = (uint64_t)step};
-        mt_tensor loss;
-        batch.sequences = micro = end - i < (int64_t)o->micro_batch ? end - i : (int64_t)o->micro_batch;
-        loss = mt_tensor_cols(t->loss, 0, micro * batch.seq);
-        MT_TRY(load_batch(t, step, i, micro, sequences, training));
-        MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, loss, training ? &t->saved : NULL));
-        MT_TRY(mt_sum(t->ctx, loss, t->total));
-        if (training) MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, (float)(1 / (o->batch * o->seq)), &t->saved));
-        mt_arena_release(t->ctx, mark);
-    }
-    return MT_SUCCESS;
+    MT_TRY(load_batch(t, step, first, micro, of, training));
+    MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, loss, training ? &t->saved : NULL));
+    MT_TRY(mt_sum(t->ctx, loss, total));
+    if (!training) return MT_SUCCESS;
+    MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, (float)(1 / (o->batch * o->seq)), &t->saved));
+    mt_arena_release(t->ctx, mark);
+    return mt_accumulate_gradients(t->ctx, t->params);
 }
 
-/* Mean loss over the sequences of all data ranks. */
-static mt_status mean_loss(trainer *t, int64_t sequences, float *loss) {
-    MT_TRY(mt_all_reduce(t->ctx, t->grid.data, t->total.data, t->total.data, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_download(t->ctx, t->total, loss));
+/* This rank's part of `sequences` sequences, `micro` at a time; *loss is the mean over those of all data ranks. */
+static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
+    int64_t ranks = t->grid.data_size, end = sequences * (t->grid.data_rank + 1) / ranks, n = 0;
+    float *total = t->totals.data;
+    MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
+    for (int64_t i = sequences * t->grid.data_rank / ranks; i < end; i += micro)
+        MT_TRY(run_micro_batch(t, step, i, end - i < micro ? end - i : micro, sequences, training,
+                               mt_tensor_rows(t->totals, n++, 1)));
+    MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
+    MT_TRY(mt_all_reduce(t->ctx, t->grid.data, total, total, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_download(t->ctx, mt_tensor_rows(t->totals, 0, 1), loss));
     *loss /= (float)((double)sequences * t->job->o.seq);
     return MT_SUCCESS;
 }
@@ -370,30 +384,68 @@ static void ledgers_stop(trainer *t) {
     t->ledgers[2] = mt_comm_ledger(t->grid.model);
 }
 
+typedef struct hash_writer {
+    FILE *file; /* NULL on all ranks but one */
+    int64_t step;
+} hash_writer;
+
+static void write_hash(void *user, const char *name, uint64_t hash, int differs) {
+    const hash_writer *w = user;
+    if (w->file) fprintf(w->file, "%lld %s %016llx%s\n", (long long)w->step, name, (unsigned long long)hash,
+                         differs ? " ranks differ" : "");
+}
+
+static mt_status log_gradients(trainer *t, float loss, float norm) {
+    if (!t->hashes) return MT_SUCCESS;
+    MT_TRY(mt_hash_log_value(t->ctx, t->hashes, "loss", loss));
+    for (int i = 0; i < mt_params_count(t->params); i++) {
+        const mt_param *p = mt_params_at(t->params, i);
+        MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".grad", p->grad));
+    }
+    return mt_hash_log_value(t->ctx, t->hashes, "grad_norm", norm);
+}
+
+/* The names are those of torch.optim.AdamW's state. */
+static mt_status log_weights(trainer *t, int64_t step) {
+    hash_writer writer = {mt_comm_rank(t->grid.world) == 0 ? t->job->hash_log : NULL, step + 1};
+    if (!t->hashes) return MT_SUCCESS;
+    for (int i = 0; i < mt_params_count(t->params); i++) {
+        const mt_param *p = mt_params_at(t->params, i);
+        mt_tensor m, v;
+        MT_TRY(mt_optimizer_moments(t->ctx, &t->optimizer, p, &m, &v));
+        MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, "", p->value));
+        MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".exp_avg", m));
+        MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".exp_avg_sq", v));
+    }
+    return mt_hash_log_flush(t->ctx, t->hashes, write_hash, &writer);
+}
+
 static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
     const options *o = &t->job->o;
     ledgers_start(t);
-    int64_t sequences = (int64_t)o->batch;
     MT_TRY(mt_params_zero_grad(t->ctx, t->params));
-    MT_TRY(mt_fill(t->ctx, t->total, 0.0f));
-    MT_TRY(run_sequences(t, step, sequences, 1));
-    MT_TRY(mean_loss(t, sequences, loss));
+    MT_TRY(run_sequences(t, step, (int64_t)o->batch, (int64_t)o->micro_batch, 1, loss));
     MT_TRY(mt_sync_gradients(t->ctx, t->params));
     MT_TRY(mt_grad_norm(t->ctx, t->params, norm));
     ledgers_stop(t);
+    MT_TRY(log_gradients(t, *loss, *norm));
     if (!isfinite(*norm)) {
+        MT_TRY(log_weights(t, step));
         if (mt_comm_rank(t->grid.world) == 0)
             fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are untouched\n",
                     (long long)step + 1, (double)*loss, (double)*norm);
         return MT_ERR_DATA;
     }
-    return mt_optimizer_step(t->ctx, &t->optimizer, lr, mt_clip_coefficient(*norm, (float)o->clip));
+    MT_TRY(mt_optimizer_step(t->ctx, &t->optimizer, lr, mt_clip_coefficient(*norm, (float)o->clip)));
+    return log_weights(t, step);
 }
 
+/* In micro-batches of a power of two, which every number of data ranks leaves whole. */
 static mt_status evaluate(trainer *t, float *loss) {
-    MT_TRY(mt_fill(t->ctx, t->total, 0.0f));
-    MT_TRY(run_sequences(t, 0, EVAL_SEQUENCES, 0));
-    return mean_loss(t, EVAL_SEQUENCES, loss);
+    const options *o = &t->job->o;
+    int64_t most = (int64_t)fmin(o->micro_batch, EVAL_SEQUENCES / fmax(o->invariant, o->dp)), micro = 1;
+    while (2 * micro <= most) micro *= 2;
+    return run_sequences(t, 0, EVAL_SEQUENCES, micro, 0, loss);
 }
 
 /* ---- what a rank prints -------------------------------------------------------------------------------------------- */
@@ -581,18 +633,28 @@ static mt_status plan(job *job, int speaks) {
     return status;
 }
 
+/* A file to write to, if there is to be one. */
+static int open_file(const char *path, FILE **out) {
+    *out = path ? fopen(path, "w") : NULL;
+    if (path && !*out) fprintf(stderr, "train_gpt: cannot write %s: %s\n", path, strerror(errno));
+    return !path || *out;
+}
+
+/* Whether everything that was written has arrived. */
+static int close_file(const char *path, FILE *file) {
+    int failed = file && ferror(file);
+    if (file && fclose(file) != 0) failed = 1;
+    if (failed) fprintf(stderr, "train_gpt: cannot write %s: %s\n", path, strerror(errno));
+    return !failed;
+}
+
 static mt_status run(job *job) {
     mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .timeout_s = job->o.timeout,
                             .no_pinning = job->o.no_pinning, .cores_per_rank = (int)job->o.threads};
     MT_TRY(plan(job, job->o.dry_run));
     if (job->o.dry_run) return MT_SUCCESS;
-    if (job->o.log) {
-        job->log = fopen(job->o.log, "w");
-        if (!job->log || fprintf(job->log, "step,loss,grad_norm,tokens_per_s,lr,val_loss\n") < 0) {
-            fprintf(stderr, "train_gpt: cannot write %s: %s\n", job->o.log, strerror(errno));
-            return MT_ERR_IO;
-        }
-    }
+    if (!open_file(job->o.log, &job->log) || !open_file(job->o.hash_log, &job->hash_log)) return MT_ERR_IO;
+    if (job->log) fprintf(job->log, "step,loss,grad_norm,tokens_per_s,lr,val_loss\n");
     return mt_launch(&ranks, rank_main, job);
 }
 
@@ -607,10 +669,8 @@ int main(int argc, char **argv) {
         return 0;
     }
     if (load_data(&job.o, &job.data) && check_options(&job.o, job.data.count, job.data.text)) status = run(&job);
-    if (job.log && fclose(job.log) != 0) {
-        fprintf(stderr, "train_gpt: cannot write %s: %s\n", job.o.log, strerror(errno));
-        status = MT_ERR_IO;
-    }
+    if (!close_file(job.o.log, job.log)) status = MT_ERR_IO;
+    if (!close_file(job.o.hash_log, job.hash_log)) status = MT_ERR_IO;
     free(job.data.tokens);
     if (fflush(stdout) != 0 || ferror(stdout)) {
         fprintf(stderr, "train_gpt: cannot write the results: %s\n", strerror(errno));

@@ -12,7 +12,7 @@ usage() {
     cat <<'END'
 sh tests/run.sh [--strict] [--quick] [STAGE...]
 
-  stages       tests headers asan tsan examples package (default: all of them)
+  stages       tests headers bisect asan tsan examples package (default: all of them)
   --quick      tests and headers only
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1)
 
@@ -35,14 +35,14 @@ for argument in "$@"; do
     --strict) strict=1 ;;
     --quick) stages="tests headers" ;;
     --help) usage; exit 0 ;;
-    tests | headers | asan | tsan | examples | package) stages="$stages $argument" ;;
+    tests | headers | bisect | asan | tsan | examples | package) stages="$stages $argument" ;;
     *) usage >&2; exit 2 ;;
     esac
 done
-stages=${stages:-tests headers asan tsan examples package}
+stages=${stages:-tests headers bisect asan tsan examples package}
 
 tsan_tests="test_comm test_faults test_comm_stress test_train" # those with ranks that race if they can
-per_gemm_tests="test_kernels test_gemm test_golden"            # also built with each GEMM, see CMakeLists.txt
+per_gemm_tests="test_kernels test_gemm test_golden test_invariant" # also built with each GEMM, see CMakeLists.txt
 build=${MT_BUILD_DIR:-build}
 jobs=$(nproc 2>/dev/null || echo 2)
 mkdir -p "$build/logs" || exit 1
@@ -322,6 +322,13 @@ stage_headers() {
 "
 }
 
+# ---- the hash log --------------------------------------------------------------------------------------------------
+
+stage_bisect() {
+    sh tests/bisect.sh | tee "$build/logs/bisect.log" | grep -v '^[0-9]* passed, '
+    tally "$build/logs/bisect.log"
+}
+
 # ---- examples ------------------------------------------------------------------------------------------------------
 
 # Each example names, in its first lines, the commands that build it: cc ... -o NAME ... [&& ./NAME ARGUMENTS]
@@ -417,6 +424,7 @@ run_stage() {
     case $stage in
     tests) echo "== tests, GEMM: ${gemms%% *}" && stage_tests ;;
     headers) echo "== headers" && stage_headers ;;
+    bisect) echo "== planted bugs, found by the hash log" && stage_bisect ;;
     asan) echo "== tests, address, undefined behaviour and leak sanitizers" && stage_asan ;;
     tsan) echo "== communication and training tests, thread sanitizer" && stage_tsan ;;
     examples) echo "== examples, each by the command in its first lines" && stage_examples ;;
