@@ -18,7 +18,8 @@
 
    It does not: know about ranks, allocate, keep state, start threads (the GEMM library may; see mt_context_desc.threads).
 
-   Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop).
+   Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm is
+   declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
    Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-gemm >>cpu-attention ...) >>dispatch               */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
@@ -235,7 +236,10 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 #if defined(MT_USE_ONEDNN)
 #include <dnnl.h>
 #elif defined(MT_USE_CBLAS)
-#include <cblas.h>
+#if !defined(MT_CBLAS_HEADER)
+#define MT_CBLAS_HEADER <cblas.h>
+#endif
+#include MT_CBLAS_HEADER
 #endif
 
 /* The loops below are written so that compilers vectorise them without -ffast-math. MTI_INDEPENDENT says that

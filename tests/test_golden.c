@@ -155,6 +155,7 @@ typedef enum micro_batches {
 typedef struct run {
     const golden *g;
     int tensor, data, sequence_parallel;
+    int invariant; /* mt_context_desc.invariant */
     micro_batches micro;
     pthread_mutex_t lock;
     double worst[4]; /* largest error / tolerance: loss and logits, gradients, norm, after the steps */
@@ -268,7 +269,8 @@ static mt_status forward(rank *r, int64_t from, int64_t count, mt_gpt_saved *sav
 }
 
 static mt_status backward(rank *r, mt_gpt_saved *saved) {
-    return mt_gpt_backward(r->ctx, &r->gpt, (float)(1.0 / number(r->run->g, "valid")), saved);
+    MT_TRY(mt_gpt_backward(r->ctx, &r->gpt, (float)(1.0 / number(r->run->g, "valid")), saved));
+    return mt_accumulate_gradients(r->ctx, r->params);
 }
 
 /* Forward and backward of this data rank's sequences; their losses are in r->loss. */
@@ -386,6 +388,7 @@ static mt_status build(rank *r) {
                               (float)number(g, "weight_decay")};
     memset(&where, 0, sizeof where);
     where.arena_bytes = (size_t)8 << 20;
+    where.invariant = r->run->invariant;
     MT_TRY(mt_grid_create(r->world, &shape, &r->grid));
     MT_TRY(mt_context_create(r->world, &where, &r->ctx));
     MT_TRY(mt_params_create(r->ctx, &r->grid, &r->params));
@@ -452,11 +455,12 @@ static const char *micro_name(micro_batches micro) {
     return micro == WHOLE ? "whole batch" : micro == SINGLE ? "one by one" : "in flight";
 }
 
-/* Sequence parallelism splits the tokens of every call. */
+/* Sequence parallelism splits the tokens of every call, and invariant mode those of every call that trains. */
 static int possible(const golden *g, const run *run) {
-    int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1;
+    int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1, tokens = sequences * integer(g, "seq");
     if (run->tensor > integer(g, "kv_heads")) return 0;
-    return !run->sequence_parallel || (run->tensor > 1 && sequences * integer(g, "seq") % run->tensor == 0);
+    if (run->invariant && (run->invariant % run->tensor != 0 || tokens % run->invariant != 0)) return 0;
+    return !run->sequence_parallel || (run->tensor > 1 && tokens % run->tensor == 0);
 }
 
 static int execute_and_print(run *run, double worst[4]) {
@@ -464,8 +468,9 @@ static int execute_and_print(run *run, double worst[4]) {
     for (int i = 0; i < 4; i++)
         if (!(run->worst[i] <= worst[i])) worst[i] = run->worst[i];
     if (run->failures)
-        print_message("   %s, tensor %d, data %d, sequence parallel %d, %s: %d wrong%s\n", run->g->variant, run->tensor,
-                      run->data, run->sequence_parallel, micro_name(run->micro), run->failures, run->message);
+        print_message("   %s, tensor %d, data %d, sequence parallel %d, invariant %d, %s: %d wrong%s\n", run->g->variant,
+                      run->tensor, run->data, run->sequence_parallel, run->invariant, micro_name(run->micro), run->failures,
+                      run->message);
     return run->failures != 0;
 }
 
@@ -473,18 +478,20 @@ static int execute_and_print(run *run, double worst[4]) {
 static void check_variant(const char *variant) {
     static const int tensors[] = {1, 2, 3, 4, 8};
     double worst[4] = {0, 0, 0, 0};
-    int runs = 0, wrong = 0;
+    int runs = 0, wrong = 0, shards = 1;
     golden g;
     golden_load(variant, &g);
+    while (2 * shards <= integer(&g, "kv_heads")) shards *= 2;
     for (size_t t = 0; t < sizeof tensors / sizeof *tensors; t++)
-        for (int variation = 0; variation < 12; variation++) {
+        for (int variation = 0; variation < 24; variation++) {
             run run;
             memset(&run, 0, sizeof run);
             run.g = &g;
             run.tensor = tensors[t];
             run.data = 1 + variation % 2;
             run.sequence_parallel = variation / 2 % 2;
-            run.micro = (micro_batches)(variation / 4);
+            run.micro = (micro_batches)(variation / 4 % 3);
+            run.invariant = variation < 12 ? 0 : shards;
             if (!possible(&g, &run)) continue;
             runs++;
             wrong += execute_and_print(&run, worst);

@@ -12,6 +12,9 @@
 #include "mt_test_ranks.h"
 
 #define RANKS 8
+#ifndef SMALL_MODELS_ONLY
+#define SMALL_MODELS_ONLY 0
+#endif
 
 /* ---- models ------------------------------------------------------------------------------------------------------ */
 
@@ -55,19 +58,21 @@ typedef struct split {
     int tensor, data, sequence_parallel;
 } split;
 
-/* What one rank has computed in every step, float by float; then what the others are compared with. */
+/* What one rank has computed, float by float; the other splits are compared with it. */
 typedef struct trace {
     float *data;
     int64_t count, room;
 } trace;
 
 typedef struct run {
+    const char *name;
     const model *model;
+    int layer; /* of the list of layers, for layer_rank */
     split split;
     int invariant; /* V, or 0 to see that the default differs */
     trace *reference;
     int compares;  /* 0: rank 0 writes the reference */
-    int *differs;  /* when it is expected: set instead of failing */
+    int *differs;  /* not NULL: counts differences instead of failing */
 } run;
 
 typedef struct worker {
@@ -80,42 +85,49 @@ typedef struct worker {
     float *host;
 } worker;
 
+static mt_status extend(trace *t, const float *x, int64_t n) {
+    if (t->count + n > t->room) {
+        t->room = 2 * (t->count + n);
+        t->data = (float *)realloc(t->data, (size_t)t->room * sizeof(float));
+        if (!t->data) return MT_ERR_MEMORY;
+    }
+    memcpy(t->data + t->count, x, (size_t)n * sizeof(float));
+    t->count += n;
+    return MT_SUCCESS;
+}
+
+static mt_status complain(const run *run, const char *what, const char *name, int step, const float *x, const float *want) {
+    int64_t i = 0;
+    while (memcmp(want + i, x + i, sizeof *x) == 0) i++;
+    fprintf(stderr, "%s, tensor %d x data %d%s: step %d: %s%s[%lld] is %.9g (%a), on one rank %.9g (%a)\n", run->name,
+            run->split.tensor, run->split.data, run->split.sequence_parallel ? ", sequence parallel" : "", step, what, name,
+            (long long)i, (double)x[i], (double)x[i], (double)want[i], (double)want[i]);
+    return MT_ERR_DATA;
+}
+
 static mt_status record(worker *w, const char *what, const char *name, int step, const float *x, int64_t n) {
     const run *run = w->run;
-    trace *t = run->reference;
-    if (!run->compares) {
-        if (mt_comm_rank(w->rank.world) != 0) return MT_SUCCESS;
-        if (t->count + n > t->room) {
-            t->room = 2 * (t->count + n);
-            t->data = (float *)realloc(t->data, (size_t)t->room * sizeof(float));
-            if (!t->data) return MT_ERR_MEMORY;
-        }
-        memcpy(t->data + t->count, x, (size_t)n * sizeof(float));
-        t->count += n;
-        return MT_SUCCESS;
-    }
-    CHECK(w->at + n <= t->count);
-    if (memcmp(t->data + w->at, x, (size_t)n * sizeof(float)) != 0) {
-        int64_t i = 0;
-        if (run->differs) {
-            *run->differs = 1;
-            w->at += n;
-            return MT_SUCCESS;
-        }
-        while (memcmp(t->data + w->at + i, x + i, sizeof *x) == 0) i++;
-        fprintf(stderr, "%s, tensor %d x data %d%s: step %d: %s%s[%lld] of %lld is %.9g (%a), on one rank %.9g (%a)\n",
-                run->model->name, run->split.tensor, run->split.data, run->split.sequence_parallel ? ", sequence parallel" : "",
-                step, what, name, (long long)i, (long long)n, (double)x[i], (double)x[i], (double)t->data[w->at + i],
-                (double)t->data[w->at + i]);
-        return MT_ERR_DATA;
-    }
+    const float *want = run->reference->data + w->at;
+    if (!run->compares) return mt_comm_rank(w->rank.world) == 0 ? extend(run->reference, x, n) : MT_SUCCESS;
+    CHECK(w->at + n <= run->reference->count);
     w->at += n;
+    if (memcmp(want, x, (size_t)n * sizeof(float)) == 0) return MT_SUCCESS;
+    if (!run->differs) return complain(run, what, name, step, x, want);
+    if (mt_comm_rank(w->rank.world) == 0) ++*run->differs;
     return MT_SUCCESS;
 }
 
 static mt_status record_shard(worker *w, const char *what, const mt_param *p, int step, mt_tensor shard) {
     MT_TRY(mt_param_gather(w->rank.ctx, w->rank.params, p, shard, w->host));
     return record(w, what, p->name, step, w->host, p->desc.rows * p->desc.cols);
+}
+
+static mt_status record_gradients(worker *w, int step) {
+    for (int i = 0; i < mt_params_count(w->rank.params); i++) {
+        const mt_param *p = mt_params_at(w->rank.params, i);
+        MT_TRY(record_shard(w, "gradient of ", p, step, p->grad));
+    }
+    return MT_SUCCESS;
 }
 
 static int32_t token_of(int step, int64_t sequence, int64_t position, int64_t vocab) {
@@ -174,8 +186,7 @@ static mt_status train_step(worker *w, int step) {
     MT_TRY(micro_batches(w, step, &loss));
     MT_TRY(record(w, "loss", "", step, &loss, 1));
     MT_TRY(mt_sync_gradients(ctx, params));
-    for (int i = 0; i < mt_params_count(params); i++)
-        MT_TRY(record_shard(w, "gradient of ", mt_params_at(params, i), step, mt_params_at(params, i)->grad));
+    MT_TRY(record_gradients(w, step));
     MT_TRY(mt_grad_norm(ctx, params, &norm));
     MT_TRY(record(w, "gradient norm", "", step, &norm, 1));
     MT_TRY(mt_optimizer_step(ctx, &w->optimizer, 1e-2f, mt_clip_coefficient(norm, 0.5f)));
@@ -215,22 +226,21 @@ static mt_status train(worker *w) {
     return MT_SUCCESS;
 }
 
-static mt_status train_rank(mt_comm *world, void *user) {
-    worker w;
-    mt_status status;
-    memset(&w, 0, sizeof w);
-    w.run = (const run *)user;
-    mt_context_desc where = {.arena_bytes = (size_t)64 << 20, .invariant = w.run->invariant};
-    mt_grid_desc shape = {.tensor = w.run->split.tensor, .data = w.run->split.data};
-    status = test_rank_open(world, shape, &where, &w.rank);
-    if (status == MT_SUCCESS) status = train(&w);
+static mt_status in_rank(mt_comm *world, const run *run, mt_status (*f)(worker *)) {
+    worker w = {.run = run};
+    mt_context_desc where = {.arena_bytes = (size_t)64 << 20, .invariant = run->invariant};
+    mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    mt_status status = test_rank_open(world, shape, &where, &w.rank);
+    if (status == MT_SUCCESS) status = f(&w);
     mt_optimizer_destroy(w.rank.ctx, &w.optimizer);
     mt_gpt_saved_destroy(&w.saved);
     test_rank_close(&w.rank);
     return status;
 }
 
-/* Every split of up to RANKS ranks, but for the first, which is one rank. */
+static mt_status train_rank(mt_comm *world, void *user) { return in_rank(world, (const run *)user, train); }
+
+/* Every split of up to RANKS ranks; the first is one rank. */
 static int list_splits(const model *m, split *list) {
     int n = 0;
     int64_t most = m->sequences / mt_invariant_micro_batch(m->invariant, m->sequences);
@@ -240,26 +250,417 @@ static int list_splits(const model *m, split *list) {
     return n;
 }
 
+static void check_model(const model *m) {
+    trace reference = {0};
+    split list[64];
+    int n = list_splits(m, list);
+    for (int s = 0; s < n; s++) {
+        run r = {.name = m->name, .model = m, .split = list[s], .invariant = m->invariant, .reference = &reference,
+                 .compares = s > 0};
+        test_launch(list[s].tensor * list[s].data, train_rank, &r);
+    }
+    printf("      %s: %d splits, %d steps, %lld floats each\n", m->name, n, m->steps, (long long)reference.count);
+    free(reference.data);
+}
+
 static void test_models(void **state) {
     (void)state;
-    for (size_t i = 0; i < MODELS; i++) {
+    for (size_t i = 0; i < MODELS; i++)
+        if (!(SMALL_MODELS_ONLY && models[i].gpt.vocab > 100)) check_model(&models[i]);
+}
+
+/* The comparison sees the rounding of one reordered sum: without the mode, most tensors differ. */
+static void test_default_mode_differs(void **state) {
+    static const split splits[] = {{1, 1, 0}, {2, 1, 0}, {2, 1, 1}, {1, 2, 0}};
+    trace reference = {0};
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        int differs = 0;
+        run r = {.name = "default", .model = &models[0], .split = splits[i], .reference = &reference, .compares = i > 0,
+                 .differs = &differs};
+        test_launch(splits[i].tensor * splits[i].data, train_rank, &r);
+        assert_true(i == 0 || differs > 100);
+    }
+    free(reference.data);
+}
+
+/* ---- layers by themselves ------------------------------------------------------------------------------------------ */
+
+#define TOKENS 32
+#define SEQ 8
+#define HIDDEN 40
+
+/* This rank's part of the rows of noise [TOKENS, cols]. */
+static mt_tensor input(worker *w, int64_t cols, uint64_t seed, int sequence_parallel) {
+    mt_tensor x = mt_tensor_f32(test_noise(&w->rank, TOKENS * cols, seed, 1.0f), TOKENS, cols);
+    int64_t rows = TOKENS / (sequence_parallel ? w->rank.grid.tensor_size : 1);
+    return mt_tensor_rows(x, sequence_parallel ? w->rank.grid.tensor_rank * rows : 0, rows);
+}
+
+static mt_tensor output_like(worker *w, mt_tensor x) { return test_tensor(&w->rank, x.rows, x.cols, NAN); }
+
+/* All rows of an output of which every rank has some, or all. */
+static mt_status record_rows(worker *w, const char *what, mt_tensor t) {
+    mt_tensor all = test_tensor(&w->rank, TOKENS, t.cols, NAN);
+    if (t.rows == TOKENS) return record(w, what, "", 0, (const float *)t.data, TOKENS * t.cols);
+    MT_TRY(mt_all_gather(w->rank.ctx, w->rank.grid.tensor, t.data, all.data, (size_t)(t.rows * t.cols), MT_F32));
+    return record(w, what, "", 0, (const float *)all.data, TOKENS * t.cols);
+}
+
+static mt_batch layer_batch(void) { return (mt_batch){.sequences = TOKENS / SEQ, .seq = SEQ, .seed = 3, .step = 1}; }
+
+static mt_status run_column(worker *w, mt_linear_desc d, int *sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_column_parallel_linear layer;
+    mt_linear_saved saved;
+    mt_tensor x = input(w, d.in_features, 1, *sp), dx = output_like(w, x), y, dy = input(w, d.out_features, 2, 0);
+    d.sequence_parallel = *sp;
+    d.gather_output = 1;
+    y = output_like(w, dy);
+    MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_column_parallel_linear_forward(ctx, &layer, x, y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_column_parallel_linear_backward(ctx, &layer, dy, dx, &saved));
+    return record_rows(w, "dx", dx);
+}
+
+static mt_status column(worker *w, int sp) {
+    return run_column(w, (mt_linear_desc){.in_features = HIDDEN, .out_features = 50}, &sp);
+}
+
+static mt_status column_in_parts(worker *w, int sp) {
+    return run_column(w, (mt_linear_desc){.in_features = HIDDEN, .out_features = 2 * 36, .parts = 2, .unit = 2}, &sp);
+}
+
+static mt_status run_row(worker *w, mt_linear_desc d, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_row_parallel_linear layer;
+    mt_linear_saved saved;
+    mt_tensor x = input(w, d.in_features, 1, 0), dx = output_like(w, x), dy = input(w, d.out_features, 2, sp);
+    mt_tensor y = output_like(w, dy);
+    d.sequence_parallel = sp;
+    MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, x, y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, dx, &saved));
+    return record_rows(w, "dx", dx);
+}
+
+static mt_status row(worker *w, int sp) {
+    return run_row(w, (mt_linear_desc){.in_features = 50, .out_features = HIDDEN}, sp);
+}
+
+static mt_status row_in_parts(worker *w, int sp) {
+    return run_row(w, (mt_linear_desc){.in_features = 2 * 36, .out_features = HIDDEN, .parts = 2, .unit = 2}, sp);
+}
+
+/* Rows that are not contiguous, and a start that is not aligned: only this rank's part of a wider buffer. */
+static mt_status row_of_a_wider_buffer(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_row_parallel_linear layer;
+    mt_linear_desc d = {.in_features = 48, .out_features = HIDDEN, .input_is_parallel = 1, .sequence_parallel = sp};
+    int64_t local = 48 / w->rank.grid.tensor_size, first = local * w->rank.grid.tensor_rank;
+    mt_tensor wide = input(w, 50, 1, 0), dwide = test_tensor(&w->rank, TOKENS, 50, 0.0f), dy = input(w, HIDDEN, 2, sp);
+    mt_tensor y = output_like(w, dy);
+    mt_linear_saved saved;
+    MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, mt_tensor_cols(wide, 1 + first, local), y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, mt_tensor_cols(dwide, 1 + first, local), &saved));
+    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tensor, dwide.data, dwide.data, TOKENS * 50, MT_F32, MT_SUM)); /* others are 0 */
+    return record_rows(w, "dx", dwide);
+}
+
+static mt_status mlp(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_mlp_desc d = {.hidden = HIDDEN, .ffn = 52, .activation = MT_SWIGLU, .sequence_parallel = sp};
+    mt_mlp layer;
+    mt_mlp_saved saved;
+    mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
+    MT_TRY(mt_mlp_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_mlp_forward(ctx, &layer, x, y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_mlp_backward(ctx, &layer, dy, dx, &saved));
+    return record_rows(w, "dx", dx);
+}
+
+static mt_status attention(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 20, .kv_heads = 10, .rotary_base = 100.0f, .max_seq = SEQ,
+                                .dropout = 0.2f, .sequence_parallel = sp};
+    mt_self_attention layer;
+    mt_self_attention_saved saved;
+    mt_batch batch = layer_batch();
+    mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
+    MT_TRY(mt_self_attention_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_self_attention_forward(ctx, &layer, &batch, x, y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_self_attention_backward(ctx, &layer, dy, dx, &saved));
+    return record_rows(w, "dx", dx);
+}
+
+static mt_status transformer_layer(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_transformer_layer_desc d = {.hidden = HIDDEN, .heads = 10, .attention_dropout = 0.1f, .hidden_dropout = 0.1f,
+                                   .sequence_parallel = sp};
+    mt_transformer_layer layer;
+    mt_transformer_layer_saved saved;
+    mt_batch batch = layer_batch();
+    mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
+    MT_TRY(mt_transformer_layer_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_transformer_layer_forward(ctx, &layer, &batch, x, y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_transformer_layer_backward(ctx, &layer, dy, dx, &saved));
+    return record_rows(w, "dx", dx);
+}
+
+/* A row of the table is -0 throughout: 0 + -0 is 0, on one rank, too. */
+static mt_status embedding(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_embedding_desc d = {.vocab = 61, .features = HIDDEN, .sequence_parallel = sp};
+    mt_vocab_parallel_embedding layer;
+    int32_t ids[TOKENS];
+    mt_tensor dy = input(w, HIDDEN, 2, sp), y = output_like(w, dy);
+    float *table = test_noise(&w->rank, 61 * HIDDEN, 4, 1.0f);
+    for (int i = 0; i < TOKENS; i++) ids[i] = i * 7 % 61;
+    for (int i = 0; i < HIDDEN; i++) table[7 * HIDDEN + i] = -0.0f;
+    MT_TRY(mt_vocab_parallel_embedding_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_param_scatter(ctx, layer.weight, table, layer.weight->value));
+    MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &layer, ids, TOKENS, y));
+    MT_TRY(record_rows(w, "y", y));
+    return mt_vocab_parallel_embedding_backward(ctx, &layer, ids, TOKENS, dy);
+}
+
+/* The head of a GPT, with padding in the last shards; sp has no meaning here. */
+static mt_status cross_entropy(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_linear_desc d = {.in_features = HIDDEN, .out_features = 61, .no_bias = 1};
+    mt_cross_entropy_desc loss_of = {.vocab = 61, .label_smoothing = 0.1f, .ignore_index = 3};
+    mt_column_parallel_linear head;
+    mt_cross_entropy_saved saved;
+    mt_linear_saved x_saved;
+    int32_t targets[TOKENS];
+    mt_tensor x = input(w, HIDDEN, 1, 0), dx = output_like(w, x), loss = test_tensor(&w->rank, 1, TOKENS, NAN), logits;
+    (void)sp;
+    for (int i = 0; i < TOKENS; i++) targets[i] = i * 11 % 61;
+    MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "layer", &d, &head));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    logits = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
+    MT_TRY(mt_column_parallel_linear_forward(ctx, &head, x, logits, &x_saved));
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, w->rank.grid.tensor, &loss_of, logits, targets, loss, &saved));
+    MT_TRY(record(w, "loss", "", 0, (const float *)loss.data, TOKENS));
+    MT_TRY(mt_vocab_parallel_cross_entropy_backward(ctx, w->rank.grid.tensor, &loss_of, mt_none(), 0.3f, &saved));
+    MT_TRY(mt_column_parallel_linear_backward(ctx, &head, logits, dx, &x_saved));
+    return record_rows(w, "dx", dx);
+}
+
+static const struct {
+    const char *name;
+    mt_status (*run)(worker *w, int sequence_parallel);
+} layers[] = {{"column", column},       {"column in parts", column_in_parts}, {"row", row},
+              {"row in parts", row_in_parts}, {"row of a wider buffer", row_of_a_wider_buffer}, {"mlp", mlp},
+              {"attention", attention}, {"transformer layer", transformer_layer}, {"embedding", embedding},
+              {"cross-entropy", cross_entropy}};
+#define LAYERS (int)(sizeof layers / sizeof *layers)
+
+static mt_status one_layer(worker *w) {
+    w->host = test_floats(&w->rank, 1 << 14, 0.0f);
+    MT_TRY(layers[w->run->layer].run(w, w->run->split.sequence_parallel));
+    MT_TRY(mt_sync_gradients(w->rank.ctx, w->rank.params));
+    MT_TRY(record_gradients(w, 0));
+    CHECK(!w->run->compares || w->at == w->run->reference->count);
+    return MT_SUCCESS;
+}
+
+static mt_status layer_rank(mt_comm *world, void *user) { return in_rank(world, (const run *)user, one_layer); }
+
+static void test_layers(void **state) {
+    (void)state;
+    for (int i = 0; i < LAYERS; i++) {
         trace reference = {0};
-        split list[64];
-        int n = list_splits(&models[i], list);
-        for (int s = 0; s < n; s++) {
-            run r = {.model = &models[i], .split = list[s], .invariant = models[i].invariant, .reference = &reference,
-                     .compares = s > 0};
-            test_launch(list[s].tensor * list[s].data, train_rank, &r);
-        }
-        printf("      %s: %d splits, %d steps, %lld floats each\n", models[i].name, n, models[i].steps,
-               (long long)reference.count);
+        for (int tensor = 1; tensor <= RANKS; tensor *= 2)
+            for (int sp = 0; sp <= (tensor > 1); sp++) {
+                run r = {.name = layers[i].name, .layer = i, .split = {tensor, 1, sp}, .invariant = 8,
+                         .reference = &reference, .compares = tensor > 1};
+                test_launch(tensor, layer_rank, &r);
+            }
+        assert_true(reference.count > TOKENS);
         free(reference.data);
+    }
+}
+
+/* ---- what is refused ----------------------------------------------------------------------------------------------- */
+
+static void refuse_context(int invariant) {
+    mt_comm *world = NULL;
+    mt_context *ctx = NULL;
+    mt_context_desc where = {.invariant = invariant};
+    char word[32];
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_ERR_ARGUMENT, mt_context_create(world, &where, &ctx));
+    snprintf(word, sizeof word, "invariant is %d", invariant);
+    assert_non_null(strstr(mt_comm_last_error(world), word));
+    mt_comm_destroy(world);
+}
+
+static void test_refused_shards(void **state) {
+    (void)state;
+    refuse_context(-1);
+    refuse_context(6);
+}
+
+/* A grid on paper whose registry is refused. */
+static void refuse_grid(int invariant, mt_grid_desc shape, const char *words) {
+    mt_context_desc where = {.invariant = invariant, .device = MT_DEVICE_META};
+    mt_comm *world = NULL;
+    mt_context *ctx = NULL;
+    mt_grid grid;
+    mt_params *params = NULL;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_create_meta(shape.tensor * shape.data, 0, &world));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_create(world, &where, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_grid_create(world, &shape, &grid));
+    REFUSED(ctx, MT_ERR_SHAPE, words, mt_params_create(ctx, &grid, &params));
+    assert_null(params);
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+static void test_refused_grids(void **state) {
+    (void)state;
+    refuse_grid(8, (mt_grid_desc){.tensor = 3, .data = 1}, "8 virtual shards|3 tensor ranks");
+    refuse_grid(4, (mt_grid_desc){.tensor = 8, .data = 1}, "4 virtual shards|8 tensor ranks");
+    refuse_grid(8, (mt_grid_desc){.tensor = 2, .data = 3}, "3 data ranks|up to 8");
+    refuse_grid(2, (mt_grid_desc){.tensor = 1, .data = 4}, "4 data ranks|up to 2");
+}
+
+static void test_refused_calls(void **state) {
+    static const mt_context_desc where = {.invariant = 8, .arena_bytes = (size_t)16 << 20};
+    mt_transformer_layer_desc d = {.hidden = 16, .heads = 8};
+    mt_self_attention_desc few = {.hidden = 16, .heads = 8, .kv_heads = 4};
+    mt_self_attention attention_layer;
+    mt_transformer_layer layer;
+    mt_transformer_layer_saved saved;
+    mt_linear_desc plain = {.in_features = 8, .out_features = 8};
+    mt_row_parallel_linear linear;
+    mt_linear_saved linear_saved;
+    mt_batch batch = {.sequences = 1, .seq = 12};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    mt_tensor x = test_tensor(&r, 12, 16, 1.0f), y = test_tensor(&r, 12, 16, 2.0f);
+    mt_tensor small = test_tensor(&r, 12, 8, 1.0f), dsmall = test_tensor(&r, 12, 8, 2.0f), ysmall = test_tensor(&r, 12, 8, 0.0f);
+    REFUSED(r.ctx, MT_ERR_SHAPE, "4 kv_heads|8 virtual shards",
+            mt_self_attention_create(r.ctx, r.params, "a", &few, &attention_layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "l", &d, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "r", &plain, &linear));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards", mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, &saved));
+    test_untouched("y", (const float *)y.data, 12 * 16, 2.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference may */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &linear, small, ysmall, &linear_saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards",
+            mt_row_parallel_linear_backward(r.ctx, &linear, small, dsmall, &linear_saved));
+    test_untouched("dx", (const float *)dsmall.data, 12 * 8, 2.0f);
+    test_paper_rank_close(&r);
+}
+
+/* As many micro-batches as the tree has leaves on a data rank, and a power of two of them. */
+static void test_refused_micro_batches(void **state) {
+    static const mt_context_desc where = {.invariant = 4};
+    mt_param_desc d = {.name = "p", .rows = 2, .cols = 3};
+    mt_param *p;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    for (int count = 1; count <= 5; count++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+        for (int i = 0; i < count && i < 4; i++) {
+            for (int j = 0; j < 6; j++) ((float *)p->grad.data)[j] += (float)(1 << i);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_accumulate_gradients(r.ctx, r.params));
+        }
+        if (count == 5) {
+            REFUSED(r.ctx, MT_ERR_SHAPE, "more than 4|invariant is 4", mt_accumulate_gradients(r.ctx, r.params));
+        } else if (count == 3) {
+            REFUSED(r.ctx, MT_ERR_SHAPE, "3 micro-batches|power of two", mt_sync_gradients(r.ctx, r.params));
+        } else {
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+            for (int j = 0; j < 6; j++) assert_true(((float *)p->grad.data)[j] == (float)((1 << count) - 1));
+        }
+    }
+    test_paper_rank_close(&r);
+}
+
+/* ---- small parts --------------------------------------------------------------------------------------------------- */
+
+static void test_micro_batch_sizes(void **state) {
+    (void)state;
+    assert_int_equal(mt_invariant_micro_batch(8, 8), 1);
+    assert_int_equal(mt_invariant_micro_batch(8, 64), 8);
+    assert_int_equal(mt_invariant_micro_batch(8, 12), 3);
+    assert_int_equal(mt_invariant_micro_batch(8, 7), 7);
+    assert_int_equal(mt_invariant_micro_batch(1, 6), 6);
+    assert_int_equal(mt_invariant_micro_batch(0, 6), 6);
+}
+
+/* Numbers whose sum shows the order: the tree of mt_all_reduce. */
+static void test_tree_sum(void **state) {
+    static const mt_context_desc where = {0};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    for (int n = 1; n <= 9; n++) {
+        float x[9];
+        uint64_t seed = 11;
+        for (int i = 0; i < n; i++) x[i] = test_float(&seed);
+        volatile float a01 = x[0] + x[1], a23 = x[2] + x[3], a45 = x[4] + x[5], a67 = x[6] + x[7];
+        volatile float a03 = a01 + (n > 3 ? a23 : x[2]), a47 = a45 + (n > 7 ? a67 : x[6]);
+        volatile float a07 = a03 + (n > 6 ? a47 : n > 5 ? a45 : x[4]), a08 = a07 + x[8];
+        float want = n == 1 ? x[0] : n == 2 ? a01 : n < 5 ? a03 : n < 9 ? a07 : a08;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_tree_sum(r.ctx, mt_tensor_f32(x, n, 1)));
+        assert_memory_equal(&x[0], &want, sizeof want);
+    }
+    test_paper_rank_close(&r);
+}
+
+/* A tree over the micro-batches needs log2(V / data ranks) gradients more, and no more than that. */
+static void test_memory(void **state) {
+    (void)state;
+    for (int data = 1; data <= 8; data *= 2) {
+        mt_context_desc where = {.invariant = 8, .device = MT_DEVICE_META};
+        mt_param_desc d = {.name = "p", .rows = 64, .cols = 16};
+        mt_param *p;
+        test_rank r;
+        int more = data == 1 ? 3 : data == 2 ? 2 : data == 4 ? 1 : 0;
+        test_paper_rank(data, 0, (mt_grid_desc){.tensor = 1, .data = data}, &where, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        assert_int_equal(mt_context_allocated(r.ctx), (2 + more) * 64 * 16 * (int)sizeof(float));
+        test_paper_rank_close(&r);
     }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_models),
+        cmocka_unit_test(test_default_mode_differs),
+        cmocka_unit_test(test_layers),
+        cmocka_unit_test(test_refused_shards),
+        cmocka_unit_test(test_refused_grids),
+        cmocka_unit_test(test_refused_calls),
+        cmocka_unit_test(test_refused_micro_batches),
+        cmocka_unit_test(test_micro_batch_sizes),
+        cmocka_unit_test(test_tree_sum),
+        cmocka_unit_test(test_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,12 @@
+/* test_invariant_any_gemm.c - test_invariant.c once more, with a GEMM that rounds differently for every size, leading dimension
+   and alignment, whatever library the other tests are built with.
+
+   cc -std=gnu17 -O2 -I. tests/test_invariant_any_gemm.c -lcmocka -lpthread -lm                                        */
+
+#undef MT_USE_ONEDNN
+#undef MT_USE_CBLAS
+#define MT_USE_CBLAS
+#define MT_CBLAS_HEADER "tests/adversarial_blas.h"
+#define SMALL_MODELS_ONLY 1
+
+#include "test_invariant.c"
