@@ -964,11 +964,12 @@ static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt
     return MT_SUCCESS;
 }
 
+/* A shard of p, and something in host memory that goes with it. */
 static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt_param *p, mt_tensor shard,
-                                 const float *global) {
+                                 const char *host_name, const void *host) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!p || !shard.data || !global)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !p ? "param" : global ? "shard" : "global");
+    if (!p || !shard.data || !host)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !p ? "param" : host ? "shard" : host_name);
     if (shard.dtype != MT_F32) return mti_fail(ctx, MT_ERR_DTYPE, "%s: the shard is not f32", function);
     if (shard.rows != p->value.rows || shard.cols != p->value.cols || mti_ld(shard) != shard.cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: the shard of '%s' is [%lld, %lld], contiguous; got [%lld, %lld], ld %lld",
@@ -979,7 +980,7 @@ static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt
 
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard) {
     float *host;
-    MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, global));
+    MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
     memcpy(&host, &global, sizeof host); /* only read: mti_shard_copy serves both directions */
     return mti_shard_copy(ctx, param, param->tensor_rank, shard, host, 0);
 }
@@ -999,7 +1000,7 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
     size_t mark;
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, "mt_param_gather"));
-    MT_TRY(mti_shard_check(ctx, "mt_param_gather", param, shard, global));
+    MT_TRY(mti_shard_check(ctx, "mt_param_gather", param, shard, "global", global));
     mark = mt_arena_mark(ctx);
     status = mti_param_gather(ctx, params, param, shard, global);
     mt_arena_release(ctx, mark);
@@ -1110,8 +1111,7 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
     char name[MTI_LOG_NAME];
     mti_log_entry *entry;
     int64_t i;
-    MT_TRY(mti_log_check(ctx, "mt_hash_log_shard", log));
-    MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, (const float *)shard.data));
+    MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, "log", log));
     snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");
     MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
     entry->split[0] = param->desc.placement != MT_REPLICATED;

@@ -141,6 +141,9 @@ static int check_options(options *o, int64_t tokens, int text) {
     if (chosen) fprintf(stderr, "train_gpt: --invariant chooses the micro-batch, leave --micro-batch out\n");
     else if (per_rank != floor(per_rank))
         fprintf(stderr, "train_gpt: --batch %g is not a multiple of --dp %g\n", o->batch, o->dp);
+    else if (fmod(per_rank, o->micro_batch) != 0 && o->invariant > 0)
+        fprintf(stderr, "train_gpt: --invariant %g makes %g micro-batches of --batch %g, which --dp %g cannot share\n",
+                o->invariant, o->batch / o->micro_batch, o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0)
         fprintf(stderr, "train_gpt: the %g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %g\n",
                 per_rank, o->micro_batch);

@@ -404,6 +404,16 @@ static mt_status attention(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
+/* The mode changes what ranks compute, not what they send. */
+static mt_status same_communication(const test_rank *r, int sp) {
+    mt_ledger ledger = mt_comm_ledger(r->grid.tensor);
+    int many = r->grid.tensor_size > 1;
+    CHECK(ledger.calls[MT_ALL_REDUCE] == (many && !sp ? 4 : 0));
+    CHECK(ledger.calls[MT_ALL_GATHER] == (many && sp ? 6 : 0));
+    CHECK(ledger.calls[MT_REDUCE_SCATTER] == (many && sp ? 4 : 0));
+    return MT_SUCCESS;
+}
+
 static mt_status transformer_layer(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_transformer_layer_desc d = {.hidden = HIDDEN, .heads = 10, .attention_dropout = 0.1f, .hidden_dropout = 0.1f,
@@ -414,9 +424,11 @@ static mt_status transformer_layer(worker *w, int sp) {
     mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
     MT_TRY(mt_transformer_layer_create(ctx, w->rank.params, "layer", &d, &layer));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    mt_comm_ledger_reset(w->rank.grid.tensor);
     MT_TRY(mt_transformer_layer_forward(ctx, &layer, &batch, x, y, &saved));
-    MT_TRY(record_rows(w, "y", y));
     MT_TRY(mt_transformer_layer_backward(ctx, &layer, dy, dx, &saved));
+    MT_TRY(same_communication(&w->rank, sp));
+    MT_TRY(record_rows(w, "y", y));
     return record_rows(w, "dx", dx);
 }
 

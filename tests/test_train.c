@@ -56,6 +56,13 @@ static void write_bytes(const char *name, const void *bytes, size_t size) {
     fclose(f);
 }
 
+static void expect_error(const char *words, const char *sentence) {
+    char text[4096];
+    int rc = run_train_gpt(words);
+    read_text("err", text, sizeof text);
+    if (rc == 0 || !strstr(text, sentence)) fail_msg("train_gpt %s: exit %d, stderr: %s", words, rc, text);
+}
+
 /* The losses and gradient norms of a run, from its CSV. */
 typedef struct curve {
     double loss[STEPS], norm[STEPS], validation[2]; /* the last: after half of the steps, and at the end */
@@ -132,6 +139,63 @@ static void test_llama_any_split(void **state) {
                    "--batch 8 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3", splits, COUNT(splits));
 }
 
+/* Two files, byte for byte; says in which line they differ. */
+static void assert_same_file(const char *name, const char *other, const char *split) {
+    FILE *a = fopen(in_scratch(name), "r"), *b = fopen(in_scratch(other), "r");
+    char x[256], y[256], *more = x;
+    assert_true(a && b);
+    for (int line = 1; more; line++) {
+        more = fgets(x, sizeof x, a);
+        if (!fgets(y, sizeof y, b) != !more || (more && strcmp(x, y) != 0)) fail_msg("%s: line %d: %s", split, line, x);
+    }
+    fclose(a);
+    fclose(b);
+}
+
+/* Losses, norms and validation losses of the CSV, and a hash of every tensor of every step. */
+static void compare_bits(const char *model, const char *const *splits, size_t count) {
+    curve serial, c;
+    char words[512];
+    snprintf(words, sizeof words, "%s --invariant 8 --hash-log %s", model, in_scratch("one.hash"));
+    serial = train_curve(words, "--tp 1");
+    assert_true(serial.loss[STEPS - 1] < serial.loss[0] - 1.0);
+    for (size_t i = 0; i < count; i++) {
+        snprintf(words, sizeof words, "%s --invariant 8 --hash-log %s", model, in_scratch("split.hash"));
+        c = train_curve(words, splits[i]);
+        if (memcmp(&serial, &c, sizeof c) != 0) fail_msg("%s: losses differ", splits[i]);
+        assert_same_file("one.hash", "split.hash", splits[i]);
+    }
+}
+
+static void test_invariant_any_split(void **state) {
+    static const char *const splits[] = {"--tp 2", "--tp 8", "--tp 4 --sequence-parallel", "--tp 2 --dp 4 --sequence-parallel",
+                                         "--dp 8", "--tp 8 --dp 2", "--tp 2 --no-pinning"};
+    static const char *const few[] = {"--tp 8 --sequence-parallel", "--tp 4 --dp 2"};
+    (void)state;
+    compare_bits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
+                 COUNT(splits));
+    compare_bits("--layers 2 --hidden 64 --heads 16 --kv-heads 8 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
+                 "--batch 12 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3", few, COUNT(few));
+}
+
+/* The log of a step that is not finite is written before the run stops: it is the one that is looked for. */
+static void test_hash_log_of_the_last_step(void **state) {
+    char words[512], text[64] = "";
+    int last = 0;
+    FILE *f;
+    (void)state;
+    snprintf(words, sizeof words, "--data megatron.h --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
+             "--hidden 16 --seq 8 --batch 2 --hash-log %s", in_scratch("one.hash"));
+    expect_error(words, "not finite");
+    f = fopen(in_scratch("one.hash"), "r");
+    assert_non_null(f);
+    while (fscanf(f, "%d %63s %*[^\n]", &last, text) == 2) continue;
+    fclose(f);
+    read_text("err", words, sizeof words);
+    snprintf(text, sizeof text, "step %d: ", last);
+    if (!strstr(words, text)) fail_msg("the log ends with %sthe run with: %s", text, words);
+}
+
 /* Seeds, and the masks they draw, make a difference; otherwise equal runs would prove nothing. */
 static void test_seed_and_dropout_matter(void **state) {
     static const char *const model = "--layers 1 --hidden 16 --heads 2 --seq 8 --batch 2";
@@ -196,13 +260,6 @@ static void write_bin(const char *name, int32_t magic, int32_t version, int32_t 
 }
 
 #define SMALL "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --sample 0 "
-
-static void expect_error(const char *words, const char *sentence) {
-    char text[4096];
-    int rc = run_train_gpt(words);
-    read_text("err", text, sizeof text);
-    if (rc == 0 || !strstr(text, sentence)) fail_msg("train_gpt %s: exit %d, stderr: %s", words, rc, text);
-}
 
 static void test_token_file(void **state) {
     char words[512], text[4096];
@@ -286,6 +343,13 @@ static void test_absurd_flags(void **state) {
         {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
         {"--batch 8 --dp 2 --micro-batch 3", "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
+        {"--invariant 6", "invariant is 6, must be 0 or a power of two"},
+        {"--invariant 8 --micro-batch 2", "--invariant chooses the micro-batch"},
+        {"--invariant 8", "4 kv_heads cannot be split over 8 virtual shards"},
+        {"--invariant 4 --heads 8 --tp 8", "4 virtual shards (mt_context_desc.invariant) cannot be split over 8 tensor ranks"},
+        {"--invariant 4 --batch 12 --dp 3", "makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
+        {"--invariant 4 --seq 10 --batch 4", "10 tokens cannot be split into 4 virtual shards"},
+        {"--hash-log /nonexistent/hashes --steps 1", "cannot write /nonexistent/hashes"},
         {"--heads 5 --tp 1", "hidden 128 must be a multiple of heads 5"},
         {"--heads 4 --kv-heads 3 --tp 1", "heads 4, heads of kv_heads 3"},
         {"--heads 4 --kv-heads 2 --tp 4", "2 kv_heads cannot be split over 4 tensor ranks"},
@@ -324,7 +388,7 @@ static void test_help(void **state) {
 }
 
 static int remove_scratch(void **state) {
-    static const char *const names[] = {"out", "err", "log.csv", "good.bin", "magic.bin", "version.bin", "short.bin",
+    static const char *const names[] = {"out", "err", "log.csv", "one.hash", "split.hash", "good.bin", "magic.bin", "version.bin", "short.bin",
                                         "negative.bin", "empty.bin", "header.bin", "empty.txt", "short.txt", "vocab.bin"};
     (void)state;
     for (size_t i = 0; i < COUNT(names); i++) remove(in_scratch(names[i]));
@@ -334,6 +398,7 @@ static int remove_scratch(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gpt2_any_split),  cmocka_unit_test(test_llama_any_split),
+        cmocka_unit_test(test_invariant_any_split), cmocka_unit_test(test_hash_log_of_the_last_step),
         cmocka_unit_test(test_seed_and_dropout_matter), cmocka_unit_test(test_dry_run_and_ledger),
         cmocka_unit_test(test_sampling),        cmocka_unit_test(test_token_file),
         cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
