@@ -22,11 +22,7 @@
 #define HIDDEN 768
 #define HEADS 12
 #define TOKENS 1024 /* of the layer: one sequence */
-#define GPT_LAYERS 12
 #define GPT_VOCAB 50257
-#define GPT_MAX_SEQ 1024
-#define GPT_SEQ 64
-#define GPT_BATCH 4
 #define GPT_GIB 9.0 /* of memory that its three models want together */
 
 #define RANKS 2
@@ -314,9 +310,9 @@ typedef struct place {
     mt_grid grid;
 } place;
 
-static mt_status place_create(worker *w, int tensor, int data, int threads, size_t arena, place *out) {
+/* where: threads, arena and mode of the context */
+static mt_status place_create(worker *w, int tensor, int data, mt_context_desc where, place *out) {
     mt_comm *world = w->world;
-    mt_context_desc where = {.threads = threads, .arena_bytes = arena};
     mt_grid_desc shape = {.tensor = tensor, .data = data};
     memset(out, 0, sizeof *out);
     if (tensor * data == 1) {
@@ -570,7 +566,7 @@ static void ops_parameters(ops *s, int64_t split) {
 static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
     void *memory;
     memset(s, 0, sizeof *s);
-    MT_TRY(place_create(w, split, 1, 1, (size_t)64 << 20, &s->place));
+    MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1, .arena_bytes = (size_t)64 << 20}, &s->place));
     s->dropout.p = dropout;
     s->dropout.at = (mt_random){.seed = 1, .stream = 1, .global_cols = HIDDEN};
     s->shape = (mt_attention_shape){.batch = 1, .seq = TOKENS, .groups = HEADS / split, .heads_per_group = 1,
@@ -714,7 +710,7 @@ static mt_status layer_create(worker *w, int split, int threads, float dropout, 
     mt_tensor *const views[] = {&l->x, &l->y, &l->dy, &l->dx};
     mt_random at = {.seed = 3, .global_cols = HIDDEN};
     memset(l, 0, sizeof *l);
-    MT_TRY(place_create(w, split, 1, threads, 0, &l->place));
+    MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = threads}, &l->place));
     MT_TRY(mt_params_create(l->place.ctx, &l->place.grid, &l->params));
     MT_TRY(mt_transformer_layer_create(l->place.ctx, l->params, "layer", &d, &l->layer));
     MT_TRY(mt_params_init(l->place.ctx, l->params, 1234));
@@ -935,41 +931,48 @@ static mt_status item_breakdown(worker *w) {
 
 /* ---- item gpt2 ------------------------------------------------------------------------------------------------------ */
 
+typedef struct gpt_size {
+    int64_t layers, hidden, heads, vocab, max_seq, seq, batch;
+} gpt_size;
+
+static const gpt_size gpt2_124m = {12, HIDDEN, HEADS, GPT_VOCAB, 1024, 64, 4};
+
 typedef struct gpt_model {
+    const gpt_size *size;
     place place;
     mt_params *params;
     mt_gpt gpt;
     mt_gpt_saved saved;
     mt_optimizer optimizer;
     mt_tensor loss;
-    mt_batch batch;
-    const int32_t *ids, *targets;
+    int64_t first, count, micro; /* this rank's sequences, and those of a micro-batch */
+    uint64_t step;
+    const int32_t *tokens;
     int created;
 } gpt_model;
 
-enum { GPT_TP2, GPT_DP2, GPT_TP1, GPT_CASES };
+#define GPT_TOKENS 4096 /* enough for every size */
+static int32_t gpt_tokens[GPT_TOKENS + 1]; /* below every vocabulary; set by main */
 
-typedef struct gpt_item {
-    gpt_model models[GPT_CASES];
-    int32_t tokens[GPT_BATCH * GPT_SEQ + 1];
-    double parameters, faults;
-} gpt_item;
-
-/* The model in an already made place (CPU or meta). sequences: of this rank. */
-static mt_status gpt_build(gpt_model *m, int64_t sequences, const int32_t *tokens) {
-    mt_gpt_desc d = {.vocab = GPT_VOCAB, .layers = GPT_LAYERS, .max_seq = GPT_MAX_SEQ, .layer = layer_desc(0)};
+/* The model in an already made place (CPU or meta). */
+static mt_status gpt_build(gpt_model *m, const gpt_size *size) {
+    mt_gpt_desc d = {.vocab = size->vocab, .layers = size->layers, .max_seq = size->max_seq,
+                     .layer = {.hidden = size->hidden, .heads = size->heads}};
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = 0.1f};
     mt_context *ctx = m->place.ctx;
+    int invariant = mt_context_invariant(ctx);
     m->created = 1;
-    m->batch = (mt_batch){.sequences = sequences, .seq = GPT_SEQ, .first_sequence = m->place.grid.data_rank * sequences};
-    m->ids = tokens + m->batch.first_sequence * GPT_SEQ;
-    m->targets = m->ids + 1;
+    m->size = size;
+    m->count = size->batch / m->place.grid.data_size;
+    m->first = m->place.grid.data_rank * m->count;
+    m->micro = invariant ? mt_invariant_micro_batch(invariant, size->batch) : m->count;
+    m->tokens = gpt_tokens;
     MT_TRY(mt_params_create(ctx, &m->place.grid, &m->params));
     MT_TRY(mt_gpt_create(ctx, m->params, &d, &m->gpt));
     MT_TRY(mt_params_init(ctx, m->params, 1234));
     MT_TRY(mt_optimizer_create(ctx, m->params, &adamw, &m->optimizer));
     MT_TRY(mt_gpt_saved_create(ctx, &m->gpt, &m->saved));
-    return mt_arena_tensor(ctx, MT_F32, 1, sequences * GPT_SEQ, &m->loss);
+    return mt_arena_tensor(ctx, MT_F32, 1, m->micro * size->seq, &m->loss);
 }
 
 static void gpt_destroy(gpt_model *m) {
@@ -979,30 +982,38 @@ static void gpt_destroy(gpt_model *m) {
     place_destroy(&m->place);
 }
 
+static mt_status gpt_micro_batch(gpt_model *m, int64_t first) {
+    mt_context *ctx = m->place.ctx;
+    mt_batch batch = {.sequences = m->micro, .seq = m->size->seq, .first_sequence = first, .step = m->step};
+    const int32_t *ids = m->tokens + first * m->size->seq;
+    size_t mark = mt_arena_mark(ctx);
+    MT_TRY(mt_gpt_forward(ctx, &m->gpt, &batch, ids, ids + 1, m->loss, &m->saved));
+    MT_TRY(mt_gpt_backward(ctx, &m->gpt, 1.0f / (float)(m->size->batch * m->size->seq), &m->saved));
+    mt_arena_release(ctx, mark);
+    return mt_accumulate_gradients(ctx, m->params);
+}
+
 static mt_status gpt_step(gpt_model *m) {
     mt_context *ctx = m->place.ctx;
-    size_t mark = mt_arena_mark(ctx);
     float norm = 0;
-    m->batch.step++;
+    m->step++;
     MT_TRY(mt_params_zero_grad(ctx, m->params));
-    MT_TRY(mt_gpt_forward(ctx, &m->gpt, &m->batch, m->ids, m->targets, m->loss, &m->saved));
-    MT_TRY(mt_gpt_backward(ctx, &m->gpt, 1.0f / (GPT_BATCH * GPT_SEQ), &m->saved));
-    mt_arena_release(ctx, mark);
+    for (int64_t i = 0; i < m->count; i += m->micro) MT_TRY(gpt_micro_batch(m, m->first + i));
     MT_TRY(mt_sync_gradients(ctx, m->params));
     MT_TRY(mt_grad_norm(ctx, m->params, &norm));
     return mt_optimizer_step(ctx, &m->optimizer, 1e-4f, mt_clip_coefficient(norm, 1.0f));
 }
 
 /* One step on the meta device tells the arena that a rank of this split needs. */
-static mt_status gpt_plan(int tensor, int data, const int32_t *tokens, size_t *arena) {
+static mt_status gpt_plan(int tensor, int data, int invariant, const gpt_size *size, size_t *arena) {
     gpt_model m = {0};
-    mt_context_desc where = {.device = MT_DEVICE_META};
+    mt_context_desc where = {.device = MT_DEVICE_META, .invariant = invariant};
     mt_grid_desc shape = {.tensor = tensor, .data = data};
     mt_comm *world = NULL;
     mt_status status = mt_comm_create_meta(tensor * data, 0, &world);
     if (status == MT_SUCCESS) status = mt_context_create(world, &where, &m.place.ctx);
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &m.place.grid);
-    if (status == MT_SUCCESS) status = gpt_build(&m, GPT_BATCH / data, tokens);
+    if (status == MT_SUCCESS) status = gpt_build(&m, size);
     if (status == MT_SUCCESS) status = gpt_step(&m);
     if (status == MT_SUCCESS) *arena = mt_arena_peak(m.place.ctx);
     gpt_destroy(&m);
@@ -1010,15 +1021,19 @@ static mt_status gpt_plan(int tensor, int data, const int32_t *tokens, size_t *a
     return status;
 }
 
-static mt_status gpt_create(worker *w, gpt_item *g, int which, int tensor, int data) {
-    gpt_model *m = &g->models[which];
-    size_t arena = 0;
-    MT_TRY(gpt_plan(tensor, data, g->tokens, &arena));
-    MT_TRY(place_create(w, tensor, data, 1, arena, &m->place));
-    MT_TRY(gpt_build(m, GPT_BATCH / data, g->tokens));
-    g->parameters = (double)mt_params_global_elements(m->params);
-    return MT_SUCCESS;
+static mt_status gpt_create(worker *w, gpt_model *m, int tensor, int data, int invariant, const gpt_size *size) {
+    mt_context_desc where = {.threads = 1, .invariant = invariant};
+    MT_TRY(gpt_plan(tensor, data, invariant, size, &where.arena_bytes));
+    MT_TRY(place_create(w, tensor, data, where, &m->place));
+    return gpt_build(m, size);
 }
+
+enum { GPT_TP2, GPT_DP2, GPT_TP1, GPT_CASES };
+
+typedef struct gpt_item {
+    gpt_model models[GPT_CASES];
+    double faults;
+} gpt_item;
 
 static mt_status run_gpt(worker *w, int arg) { return gpt_step(&((gpt_item *)w->item)->models[arg]); }
 
@@ -1033,8 +1048,10 @@ static mt_status gpt_count_faults(worker *w) {
 static void gpt_rows(const team *t, const gpt_item *g) {
     static const char *const names[GPT_CASES] = {"GPT-2 124M step, TP=2", "GPT-2 124M step, TP=1 x DP=2",
                                                  "GPT-2 124M step, TP=1"};
-    double tokens = GPT_BATCH * GPT_SEQ;
-    double flops = 6 * g->parameters * tokens + GPT_LAYERS * 3 * attention_flops(GPT_BATCH, GPT_SEQ, HIDDEN);
+    const gpt_size *size = &gpt2_124m;
+    double tokens = (double)(size->batch * size->seq), layers = (double)size->layers;
+    double flops = 6 * (double)mt_params_global_elements(g->models[GPT_TP2].params) * tokens +
+                   layers * 3 * attention_flops((double)size->batch, (double)size->seq, HIDDEN);
     for (int c = 0; c < GPT_CASES; c++) {
         row("gpt2", names[c], case_time(t, c, 1e3), "ms", case_ratio(t, GPT_TP1, c, 1),
             c == GPT_TP1 ? NULL : "speed of TP=1");
@@ -1048,10 +1065,9 @@ static mt_status gpt_measure(worker *w) {
     gpt_item *g = w->item;
     bench_case cases[GPT_CASES] = {
         [GPT_TP2] = {run_gpt, GPT_TP2, 0, 0}, [GPT_DP2] = {run_gpt, GPT_DP2, 0, 0}, [GPT_TP1] = {run_gpt, GPT_TP1, 1, 0}};
-    for (int i = 0; i < GPT_BATCH * GPT_SEQ + 1; i++) g->tokens[i] = (int32_t)((uint32_t)i * 2654435761u % GPT_VOCAB);
-    MT_TRY(gpt_create(w, g, GPT_TP2, RANKS, 1));
-    MT_TRY(gpt_create(w, g, GPT_DP2, 1, RANKS));
-    if (rank_of(w) == 0) MT_TRY(gpt_create(w, g, GPT_TP1, 1, 1));
+    MT_TRY(gpt_create(w, &g->models[GPT_TP2], RANKS, 1, 0, &gpt2_124m));
+    MT_TRY(gpt_create(w, &g->models[GPT_DP2], 1, RANKS, 0, &gpt2_124m));
+    if (rank_of(w) == 0) MT_TRY(gpt_create(w, &g->models[GPT_TP1], 1, 1, 0, &gpt2_124m));
     MT_TRY(measure(w, cases, GPT_CASES));
     MT_TRY(gpt_count_faults(w));
     if (rank_of(w) == 0) gpt_rows(w->team, g);
@@ -1070,18 +1086,86 @@ static double free_gib(void) {
 
 static double free_gib_at_start; /* by main, so that all ranks decide alike */
 
+/* Says so when there is too little memory for GPT-2. */
+static int fits(const worker *w, const char *what) {
+    if (free_gib_at_start >= GPT_GIB) return 1;
+    if (rank_of(w) == 0) fprintf(stderr, "bench: %s left out: wants %g GiB, %.1f are free\n", what, GPT_GIB, free_gib_at_start);
+    return 0;
+}
+
 static mt_status item_gpt(worker *w) {
     gpt_item g = {0};
     mt_status status;
-    if (free_gib_at_start < GPT_GIB) {
-        if (rank_of(w) == 0)
-            fprintf(stderr, "bench: gpt2 left out: wants %g GiB, %.1f are free\n", GPT_GIB, free_gib_at_start);
-        return MT_SUCCESS;
-    }
+    if (!fits(w, "gpt2")) return MT_SUCCESS;
     w->item = &g;
     status = gpt_measure(w);
     for (int i = 0; i < GPT_CASES; i++) gpt_destroy(&g.models[i]);
     return status;
+}
+
+/* ---- item invariant: what invariant mode costs ------------------------------------------------------------------------ */
+
+/* A model for 8 shards, and one whose micro-batches are as small as they get. */
+static const gpt_size gpt_of_8_heads = {4, 512, 8, 8192, 256, 256, 8};
+
+typedef struct price {
+    const char *name;
+    const gpt_size *size;
+    int tensor, invariant;
+    gpt_model plain, invariant_model;
+} price;
+
+static mt_status run_plain(worker *w, int arg) { return gpt_step(&((price *)w->item)[arg].plain); }
+static mt_status run_invariant(worker *w, int arg) { return gpt_step(&((price *)w->item)[arg].invariant_model); }
+
+static mt_status price_create(worker *w, price *p) {
+    if (p->tensor == 1 && rank_of(w) != 0) return MT_SUCCESS;
+    MT_TRY(gpt_create(w, &p->plain, p->tensor, 1, 0, p->size));
+    return gpt_create(w, &p->invariant_model, p->tensor, 1, p->invariant, p->size);
+}
+
+static void price_rows(const team *t, const price *p, int index) {
+    char name[96];
+    row("invariant", p->name, case_time(t, 2 * index, 1e3), "ms", 0, NULL);
+    snprintf(name, sizeof name, "  invariant = %d, micro-batches of %lld", p->invariant, (long long)p->invariant_model.micro);
+    row("invariant", name, case_time(t, 2 * index + 1, 1e3), "ms", case_ratio(t, 2 * index + 1, 2 * index, 1),
+        "times the default");
+}
+
+static mt_status prices_measure(worker *w, price *prices, int count) {
+    bench_case cases[MAX_CASES];
+    for (int i = 0; i < count; i++) {
+        int alone = prices[i].tensor == 1;
+        MT_TRY(price_create(w, &prices[i]));
+        cases[2 * i] = (bench_case){run_plain, i, alone, 0};
+        cases[2 * i + 1] = (bench_case){run_invariant, i, alone, 0};
+    }
+    w->item = prices;
+    MT_TRY(measure(w, cases, 2 * count));
+    for (int i = 0; i < count && rank_of(w) == 0; i++) price_rows(w->team, &prices[i], i);
+    return MT_SUCCESS;
+}
+
+static mt_status prices_item(worker *w, price *prices, int count) {
+    mt_status status = prices_measure(w, prices, count);
+    for (int i = 0; i < count; i++) {
+        gpt_destroy(&prices[i].plain);
+        gpt_destroy(&prices[i].invariant_model);
+    }
+    return status;
+}
+
+static mt_status item_invariant(worker *w) {
+    price two[] = {{"GPT of 17M, 8 x 256 tokens, TP=1", &gpt_of_8_heads, 1, 8, {0}, {0}},
+                   {"GPT of 17M, 8 x 256 tokens, TP=2", &gpt_of_8_heads, RANKS, 8, {0}, {0}}};
+    price gpt2 = {"GPT-2 124M, 4 x 64 tokens, TP=2", &gpt2_124m, RANKS, 8, {0}, {0}};
+    MT_TRY(prices_item(w, two, 2));
+    return fits(w, "invariant mode of GPT-2") ? prices_item(w, &gpt2, 1) : MT_SUCCESS;
+}
+
+static mt_status item_invariant_many(worker *w) {
+    price many = {"GPT of 17M, 8 x 256 tokens, TP=8", &gpt_of_8_heads, MANY_RANKS, 8, {0}, {0}};
+    return prices_item(w, &many, 1);
 }
 
 /* ---- item collectives ----------------------------------------------------------------------------------------------- */
@@ -1171,7 +1255,7 @@ static mt_status item_many_ranks(worker *w) { return transfers_item(w, 2, (size_
 enum { BW_NORM, BW_NORM_BACKWARD, BW_GELU, BW_GELU_BACKWARD, BW_ADD, BW_DROP, BW_DROP_BACKWARD, BW_CE, BW_CE_BACKWARD,
        BW_ADAMW, BW_CASES };
 
-#define CE_TOKENS (GPT_BATCH * GPT_SEQ)
+#define CE_TOKENS 256
 #define ADAMW_ELEMENTS (4 << 20)
 
 typedef struct bandwidth_item {
@@ -1366,6 +1450,8 @@ static const item items[] = {
     {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer, RANKS},
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
+    {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
+    {"invariant", "more ranks than cores, not pinned", item_invariant_many, MANY_RANKS},
     {"collectives", "ranks as threads, one per core", item_collectives, RANKS},
     {"collectives", "more ranks than cores, not pinned", item_many_ranks, MANY_RANKS},
     {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS}};
@@ -1488,6 +1574,7 @@ int main(int argc, char **argv) {
     opt = &o;
     team_core_count = allowed_cores(team_cores, RANKS);
     free_gib_at_start = free_gib();
+    for (int i = 0; i <= GPT_TOKENS; i++) gpt_tokens[i] = (int32_t)((uint32_t)i * 2654435761u % 8192);
     if (bound_by_openmp()) return 1;
     print_machine();
     table_begin();
