@@ -40,9 +40,9 @@
 #define MEGATRON_H
 
 #define MT_VERSION_MAJOR 0
-#define MT_VERSION_MINOR 1
+#define MT_VERSION_MINOR 2
 #define MT_VERSION_PATCH 0
-#define MT_VERSION "0.1.0"
+#define MT_VERSION "0.2.0"
 
 #ifdef __cplusplus
 extern "C" {

@@ -9,7 +9,8 @@
    ./train_gpt --help               all flags
 
    FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
-   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --micro-batch or --sequence-parallel. */
+   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --micro-batch or --sequence-parallel, to
+   rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two runs part. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

@@ -568,13 +568,15 @@ static void test_refused_calls(void **state) {
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
     mt_tensor x = test_tensor(&r, 12, 16, 1.0f), y = test_tensor(&r, 12, 16, 2.0f);
-    mt_tensor small = test_tensor(&r, 12, 8, 1.0f), dsmall = test_tensor(&r, 12, 8, 2.0f), ysmall = test_tensor(&r, 12, 8, 0.0f);
+    mt_tensor small = test_tensor(&r, 12, 8, 1.0f), dsmall = test_tensor(&r, 12, 8, 2.0f);
+    mt_tensor ysmall = test_tensor(&r, 12, 8, 0.0f);
     REFUSED(r.ctx, MT_ERR_SHAPE, "4 kv_heads|8 virtual shards",
             mt_self_attention_create(r.ctx, r.params, "a", &few, &attention_layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "l", &d, &layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "r", &plain, &linear));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards", mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards",
+            mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, &saved));
     test_untouched("y", (const float *)y.data, 12 * 16, 2.0f);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference may */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &linear, small, ysmall, &linear_saved));
