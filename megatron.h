@@ -94,7 +94,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 
 /* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b): QKV column-parallel, attention on this rank's
    heads, projection row-parallel. heads must be a multiple of kv_heads and hidden of heads; kv_heads at least the tensor
-   size. Where the split does not divide kv_heads, the last ranks hold empty groups. */
+   size, and at least V in invariant mode. Where the split does not divide kv_heads, the last ranks hold empty groups. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;                 /* query groups; 0: heads (MHA), fewer: GQA */
@@ -338,8 +338,8 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc2.local_features, &act));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, training ? &saved->fc1 : NULL));
     for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mti_shard_cols(saved->h, s, shards),
-                                     mti_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards), mti_shard_cols(act, s, shards)));
+        MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
+                                     mt_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards), mt_shard_cols(act, s, shards)));
     if (training) MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
@@ -372,9 +372,9 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->h.rows, mlp->fc1.local_features, &dh));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &mlp->fc2, dy, dact, &saved->fc2));
     for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mti_shard_cols(saved->h, s, shards),
-                                      mti_shard_cols(dact, s, shards), mti_shard_cols(dh, s, shards),
-                                      mti_shard_cols(mti_bias_grad(mlp->fc1.bias), s, shards)));
+        MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
+                                      mt_shard_cols(dact, s, shards), mt_shard_cols(dh, s, shards),
+                                      mt_shard_cols(mti_bias_grad(mlp->fc1.bias), s, shards)));
     MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
@@ -1210,7 +1210,7 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
-    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_loss_ignores(&gpt->loss)));
+    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(gpt->loss.ignore_index)));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, loss, saved);

@@ -134,7 +134,8 @@ typedef struct mt_context_desc {
     size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
     mt_device device;
     int threads;            /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
-    int invariant;          /* V, a power of two: splits up to V compute the same bits, see mt_parallel.h; 0: off */
+    int invariant;          /* V: splits up to V tensor ranks compute the same bits, see mt_parallel.h; 0: off */
+    int invariant_data;     /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -145,7 +146,8 @@ typedef struct mt_context_desc {
 MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out);
 MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
+MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
+MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
 /* The sentence that belongs to the last error of a call on ctx, or "" when there was none. Owned by ctx. */
 MT_API const char *mt_last_error(const mt_context *ctx);
@@ -346,7 +348,7 @@ long syscall(long number, ...);
 struct mt_context {
     mt_device device;
     int threads;
-    int invariant;
+    int invariant, invariant_data;
     mt_comm *world;
     mt_allocator allocator;
     mt_logger logger;
@@ -442,8 +444,10 @@ static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc,
     return status;
 }
 
+static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
+
 static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
-    char text[160];
+    char text[192];
     if (desc->device != MT_DEVICE_CPU && desc->device != MT_DEVICE_META) {
         snprintf(text, sizeof text,
                  "mt_context_create: device %d is not built into this program: this version has MT_DEVICE_CPU (0) and "
@@ -458,8 +462,10 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
         snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
-    if (desc->invariant < 0 || (desc->invariant & (desc->invariant - 1)) != 0) {
-        snprintf(text, sizeof text, "mt_context_create: invariant is %d, must be 0 or a power of two", desc->invariant);
+    if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data) ||
+        (desc->invariant_data && !desc->invariant)) {
+        snprintf(text, sizeof text, "mt_context_create: invariant is %d, invariant_data %d: must be 0 or a power of two up to "
+                 "1024, and invariant_data goes with invariant", desc->invariant, desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     return MT_SUCCESS;
@@ -482,6 +488,7 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
     ctx->device = d.device;
     ctx->threads = d.threads ? d.threads : 1;
     ctx->invariant = d.invariant;
+    ctx->invariant_data = d.invariant_data ? d.invariant_data : d.invariant;
     ctx->world = world;
     ctx->allocator = d.allocator;
     ctx->logger = d.logger;
@@ -510,6 +517,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
+MT_API int mt_context_invariant_data(const mt_context *ctx) { return ctx ? ctx->invariant_data : 0; }
 MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
 
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {

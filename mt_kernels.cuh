@@ -1547,12 +1547,12 @@ static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
     return mti_max(0, mti_min(cols, s->vocab - s->first_col));
 }
 
-static int32_t mti_ignore_index(const mt_cross_entropy_shape *s) { return s->ignore_index ? s->ignore_index : -100; }
+static int32_t mti_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
 
 /* The target's column in this shard, or -1. */
 static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
     int64_t col = (int64_t)target - s->first_col;
-    return target != mti_ignore_index(s) && col >= 0 && col < real ? col : -1;
+    return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
 
 /* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
@@ -1624,7 +1624,7 @@ static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_te
         log_sum = logf(all[1]);
         value = log_sum + (1.0f - a) * (all[0] - all[2]);
         if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
-        mti_row(loss, 0)[i] = targets[i] == mti_ignore_index(s) ? 0.0f : value;
+        mti_row(loss, 0)[i] = targets[i] == mti_ignore_index(s->ignore_index) ? 0.0f : value;
         mti_row(lse, 0)[i] = all[0];
         mti_row(lse, 1)[i] = log_sum;
     }
@@ -1642,7 +1642,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
     for (i = 0; i < logits.rows; i++) {
         float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
         int64_t target = mti_target_column(s, targets[i], real);
-        int ignored = targets[i] == mti_ignore_index(s);
+        int ignored = targets[i] == mti_ignore_index(s->ignore_index);
         if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
         mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
         if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);

@@ -73,20 +73,29 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
 /* ---- invariant mode ------------------------------------------------------------------------------------------------ */
 
 /* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits - loss, gradients, their norm,
-   weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V data ranks, with and without
+   weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V_d data ranks, with and without
    sequence parallelism. Every layer works as V virtual shards of the same shapes, whatever the number of ranks; a rank of t
    has V / t of them. Partial results meet in the tree ((0+1)+(2+3))+..., first in a rank, then by mt_all_reduce across ranks.
    Micro-batches meet in such a tree, too (mt_accumulate_gradients). What differs from the default:
      - split dimensions are padded to V shards; kv_heads must be at least V (MT_ERR_SHAPE);
      - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
        mt_invariant_micro_batch says which;
-     - GEMMs are V times narrower, and the registry holds log2(V / data ranks) more gradients.
+     - a rank's features are those of its virtual shards one after the other: with two parts (SwiGLU) the columns between a
+       column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own between the two once for each
+       shard, on mt_shard_cols;
+     - GEMMs are V times narrower, and the registry holds log2(V_d / data ranks) more gradients.
+   It covers the layers of mt_parallel.h and the blocks of megatron.h, each used once between two mt_accumulate_gradients. A
+   block that multiplies with mt_gemm itself, or sums over tokens (mt_bias_backward, mt_norm_backward), is as it was.
    The same bits need the same program, GEMM library, mt_context_desc.threads and kind of processor. A sum over micro-batches
    of your own, like the mean loss, is as invariant when made with mt_tree_sum. */
 
-/* The number of sequences in a micro-batch for a step of so many: as many micro-batches as data ranks are possible, which is
-   the largest power of two up to `invariant` that divides sequences. */
-MT_API int64_t mt_invariant_micro_batch(int invariant, int64_t sequences);
+/* The columns of t [tokens, local features] that belong to one of a rank's `shards` virtual shards (mt_param.shards); t itself
+   when its data is NULL. */
+MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
+
+/* The number of sequences in a micro-batch for a step of so many, when V_d is data_shards: there are as many micro-batches as
+   the largest power of two up to V_d that divides sequences, and no more data ranks are possible. */
+MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
 /* The first row of x becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks; the others are used up. */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
@@ -247,8 +256,8 @@ typedef struct mt_cross_entropy_saved {
 } mt_cross_entropy_saved;
 
 /* logits [tokens, local vocabulary] as an output head without gather_output leaves them; targets [tokens]; loss [1, tokens].
-   One collective over `tensor`: an all-gather of four scalars per token. backward turns the saved logits, in place, into
-   scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
+   One collective over `tensor`: an all-gather of four scalars per token (and virtual shard). backward turns the saved logits,
+   in place, into scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
                                                          mt_tensor logits, const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved);
@@ -258,10 +267,10 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
 
 /* ---- gradients ---------------------------------------------------------------------------------------------------- */
 
-/* After the backward of every micro-batch. In invariant mode the gradients of micro-batches meet in a fixed tree, whose
-   unfinished subtrees, at most log2(V / data ranks) times the gradients, are the registry's; param->grad is zero afterwards,
-   until mt_sync_gradients. MT_ERR_SHAPE for more than V / data ranks of them. Not needed when a step has one micro-batch only;
-   does nothing without the mode, where backward has added everything up already. */
+/* After the backward of every micro-batch, the last one included. In invariant mode the gradients of micro-batches meet in a
+   fixed tree, whose unfinished subtrees, at most log2(V_d / data ranks) times the gradients, are the registry's; param->grad is
+   zero afterwards, until mt_sync_gradients. MT_ERR_SHAPE for more than V_d / data ranks of them. Not needed when a step has one
+   micro-batch only; does nothing without the mode, where backward has added everything up already. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
 /* After the last backward of a step: sums sequence_partial gradients over the tensor group (one all-reduce), shared
@@ -269,7 +278,8 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
    micro-batches must be a power of two (MT_ERR_SHAPE), and sequence_partial gradients are summed for each of them. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
-/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of a scalar over the model group.
+/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of a scalar over the model group; in
+   invariant mode one of V numbers for each parameter over the tensor group, and of a scalar over the pipeline group.
    Call it after mt_sync_gradients. Not finite when a gradient is not. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
@@ -308,10 +318,10 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
 
 /* ---- hash log: which tensor differs between two runs ---------------------------------------------------------------- */
 
-/* While a context has a hash log, the layers that train on it (forward with saved, backward) log what they compute: each
-   tensor's bits, unsharded and of the whole step, become one number that does not depend on how the tensor is split over
-   ranks and micro-batches. In invariant mode two splits write the same lines; the first that differs names the tensor in
-   which they part. Names are a layer's parameters' with .output, .input_grad or .output_grad for the last part.
+/* While a context has a hash log, the linear layers and the blocks of megatron.h that train on it (forward with saved,
+   backward) log what they compute: each tensor's bits, unsharded and of the whole step, become one number that does not depend
+   on how the tensor is split over ranks and micro-batches. In invariant mode two splits write the same lines; the first that
+   differs names the tensor in which they part. Names are a layer's, with .output, .input_grad or .output_grad.
    For debugging: it takes time, host memory for the names, and two collectives for each flush. */
 typedef struct mt_hash_log mt_hash_log;
 
@@ -481,8 +491,7 @@ static mt_status mti_expect_shards(mt_context *ctx, const char *function, const 
                     function, ctx->invariant, mt_comm_size(tensor));
 }
 
-/* Columns of t that belong to one of `shards` virtual shards; t itself when it is not there. */
-static mt_tensor mti_shard_cols(mt_tensor t, int shard, int shards) {
+MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
     return t.data ? mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards) : t;
 }
 
@@ -515,24 +524,28 @@ MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
 /* A GEMM library may take another path, with other bits, for another leading dimension or alignment: in invariant mode every
    operand is contiguous and aligned, by a copy where it is not. */
 static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
-    return !ctx->invariant || ((t.rows <= 1 || mti_ld(t) == t.cols) && (uintptr_t)t.data % MTI_ALIGNMENT == 0);
+    if (!ctx->invariant) return 1;
+    if (ctx->device == MT_DEVICE_META) return 0; /* to plan for the rank that needs most copies */
+    return (t.rows <= 1 || mti_ld(t) == t.cols) && (uintptr_t)t.data % MTI_ALIGNMENT == 0;
 }
 
-static mt_status mti_canonical(mt_context *ctx, mt_tensor t, mt_tensor *out) {
-    *out = t;
-    if (mti_is_canonical(ctx, t)) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, out));
-    return mt_copy(ctx, t, *out);
-}
-
-/* The same for what is going to be written, before and after. */
+/* Where the canonical form of something that is going to be written will be. */
 static mt_status mti_canonical_room(mt_context *ctx, mt_tensor t, mt_tensor *out) {
     *out = t;
-    return mti_is_canonical(ctx, t) ? MT_SUCCESS : mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, out);
+    if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, out);
+    if (ctx->invariant) out->ld = t.cols; /* of one row, too */
+    return MT_SUCCESS;
 }
 
+/* Brings it to its place. */
 static mt_status mti_canonical_done(mt_context *ctx, mt_tensor room, mt_tensor t) {
     return room.data == t.data ? MT_SUCCESS : mt_copy(ctx, room, t);
+}
+
+/* The canonical form of what is read. */
+static mt_status mti_canonical(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+    MT_TRY(mti_canonical_room(ctx, t, out));
+    return mti_canonical_done(ctx, t, *out);
 }
 
 /* c = op(a) op(b) + beta c, beta 0 or 1. */
@@ -596,9 +609,9 @@ static mt_status mti_expect_token_shards(mt_context *ctx, const char *function, 
                     function, (long long)tokens, ctx->invariant);
 }
 
-MT_API int64_t mt_invariant_micro_batch(int invariant, int64_t sequences) {
+MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
     int64_t parts = 1;
-    while (2 * parts <= invariant && sequences % (2 * parts) == 0) parts *= 2;
+    while (2 * parts <= data_shards && sequences % (2 * parts) == 0) parts *= 2;
     return sequences / parts;
 }
 
@@ -647,9 +660,9 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
     MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tensor));
-    if (ctx->invariant && (grid->data_size > ctx->invariant || (grid->data_size & (grid->data_size - 1)) != 0))
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_create: %d data ranks; in invariant mode their number must be a power of "
-                        "two up to %d (mt_context_desc.invariant)", grid->data_size, ctx->invariant);
+    if (ctx->invariant && ctx->invariant_data % grid->data_size != 0)
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
+                        "be split over %d data ranks", ctx->invariant_data, grid->data_size);
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = (mt_params *)memory;
     (*out)->ctx = ctx;
@@ -723,6 +736,8 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
     return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
 }
 
+#define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* so that padding to 1024 shards does not leave int64_t */
+
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
     int64_t unit = d->unit ? d->unit : 1;
@@ -738,7 +753,7 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     if (d->sequence_partial && d->placement != MT_REPLICATED)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)", d->name,
                         (int)d->placement);
-    if (d->rows < 1 || d->cols < 1 || d->rows > INT64_MAX / 16 / d->cols)
+    if (d->rows < 1 || d->cols < 1 || d->rows > MTI_PARAM_ELEMENTS / d->cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
                         (long long)d->cols);
     if (!(d->init_std >= 0.0f))
@@ -818,9 +833,9 @@ static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_
     int i;
     for (*sum = 0, i = 0; i < params->count; i++) {
         int64_t slot = mti_param_slot(params->list[i]);
-        if (slot > INT64_MAX / 16 - *sum)
+        if (slot > INT64_MAX / 256 - *sum)
             return mti_fail(ctx, MT_ERR_MEMORY, "mt_params_init: the parameters up to '%s' have more than %lld elements",
-                            params->list[i]->name, (long long)(INT64_MAX / 16));
+                            params->list[i]->name, (long long)(INT64_MAX / 256));
         *sum += slot;
     }
     return MT_SUCCESS;
@@ -830,7 +845,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t el
     size_t bytes = (size_t)elements * sizeof(float), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL;
     mt_status status;
-    while (params->grid->data_size << params->levels < ctx->invariant) params->levels++;
+    while (params->grid->data_size << params->levels < ctx->invariant_data) params->levels++;
     more = bytes * (size_t)params->levels;
     status = mt_context_alloc(ctx, bytes, &values);
     if (status == MT_SUCCESS) status = mt_context_alloc(ctx, bytes, &grads);
@@ -904,8 +919,11 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
 
 static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, const char *function) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (params && params->values) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "call mt_params_init first" : "params is NULL");
+    if (!params || !params->values)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "call mt_params_init first" : "params is NULL");
+    if (ctx->invariant == params->ctx->invariant && ctx->invariant_data == params->ctx->invariant_data) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d", function,
+                    params->ctx->invariant, params->ctx->invariant_data, ctx->invariant, ctx->invariant_data);
 }
 
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
@@ -1015,7 +1033,7 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 typedef struct mti_log_entry {
     char name[MTI_LOG_NAME];
     uint64_t hash;
-    int split[2];
+    int split[2], differs;
 } mti_log_entry;
 
 struct mt_hash_log {
@@ -1028,6 +1046,7 @@ struct mt_hash_log {
 
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out) {
     void *memory;
+    if (out) *out = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!grid || !grid->tensor || !out || ctx->hash_log)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_create: %s", !out ? "out is NULL" :
@@ -1073,7 +1092,7 @@ static mt_status mti_log_entry_of(mt_context *ctx, mt_hash_log *log, const char 
 }
 
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
-    if (ctx && ctx->hash_log) ctx->hash_log->first_token = first_token;
+    if (ctx && ctx->hash_log) ctx->hash_log->first_token = first_token > 0 ? first_token : 0;
 }
 
 /* Logs an activation [tokens, n]: its rows are a part of the tokens under sequence parallelism; its columns the local features
@@ -1135,53 +1154,69 @@ MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char
     return MT_SUCCESS;
 }
 
+/* What ranks tell each other of an entry. */
+typedef struct mti_log_part {
+    uint64_t hash;
+    uint64_t differs;
+} mti_log_part;
+
 /* Joins what the ranks of one axis have: parts are added; copies are one, or, when they differ, a hash of them all. */
-static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, int axis, unsigned char *differs) {
-    int ranks = mt_comm_size(comm), n = log->count, i, r;
-    mt_tensor own, all;
-    void *memory;
-    uint64_t *hashes;
-    mt_status status;
-    MT_TRY(mti_host_new(ctx, (size_t)n * (size_t)ranks * sizeof *hashes, &memory));
-    hashes = (uint64_t *)memory;
-    for (i = 0; i < n; i++) hashes[i] = log->entries[i].hash;
-    status = mt_arena_tensor(ctx, MT_I32, 1, 2 * (int64_t)n, &own);
-    if (status == MT_SUCCESS) status = mt_arena_tensor(ctx, MT_I32, ranks, 2 * (int64_t)n, &all);
-    if (status == MT_SUCCESS) status = mt_upload(ctx, hashes, own);
-    if (status == MT_SUCCESS) status = mt_all_gather(ctx, comm, own.data, all.data, 2 * (size_t)n, MT_I32);
-    if (status == MT_SUCCESS) status = mt_download(ctx, all, hashes);
-    for (i = 0; status == MT_SUCCESS && i < n; i++) {
-        uint64_t sum = hashes[i], mixed = sum;
-        int same = 1;
-        for (r = 1; r < ranks; r++) {
-            uint64_t h = hashes[r * n + i];
-            same &= h == hashes[i];
-            sum += h;
-            mixed = mti_hash_element(mixed + h, (uint32_t)r);
-        }
-        log->entries[i].hash = log->entries[i].split[axis] ? sum : same ? hashes[i] : mixed;
-        if (!log->entries[i].split[axis] && !same) differs[i] = 1;
+static void mti_log_join_entry(mti_log_entry *entry, int axis, const mti_log_part *parts, int ranks, int stride) {
+    uint64_t sum = parts[0].hash, mixed = sum;
+    int r, same = 1;
+    for (r = 0; r < ranks; r++) entry->differs |= parts[r * stride].differs != 0;
+    for (r = 1; r < ranks; r++) {
+        uint64_t h = parts[r * stride].hash;
+        same &= h == parts[0].hash;
+        sum += h;
+        mixed = mti_hash_element(mixed + h, (uint32_t)r);
     }
+    entry->hash = entry->split[axis] ? sum : same ? parts[0].hash : mixed;
+    entry->differs |= !entry->split[axis] && !same;
+}
+
+static mt_status mti_log_exchange(mt_context *ctx, mt_hash_log *log, mt_comm *comm, mti_log_part *parts) {
+    int64_t words = log->count * (int64_t)(sizeof *parts / sizeof(int32_t));
+    mt_tensor own, all;
+    int i;
+    for (i = 0; i < log->count; i++) {
+        parts[i].hash = log->entries[i].hash;
+        parts[i].differs = (uint64_t)log->entries[i].differs;
+    }
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, words, &own));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, mt_comm_size(comm), words, &all));
+    MT_TRY(mt_upload(ctx, parts, own));
+    MT_TRY(mt_all_gather(ctx, comm, own.data, all.data, (size_t)words, MT_I32));
+    return mt_download(ctx, all, parts);
+}
+
+static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, int axis) {
+    int ranks = mt_comm_size(comm), i;
+    mti_log_part *parts;
+    void *memory;
+    mt_status status;
+    MT_TRY(mti_host_new(ctx, (size_t)log->count * (size_t)ranks * sizeof *parts, &memory));
+    parts = (mti_log_part *)memory;
+    status = mti_log_exchange(ctx, log, comm, parts);
+    for (i = 0; status == MT_SUCCESS && i < log->count; i++)
+        mti_log_join_entry(&log->entries[i], axis, parts + i, ranks, log->count);
     mti_host_free(memory);
     return status;
 }
 
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user) {
     size_t mark;
-    void *differs;
     mt_status status;
     int i;
     MT_TRY(mti_log_check(ctx, "mt_hash_log_flush", log));
     if (!line) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_flush: line is NULL");
     if (log->count == 0) return MT_SUCCESS;
-    MT_TRY(mti_host_new(ctx, (size_t)log->count, &differs));
     mark = mt_arena_mark(ctx);
-    status = mti_log_join(ctx, log, log->grid->tensor, 0, (unsigned char *)differs);
-    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->data, 1, (unsigned char *)differs);
+    status = mti_log_join(ctx, log, log->grid->tensor, 0);
+    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->data, 1);
     mt_arena_release(ctx, mark);
     for (i = 0; status == MT_SUCCESS && i < log->count; i++)
-        line(user, log->entries[i].name, log->entries[i].hash, ((unsigned char *)differs)[i]);
-    mti_host_free(differs);
+        line(user, log->entries[i].name, log->entries[i].hash, log->entries[i].differs);
     log->count = log->last = 0;
     return status;
 }
@@ -1371,7 +1406,7 @@ static mt_status mti_column_product(mt_context *ctx, const mt_param *w, mt_tenso
     int s;
     MT_TRY(mti_canonical(ctx, x, &x)); /* once for all shards */
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mti_shard_cols(y, s, w->shards)));
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mt_shard_cols(y, s, w->shards)));
     return MT_SUCCESS;
 }
 
@@ -1381,7 +1416,7 @@ static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tenso
     mt_tensor b = backward ? bias->grad : bias->value;
     int s;
     for (s = 0; s < bias->shards; s++)
-        MT_TRY(op(ctx, mti_shard_cols(y, s, bias->shards), mti_shard_cols(b, s, bias->shards)));
+        MT_TRY(op(ctx, mt_shard_cols(y, s, bias->shards), mt_shard_cols(b, s, bias->shards)));
     return MT_SUCCESS;
 }
 
@@ -1395,7 +1430,7 @@ typedef struct mti_partial {
 static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
     const mti_partial *p = (const mti_partial *)arg;
     const mt_param *w = p->weight;
-    return mti_gemm(ctx, MT_NO_TRANS, p->trans, mti_shard_cols(p->x, shard, w->shards), mti_param_shard(w, w->value, shard),
+    return mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(p->x, shard, w->shards), mti_param_shard(w, w->value, shard),
                     0.0f, out);
 }
 
@@ -1448,7 +1483,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
     int s;
     MT_TRY(mti_canonical(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mti_shard_cols(dy, s, w->shards), x, 1.0f, mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f, mti_param_shard(w, w->grad, s)));
     return MT_SUCCESS;
 }
 
@@ -1545,9 +1580,9 @@ static mt_status mti_row_gradients(mt_context *ctx, const mt_param *w, mt_tensor
     MT_TRY(mti_canonical(ctx, dy, &dy));
     for (s = 0; s < w->shards && dx.data; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
-                        mti_shard_cols(dx, s, w->shards)));
+                        mt_shard_cols(dx, s, w->shards)));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mti_shard_cols(x, s, w->shards), 1.0f, mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f, mti_param_shard(w, w->grad, s)));
     return MT_SUCCESS;
 }
 
@@ -1676,8 +1711,6 @@ static mt_cross_entropy_shape mti_cross_entropy_shape(mt_comm *tensor, const mt_
     return shape;
 }
 
-static int32_t mti_loss_ignores(const mt_cross_entropy_desc *desc) { return desc->ignore_index ? desc->ignore_index : -100; }
-
 static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tensor,
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
     int shards;
@@ -1703,7 +1736,7 @@ static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, con
     own = mt_tensor_rows(all, mt_comm_rank(tensor) * shards * rows, shards * rows);
     for (s = 0; s < shards; s++) {
         shape = mti_cross_entropy_shape(tensor, desc, cols, s, shards);
-        MT_TRY(mt_cross_entropy_stats(ctx, &shape, mti_shard_cols(logits, s, shards), targets,
+        MT_TRY(mt_cross_entropy_stats(ctx, &shape, mt_shard_cols(logits, s, shards), targets,
                                       mt_tensor_rows(own, s * rows, rows)));
     }
     MT_TRY(mt_all_gather(ctx, tensor, own.data, all.data, (size_t)(shards * rows) * 4, MT_F32));
@@ -1719,7 +1752,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     mt_status status;
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
-    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_loss_ignores(desc)));
+    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_ignore_index(desc->ignore_index)));
     keep = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     mark = mt_arena_mark(ctx);
@@ -1743,7 +1776,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
     shards = mti_shards(ctx, tensor);
     for (s = 0; s < shards; s++) {
         mt_cross_entropy_shape shape = mti_cross_entropy_shape(tensor, desc, saved->logits.cols / shards, s, shards);
-        MT_TRY(mt_cross_entropy_backward(ctx, &shape, mti_shard_cols(saved->logits, s, shards), saved->targets, saved->lse,
+        MT_TRY(mt_cross_entropy_backward(ctx, &shape, mt_shard_cols(saved->logits, s, shards), saved->targets, saved->lse,
                                          dloss, scale));
     }
     return MT_SUCCESS;
@@ -1773,7 +1806,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
     n = params->micro_batches;
     if (n >= (int64_t)1 << params->levels)
         return mti_fail(ctx, MT_ERR_SHAPE, "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
-                        "mt_context_desc.invariant is %d", (long long)n, params->grid->data_size, ctx->invariant);
+                        "mt_context_desc.invariant_data is %d", (long long)n, params->grid->data_size, ctx->invariant_data);
     MT_TRY(mti_sync_partial(ctx, params));
     for (level = 0; n >> level & 1; level++)
         MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
@@ -1839,7 +1872,7 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
             MT_TRY(mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
                                      mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), i, 1)));
     }
-    MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)(v * params->count), MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)v * (size_t)params->count, MT_F32, MT_SUM));
     MT_TRY(mt_tree_sum(ctx, all));
     MT_TRY(mt_sum(ctx, mt_tensor_rows(all, 0, 1), sums));
     return mt_all_reduce(ctx, params->grid->pipeline, sums.data, sums.data, 1, MT_F32, MT_SUM);

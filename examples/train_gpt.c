@@ -29,7 +29,8 @@
 typedef struct options {
     const char *data, *log, *hash_log, *prompt;
     double tp, dp, layers, hidden, heads, kv_heads, ffn, seq, batch, micro_batch, steps, warmup, seed, eval_interval;
-    double sample, vocab, threads, invariant, lr, min_lr, dropout, clip, weight_decay, label_smoothing, temperature, timeout;
+    double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
+    double temperature, timeout;
     int sequence_parallel, no_pinning, rotary, swiglu, rmsnorm, untied, dry_run, help;
 } options;
 
@@ -56,7 +57,8 @@ static const flag flags[] = {
     {"seq", WHOLE, AT(seq), 1, 1 << 20, "tokens per sequence"},
     {"batch", WHOLE, AT(batch), 1, 1 << 20, "sequences per step, over all ranks"},
     {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20, "sequences per forward on a rank (0: all of the rank's)"},
-    {"invariant", WHOLE, AT(invariant), 0, 1024, "compute the same bits on every split up to this one, a power of two (0: off)"},
+    {"invariant", WHOLE, AT(invariant), 0, 1024, "same bits on every split up to so many tensor ranks (0: off)"},
+    {"invariant-data", WHOLE, AT(invariant_data), 0, 1024, "and up to so many data ranks (0: as --invariant)"},
     {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"},
     {"lr", REAL, AT(lr), 0, 1e3, "peak learning rate"},
     {"min-lr", REAL, AT(min_lr), 0, 1e3, "learning rate at the end of the cosine"},
@@ -137,14 +139,15 @@ static int parse_options(int argc, char **argv, options *o) {
 static int check_options(options *o, int64_t tokens, int text) {
     double per_rank = o->batch / o->dp;
     int chosen = o->invariant > 0 && o->micro_batch > 0;
-    if (o->invariant > 0) o->micro_batch = (double)mt_invariant_micro_batch((int)o->invariant, (int64_t)o->batch);
+    if (o->invariant > 0 && o->invariant_data == 0) o->invariant_data = o->invariant;
+    if (o->invariant > 0) o->micro_batch = (double)mt_invariant_micro_batch((int)o->invariant_data, (int64_t)o->batch);
     if (o->micro_batch == 0) o->micro_batch = per_rank;
     if (chosen) fprintf(stderr, "train_gpt: --invariant chooses the micro-batch, leave --micro-batch out\n");
     else if (per_rank != floor(per_rank))
         fprintf(stderr, "train_gpt: --batch %g is not a multiple of --dp %g\n", o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0 && o->invariant > 0)
-        fprintf(stderr, "train_gpt: --invariant %g makes %g micro-batches of --batch %g, which --dp %g cannot share\n",
-                o->invariant, o->batch / o->micro_batch, o->batch, o->dp);
+        fprintf(stderr, "train_gpt: --invariant-data %g makes %g micro-batches of --batch %g, which --dp %g cannot share\n",
+                o->invariant_data, o->batch / o->micro_batch, o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0)
         fprintf(stderr, "train_gpt: the %g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %g\n",
                 per_rank, o->micro_batch);
@@ -286,7 +289,7 @@ static mt_gpt_desc model_of(const options *o) {
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
     mt_context_desc where = {.device = device, .arena_bytes = job->arena_bytes, .threads = (int)o->threads,
-                             .invariant = (int)o->invariant};
+                             .invariant = (int)o->invariant, .invariant_data = (int)o->invariant_data};
     int64_t totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
     mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp};
     mt_gpt_desc model = model_of(o);
@@ -436,18 +439,18 @@ static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, flo
     if (!isfinite(*norm)) {
         MT_TRY(log_weights(t, step));
         if (mt_comm_rank(t->grid.world) == 0)
-            fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are untouched\n",
-                    (long long)step + 1, (double)*loss, (double)*norm);
+            fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are "
+                    "untouched\n", (long long)step + 1, (double)*loss, (double)*norm);
         return MT_ERR_DATA;
     }
     MT_TRY(mt_optimizer_step(t->ctx, &t->optimizer, lr, mt_clip_coefficient(*norm, (float)o->clip)));
     return log_weights(t, step);
 }
 
-/* In micro-batches of a power of two, which every number of data ranks leaves whole. */
+/* In micro-batches of a power of two, which every power of two of data ranks leaves whole. */
 static mt_status evaluate(trainer *t, float *loss) {
     const options *o = &t->job->o;
-    int64_t most = (int64_t)fmin(o->micro_batch, EVAL_SEQUENCES / fmax(o->invariant, o->dp)), micro = 1;
+    int64_t most = (int64_t)fmin(o->micro_batch, EVAL_SEQUENCES / fmax(o->invariant_data, o->dp)), micro = 1;
     while (2 * micro <= most) micro *= 2;
     return run_sequences(t, 0, EVAL_SEQUENCES, micro, 0, loss);
 }
@@ -528,12 +531,13 @@ static void print_token(const dataset *d, int32_t token) {
     else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
 }
 
-/* The logits of the token after history [count]. Sequence parallelism wants a multiple of ranks: the rest is padding. */
+/* The logits of the token after history [count]. Sequence parallelism wants a multiple of ranks, invariant mode the same number
+   of tokens on every split: the rest is padding. */
 static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, float *logits) {
     const options *o = &t->job->o;
-    int64_t ranks = o->sequence_parallel ? t->grid.tensor_size : 1, max = (int64_t)o->seq;
+    int64_t unit = (int64_t)fmax(o->invariant, o->sequence_parallel ? o->tp : 1), max = (int64_t)o->seq;
     int32_t used = (int32_t)(count < max ? count : max);
-    mt_batch batch = {.sequences = 1, .seq = (used + ranks - 1) / ranks * ranks};
+    mt_batch batch = {.sequences = 1, .seq = (int64_t)fmin((double)((used + unit - 1) / unit * unit), (double)max)};
     mt_tensor ids, length, out;
     MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, batch.seq, &ids));
     MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, 1, &length));
@@ -569,7 +573,8 @@ static mt_status sample(trainer *t) {
     float *logits;
     mt_status status;
     if (o->sample == 0 || t->grid.data_rank != 0) return MT_SUCCESS;
-    history = calloc((size_t)(prompt + (int64_t)o->tp + (int64_t)o->sample), sizeof *history); /* padding reads past the end */
+    /* padding reads past the end */
+    history = calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
     logits = malloc((size_t)o->vocab * sizeof *logits);
     for (int64_t i = 0; history && i < prompt; i++)
         history[i] = o->prompt && o->prompt[0] && d->text ? (unsigned char)o->prompt[i] : d->tokens[d->train + i];

@@ -32,7 +32,7 @@
 
 typedef struct model {
     const char *name;
-    int invariant, steps;
+    int invariant, invariant_data, steps;
     int64_t sequences; /* of a step, over all ranks */
     int64_t seq;
     int padded;        /* sequences have different lengths */
@@ -41,24 +41,31 @@ typedef struct model {
 
 /* Sizes that 8 shards do not divide: vocabularies, inner widths, query groups. */
 static const model models[] = {
-    {"GPT-2", 8, 20, 8, 16, 0,
+    {"GPT-2", 8, 8, 20, 8, 16, 0,
      {.vocab = 61, .layers = 2, .max_seq = 20, .embedding_dropout = 0.1f,
       .layer = {.hidden = 32, .heads = 8, .ffn = 52, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"Llama, two heads per group", 8, 20, 16, 8, 0,
+    {"Llama, two heads per group", 8, 8, 20, 16, 8, 0,
      {.vocab = 64, .layers = 2, .max_seq = 8, .untied_head = 1, .label_smoothing = 0.1f, .embedding_dropout = 0.1f,
       .layer = {.hidden = 64, .heads = 16, .kv_heads = 8, .ffn = 44, .norm = MT_RMS_NORM, .activation = MT_SWIGLU,
                 .rotary_base = 10000.0f, .no_bias = 1, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"BERT, padded sequences", 8, 20, 8, 16, 1,
+    {"BERT, padded sequences", 8, 8, 20, 8, 16, 1,
      {.vocab = 50, .layers = 2, .max_seq = 16, .embedding_dropout = 0.1f,
       .layer = {.hidden = 48, .heads = 12, .placement = MT_POST_LN, .activation = MT_GELU_ERF,
                 .mask = MT_MASK_BIDIRECTIONAL, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"residual after norm, 10 groups of 2, micro-batches of 3", 8, 20, 12, 8, 0,
+    {"residual after norm, 10 groups of 2, micro-batches of 3", 8, 8, 20, 12, 8, 0,
      {.vocab = 61, .layers = 2, .max_seq = 8, .untied_head = 1,
       .layer = {.hidden = 40, .heads = 20, .kv_heads = 10, .placement = MT_RESIDUAL_POST_LN, .activation = MT_SWIGLU,
                 .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"4 shards, no dropout", 4, 20, 4, 8, 0,
+    {"4 shards, no dropout", 4, 4, 20, 4, 8, 0,
      {.vocab = 33, .layers = 1, .max_seq = 8, .layer = {.hidden = 24, .heads = 4}}},
-    {"sizes that GEMM libraries block", 8, 3, 8, 96, 0,
+    {"2 query groups on 8 data ranks", 2, 8, 20, 8, 8, 0,
+     {.vocab = 35, .layers = 1, .max_seq = 8, .embedding_dropout = 0.1f,
+      .layer = {.hidden = 24, .heads = 6, .kv_heads = 2, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
+    {"16 shards, some of the vocabulary empty", 16, 2, 20, 4, 16, 0,
+     {.vocab = 9, .layers = 1, .max_seq = 16, .untied_head = 1, .layer = {.hidden = 32, .heads = 16, .ffn = 17}}},
+    {"9 groups on 8 shards", 8, 8, 20, 8, 8, 0,
+     {.vocab = 61, .layers = 1, .max_seq = 8, .layer = {.hidden = 36, .heads = 9, .rotary_base = 100.0f, .ffn = 8}}},
+    {"sizes that GEMM libraries block", 8, 8, 3, 8, 96, 0,
      {.vocab = 500, .layers = 1, .max_seq = 96, .embedding_dropout = 0.1f,
       .layer = {.hidden = 400, .heads = 8, .ffn = 1700, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
 };
@@ -86,6 +93,7 @@ typedef struct run {
     int invariant; /* V, or 0 to see that the default differs */
     trace *reference;
     int compares;  /* 0: rank 0 writes the reference */
+    size_t arena_bytes;
     int *differs;  /* not NULL: counts differences instead of failing */
 } run;
 
@@ -119,9 +127,12 @@ static mt_status complain(const run *run, const char *what, const char *name, in
     return MT_ERR_DATA;
 }
 
+static int is_real(const worker *w) { return mt_context_device(w->rank.ctx) != MT_DEVICE_META; }
+
 static mt_status record(worker *w, const char *what, const char *name, int step, const float *x, int64_t n) {
     const run *run = w->run;
     const float *want = run->reference->data + w->at;
+    if (!is_real(w)) return MT_SUCCESS;
     if (!run->compares) return mt_comm_rank(w->rank.world) == 0 ? extend(run->reference, x, n) : MT_SUCCESS;
     CHECK(w->at + n <= run->reference->count);
     w->at += n;
@@ -161,11 +172,11 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, tokens, &targets));
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, count, &lengths));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, tokens, &losses));
-    for (int64_t i = 0; i < tokens; i++) {
+    for (int64_t i = 0; i < tokens && is_real(w); i++) {
         ((int32_t *)ids.data)[i] = token_of(step, first + i / m->seq, i % m->seq, m->gpt.vocab);
         ((int32_t *)targets.data)[i] = token_of(step, first + i / m->seq, i % m->seq + 1, m->gpt.vocab);
     }
-    for (int64_t i = 0; i < count; i++) ((int32_t *)lengths.data)[i] = (int32_t)(m->seq - (first + i) % 5);
+    for (int64_t i = 0; i < count && is_real(w); i++) ((int32_t *)lengths.data)[i] = (int32_t)(m->seq - (first + i) % 5);
     if (m->padded) batch.lengths = (const int32_t *)lengths.data;
     MT_TRY(mt_gpt_forward(ctx, &w->gpt, &batch, ids.data, targets.data, losses, &w->saved));
     MT_TRY(mt_sum(ctx, losses, loss));
@@ -177,7 +188,7 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
 static mt_status micro_batches(worker *w, int step, float *loss) {
     const model *m = w->run->model;
     mt_context *ctx = w->rank.ctx;
-    int64_t each = mt_invariant_micro_batch(m->invariant, m->sequences), share = m->sequences / w->rank.grid.data_size;
+    int64_t each = mt_invariant_micro_batch(m->invariant_data, m->sequences), share = m->sequences / w->rank.grid.data_size;
     int64_t n = share / each;
     mt_tensor losses;
     size_t mark = mt_arena_mark(ctx);
@@ -187,7 +198,7 @@ static mt_status micro_batches(worker *w, int step, float *loss) {
         MT_TRY(micro_batch(w, step, w->rank.grid.data_rank * share + i * each, each, mt_tensor_rows(losses, i, 1)));
     MT_TRY(mt_tree_sum(ctx, losses));
     MT_TRY(mt_all_reduce(ctx, w->rank.grid.data, losses.data, losses.data, 1, MT_F32, MT_SUM));
-    *loss = *(float *)losses.data;
+    MT_TRY(mt_download(ctx, mt_tensor_rows(losses, 0, 1), loss));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -215,6 +226,30 @@ static mt_status train_step(worker *w, int step) {
     return MT_SUCCESS;
 }
 
+/* What the model answers, to a single token, too. */
+static mt_status infer(worker *w) {
+    const model *m = w->run->model;
+    mt_context *ctx = w->rank.ctx;
+    int64_t tensor = w->run->split.sequence_parallel ? w->rank.grid.tensor_size : 1, lengths[] = {1, 2, m->seq};
+    size_t mark = mt_arena_mark(ctx);
+    for (int i = 0; i < 3; i++) {
+        mt_batch batch = {.sequences = 1, .seq = lengths[i]};
+        int64_t n = lengths[i] * m->gpt.vocab;
+        mt_tensor ids, logits;
+        if (lengths[i] % tensor != 0) {
+            w->at += w->run->compares ? n : 0; /* sequence parallelism cannot split so few */
+            continue;
+        }
+        MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, lengths[i], &ids));
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, lengths[i], m->gpt.vocab, &logits));
+        for (int64_t t = 0; t < lengths[i] && is_real(w); t++) ((int32_t *)ids.data)[t] = token_of(0, 0, t, m->gpt.vocab);
+        MT_TRY(mt_gpt_logits(ctx, &w->gpt, &batch, ids.data, logits));
+        MT_TRY(record(w, "logits", "", 0, logits.data, n));
+        mt_arena_release(ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
 static int64_t largest_parameter(const mt_params *params) {
     int64_t most = 0;
     for (int i = 0; i < mt_params_count(params); i++) {
@@ -236,28 +271,44 @@ static mt_status train(worker *w) {
     MT_TRY(mt_optimizer_create(ctx, w->rank.params, &adamw, &w->optimizer));
     w->host = test_floats(&w->rank, largest_parameter(w->rank.params), 0.0f);
     for (int step = 0; step < steps_of(run->model); step++) MT_TRY(train_step(w, step));
-    CHECK(!run->compares || w->at == run->reference->count);
+    MT_TRY(infer(w));
+    CHECK(!run->compares || !is_real(w) || w->at == run->reference->count);
     return MT_SUCCESS;
 }
 
-static mt_status in_rank(mt_comm *world, const run *run, mt_status (*f)(worker *)) {
+/* peak: of the arena; may be NULL. */
+static mt_status in_rank(mt_comm *world, const run *run, mt_context_desc where, mt_status (*f)(worker *), size_t *peak) {
     worker w = {.run = run};
-    mt_context_desc where = {.arena_bytes = (size_t)64 << 20, .invariant = run->invariant};
     mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    where.invariant = run->invariant;
+    where.invariant_data = run->invariant ? run->model ? run->model->invariant_data : 0 : 0;
     mt_status status = test_rank_open(world, shape, &where, &w.rank);
     if (status == MT_SUCCESS) status = f(&w);
+    if (status == MT_SUCCESS && peak) *peak = mt_arena_peak(w.rank.ctx);
     mt_optimizer_destroy(w.rank.ctx, &w.optimizer);
     mt_gpt_saved_destroy(&w.saved);
     test_rank_close(&w.rank);
     return status;
 }
 
-static mt_status train_rank(mt_comm *world, void *user) { return in_rank(world, (const run *)user, train); }
+static mt_status train_rank(mt_comm *world, void *user) {
+    const run *run = (const struct run *)user;
+    return in_rank(world, run, (mt_context_desc){.arena_bytes = run->arena_bytes}, train, NULL);
+}
+
+/* The arena that rank 0 needs on the meta device has to do for every rank. */
+static void plan(run *run) {
+    mt_comm *world = NULL;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_meta(run->split.tensor * run->split.data, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,
+                  in_rank(world, run, (mt_context_desc){.device = MT_DEVICE_META}, train, &run->arena_bytes));
+    mt_comm_destroy(world);
+}
 
 /* Every split of up to RANKS ranks; the first is one rank. */
 static int list_splits(const model *m, split *list) {
     int n = 0;
-    int64_t most = m->sequences / mt_invariant_micro_batch(m->invariant, m->sequences);
+    int64_t most = m->sequences / mt_invariant_micro_batch(m->invariant_data, m->sequences);
     for (int tensor = 1; tensor <= m->invariant; tensor *= 2)
         for (int data = 1; data <= most && tensor * data <= RANKS; data *= 2)
             for (int sp = 0; sp <= (tensor > 1); sp++) list[n++] = (split){tensor, data, sp};
@@ -271,6 +322,7 @@ static void check_model(const model *m) {
     for (int s = 0; s < n; s++) {
         run r = {.name = m->name, .model = m, .split = list[s], .invariant = m->invariant, .reference = &reference,
                  .compares = s > 0};
+        plan(&r);
         test_launch(list[s].tensor * list[s].data, train_rank, &r);
     }
     printf("      %s: %d splits, %d steps, %lld floats each\n", m->name, n, steps_of(m), (long long)reference.count);
@@ -292,6 +344,7 @@ static void test_default_mode_differs(void **state) {
         int differs = 0;
         run r = {.name = "default", .model = &models[0], .split = splits[i], .reference = &reference, .compares = i > 0,
                  .differs = &differs};
+        plan(&r);
         test_launch(splits[i].tensor * splits[i].data, train_rank, &r);
         assert_true(i == 0 || differs > 5 * steps_of(&models[0]));
     }
@@ -402,6 +455,23 @@ static mt_status mlp(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
+/* One row has no leading dimension that could matter, but may have one. */
+static mt_status mlp_of_one_token(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_mlp_desc d = {.hidden = HIDDEN, .ffn = 52, .no_bias = 1};
+    mt_mlp layer;
+    mt_mlp_saved saved;
+    mt_tensor x = mt_tensor_rows(input(w, HIDDEN, 1, 0), 0, 1), dy = mt_tensor_rows(input(w, HIDDEN, 2, 0), 0, 1);
+    mt_tensor y = output_like(w, x), dx = output_like(w, x);
+    (void)sp;
+    MT_TRY(mt_mlp_create(ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_mlp_forward(ctx, &layer, x, y, &saved));
+    MT_TRY(record(w, "y", "", 0, (const float *)y.data, HIDDEN));
+    MT_TRY(mt_mlp_backward(ctx, &layer, dy, dx, &saved));
+    return record(w, "dx", "", 0, (const float *)dx.data, HIDDEN);
+}
+
 static mt_status attention(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 20, .kv_heads = 10, .rotary_base = 100.0f, .max_seq = SEQ,
@@ -491,7 +561,7 @@ static const struct {
     const char *name;
     mt_status (*run)(worker *w, int sequence_parallel);
 } layers[] = {{"column", column},       {"column in parts", column_in_parts}, {"row", row},
-              {"row in parts", row_in_parts}, {"row of a wider buffer", row_of_a_wider_buffer}, {"mlp", mlp},
+              {"row in parts", row_in_parts}, {"row of a wider buffer", row_of_a_wider_buffer}, {"mlp", mlp}, {"mlp of one token", mlp_of_one_token},
               {"attention", attention}, {"transformer layer", transformer_layer}, {"embedding", embedding},
               {"cross-entropy", cross_entropy}};
 #define LAYERS (int)(sizeof layers / sizeof *layers)
@@ -505,7 +575,9 @@ static mt_status one_layer(worker *w) {
     return MT_SUCCESS;
 }
 
-static mt_status layer_rank(mt_comm *world, void *user) { return in_rank(world, (const run *)user, one_layer); }
+static mt_status layer_rank(mt_comm *world, void *user) {
+    return in_rank(world, (const run *)user, (mt_context_desc){.arena_bytes = (size_t)4 << 20}, one_layer, NULL);
+}
 
 static void test_layers(void **state) {
     (void)state;
@@ -524,22 +596,25 @@ static void test_layers(void **state) {
 
 /* ---- what is refused ----------------------------------------------------------------------------------------------- */
 
-static void refuse_context(int invariant) {
+static void refuse_context(int invariant, int invariant_data) {
     mt_comm *world = NULL;
     mt_context *ctx = NULL;
-    mt_context_desc where = {.invariant = invariant};
-    char word[32];
+    mt_context_desc where = {.invariant = invariant, .invariant_data = invariant_data};
+    char word[64];
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
     ASSERT_STATUS((mt_context *)NULL, MT_ERR_ARGUMENT, mt_context_create(world, &where, &ctx));
-    snprintf(word, sizeof word, "invariant is %d", invariant);
+    snprintf(word, sizeof word, "invariant is %d, invariant_data %d", invariant, invariant_data);
     assert_non_null(strstr(mt_comm_last_error(world), word));
     mt_comm_destroy(world);
 }
 
 static void test_refused_shards(void **state) {
     (void)state;
-    refuse_context(-1);
-    refuse_context(6);
+    refuse_context(-1, 0);
+    refuse_context(6, 0);
+    refuse_context(2048, 0);
+    refuse_context(8, 3);
+    refuse_context(0, 8);
 }
 
 /* A grid on paper whose registry is refused. */
@@ -563,8 +638,8 @@ static void test_refused_grids(void **state) {
     (void)state;
     refuse_grid(8, (mt_grid_desc){.tensor = 3, .data = 1}, "8 virtual shards|3 tensor ranks");
     refuse_grid(4, (mt_grid_desc){.tensor = 8, .data = 1}, "4 virtual shards|8 tensor ranks");
-    refuse_grid(8, (mt_grid_desc){.tensor = 2, .data = 3}, "3 data ranks|up to 8");
-    refuse_grid(2, (mt_grid_desc){.tensor = 1, .data = 4}, "4 data ranks|up to 2");
+    refuse_grid(8, (mt_grid_desc){.tensor = 2, .data = 3}, "8 virtual data shards|3 data ranks");
+    refuse_grid(2, (mt_grid_desc){.tensor = 1, .data = 4}, "2 virtual data shards|4 data ranks");
 }
 
 static void test_refused_calls(void **state) {
@@ -617,7 +692,7 @@ static void test_refused_micro_batches(void **state) {
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_accumulate_gradients(r.ctx, r.params));
         }
         if (count == 5) {
-            REFUSED(r.ctx, MT_ERR_SHAPE, "more than 4|invariant is 4", mt_accumulate_gradients(r.ctx, r.params));
+            REFUSED(r.ctx, MT_ERR_SHAPE, "more than 4|invariant_data is 4", mt_accumulate_gradients(r.ctx, r.params));
         } else if (count == 3) {
             REFUSED(r.ctx, MT_ERR_SHAPE, "3 micro-batches|power of two", mt_sync_gradients(r.ctx, r.params));
         } else {
@@ -625,6 +700,25 @@ static void test_refused_micro_batches(void **state) {
             for (int j = 0; j < 6; j++) assert_true(((float *)p->grad.data)[j] == (float)((1 << count) - 1));
         }
     }
+    test_paper_rank_close(&r);
+}
+
+/* A context of another mode than the registry's, whose sizes would not fit. */
+static void test_refused_context_of_another_mode(void **state) {
+    static const mt_context_desc where = {.invariant = 64};
+    mt_param_desc d = {.name = "p", .rows = 64, .cols = 3, .placement = MT_SPLIT_ROWS};
+    mt_param *p;
+    mt_context *other;
+    test_rank r;
+    float norm;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &other));
+    REFUSED(other, MT_ERR_ARGUMENT, "invariant 64, 64|0, 0", mt_grad_norm(other, r.params, &norm));
+    REFUSED(other, MT_ERR_ARGUMENT, "invariant 64, 64", mt_sync_gradients(other, r.params));
+    mt_context_destroy(other);
     test_paper_rank_close(&r);
 }
 
@@ -660,7 +754,7 @@ static void test_tree_sum(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A tree over the micro-batches needs log2(V / data ranks) gradients more, and no more than that. */
+/* A tree over the micro-batches needs log2(V_d / data ranks) gradients more, and no more than that. */
 static void test_memory(void **state) {
     (void)state;
     for (int data = 1; data <= 8; data *= 2) {
@@ -686,6 +780,7 @@ int main(void) {
         cmocka_unit_test(test_refused_grids),
         cmocka_unit_test(test_refused_calls),
         cmocka_unit_test(test_refused_micro_batches),
+        cmocka_unit_test(test_refused_context_of_another_mode),
         cmocka_unit_test(test_micro_batch_sizes),
         cmocka_unit_test(test_tree_sum),
         cmocka_unit_test(test_memory),

@@ -63,6 +63,20 @@ static void expect_error(const char *words, const char *sentence) {
     if (rc == 0 || !strstr(text, sentence)) fail_msg("train_gpt %s: exit %d, stderr: %s", words, rc, text);
 }
 
+/* A text that does not change when the project does: sentences of a few words, which a small model learns quickly. */
+static void write_text(void) {
+    static const char *const words[] = {"the ", "a ", "rank ", "sums ", "splits ", "rows ", "columns ", "of ",
+                                        "and ", "every ", "layer ", "tensor ", "token ", "has ", "sees ", "again.\n"};
+    static char text[40000];
+    uint64_t seed = 3, word = 0;
+    size_t used = 0;
+    while (used + 16 < sizeof text) {
+        word = (3 * word + 1 + test_random(&seed) % 3) % 16;
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s", words[word]);
+    }
+    write_bytes("text", text, used);
+}
+
 /* The losses and gradient norms of a run, from its CSV. */
 typedef struct curve {
     double loss[STEPS], norm[STEPS], validation[2]; /* the last: after half of the steps, and at the end */
@@ -72,7 +86,8 @@ static curve train_curve(const char *model, const char *split) {
     char words[1024], line[256];
     curve c;
     FILE *f;
-    snprintf(words, sizeof words, "--data megatron.h --steps %d --log %s --sample 0 --eval-interval 25 %s %s", STEPS,
+    write_text();
+    snprintf(words, sizeof words, "--data %s --steps %d --log %s --sample 0 --eval-interval 25 %s %s", in_scratch("text"), STEPS,
              in_scratch("log.csv"), model, split);
     if (run_train_gpt(words) != 0) {
         read_text("err", line, sizeof line);
@@ -94,13 +109,12 @@ static curve train_curve(const char *model, const char *split) {
     return c;
 }
 
-/* 1e-4 relative, at every one of the steps. The gradient norm, a sum over all elements, gets 1e-3: it amplifies what the
-   rounding of 50 steps has done to the weights, and a gradient that is counted twice changes it by percents. */
+/* 1e-4 relative, at every one of the steps; rounding makes about 1e-6, a gradient that is counted twice percents. */
 static void assert_same_curve(const curve *a, const curve *b, const char *split) {
     for (int i = 0; i < STEPS; i++) {
         if (!(fabs(a->loss[i] - b->loss[i]) <= 1e-4 * a->loss[i]))
             fail_msg("%s: step %d: loss %.9g, expected %.9g", split, i, b->loss[i], a->loss[i]);
-        if (!(fabs(a->norm[i] - b->norm[i]) <= 1e-3 * a->norm[i]))
+        if (!(fabs(a->norm[i] - b->norm[i]) <= 1e-4 * a->norm[i]))
             fail_msg("%s: step %d: gradient norm %.9g, expected %.9g", split, i, b->norm[i], a->norm[i]);
     }
     for (int i = 0; i < 2; i++)
@@ -124,7 +138,8 @@ static void test_gpt2_any_split(void **state) {
         "--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 2", "--tp 2 --dp 2", "--tp 4 --dp 2", "--tp 8 --dp 2",
         "--tp 2 --sequence-parallel", "--tp 4 --sequence-parallel", "--tp 8 --sequence-parallel",
         "--tp 2 --dp 2 --sequence-parallel", "--tp 4 --dp 2 --sequence-parallel", "--tp 8 --dp 2 --sequence-parallel",
-        "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel", "--tp 1 --micro-batch 2", "--tp 1 --threads 2", "--tp 2 --threads 2", "--tp 2 --no-pinning",
+        "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel", "--tp 1 --micro-batch 2", "--tp 1 --threads 2",
+        "--tp 2 --threads 2", "--tp 2 --no-pinning",
         "--tp 1 --dp 8"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
@@ -343,11 +358,11 @@ static void test_absurd_flags(void **state) {
         {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
         {"--batch 8 --dp 2 --micro-batch 3", "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
-        {"--invariant 6", "invariant is 6, must be 0 or a power of two"},
+        {"--invariant 6", "invariant is 6, invariant_data 6: must be 0 or a power of two up to 1024"},
         {"--invariant 8 --micro-batch 2", "--invariant chooses the micro-batch"},
         {"--invariant 8", "4 kv_heads cannot be split over 8 virtual shards"},
         {"--invariant 4 --heads 8 --tp 8", "4 virtual shards (mt_context_desc.invariant) cannot be split over 8 tensor ranks"},
-        {"--invariant 4 --batch 12 --dp 3", "makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
+        {"--invariant 4 --batch 12 --dp 3", "--invariant-data 4 makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
         {"--invariant 4 --seq 10 --batch 4", "10 tokens cannot be split into 4 virtual shards"},
         {"--hash-log /nonexistent/hashes --steps 1", "cannot write /nonexistent/hashes"},
         {"--heads 5 --tp 1", "hidden 128 must be a multiple of heads 5"},
@@ -388,8 +403,8 @@ static void test_help(void **state) {
 }
 
 static int remove_scratch(void **state) {
-    static const char *const names[] = {"out", "err", "log.csv", "one.hash", "split.hash", "good.bin", "magic.bin", "version.bin", "short.bin",
-                                        "negative.bin", "empty.bin", "header.bin", "empty.txt", "short.txt", "vocab.bin"};
+    static const char *const names[] = {"out", "err", "text", "log.csv", "one.hash", "split.hash", "good.bin", "magic.bin",
+                                        "version.bin", "short.bin", "negative.bin", "empty.bin", "header.bin", "empty.txt", "short.txt", "vocab.bin"};
     (void)state;
     for (size_t i = 0; i < COUNT(names); i++) remove(in_scratch(names[i]));
     return remove(scratch);
