@@ -15,6 +15,18 @@
 
 #include <cmocka.h>
 
+/* A sanitizer looks at every kind of step, but does not need many of them: tests that compare numbers take fewer. */
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#endif
+#ifndef SANITIZED
+#define SANITIZED 0
+#endif
+
 /* Main thread: fails the test, with the sentence of ctx (may be NULL), unless status is the expected one. */
 #define ASSERT_STATUS(ctx, expected, call)                                                                             \
     do {                                                                                                               \

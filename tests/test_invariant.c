@@ -16,18 +16,6 @@
 #define SMALL_MODELS_ONLY 0
 #endif
 
-/* A sanitizer looks at every kind of step, but does not need many of them. */
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SANITIZED 1
-#endif
-#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#endif
-#ifndef SANITIZED
-#define SANITIZED 0
-#endif
-
 /* ---- models ------------------------------------------------------------------------------------------------------ */
 
 typedef struct model {
