@@ -6,21 +6,26 @@
    and, for a fast GEMM, add  -DMT_USE_ONEDNN ... -ldnnl   or   -DMT_USE_CBLAS ... -lopenblas  to your compiler line.
 
    One contract per operator, stated once, above its declaration. Common to all:
-     - Views are row-major mt_tensor; ld may exceed cols unless "contiguous" is said. Float data is MT_F32 (MT_BF16 and
-       MT_F16 answer MT_ERR_UNSUPPORTED); token ids are int32_t arrays on the context's device.
+     - Views are row-major mt_tensor; ld may exceed cols unless "contiguous" is said. Token ids are int32_t arrays on the
+       context's device.
+     - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
+       MT_F16, each view of a call for itself. Always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of a sum),
+       gradients of parameters (dgain, dbias, dtable, and so the C of a GEMM that adds one up), all that the optimizer touches.
+     - 16-bit values are widened when they are read; a 16-bit result is the fp32 result, rounded once, to nearest even (NaN
+       stays NaN, what is too big is infinity). The CPU holds whole 16-bit views of a call as f32 in the arena.
      - Backward: gradients of parameters are accumulated (+=), gradients of activations are written (=).
      - An optional view is left out by passing mt_none() (data == NULL).
-     - Input and output must not overlap unless "may be the same memory" is said.
+     - Input and output must not overlap unless "may be the same memory" is said; of one type then.
      - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
      - Scratch memory comes from the context's arena and is given back before the call returns.
-     - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE/MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
+     - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
        sentence in mt_last_error(ctx); then nothing was written.
 
    It does not: know about ranks, allocate, keep state, start threads (the GEMM library may; see mt_context_desc.threads).
 
    Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm is
    declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
-   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-gemm >>cpu-attention ...) >>dispatch               */
+   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>dispatch                    */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -37,6 +42,7 @@ MT_API mt_tensor mt_none(void); /* the view that is not there */
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);                      /* y = value */
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y);                      /* y = x, any one dtype */
+MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y); /* y = x, of any float types; if of one, y may be x */
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);          /* y = a + b; y may be a or b */
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);               /* host [rows, cols], contiguous */
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);                   /* waits for x; META gives zeros */
@@ -45,9 +51,9 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);         
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
-/* For looking at differences: *hash += sum over the elements of x of a hash of (global element, bits), modulo 2^64, which does
-   not depend on how the whole is cut into views. (i, j) is global element (first_row + i) * global_cols + first_col + j.
-   Waits for x; MT_DEVICE_META adds nothing. */
+/* For looking at differences: *hash += sum over the elements of x of a hash of (global element, its 32 or 16 bits), modulo
+   2^64, which does not depend on how the whole is cut into views. (i, j) is global element (first_row + i) * global_cols +
+   first_col + j. Waits for x; MT_DEVICE_META adds nothing. */
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash);
 
@@ -285,13 +291,10 @@ static int64_t mti_mul(int64_t a, int64_t b) {
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
         return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s has data type %d, which does not exist", where, name, (int)dtype);
-    if (dtype == MT_BF16 || dtype == MT_F16)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %s is %s, which is not built yet", where, name,
-                        mt_dtype_name(dtype));
     return MT_SUCCESS;
 }
 
-/* Any shape, any built dtype. NULL data is fine where there is no element. */
+/* Any shape, any dtype. NULL data is fine where there is no element. */
 static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     int64_t ld = mti_ld(t);
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -312,20 +315,47 @@ static mt_status mti_expect_f32(mt_context *ctx, const char *where, const char *
     return MT_SUCCESS;
 }
 
-/* An f32 view of exactly [rows, cols]. */
-static mt_status mti_expect_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                 int64_t cols) {
-    MT_TRY(mti_expect_f32(ctx, where, name, t));
+static int mti_is_float(mt_dtype dtype) { return dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16; }
+
+/* Any shape, any of the float types. */
+static mt_status mti_expect_float(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
+    MT_TRY(mti_expect_view(ctx, where, name, t));
+    if (!mti_is_float(t.dtype))
+        return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32, bf16 or f16", where, name, mt_dtype_name(t.dtype));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_size(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
+                                int64_t cols) {
     if (t.rows != rows || t.cols != cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, name,
                         (long long)t.rows, (long long)t.cols, (long long)rows, (long long)cols);
     return MT_SUCCESS;
 }
 
+/* A view of exactly [rows, cols]: f32 here, of any float type below. */
+static mt_status mti_expect_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
+                                 int64_t cols) {
+    MT_TRY(mti_expect_f32(ctx, where, name, t));
+    return mti_expect_size(ctx, where, name, t, rows, cols);
+}
+
+static mt_status mti_expect_float_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
+                                       int64_t cols) {
+    MT_TRY(mti_expect_float(ctx, where, name, t));
+    return mti_expect_size(ctx, where, name, t, rows, cols);
+}
+
 static mt_status mti_expect_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
                                     int64_t cols) {
     if (!ctx) return MT_ERR_ARGUMENT;
     return t.data ? mti_expect_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
+}
+
+static mt_status mti_expect_float_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t,
+                                          int64_t rows, int64_t cols) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return t.data ? mti_expect_float_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
 }
 
 static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const char *name, const void *ptr,
@@ -534,6 +564,79 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
     for (j = 0; j < n; j++) y[j] *= factor;
 }
 
+/* ---- >>cpu-half ------------------------------------------------------------------------------------------------- */
+
+static uint16_t *mti_row16(mt_tensor t, int64_t row) { return t.data ? (uint16_t *)t.data + row * mti_ld(t) : NULL; }
+
+MTI_INLINE float mti_bf16_to_f32(uint16_t h) { return mti_from_bits((uint32_t)h << 16); }
+
+/* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the largest
+   number it carries into infinity. Only NaN goes another way: its top bits stay, and it is quiet. */
+MTI_INLINE uint16_t mti_f32_to_bf16(float x) {
+    uint32_t u = mti_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    return (uint16_t)(((u & 0x7fffffffu) > 0x7f800000u ? u | 0x00400000u : rounded) >> 16);
+}
+
+/* The exponents are 112 apart, at infinity and NaN another 112. A denormal m * 2^-24 is the mantissa of 2^-14 + m * 2^-24.
+   Here and below, floats are added whatever the number is, and no denormal of f32 matters: compilers vectorise that, and a
+   processor that flushes denormals does no harm. */
+MTI_INLINE float mti_f16_to_f32(uint16_t h) {
+    uint32_t size = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
+    uint32_t exponent = size < 0x7c00u ? 112u : 224u, less = size < 0x0400u ? 0x38800000u : 0u; /* 2^-14 */
+    exponent = size < 0x0400u ? 113u : exponent;
+    return mti_from_bits(mti_bits(mti_from_bits((size << 13) + (exponent << 23)) - mti_from_bits(less)) | sign);
+}
+
+/* Adding 2^13 times the power of two below |x|, or below the smallest normal f16, rounds to f16's last place, and leaves the
+   count of it in the low bits of the sum: 1024 to 2048, less for a denormal. 2^16 stands for all above, and comes out as
+   infinity, as 65520, halfway to it from the largest, does. */
+MTI_INLINE uint16_t mti_f32_to_f16(float x) {
+    uint32_t u = mti_bits(x), size = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
+    uint32_t nan = size > 0x7f800000u ? 0x0200u | ((size >> 13) & 0x3ffu) : 0u;
+    uint32_t finite = size < 0x47800000u ? size : 0x47800000u, below = finite & 0x7f800000u;
+    uint32_t power = below > 0x38800000u ? below : 0x38800000u, shifted = power + (13u << 23);
+    uint32_t count = mti_bits(mti_from_bits(finite) + mti_from_bits(shifted)) - shifted;
+    return (uint16_t)((((power - 0x38800000u) >> 13) + count) | nan | sign);
+}
+
+static void mti_row_widen(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
+    int64_t j;
+    if (dtype == MT_BF16) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_bf16_to_f32(x[j]);
+    } else {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_f16_to_f32(x[j]);
+    }
+}
+
+static void mti_row_round(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
+    int64_t j;
+    if (dtype == MT_BF16) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_f32_to_bf16(x[j]);
+    } else {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_f32_to_f16(x[j]);
+    }
+}
+
+/* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
+static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
+    float room[MTI_BLOCK];
+    int64_t i, j, n;
+    for (i = 0; i < x.rows; i++) {
+        if (x.dtype == MT_F32) mti_row_round(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
+        else if (y.dtype == MT_F32) mti_row_widen(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
+        else
+            for (j = 0; j < x.cols; j += n) {
+                n = mti_min(MTI_BLOCK, x.cols - j);
+                mti_row_widen(x.dtype, mti_row16(x, i) + j, room, n);
+                mti_row_round(y.dtype, room, mti_row16(y, i) + j, n);
+            }
+    }
+}
+
 /* ---- >>cpu-memory ----------------------------------------------------------------------------------------------- */
 
 static void mti_cpu_fill(mt_tensor y, float value) {
@@ -567,9 +670,13 @@ static uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
 static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols) {
     uint64_t sum = 0;
     int64_t i, j;
-    for (i = 0; i < x.rows; i++)
-        for (j = 0; j < x.cols; j++)
-            sum += mti_hash_element((uint64_t)((first_row + i) * global_cols + first_col + j), mti_bits(mti_row(x, i)[j]));
+    for (i = 0; i < x.rows; i++) {
+        uint64_t e = (uint64_t)((first_row + i) * global_cols + first_col);
+        if (x.dtype == MT_F32)
+            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_bits(mti_row(x, i)[j]));
+        else
+            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
+    }
     return sum;
 }
 
@@ -1693,12 +1800,64 @@ static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor grad
 
 /* ---- >>dispatch ------------------------------------------------------------------------------------------------- */
 
-/* Every function checks all it is given, then runs the loop of its device. A meta context has none. */
+/* Every function checks all it is given, then runs the loop of its device. A meta context has none.
+
+   The loops of the CPU are f32. Meanwhile an f32 copy in the arena stands for each 16-bit view: filled before if the view is
+   read (MTI_IN), rounded into it after if it is written (MTI_OUT). An f32 view stands for itself. */
+enum { MTI_IN = 1, MTI_OUT = 2, MTI_IN_OUT = 3 };
+#define MTI_RESULTS 2 /* activations that one operator writes, at most */
+
+typedef struct mti_wide {
+    mt_context *ctx;
+    size_t mark; /* of the arena, before the copies */
+    int results;
+    mt_tensor f32[MTI_RESULTS], given[MTI_RESULTS];
+} mti_wide;
+
+MTI_INLINE void mti_wide_begin(mt_context *ctx, mti_wide *w) {
+    w->ctx = ctx;
+    w->mark = mt_arena_mark(ctx);
+    w->results = 0;
+}
+
+static void mti_wide_round(mti_wide *w) {
+    int i;
+    for (i = 0; w->ctx->device == MT_DEVICE_CPU && i < w->results; i++) mti_cpu_convert(w->f32[i], w->given[i]);
+}
+
+/* Gives the arena back, also where the operator itself took from it. */
+MTI_INLINE mt_status mti_wide_end(mti_wide *w, mt_status status) {
+    if (status == MT_SUCCESS && w->results > 0) mti_wide_round(w);
+    mt_arena_release(w->ctx, w->mark);
+    return status;
+}
+
+static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
+    mt_tensor given = *t;
+    mt_status status;
+    if (!given.data) return MT_SUCCESS;
+    status = mt_arena_tensor(w->ctx, MT_F32, given.rows, given.cols, t);
+    if (status != MT_SUCCESS) return mti_wide_end(w, status);
+    if ((use & MTI_IN) && w->ctx->device == MT_DEVICE_CPU) mti_cpu_convert(given, *t);
+    if (use & MTI_OUT) {
+        w->f32[w->results] = *t;
+        w->given[w->results++] = given;
+    }
+    return MT_SUCCESS;
+}
+
+/* *t becomes an f32 view; where that fails, nothing is left to end. */
+MTI_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
+    return t->dtype == MT_F32 ? MT_SUCCESS : mti_widen_half(w, use, t);
+}
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
-    MT_TRY(mti_expect_f32(ctx, "mt_fill", "y", y));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_fill", "y", y));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_fill(y, value);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
@@ -1714,12 +1873,26 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    MT_TRY(mti_expect_f32(ctx, "mt_add", "y", y));
-    MT_TRY(mti_expect_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
+MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_expect_float(ctx, "mt_convert", "x", x));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_convert", "y", y, x.rows, x.cols));
+    if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
+    if (ctx->device == MT_DEVICE_CPU && x.dtype == y.dtype) mti_cpu_copy(x, y);
+    else if (ctx->device == MT_DEVICE_CPU) mti_cpu_convert(x, y);
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_add", "y", y));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &a));
+    MT_TRY(mti_widen(&w, MTI_IN, &b));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
@@ -1741,7 +1914,7 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
 
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash) {
-    MT_TRY(mti_expect_f32(ctx, "mt_hash", "x", x));
+    MT_TRY(mti_expect_float(ctx, "mt_hash", "x", x));
     if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
                         (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
@@ -1750,10 +1923,13 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
 }
 
 static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
-    MT_TRY(mti_expect_f32(ctx, where, "x", x));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, where, "x", x));
     MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_sum(x, squares, out);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
@@ -1787,8 +1963,8 @@ static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_trans
 
 /* CBLAS takes int sizes; the same limit everywhere, so that a program does not depend on the library it was
    built with. */
-static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g) {
-    int64_t size = mti_max(mti_max(g->m, g->n), g->k), ld = mti_max(mti_max(g->lda, g->ldb), g->ldc);
+static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+    int64_t size = mti_max(mti_max(g->m, g->n), g->k), ld = mti_max(mti_max(mti_ld(a), mti_ld(b)), mti_ld(c));
     if (mti_max(size, ld) > INT_MAX)
         return mti_fail(ctx, MT_ERR_UNSUPPORTED,
                         "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
@@ -1800,13 +1976,18 @@ static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g) {
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c) {
     mti_matmul g;
+    mti_wide w;
     void *scratch = NULL;
-    mt_status status = MT_SUCCESS;
-    size_t mark;
-    MT_TRY(mti_expect_f32(ctx, "mt_gemm", "a", a));
-    MT_TRY(mti_expect_f32(ctx, "mt_gemm", "b", b));
-    MT_TRY(mti_expect_f32(ctx, "mt_gemm", "c", c));
+    mt_status status;
+    MT_TRY(mti_expect_float(ctx, "mt_gemm", "a", a));
+    MT_TRY(mti_expect_float(ctx, "mt_gemm", "b", b));
+    MT_TRY(mti_expect_float(ctx, "mt_gemm", "c", c));
     MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
+    MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &a));
+    MT_TRY(mti_widen(&w, MTI_IN, &b));
+    MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &c));
     g.trans_a = trans_a == MT_TRANS;
     g.trans_b = trans_b == MT_TRANS;
     g.alpha = alpha;
@@ -1817,26 +1998,30 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     g.lda = mti_max(1, mti_ld(a));
     g.ldb = mti_max(1, mti_ld(b));
     g.ldc = mti_max(1, mti_ld(c));
-    MT_TRY(mti_expect_gemm_sizes(ctx, &g));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch));
-    if (ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
-    mt_arena_release(ctx, mark);
-    return status;
+    status = mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch);
+    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
+    return mti_wide_end(&w, status);
 }
 
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    MT_TRY(mti_expect_f32(ctx, "mt_bias_forward", "y", y));
-    MT_TRY(mti_expect_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_forward", "y", y));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN_OUT, &y));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_forward(y, bias);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    MT_TRY(mti_expect_f32(ctx, "mt_bias_backward", "dy", dy));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_backward", "dy", dy));
     MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_column_sums(dy, dbias);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 /* Also gives the width of h that belongs to y. */
@@ -1849,94 +2034,132 @@ static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_ac
 }
 
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
+    mti_wide w;
     int64_t width = 0;
-    MT_TRY(mti_expect_f32(ctx, "mt_activation_forward", "y", y));
+    MT_TRY(mti_expect_float(ctx, "mt_activation_forward", "y", y));
     MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind, y, &width));
-    MT_TRY(mti_expect_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
-    MT_TRY(mti_expect_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
     MT_TRY(mti_expect_apart(ctx, "mt_activation_forward", "y", y, "h", h));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, bias.data ? MTI_IN_OUT : MTI_IN, &h));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_forward(kind, h, bias, y);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias) {
+    mti_wide w;
     int64_t width = 0;
-    MT_TRY(mti_expect_f32(ctx, "mt_activation_backward", "dy", dy));
+    MT_TRY(mti_expect_float(ctx, "mt_activation_backward", "dy", dy));
     MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind, dy, &width));
-    MT_TRY(mti_expect_shape(ctx, "mt_activation_backward", "h", h, dy.rows, width));
-    MT_TRY(mti_expect_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "h", h, dy.rows, width));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
     MT_TRY(mti_expect_optional(ctx, "mt_activation_backward", "dbias", dbias, 1, width));
     MT_TRY(mti_expect_apart(ctx, "mt_activation_backward", "dh", dh, "dy", dy));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &h));
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dh));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
                                 const char *bias_name, mt_tensor bias) {
-    MT_TRY(mti_expect_f32(ctx, where, "x", x));
+    MT_TRY(mti_expect_float(ctx, where, "x", x));
     if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
     if (x.cols == 0) return mti_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
-    MT_TRY(mti_expect_shape(ctx, where, "gain", gain, 1, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, where, "gain", gain, 1, x.cols));
     if (kind == MT_RMS_NORM && bias.data)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
                         bias_name, (long long)bias.rows, (long long)bias.cols);
-    return mti_expect_optional(ctx, where, bias_name, bias, 1, x.cols);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats) {
+    mti_wide w;
     MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, gain, "bias", bias));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_forward", "bias", bias, 1, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
     MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
     if (!(eps >= 0.0f && eps <= FLT_MAX))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MT_TRY(mti_widen(&w, MTI_IN, &gain));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
+    mti_wide w;
     MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, gain, "dbias", dbias));
+    MT_TRY(mti_expect_optional(ctx, "mt_norm_backward", "dbias", dbias, 1, x.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "stats", stats, x.rows, 2));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dy", dy, x.rows, x.cols));
-    MT_TRY(mti_expect_optional(ctx, "mt_norm_backward", "dresidual", dresidual, x.rows, x.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dy", dy, x.rows, x.cols));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_backward", "dresidual", dresidual, x.rows, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dgain", dgain, 1, x.cols));
     MT_TRY(mti_expect_apart(ctx, "mt_norm_backward", "dx", dx, "x", x));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MT_TRY(mti_widen(&w, MTI_IN, &gain));
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MT_TRY(mti_widen(&w, MTI_IN, &dresidual));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
     if (ctx->device == MT_DEVICE_CPU)
         mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    MT_TRY(mti_expect_f32(ctx, "mt_random_normal", "y", y));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_random_normal", "y", y));
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_random_normal(y, std, at);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y) {
-    MT_TRY(mti_expect_f32(ctx, "mt_bias_dropout_add_forward", "x", x));
-    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_forward", "bias", bias, 1, x.cols));
-    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_forward", "x", x));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "bias", bias, 1, x.cols));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
     MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_forward", dropout, x.rows, x.cols));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MT_TRY(mti_widen(&w, MTI_IN, &residual));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                               mt_tensor dbias) {
-    MT_TRY(mti_expect_f32(ctx, "mt_bias_dropout_add_backward", "dy", dy));
-    MT_TRY(mti_expect_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_backward", "dy", dy));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
     MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_backward", "dbias", dbias, 1, dy.cols));
     MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_backward", dropout, dy.rows, dy.cols));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 /* Sizes that exist, and qkv (or dqkv) of the shape they ask for. */
@@ -1952,8 +2175,8 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
                         "shape",
                         where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
                         (long long)s->heads_per_group, (long long)s->head_dim);
-    return mti_expect_shape(ctx, where, name, qkv, s->batch * s->seq,
-                            s->groups * (s->heads_per_group + 2) * s->head_dim);
+    return mti_expect_float_shape(ctx, where, name, qkv, s->batch * s->seq,
+                                  s->groups * (s->heads_per_group + 2) * s->head_dim);
 }
 
 static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
@@ -1971,7 +2194,7 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
     int64_t heads;
     MT_TRY(mti_expect_heads(ctx, where, s, "qkv", qkv));
     heads = s->groups * s->heads_per_group;
-    MT_TRY(mti_expect_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
+    MT_TRY(mti_expect_float_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
     if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
     MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
@@ -2002,42 +2225,46 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_s
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
     mti_attention a;
+    mti_wide w;
     mt_status status;
-    size_t mark;
     MT_TRY(mti_expect_attention(ctx, "mt_attention_forward", shape, qkv, out));
     MT_TRY(
         mti_expect_optional(ctx, "mt_attention_forward", "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
     MT_TRY(mti_expect_apart(ctx, "mt_attention_forward", "out", out, "qkv", qkv));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &qkv));
+    MT_TRY(mti_widen(&w, MTI_OUT, &out));
     a = mti_attention_resolve(ctx, shape, qkv, out, lse);
-    mark = mt_arena_mark(ctx);
     status = mti_attention_scratch(&a, 0);
     if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_forward(&a);
-    mt_arena_release(ctx, mark);
-    return status;
+    return mti_wide_end(&w, status);
 }
 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
     const char *where = "mt_attention_backward";
     mti_attention a;
+    mti_wide w;
     mt_status status;
-    size_t mark;
     MT_TRY(mti_expect_attention(ctx, where, shape, qkv, out));
     MT_TRY(mti_expect_shape(ctx, where, "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
-    MT_TRY(mti_expect_shape(ctx, where, "dout", dout, out.rows, out.cols));
-    MT_TRY(mti_expect_shape(ctx, where, "dqkv", dqkv, qkv.rows, qkv.cols));
+    MT_TRY(mti_expect_float_shape(ctx, where, "dout", dout, out.rows, out.cols));
+    MT_TRY(mti_expect_float_shape(ctx, where, "dqkv", dqkv, qkv.rows, qkv.cols));
     MT_TRY(mti_expect_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "dout", dout));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &qkv));
+    MT_TRY(mti_widen(&w, MTI_IN, &out));
+    MT_TRY(mti_widen(&w, MTI_IN, &dout));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dqkv));
     a = mti_attention_resolve(ctx, shape, qkv, out, lse);
     a.dout = dout;
     a.dqkv = dqkv;
-    mark = mt_arena_mark(ctx);
     status = mti_attention_scratch(&a, 1);
     if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_backward(&a);
-    mt_arena_release(ctx, mark);
-    return status;
+    return mti_wide_end(&w, status);
 }
 
 static mt_status mti_expect_even(mt_context *ctx, const char *where, int64_t head_dim) {
@@ -2046,21 +2273,28 @@ static mt_status mti_expect_even(mt_context *ctx, const char *where, int64_t hea
 }
 
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
-    MT_TRY(mti_expect_f32(ctx, "mt_rotary_table", "table", table));
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_rotary_table", "table", table));
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
     if (!(base > 0.0f && base <= FLT_MAX))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %g, must be positive", (double)base);
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_OUT, &table));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary_table(base, table);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_shape *shape, mt_tensor table,
                             float sign, const char *name, mt_tensor qkv) {
+    mti_wide w;
     MT_TRY(mti_expect_heads(ctx, where, shape, name, qkv));
     MT_TRY(mti_expect_even(ctx, where, shape->head_dim));
-    MT_TRY(mti_expect_shape(ctx, where, "table", table, shape->seq, shape->head_dim));
+    MT_TRY(mti_expect_float_shape(ctx, where, "table", table, shape->seq, shape->head_dim));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &table));
+    MT_TRY(mti_widen(&w, MTI_IN_OUT, &qkv));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary(shape, table, sign, qkv);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv) {
@@ -2095,8 +2329,8 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
 
 static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
                                      int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
-    MT_TRY(mti_expect_f32(ctx, where, table_name, table));
-    MT_TRY(mti_expect_f32(ctx, where, y_name, y));
+    MT_TRY(mti_expect_float(ctx, where, table_name, table));
+    MT_TRY(mti_expect_float(ctx, where, y_name, y));
     if (table.cols != y.cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], %s is [%lld, %lld]: widths differ", where,
                         table_name, (long long)table.rows, (long long)table.cols, y_name, (long long)y.rows,
@@ -2109,16 +2343,24 @@ static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const 
 
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
+    mti_wide w;
     MT_TRY(mti_expect_embedding(ctx, "mt_embedding_forward", "table", table, first_row, ids, "y", y));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &table));
+    MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_forward(table, first_row, ids, beta, y);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable) {
+    mti_wide w;
+    MT_TRY(mti_expect_f32(ctx, "mt_embedding_backward", "dtable", dtable));
     MT_TRY(mti_expect_embedding(ctx, "mt_embedding_backward", "dtable", dtable, first_row, ids, "dy", dy));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_backward(dy, first_row, ids, dtable);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shape *s) {
@@ -2135,12 +2377,15 @@ static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, co
 
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
+    mti_wide w;
     MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_stats", shape));
-    MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_stats", "logits", logits));
+    MT_TRY(mti_expect_float(ctx, "mt_cross_entropy_stats", "logits", logits));
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_stats", "stats", stats, logits.rows, 4));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_stats", "targets", targets, logits.rows));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &logits));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_stats(shape, logits, targets, stats);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
@@ -2159,13 +2404,16 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
+    mti_wide w;
     MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_backward", shape));
-    MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_backward", "logits", logits));
+    MT_TRY(mti_expect_float(ctx, "mt_cross_entropy_backward", "logits", logits));
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_backward", "lse", lse, 2, logits.rows));
     MT_TRY(mti_expect_optional(ctx, "mt_cross_entropy_backward", "dloss", dloss, 1, logits.rows));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_backward", "targets", targets, logits.rows));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale);
-    return MT_SUCCESS;
+    return mti_wide_end(&w, MT_SUCCESS);
 }
 
 static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {

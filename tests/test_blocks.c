@@ -1449,8 +1449,8 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     assert_int_equal(backward_of_nothing(b, NULL, x, y), MT_ERR_ARGUMENT);
     REFUSED(ctx, MT_ERR_ARGUMENT, "NULL", forward_of_nothing(b, ctx, x, y));
     REFUSED(ctx, MT_ERR_ARGUMENT, "NULL", backward_of_nothing(b, ctx, x, y));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "x is bf16", forward_with(b, batch, with(x, n, h, h, MT_BF16), y));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "y is f16", forward_with(b, batch, x, with(y, n, h, h, MT_F16)));
+    REFUSED(ctx, MT_ERR_DTYPE, "x is bf16", forward_with(b, batch, with(x, n, h, h, MT_BF16), y));
+    REFUSED(ctx, MT_ERR_DTYPE, "y is f16", forward_with(b, batch, x, with(y, n, h, h, MT_F16)));
     REFUSED(ctx, MT_ERR_DTYPE, "x is i32", forward_with(b, batch, with(x, n, h, h, MT_I32), y));
     REFUSED(ctx, MT_ERR_SHAPE, "x is|15]|16]", forward_with(b, batch, with(x, n, 15, 16, MT_F32), y));
     REFUSED(ctx, MT_ERR_SHAPE, "y is|15]|16]", forward_with(b, batch, x, with(y, n, 15, 16, MT_F32)));
@@ -1462,8 +1462,8 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL", forward_with(b, batch, x, mt_tensor_f32(NULL, n, h)));
     REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", backward_with(b, batch, x, y, NULL));
     REFUSED(ctx, MT_ERR_SHAPE, "saved", backward_with(b, batch, x, y, &s)); /* of no forward */
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "dy is bf16", backward_with(b, batch, with(x, n, h, h, MT_BF16), y, &s));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "dx is bf16", backward_with(b, batch, x, with(y, n, h, h, MT_BF16), &s));
+    REFUSED(ctx, MT_ERR_DTYPE, "dy is bf16", backward_with(b, batch, with(x, n, h, h, MT_BF16), y, &s));
+    REFUSED(ctx, MT_ERR_DTYPE, "dx is bf16", backward_with(b, batch, x, with(y, n, h, h, MT_BF16), &s));
     REFUSED(ctx, MT_ERR_SHAPE, "dy is|15]", backward_with(b, batch, with(x, n, 15, 16, MT_F32), y, &s));
     REFUSED(ctx, MT_ERR_SHAPE, "dx is|15]", backward_with(b, batch, x, with(y, n, 15, 16, MT_F32), &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy is|data is NULL", backward_with(b, batch, mt_tensor_f32(NULL, n, h), y, &s));
@@ -1665,7 +1665,7 @@ static void gpt_data_is_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create", mt_gpt_forward(r->ctx, gpt, &good, ids, ids, loss, &none));
     REFUSED(r->ctx, MT_ERR_SHAPE, "loss|[1, 11]|[1, 12]",
             mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_f32(out, 1, 11), saved));
-    REFUSED(r->ctx, MT_ERR_UNSUPPORTED, "loss|bf16",
+    REFUSED(r->ctx, MT_ERR_DTYPE, "loss|bf16",
             mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_make(out, MT_BF16, 1, 12), saved));
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "loss is|data is NULL",
             mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_f32(NULL, 1, 12), saved));

@@ -204,8 +204,7 @@ static void test_bad_inputs(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "a is [-3, 4]", GEMM(mt_tensor_f32((float *)a.data, -3, 4), b, c));
     ASSERT_REFUSED(MT_ERR_SHAPE, "a is [3, 4] with ld 9223372036854775807", GEMM(with_ld(a, INT64_MAX), b, c));
     ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "largest ld 3000000000", GEMM(with_ld(a, 3000000000), b, c));
-    ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "b is bf16", GEMM(a, with_dtype(b, MT_BF16), c));
-    ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "b is f16", GEMM(a, with_dtype(b, MT_F16), c));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "b is u8, must be f32, bf16 or f16", GEMM(a, with_dtype(b, MT_U8), c));
     ASSERT_REFUSED(MT_ERR_DTYPE, "c is i32, must be f32", GEMM(a, b, with_dtype(c, MT_I32)));
     ASSERT_REFUSED(MT_ERR_DTYPE, "a has data type 77", GEMM(with_dtype(a, (mt_dtype)77), b, c));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "c [4, 4] and a [4, 4] are the same memory",

@@ -1411,8 +1411,8 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     mt_context *ctx = l->ctx;
     mt_linear_saved saved = saved_of(x), wrong;
     char words[64];
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "x|bf16", any_forward(l, with_dtype(x, MT_BF16), y, NULL));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "y|f16", any_forward(l, x, with_dtype(y, MT_F16), NULL));
+    REFUSED(ctx, MT_ERR_DTYPE, "x|bf16", any_forward(l, with_dtype(x, MT_BF16), y, NULL));
+    REFUSED(ctx, MT_ERR_DTYPE, "y|f16", any_forward(l, x, with_dtype(y, MT_F16), NULL));
     REFUSED(ctx, MT_ERR_DTYPE, "x|i32", any_forward(l, with_dtype(x, MT_I32), y, NULL));
     REFUSED(ctx, MT_ERR_DTYPE, "y|u8", any_forward(l, x, with_dtype(y, MT_U8), NULL));
     snprintf(words, sizeof words, "[%lld, %lld]", (long long)x.rows, (long long)x.cols + 1);
@@ -1425,8 +1425,8 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     REFUSED(ctx, MT_ERR_ARGUMENT, "x is|data is NULL", any_forward(l, mt_tensor_f32(NULL, x.rows, x.cols), y, NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL", any_forward(l, x, mt_tensor_f32(NULL, y.rows, y.cols), NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", any_backward(l, y, x, NULL));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "dy|bf16", any_backward(l, with_dtype(y, MT_BF16), x, &saved));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "dx|bf16", any_backward(l, y, with_dtype(x, MT_BF16), &saved));
+    REFUSED(ctx, MT_ERR_DTYPE, "dy|bf16", any_backward(l, with_dtype(y, MT_BF16), x, &saved));
+    REFUSED(ctx, MT_ERR_DTYPE, "dx|bf16", any_backward(l, y, with_dtype(x, MT_BF16), &saved));
     REFUSED(ctx, MT_ERR_DTYPE, "dx|i32", any_backward(l, y, with_dtype(x, MT_I32), &saved));
     REFUSED(ctx, MT_ERR_SHAPE, "dy", any_backward(l, with_shape(y, y.rows, y.cols - 1, 0), x, &saved));
     REFUSED(ctx, MT_ERR_SHAPE, "dx", any_backward(l, y, with_shape(x, x.rows, x.cols - 1, 0), &saved));
@@ -1435,7 +1435,7 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     memset(&wrong, 0, sizeof wrong);
     REFUSED(ctx, MT_ERR_SHAPE, "saved->x", any_backward(l, y, x, &wrong));
     wrong = saved_of(with_dtype(x, MT_BF16));
-    REFUSED(ctx, MT_ERR_UNSUPPORTED, "saved->x", any_backward(l, y, x, &wrong));
+    REFUSED(ctx, MT_ERR_DTYPE, "saved->x", any_backward(l, y, x, &wrong));
 }
 
 static void test_linear_calls_refuse(void **state) {
@@ -1558,7 +1558,7 @@ static void test_embedding_refuses(void **state) {
         REFUSED(r.ctx, MT_ERR_SHAPE, "[2, 4]|[1, 4]", f(r.ctx, &e, ids, 4, y));
         REFUSED(r.ctx, MT_ERR_SHAPE, "[2, 3]", f(r.ctx, &e, ids, 8, with_shape(y, 2, 3, 0)));
         REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 8", f(r.ctx, &e, ids, 8, with_shape(y, 2, 4, 8)));
-        REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "bf16", f(r.ctx, &e, ids, 8, with_dtype(y, MT_BF16)));
+        REFUSED(r.ctx, MT_ERR_DTYPE, "bf16", f(r.ctx, &e, ids, 8, with_dtype(y, MT_BF16)));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "data is NULL", f(r.ctx, &e, ids, 8, mt_tensor_f32(NULL, 2, 4)));
     }
     test_untouched("y", (const float *)y.data, 8, 7.0f);
@@ -1610,8 +1610,8 @@ static void test_cross_entropy_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[3, 1]", FORWARD(r.ctx, tensor, &d, x, targets, with_shape(loss, 3, 1, 0)));
     REFUSED(r.ctx, MT_ERR_SHAPE, "-1",
             FORWARD(r.ctx, tensor, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "logits|bf16", FORWARD(r.ctx, tensor, &d, with_dtype(x, MT_BF16), targets, loss));
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "loss|bf16", FORWARD(r.ctx, tensor, &d, x, targets, with_dtype(loss, MT_BF16)));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "logits|bf16", FORWARD(r.ctx, tensor, &d, with_dtype(x, MT_BF16), targets, loss));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "loss|bf16", FORWARD(r.ctx, tensor, &d, x, targets, with_dtype(loss, MT_BF16)));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits is|data is NULL", FORWARD(r.ctx, tensor, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss is|data is NULL", FORWARD(r.ctx, tensor, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
 #undef FORWARD
@@ -1622,7 +1622,7 @@ static void test_cross_entropy_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", BACKWARD(r.ctx, tensor, &d, mt_none(), 1.0f, NULL));
     REFUSED(r.ctx, MT_ERR_SHAPE, "[0, 0]", BACKWARD(r.ctx, tensor, &d, mt_none(), 1.0f, &saved));
     REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(r.ctx, tensor, &d, with_shape(loss, 1, 2, 0), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "dloss|bf16", BACKWARD(r.ctx, tensor, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(r.ctx, tensor, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
 #undef BACKWARD
     assert_null(saved.targets);
     assert_int_equal(mt_arena_mark(r.ctx), mark);
