@@ -1,0 +1,1329 @@
+// nccl.cpp - stand-in for NCCL: the library's own prototypes, executed on the CPU through runtime.h.  Test-only.
+//
+// Ranks are threads of one process, or one thread that uses groups; each has its own device.
+//
+//   Types       int8, uint8, int32, uint32, int64, uint64, float16, bfloat16, float32, float64
+//   Order       a sum rounds at each hop, along a ring whose start and direction depend on the element's chunk; the size
+//               of a chunk depends on the count.  An average multiplies by 1/n first (integers: divides last).
+//   Groups      nest; calls of one communicator in one group run in any order among themselves; every send is a rendezvous
+//               with its receive, nothing is buffered.
+//   blocking=0  a call returns ncclInProgress, and what it enqueues reaches the stream only when ncclCommGetAsyncError has
+//               been asked twice, as a busy helper thread may do.
+//   Mismatches  calls that do not fit together are reported with both calls; the outputs are filled with 0xff bytes.
+//   Abort       releases the streams of this rank only, as in the library; peers wait until they abort themselves.
+//
+// Faults, also set by functions that a test declares (see below), named by device since that is one rank in all of its
+// communicators:
+//   MTE_NCCL_SILENT=device:calls         after so many calls this rank enqueues but never arrives
+//   MTE_NCCL_ERROR=device:calls:result   the same, and ncclCommGetAsyncError returns the result
+#include "runtime.h"
+
+#include <nccl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mte {
+namespace {
+struct Clique;
+struct Node;
+struct Round;
+}  // namespace
+
+// For tests: declare them extern.  A device of -1 is nobody; `after` counts the calls from now on.
+void nccl_silence(int device, int after);
+void nccl_fail_after(int device, int after, ncclResult_t result);
+void nccl_fail(ncclComm_t comm, ncclResult_t result);
+void nccl_reset_faults();
+}  // namespace mte
+
+constexpr uint32_t kCommMagic = 0x6e63636c;
+
+// The header's handle types name these incomplete types.
+struct ncclComm {
+    uint32_t magic = kCommMagic;
+    std::shared_ptr<mte::Clique> clique;
+    int rank = 0, device = 0;
+    bool blocking = true, finalized = false, aborted = false;
+    ncclResult_t state = ncclInProgress;
+    int polls = 0;                                  // answers of "in progress" still to give
+    std::vector<std::function<void()>> deferred;    // what the helper thread of a non-blocking communicator has yet to do
+    size_t operations = 0, rounds = 0;              // collectives on the stream, and among hosts, so far
+    cudaStream_t order = nullptr;                   // one group of calls after the other
+    cudaEvent_t event = nullptr;
+    std::vector<cudaStream_t> idle, streams;
+    std::vector<std::shared_ptr<mte::Node>> pending;
+    std::shared_ptr<mte::Round> round;              // the last one it takes part in
+    std::set<void *> registrations;
+};
+
+struct ncclWindow_vidmem {
+    ncclComm *comm;
+};
+
+namespace mte {
+namespace {
+
+// ---- calls -----------------------------------------------------------------------------------------------------------
+
+enum Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kReduce, kSend, kReceive };
+
+const char *const kind_names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast",
+                                  "ncclReduce",    "ncclSend",          "ncclRecv"};
+const char *const type_names[] = {"int8",    "uint8",   "int32",   "uint32",   "int64", "uint64",
+                                  "float16", "float32", "float64", "bfloat16", "fp8",   "fp8"};
+const char *const op_names[] = {"sum", "prod", "max", "min", "avg"};
+
+struct Call {
+    Kind kind;
+    const void *send;
+    void *recv;
+    size_t count;
+    ncclDataType_t type;
+    ncclRedOp_t op;
+    int root;  // or the peer of a send or receive
+    cudaStream_t stream;
+
+    bool pairwise() const { return kind == kSend || kind == kReceive; }
+    bool reduces() const { return kind == kAllReduce || kind == kReduceScatter || kind == kReduce; }
+    bool rooted() const { return kind == kBroadcast || kind == kReduce; }
+};
+
+size_t type_size(ncclDataType_t type) {
+    static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return sizes[type];
+}
+
+std::string describe(const Call &call) {
+    std::string text = kind_names[call.kind];
+    text += "(count " + std::to_string(call.count) + ", " + type_names[call.type];
+    if (call.reduces()) text += std::string(", ") + op_names[call.op];
+    if (call.rooted()) text += ", root " + std::to_string(call.root);
+    if (call.pairwise()) text += ", peer " + std::to_string(call.root);
+    return text + ")";
+}
+
+bool same_collective(const Call &x, const Call &y) {
+    if (x.kind != y.kind || x.count != y.count || x.type != y.type) return false;
+    if (x.reduces() && x.op != y.op) return false;
+    return !x.rooted() || x.root == y.root;
+}
+
+thread_local char last_error[512];
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+ncclResult_t refuse(ncclResult_t result, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return result;
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+// Number<T> widens an element to what it is computed in, and rounds back.
+
+template <class T>
+struct Number {
+    using Wide = T;
+    static constexpr bool integer = std::is_integral<T>::value;
+    static Wide widen(T x) { return x; }
+    static T round(Wide x) { return x; }
+};
+
+template <>
+struct Number<__half> {
+    using Wide = float;
+    static constexpr bool integer = false;
+    static Wide widen(__half x) { return __half2float(x); }
+    static __half round(Wide x) { return __float2half(x); }
+};
+
+template <>
+struct Number<__nv_bfloat16> {
+    using Wide = float;
+    static constexpr bool integer = false;
+    static Wide widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+    static __nv_bfloat16 round(Wide x) { return __float2bfloat16(x); }
+};
+
+// Integers wrap around, as on the device.
+template <class W>
+W wrapped(W x, W y, bool product) {
+    const uint64_t a = static_cast<uint64_t>(x), b = static_cast<uint64_t>(y);
+    return static_cast<W>(product ? a * b : a + b);
+}
+
+template <class T>
+T combine(T left, T right, ncclRedOp_t op) {
+    using N = Number<T>;
+    const typename N::Wide x = N::widen(left), y = N::widen(right);
+    if constexpr (N::integer) {
+        if (op == ncclMax) return x > y ? left : right;
+        if (op == ncclMin) return x < y ? left : right;
+        return wrapped(x, y, op == ncclProd);
+    } else {
+        if (op == ncclMax) return N::round(std::fmax(x, y));
+        if (op == ncclMin) return N::round(std::fmin(x, y));
+        return N::round(op == ncclProd ? x * y : x + y);
+    }
+}
+
+template <class T>
+T before_sum(T x, ncclRedOp_t op, int ranks) {
+    using N = Number<T>;
+    if (op != ncclAvg || N::integer) return x;
+    const typename N::Wide share = N::widen(N::round(typename N::Wide(1) / static_cast<typename N::Wide>(ranks)));
+    return N::round(N::widen(x) * share);
+}
+
+template <class T>
+T after_sum(T x, ncclRedOp_t op, int ranks) {
+    if constexpr (Number<T>::integer)
+        if (op == ncclAvg) return static_cast<T>(x / static_cast<T>(ranks));
+    return x;
+}
+
+// Element `at` of `total` as a ring computes it: which rank begins, and which way round, depends on the chunk.
+template <class T>
+T reduce_element(const std::vector<const T *> &inputs, size_t at, size_t total, ncclRedOp_t op) {
+    const int ranks = static_cast<int>(inputs.size());
+    const size_t chunks = 2 * inputs.size(), length = (total + chunks - 1) / chunks, chunk = at / length;
+    const int first = static_cast<int>(chunk % inputs.size()), step = chunk % 2 == 0 ? 1 : ranks - 1;
+    T sum = before_sum(inputs[static_cast<size_t>(first)][at], op, ranks);
+    for (int hop = 1; hop < ranks; hop++) {
+        const size_t rank = static_cast<size_t>((first + hop * step) % ranks);
+        sum = combine(sum, before_sum(inputs[rank][at], op, ranks), op);
+    }
+    return after_sum(sum, op, ranks);
+}
+
+using Bytes = std::vector<unsigned char>;
+
+template <class T>
+Bytes reduce_as(const std::vector<Bytes> &inputs, size_t total, ncclRedOp_t op) {
+    std::vector<const T *> typed;
+    for (const Bytes &input : inputs) typed.push_back(reinterpret_cast<const T *>(input.data()));
+    Bytes output(total * sizeof(T));
+    for (size_t i = 0; i < total; i++) {
+        const T value = reduce_element(typed, i, total, op);
+        memcpy(&output[i * sizeof(T)], &value, sizeof(T));
+    }
+    return output;
+}
+
+Bytes reduce(const std::vector<Bytes> &inputs, size_t total, ncclDataType_t type, ncclRedOp_t op) {
+    switch (type) {
+    case ncclInt8: return reduce_as<int8_t>(inputs, total, op);
+    case ncclUint8: return reduce_as<uint8_t>(inputs, total, op);
+    case ncclInt32: return reduce_as<int32_t>(inputs, total, op);
+    case ncclUint32: return reduce_as<uint32_t>(inputs, total, op);
+    case ncclInt64: return reduce_as<int64_t>(inputs, total, op);
+    case ncclUint64: return reduce_as<uint64_t>(inputs, total, op);
+    case ncclFloat16: return reduce_as<__half>(inputs, total, op);
+    case ncclBfloat16: return reduce_as<__nv_bfloat16>(inputs, total, op);
+    case ncclFloat32: return reduce_as<float>(inputs, total, op);
+    default: return reduce_as<double>(inputs, total, op);
+    }
+}
+
+// ---- operations on streams -------------------------------------------------------------------------------------------
+// A group of calls of one rank is a node: its user streams wait for everything in it.  Each call is a leg on a stream of
+// its own, which meets the legs of the other ranks in an op (a collective, or one send with one receive).  A leg joins
+// the node's finish once all ranks are known to come, so that an abort can put an idle stream into its place instead.
+
+struct Op;
+
+struct Leg {
+    Node *node;
+    cudaStream_t stream;
+    std::shared_ptr<Op> op;
+    bool released;
+};
+
+struct Node {
+    ncclComm *comm;
+    Rendezvous *finish;
+    std::vector<std::unique_ptr<Leg>> legs;
+};
+
+struct Op {
+    Clique *clique = nullptr;
+    size_t number = 0;
+    bool pairwise = false, broken = false, mismatched = false;
+    Rendezvous *meeting = nullptr;
+    std::vector<Call> calls;  // by rank; of a pair, the send and the receive
+    std::vector<int> ranks;   // who came, in the order of arrival
+    std::vector<Leg *> legs;  // valid until all ranks came
+    std::thread::id thread;
+    uint64_t group = 0;
+
+    size_t expected() const { return calls.size(); }
+};
+
+struct Clique {
+    int size = 0;
+    bool settled = false, broken = false;
+    size_t left = 0;
+    std::vector<ncclComm *> members;
+    std::map<size_t, std::shared_ptr<Op>> open;                            // collectives that some rank has yet to call
+    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Op>>> pairs;  // unmatched, by source and destination
+    std::map<size_t, std::shared_ptr<Round>> rounds;
+};
+
+struct Faults {
+    bool read = false;
+    int silent_device = -1, silent_after = 0, error_device = -1, error_after = 0;
+    ncclResult_t error = ncclSuccess;
+};
+
+Faults faults;
+
+void read_faults() {
+    if (faults.read) return;
+    faults.read = true;
+    int result = ncclSuccess;
+    const char *silent = getenv("MTE_NCCL_SILENT"), *error = getenv("MTE_NCCL_ERROR");
+    if (silent && sscanf(silent, "%d:%d", &faults.silent_device, &faults.silent_after) != 2)
+        report("MTE_NCCL_SILENT is not device:calls");
+    if (error && sscanf(error, "%d:%d:%d", &faults.error_device, &faults.error_after, &result) != 3)
+        report("MTE_NCCL_ERROR is not device:calls:result");
+    faults.error = static_cast<ncclResult_t>(result);
+}
+
+// Is this call of the rank one that never arrives?
+bool loses_call(ncclComm &comm) {
+    read_faults();
+    if (comm.device == faults.error_device && faults.error_after-- <= 0) {
+        comm.state = faults.error;
+        return true;
+    }
+    return comm.device == faults.silent_device && faults.silent_after-- <= 0;
+}
+
+struct DeviceScope {
+    explicit DeviceScope(int device) {
+        cudaGetDevice(&saved);
+        cudaSetDevice(device);
+    }
+    ~DeviceScope() { cudaSetDevice(saved); }
+    DeviceScope(const DeviceScope &) = delete;
+    DeviceScope &operator=(const DeviceScope &) = delete;
+    int saved = 0;
+};
+
+cudaStream_t take_stream(ncclComm &comm) {
+    if (!comm.idle.empty()) {
+        const cudaStream_t stream = comm.idle.back();
+        comm.idle.pop_back();
+        return stream;
+    }
+    DeviceScope scope(comm.device);
+    cudaStream_t stream = nullptr;
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) report("NCCL: no stream");
+    comm.streams.push_back(stream);
+    return stream;
+}
+
+struct Range {
+    const void *p;
+    size_t bytes;
+};
+
+Range input_of(const Op &op, size_t rank) {
+    const Call &c = op.calls[rank];
+    const bool used = c.kind != kBroadcast || static_cast<int>(rank) == c.root;
+    const size_t blocks = c.kind == kReduceScatter ? op.calls.size() : 1;
+    return {c.send, used ? c.count * blocks * type_size(c.type) : 0};
+}
+
+Range output_of(const Op &op, size_t rank) {
+    const Call &c = op.calls[rank];
+    const bool used = c.kind != kReduce || static_cast<int>(rank) == c.root;
+    const size_t blocks = c.kind == kAllGather ? op.calls.size() : 1;
+    return {c.recv, used ? c.count * blocks * type_size(c.type) : 0};
+}
+
+bool touch(Range range, ncclDataType_t type, bool write, Kind kind) {
+    if (range.bytes == 0) return true;
+    const int before = errors();
+    check_global(range.p, range.bytes, static_cast<int>(type_size(type)), kind_names[kind]);
+    if (device_valid(range.p, range.bytes)) {
+        access_range(range.p, range.bytes, write);
+        return true;
+    }
+    if (errors() == before) report("%s: %p is not device memory", kind_names[kind], range.p);
+    return false;
+}
+
+// In place means one exact position; everything else that overlaps is undefined.
+bool in_place(const Call &c, size_t rank) {
+    const char *send = static_cast<const char *>(c.send);
+    const char *recv = static_cast<const char *>(c.recv);
+    const size_t block = rank * c.count * type_size(c.type);
+    if (c.kind == kAllGather) return send == recv + block;
+    if (c.kind == kReduceScatter) return recv == send + block;
+    return send == recv;
+}
+
+void check_overlap(const Op &op, size_t rank) {
+    const Range in = input_of(op, rank), out = output_of(op, rank);
+    const uintptr_t p = reinterpret_cast<uintptr_t>(in.p), q = reinterpret_cast<uintptr_t>(out.p);
+    if (in.bytes == 0 || out.bytes == 0 || p >= q + out.bytes || q >= p + in.bytes) return;
+    if (in_place(op.calls[rank], rank)) return;
+    report("NCCL: %s of rank %zu: the buffers overlap without being in place", kind_names[op.calls[rank].kind], rank);
+}
+
+void poison_outputs(const Op &op) {
+    for (size_t rank = 0; rank < op.calls.size(); rank++) {
+        const Range out = output_of(op, rank);
+        if (op.calls[rank].kind == kSend || out.bytes == 0 || !device_valid(out.p, out.bytes)) continue;
+        access_range(out.p, out.bytes, true);
+        memset(const_cast<void *>(out.p), 0xff, out.bytes);
+    }
+}
+
+Bytes result_of(const Call &c, const std::vector<Bytes> &inputs) {
+    if (c.kind == kBroadcast) return inputs[static_cast<size_t>(c.root)];
+    if (c.kind != kAllGather) return reduce(inputs, inputs[0].size() / type_size(c.type), c.type, c.op);
+    Bytes all;
+    for (const Bytes &input : inputs) all.insert(all.end(), input.begin(), input.end());
+    return all;
+}
+
+void run_collective(const Op &op) {
+    const Call &first = op.calls[0];
+    std::vector<Bytes> inputs(op.calls.size());
+    bool good = true;
+    for (size_t rank = 0; rank < op.calls.size(); rank++) {
+        const Range in = input_of(op, rank);
+        check_overlap(op, rank);
+        if (!touch(in, first.type, false, first.kind)) good = false;
+        else if (in.bytes > 0) inputs[rank].assign(static_cast<const char *>(in.p), static_cast<const char *>(in.p) + in.bytes);
+        good = touch(output_of(op, rank), first.type, true, first.kind) && good;
+    }
+    if (!good) return;
+    const Bytes result = result_of(first, inputs);
+    for (size_t rank = 0; rank < op.calls.size(); rank++) {
+        const Range out = output_of(op, rank);
+        const size_t offset = first.kind == kReduceScatter ? rank * out.bytes : 0;
+        if (out.bytes > 0) memcpy(const_cast<void *>(out.p), &result[offset], out.bytes);
+    }
+}
+
+void run_pair(const Op &op) {
+    const Call &send = op.calls[0], &receive = op.calls[1];
+    const size_t bytes = send.count * type_size(send.type);
+    const bool readable = touch({send.send, bytes}, send.type, false, kSend);
+    const bool writable = touch({receive.recv, bytes}, send.type, true, kReceive);
+    if (readable && writable && bytes > 0) memmove(receive.recv, send.send, bytes);
+}
+
+void run_op(const Op &op) {
+    if (op.broken) return;
+    if (op.mismatched) poison_outputs(op);
+    else if (op.pairwise) run_pair(op);
+    else run_collective(op);
+}
+
+std::shared_ptr<Op> new_op(Clique &clique, size_t parts, size_t number, Kind kind) {
+    std::shared_ptr<Op> op = std::make_shared<Op>();
+    op->clique = &clique;
+    op->number = number;
+    op->pairwise = kind == kSend || kind == kReceive;
+    op->calls.resize(parts);
+    op->meeting = rendezvous_new(static_cast<int>(parts), kind_names[kind], [op] { run_op(*op); });
+    return op;
+}
+
+void release(Leg &leg, cudaStream_t stream) {
+    leg.released = true;
+    enqueue_rendezvous(stream, leg.node->finish);
+}
+
+thread_local uint64_t current_group = 0;
+
+// One thread that drives several ranks needs a group: outside of one, the first call may wait for the second.
+void check_threads(Op &op, const ncclComm &comm, Kind kind) {
+    if (op.ranks.empty()) {
+        op.thread = std::this_thread::get_id();
+        op.group = current_group;
+        return;
+    }
+    if (!comm.blocking || op.thread != std::this_thread::get_id() || op.group == current_group) return;
+    report("NCCL: one thread calls %s for ranks %d and %d of one communicator without a group, which can deadlock",
+           kind_names[kind], op.ranks[0], comm.rank);
+}
+
+// The last to come lets all legs into their nodes' finish.  A broken op no longer meets: its late ranks wait for an abort.
+void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call &call, size_t part) {
+    leg.op = op;
+    if (op->broken) return;
+    check_threads(*op, comm, call.kind);
+    op->calls[part] = call;
+    op->ranks.push_back(comm.rank);
+    op->legs.push_back(&leg);
+    enqueue_rendezvous(leg.stream, op->meeting);
+    if (op->ranks.size() < op->expected()) return;
+    for (Leg *each : op->legs)
+        if (!each->released) release(*each, each->stream);
+}
+
+void mismatch(Op &op, int rank, const Call &call, int other_rank, const Call &other) {
+    op.mismatched = true;
+    report("NCCL: mismatch in operation %zu of a communicator of %d ranks: rank %d calls %s, rank %d calls %s", op.number,
+           op.clique->size, other_rank, describe(other).c_str(), rank, describe(call).c_str());
+}
+
+void join_collective(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
+    Clique &clique = *comm.clique;
+    std::shared_ptr<Op> &slot = clique.open[number];
+    if (!slot) slot = new_op(clique, static_cast<size_t>(clique.size), number, call.kind);
+    const std::shared_ptr<Op> op = slot;
+    if (!op->ranks.empty()) {
+        const int other = op->ranks[0];
+        const Call &theirs = op->calls[static_cast<size_t>(other)];
+        if (!same_collective(call, theirs)) mismatch(*op, comm.rank, call, other, theirs);
+    }
+    if (op->ranks.size() + 1 == op->expected() && !op->broken) clique.open.erase(number);
+    arrive(op, comm, leg, call, static_cast<size_t>(comm.rank));
+}
+
+// Sends and receives between two ranks match in the order in which they are called.
+void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
+    Clique &clique = *comm.clique;
+    const bool sends = call.kind == kSend;
+    const std::pair<int, int> key = sends ? std::make_pair(comm.rank, call.root) : std::make_pair(call.root, comm.rank);
+    const size_t mine = sends ? 0 : 1;
+    std::deque<std::shared_ptr<Op>> &queue = clique.pairs[key];
+    // What waits in the queue is all sends or all receives; a broken op keeps its place until its peer came.
+    if (queue.empty() || queue.front()->calls[1 - mine].count == SIZE_MAX) {
+        queue.push_back(new_op(clique, 2, comm.operations, call.kind));
+        queue.back()->calls[1 - mine].count = SIZE_MAX;
+        arrive(std::shared_ptr<Op>(queue.back()), comm, leg, call, mine);
+        return;
+    }
+    const std::shared_ptr<Op> op = queue.front();
+    queue.pop_front();
+    const Call &theirs = op->calls[1 - mine];
+    if (theirs.count != call.count || theirs.type != call.type) mismatch(*op, comm.rank, call, op->ranks[0], theirs);
+    arrive(op, comm, leg, call, mine);
+}
+
+void finished(const std::shared_ptr<Node> &node) {
+    ncclComm &comm = *node->comm;
+    for (const std::unique_ptr<Leg> &leg : node->legs) {
+        const bool abandoned = !leg->op || leg->op->broken;
+        if (!abandoned) comm.idle.push_back(leg->stream);
+    }
+    comm.pending.erase(std::remove(comm.pending.begin(), comm.pending.end(), node), comm.pending.end());
+}
+
+// The node begins after all user streams and after what the communicator did before; returns a CUDA error if the
+// streams are not of this device.
+cudaError_t begin(ncclComm &comm, Node &node, const std::vector<cudaStream_t> &users) {
+    cudaError_t error = cudaSuccess;
+    for (cudaStream_t user : users) {
+        if (error == cudaSuccess) error = cudaEventRecord(comm.event, user);
+        if (error == cudaSuccess) error = cudaStreamWaitEvent(comm.order, comm.event, 0);
+    }
+    if (error == cudaSuccess) error = cudaEventRecord(comm.event, comm.order);
+    for (const std::unique_ptr<Leg> &leg : node.legs)
+        if (error == cudaSuccess) error = cudaStreamWaitEvent(leg->stream, comm.event, 0);
+    return error;
+}
+
+// Puts the calls that one group made on one communicator onto the streams.  Lock held.
+ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
+    DeviceScope scope(comm.device);
+    std::vector<cudaStream_t> users;
+    const std::shared_ptr<Node> node = std::make_shared<Node>();
+    node->comm = &comm;
+    for (const Call &call : calls) {
+        if (std::find(users.begin(), users.end(), call.stream) == users.end()) users.push_back(call.stream);
+        node->legs.emplace_back(new Leg{node.get(), take_stream(comm), nullptr, false});
+    }
+    if (begin(comm, *node, users) != cudaSuccess) return refuse(ncclUnhandledCudaError, "a stream of another device");
+    const int parts = static_cast<int>(users.size() + 1 + calls.size());
+    node->finish = rendezvous_new(parts, kind_names[calls[0].kind], [node] { finished(node); });
+    comm.pending.push_back(node);
+    for (cudaStream_t user : users) enqueue_rendezvous(user, node->finish);
+    enqueue_rendezvous(comm.order, node->finish);
+    for (size_t i = 0; i < calls.size(); i++) {
+        const size_t number = calls[i].pairwise() ? 0 : comm.operations++;
+        if (loses_call(comm)) continue;
+        if (calls[i].pairwise()) join_pair(comm, *node->legs[i], calls[i]);
+        else join_collective(comm, *node->legs[i], calls[i], number);
+    }
+    notify();
+    return ncclSuccess;
+}
+
+// ---- communicators ---------------------------------------------------------------------------------------------------
+
+// All communicators that ever were: a stale handle is recognised by its magic.
+std::vector<std::unique_ptr<ncclComm>> all_comms;
+std::map<std::string, std::shared_ptr<Clique>> lobby;  // by unique id; null once it was used
+uint64_t next_id = 0;
+
+ncclResult_t check_comm(const ncclComm *comm, const char *function) {
+    if (!comm) return refuse(ncclInvalidArgument, "%s : comm argument is NULL", function);
+    if (comm->magic != kCommMagic) return refuse(ncclInvalidArgument, "%s: corrupted comm object detected", function);
+    return ncclSuccess;
+}
+
+ncclResult_t check_ready(const ncclComm *comm, const char *function) {
+    const ncclResult_t result = check_comm(comm, function);
+    if (result != ncclSuccess) return result;
+    if (comm->finalized) return refuse(ncclInvalidArgument, "%s: communicator is finalized", function);
+    if (comm->state == ncclSuccess) return ncclSuccess;
+    refuse(comm->state, "%s: attempt to use communicator before the previous operation returned ncclSuccess", function);
+    return comm->state == ncclInProgress ? ncclInvalidArgument : comm->state;
+}
+
+ncclComm *new_comm(bool blocking) {
+    all_comms.emplace_back(new ncclComm());
+    ncclComm *comm = all_comms.back().get();
+    comm->blocking = blocking;
+    cudaGetDevice(&comm->device);
+    if (cudaStreamCreateWithFlags(&comm->order, cudaStreamNonBlocking) != cudaSuccess) report("NCCL: no stream");
+    if (cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming) != cudaSuccess) report("NCCL: no event");
+    return comm;
+}
+
+void set_ready(ncclComm &comm, ncclResult_t result) {
+    comm.state = comm.blocking || result != ncclSuccess ? result : ncclInProgress;
+    comm.polls = 2;
+}
+
+bool shares_device(const Clique &clique, const ncclComm &comm) {
+    for (const ncclComm *other : clique.members) {
+        if (other == &comm || other->device != comm.device) continue;
+        refuse(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", comm.rank, other->rank,
+               static_cast<unsigned>(comm.device));
+        return true;
+    }
+    return false;
+}
+
+// Every rank is there: the ranks that share a device fail, and the others lose their peers.
+void settle(Clique &clique) {
+    const auto shared = [&](const ncclComm *comm) { return shares_device(clique, *comm); };
+    const bool good = std::none_of(clique.members.begin(), clique.members.end(), shared);
+    for (ncclComm *comm : clique.members) {
+        if (good) set_ready(*comm, ncclSuccess);
+        else set_ready(*comm, shared(comm) ? ncclInvalidUsage : ncclRemoteError);
+    }
+    clique.settled = true;
+    notify();
+}
+
+bool complete(const Clique &clique) {
+    return std::all_of(clique.members.begin(), clique.members.end(), [](const ncclComm *comm) { return comm != nullptr; });
+}
+
+ncclResult_t check_config(const ncclConfig_t *config) {
+    if (!config) return ncclSuccess;
+    if (config->magic != 0xcafebeef || config->size != sizeof *config)
+        return refuse(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
+    const int blocking = config->blocking;
+    if (blocking != NCCL_CONFIG_UNDEF_INT && blocking != 0 && blocking != 1)
+        return refuse(ncclInvalidArgument, "Invalid config blocking attribute value %d", blocking);
+    return ncclSuccess;
+}
+
+bool is_blocking(const ncclConfig_t *config, bool inherited) {
+    return config && config->blocking != NCCL_CONFIG_UNDEF_INT ? config->blocking != 0 : inherited;
+}
+
+ncclResult_t enter_lobby(ncclComm &comm, int ranks, const ncclUniqueId &id, int rank) {
+    const auto entry = lobby.find(std::string(id.internal, sizeof id.internal));
+    if (entry == lobby.end()) return refuse(ncclInvalidArgument, "a unique id that ncclGetUniqueId did not make");
+    if (!entry->second) entry->second = std::make_shared<Clique>();
+    Clique &clique = *entry->second;
+    if (clique.members.empty()) {
+        clique.size = ranks;
+        clique.members.resize(static_cast<size_t>(ranks));
+    }
+    if (clique.size != ranks) {
+        report("NCCL: ranks of one unique id ask for %d and %d ranks", clique.size, ranks);
+        return refuse(ncclInvalidArgument, "number of ranks differs");
+    }
+    if (clique.members[static_cast<size_t>(rank)]) {
+        report("NCCL: rank %d joins twice with one unique id", rank);
+        return refuse(ncclInvalidUsage, "rank %d is taken", rank);
+    }
+    clique.members[static_cast<size_t>(rank)] = &comm;
+    comm.rank = rank;
+    comm.clique = entry->second;
+    if (complete(clique) && !clique.broken) settle(clique);
+    return ncclSuccess;
+}
+
+// ---- rounds: what all ranks of a communicator do together on the host ------------------------------------------------
+
+enum RoundKind { kSplitRound, kWindowRound };
+const char *const round_names[] = {"ncclCommSplit", "ncclCommWindowRegister"};
+
+struct Entry {
+    int rank, color, key;
+    ncclComm *child;
+};
+
+struct Round {
+    RoundKind kind;
+    bool done = false;
+    std::vector<Entry> entries;
+};
+
+void form_children(Round &round) {
+    std::sort(round.entries.begin(), round.entries.end(), [](const Entry &x, const Entry &y) {
+        return std::make_tuple(x.color, x.key, x.rank) < std::make_tuple(y.color, y.key, y.rank);
+    });
+    std::map<int, std::shared_ptr<Clique>> cliques;
+    for (const Entry &entry : round.entries) {
+        if (!entry.child) continue;
+        std::shared_ptr<Clique> &clique = cliques[entry.color];
+        if (!clique) clique = std::make_shared<Clique>();
+        entry.child->rank = clique->size++;
+        entry.child->clique = clique;
+        clique->members.push_back(entry.child);
+    }
+    for (auto &item : cliques) settle(*item.second);
+}
+
+std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &entry) {
+    Clique &clique = *comm.clique;
+    const size_t number = comm.rounds++;
+    std::shared_ptr<Round> &slot = clique.rounds[number];
+    if (!slot) {
+        slot = std::make_shared<Round>();
+        slot->kind = kind;
+    }
+    const std::shared_ptr<Round> round = slot;
+    comm.round = round;
+    if (!comm.blocking) {
+        comm.state = ncclInProgress;
+        comm.polls = 2;
+    }
+    if (round->kind != kind)
+        report("NCCL: mismatch: rank %d calls %s, others call %s", comm.rank, round_names[kind], round_names[round->kind]);
+    round->entries.push_back(entry);
+    if (round->entries.size() < static_cast<size_t>(clique.size)) return round;
+    clique.rounds.erase(number);
+    if (round->kind == kSplitRound) form_children(*round);
+    round->done = true;
+    notify();
+    return round;
+}
+
+// ---- groups ----------------------------------------------------------------------------------------------------------
+
+// Something on the host that a group waits for: the rest of a clique, or of a round.
+struct Job {
+    ncclComm *comm;    // whose state is the result; may be null
+    ncclComm **place;  // cleared if that is an error
+    std::shared_ptr<Round> round;
+    bool blocking;
+
+    bool done() const { return round ? round->done : comm->clique && comm->clique->settled; }
+};
+
+struct Group {
+    int depth = 0;
+    ncclResult_t error = ncclSuccess;
+    std::vector<std::pair<ncclComm *, Call>> calls;
+    std::vector<Job> jobs;
+};
+
+thread_local Group group;
+uint64_t next_group = 0;
+
+void group_start() { group.depth++; }
+
+void leave(ncclComm &comm);
+
+// Waits with the lock held.
+ncclResult_t wait_for(const Job &job) {
+    while (!job.done()) wait_for_change();
+    if (!job.comm || job.comm->state == ncclSuccess) return ncclSuccess;
+    *job.place = nullptr;
+    leave(*job.comm);
+    return job.comm->state;
+}
+
+ncclResult_t finish_jobs(const std::vector<Job> &jobs) {
+    ncclResult_t result = ncclSuccess;
+    Guard guard;
+    for (const Job &job : jobs) {
+        if (!job.blocking) {
+            if (result == ncclSuccess) result = ncclInProgress;
+            continue;
+        }
+        const ncclResult_t each = wait_for(job);
+        if (each != ncclSuccess) result = each;
+    }
+    return result;
+}
+
+// A send to oneself must have its receive in the same group.
+bool self_pairs_match(const ncclComm &comm, const std::vector<Call> &calls) {
+    std::vector<size_t> sent, received;
+    for (const Call &call : calls) {
+        if (!call.pairwise() || call.root != comm.rank) continue;
+        (call.kind == kSend ? sent : received).push_back(call.count * type_size(call.type));
+    }
+    return sent == received;
+}
+
+ncclResult_t launch(ncclComm &comm, const std::vector<Call> &calls) {
+    if (comm.blocking) return post(comm, calls);
+    comm.deferred.push_back([&comm, calls] {
+        const ncclResult_t result = post(comm, calls);
+        if (result != ncclSuccess) comm.state = result;
+    });
+    comm.state = ncclInProgress;
+    comm.polls = 2;
+    return ncclInProgress;
+}
+
+ncclResult_t launch_all(const std::vector<std::pair<ncclComm *, Call>> &calls) {
+    std::vector<std::pair<ncclComm *, std::vector<Call>>> by_comm;
+    for (const auto &item : calls) {
+        const auto same = [&](const std::pair<ncclComm *, std::vector<Call>> &x) { return x.first == item.first; };
+        const auto found = std::find_if(by_comm.begin(), by_comm.end(), same);
+        if (found != by_comm.end()) found->second.push_back(item.second);
+        else by_comm.push_back({item.first, {item.second}});
+    }
+    for (const auto &item : by_comm) {
+        if (item.first->blocking != by_comm[0].first->blocking)
+            return refuse(ncclInvalidArgument, "Blocking and nonblocking communicators are not allowed in the same group.");
+        if (!self_pairs_match(*item.first, item.second))
+            return refuse(ncclInvalidUsage, "Trying to send to self without a matching recv");
+    }
+    ncclResult_t result = ncclSuccess;
+    for (const auto &item : by_comm) {
+        const ncclResult_t each = launch(*item.first, item.second);
+        if (each != ncclSuccess && (result == ncclSuccess || result == ncclInProgress)) result = each;
+    }
+    return result;
+}
+
+ncclResult_t group_end() {
+    if (group.depth == 0) return refuse(ncclInvalidUsage, "ncclGroupEnd: not in a group call.");
+    if (--group.depth > 0) return ncclSuccess;
+    Group now;
+    std::swap(now, group);
+    if (now.error != ncclSuccess) return now.error;
+    if (!now.calls.empty() && !now.jobs.empty())
+        return refuse(ncclInvalidUsage, "communicators and operations made in one group");
+    if (!now.jobs.empty()) return finish_jobs(now.jobs);
+    if (now.calls.empty()) return ncclSuccess;
+    Guard guard;
+    current_group = ++next_group;
+    return launch_all(now.calls);
+}
+
+// A failed call in a group fails the group, which then does nothing.
+ncclResult_t note(ncclResult_t result) {
+    if (group.depth > 0 && result != ncclSuccess && group.error == ncclSuccess) group.error = result;
+    return result;
+}
+
+ncclResult_t add_job(const Job &job) {
+    if (group.depth > 0) {
+        group.jobs.push_back(job);
+        return ncclSuccess;
+    }
+    return finish_jobs({job});
+}
+
+// A buffer belongs to the device of its rank; that it is device memory at all is checked when the operation runs.
+bool of_other_device(const ncclComm &comm, const void *buffer) {
+    cudaPointerAttributes attributes = {};
+    if (!buffer || cudaPointerGetAttributes(&attributes, buffer) != cudaSuccess) return false;
+    return attributes.type == cudaMemoryTypeDevice && attributes.device != comm.device;
+}
+
+ncclResult_t check_call(const ncclComm &comm, const Call &call) {
+    const char *name = kind_names[call.kind];
+    const int ranks = comm.clique->size;
+    if (call.type < 0 || call.type >= ncclNumTypes) return refuse(ncclInvalidArgument, "%s : invalid type %d", name, call.type);
+    if (call.type == ncclFloat8e4m3 || call.type == ncclFloat8e5m2) {
+        report("%s: fp8 is not modelled", name);
+        return refuse(ncclInvalidArgument, "%s : fp8 is not modelled", name);
+    }
+    if (call.root < 0 || call.root >= ranks)
+        return refuse(ncclInvalidArgument, "%s : invalid root %d (root should be in the 0..%d range)", name, call.root, ranks);
+    if (call.op < 0 || call.op >= ncclNumOps) return refuse(ncclInvalidArgument, "%s : invalid operation %d", name, call.op);
+    const bool sends = call.kind != kReceive && (call.kind != kBroadcast || comm.rank == call.root);
+    const bool receives = call.kind != kSend && (call.kind != kReduce || comm.rank == call.root);
+    if (call.count > 0 && ((sends && !call.send) || (receives && !call.recv))) {
+        report("%s of rank %d: a null buffer", name, comm.rank);
+        return refuse(ncclInvalidArgument, "%s : a null buffer", name);
+    }
+    if ((sends && of_other_device(comm, call.send)) || (receives && of_other_device(comm, call.recv))) {
+        report("%s of rank %d: a buffer of another device", name, comm.rank);
+        return refuse(ncclInvalidArgument, "%s : buffer mismatchs with NCCL device %d", name, comm.device);
+    }
+    return ncclSuccess;
+}
+
+ncclResult_t check_and_add(ncclComm *comm, const Call &call) {
+    Guard guard;
+    ncclResult_t result = check_ready(comm, kind_names[call.kind]);
+    if (result == ncclSuccess) result = check_call(*comm, call);
+    // The library discards empty collectives, without a word to the other ranks.
+    if (result == ncclSuccess && (call.count > 0 || call.pairwise())) group.calls.push_back({comm, call});
+    return note(result);
+}
+
+ncclResult_t submit(ncclComm *comm, const Call &call) {
+    group_start();
+    const ncclResult_t result = check_and_add(comm, call);
+    const ncclResult_t end = group_end();
+    return result != ncclSuccess ? result : end;
+}
+
+// ---- the end of a communicator ---------------------------------------------------------------------------------------
+
+void run_deferred(ncclComm &comm) {
+    std::vector<std::function<void()>> work;
+    std::swap(work, comm.deferred);
+    for (const std::function<void()> &each : work) each();
+}
+
+// Waits for what was enqueued.  Lock not held: the stream's operations run here.
+ncclResult_t flush(ncclComm &comm) {
+    {
+        Guard guard;
+        run_deferred(comm);
+    }
+    return cudaStreamSynchronize(comm.order) == cudaSuccess ? ncclSuccess : refuse(ncclUnhandledCudaError, "stream failed");
+}
+
+void free_streams(ncclComm &comm) {
+    for (cudaStream_t stream : comm.streams) cudaStreamDestroy(stream);
+    cudaStreamDestroy(comm.order);
+    cudaEventDestroy(comm.event);
+    comm.streams.clear();
+    comm.idle.clear();
+}
+
+void leave(ncclComm &comm) {
+    comm.magic = 0;
+    if (!comm.clique || !comm.clique->settled) {
+        if (comm.clique) comm.clique->broken = true;
+        free_streams(comm);
+        return;
+    }
+    Clique &clique = *comm.clique;
+    if (++clique.left < clique.members.size()) return;
+    clique.open.clear();
+    clique.pairs.clear();
+    for (ncclComm *member : clique.members) free_streams(*member);
+}
+
+// An operation that can no longer happen gets the streams it lacks, so that the streams inside drain.
+void break_op(ncclComm &comm, const std::shared_ptr<Op> &op) {
+    if (op->broken) return;
+    op->broken = true;
+    for (size_t missing = op->expected() - op->ranks.size(); missing > 0; missing--)
+        enqueue_rendezvous(take_stream(comm), op->meeting);
+}
+
+void abort_nodes(ncclComm &comm) {
+    const std::vector<std::shared_ptr<Node>> nodes = comm.pending;
+    for (const std::shared_ptr<Node> &node : nodes)
+        for (const std::unique_ptr<Leg> &leg : node->legs) {
+            if (leg->op) break_op(comm, leg->op);
+            if (!leg->released) release(*leg, take_stream(comm));
+        }
+}
+
+// What a non-blocking communicator waits for besides its helper thread.
+bool others_came(const ncclComm &comm) {
+    if (!comm.clique || !comm.clique->settled) return false;
+    if (comm.round && !comm.round->done) return false;
+    return !comm.finalized || cudaStreamQuery(comm.order) == cudaSuccess;
+}
+
+// Memory that ncclMemAlloc gave: what the caller has, and what cudaMalloc gave for it.
+std::map<char *, std::pair<size_t, void *>> memory;
+
+bool inside_memory(const void *p, size_t bytes) {
+    const char *begin = static_cast<const char *>(p);
+    for (const auto &item : memory)
+        if (begin >= item.first && begin + bytes <= item.first + item.second.first) return true;
+    return false;
+}
+
+Call collective(Kind kind, const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                cudaStream_t stream) {
+    return Call{kind, send, recv, count, type, op, root, stream};
+}
+
+ncclResult_t init_rank(ncclComm_t *out, int ranks, const ncclUniqueId &id, int rank, const ncclConfig_t *config) {
+    if (!out) return refuse(ncclInvalidArgument, "CommInitRank : newcomm argument is NULL");
+    *out = nullptr;
+    if (ranks < 1 || rank < 0 || rank >= ranks)
+        return refuse(ncclInvalidArgument, "Invalid rank requested : %d/%d", rank, ranks);
+    ncclResult_t result = check_config(config);
+    if (result != ncclSuccess) return result;
+    ncclComm *comm;
+    {
+        Guard guard;
+        comm = new_comm(is_blocking(config, true));
+        result = enter_lobby(*comm, ranks, id, rank);
+        if (result != ncclSuccess) {
+            leave(*comm);
+            return result;
+        }
+        *out = comm;
+    }
+    return add_job(Job{comm, out, nullptr, comm->blocking});
+}
+
+ncclResult_t check_devices(int count, const int *devices) {
+    int available = 0;
+    if (cudaGetDeviceCount(&available) != cudaSuccess) return refuse(ncclUnhandledCudaError, "no devices");
+    std::set<int> seen;
+    for (int i = 0; i < count; i++) {
+        const int device = devices ? devices[i] : i;
+        if (device < 0 || device >= available) return refuse(ncclInvalidArgument, "Invalid device %d", device);
+        if (!seen.insert(device).second) return refuse(ncclInvalidUsage, "Device %d used multiple times", device);
+    }
+    return ncclSuccess;
+}
+
+template <class T>
+ncclResult_t query(const ncclComm *comm, T *value, T answer, const char *function) {
+    const ncclResult_t result = check_ready(comm, function);
+    if (result != ncclSuccess) return result;
+    if (!value) return refuse(ncclInvalidArgument, "%s : result argument is NULL", function);
+    *value = answer;
+    return ncclSuccess;
+}
+
+}  // namespace
+
+void nccl_silence(int device, int after) {
+    Guard guard;
+    read_faults();
+    faults.silent_device = device;
+    faults.silent_after = after;
+}
+
+void nccl_fail_after(int device, int after, ncclResult_t result) {
+    Guard guard;
+    read_faults();
+    faults.error_device = device;
+    faults.error_after = after;
+    faults.error = result;
+}
+
+void nccl_fail(ncclComm_t comm, ncclResult_t result) {
+    Guard guard;
+    comm->state = result;
+    notify();
+}
+
+void nccl_reset_faults() {
+    Guard guard;
+    faults = Faults();
+    faults.read = true;
+}
+
+}  // namespace mte
+
+using namespace mte;
+
+// ---- the library's functions -----------------------------------------------------------------------------------------
+
+extern "C" {
+
+ncclResult_t ncclGetVersion(int *version) {
+    if (!version) return refuse(ncclInvalidArgument, "GetVersion : version argument is NULL");
+    *version = NCCL_VERSION_CODE;
+    return ncclSuccess;
+}
+
+const char *ncclGetErrorString(ncclResult_t result) {
+    switch (result) {
+    case ncclSuccess: return "no error";
+    case ncclUnhandledCudaError: return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
+    case ncclSystemError: return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
+    case ncclInternalError: return "internal error - please report this issue to the NCCL developers";
+    case ncclInvalidArgument: return "invalid argument (run with NCCL_DEBUG=WARN for details)";
+    case ncclInvalidUsage: return "invalid usage (run with NCCL_DEBUG=WARN for details)";
+    case ncclRemoteError: return "remote process exited or there was a network error";
+    case ncclInProgress: return "NCCL operation in progress";
+    default: return "unknown result code";
+    }
+}
+
+const char *ncclGetLastError(ncclComm_t) { return last_error; }
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+    if (!id) return refuse(ncclInvalidArgument, "GetUniqueId : out argument is NULL");
+    Guard guard;
+    memset(id, 0, sizeof *id);
+    snprintf(id->internal, sizeof id->internal, "stand-in %llu", static_cast<unsigned long long>(++next_id));
+    lobby[std::string(id->internal, sizeof id->internal)] = nullptr;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+    return note(init_rank(comm, ranks, id, rank, config));
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank) {
+    return note(init_rank(comm, ranks, id, rank, nullptr));
+}
+
+ncclResult_t ncclCommInitAll(ncclComm_t *comms, int count, const int *devices) {
+    if (!comms || count < 1) return refuse(ncclInvalidArgument, "Invalid device count requested : %d", count);
+    ncclResult_t result = check_devices(count, devices);
+    if (result != ncclSuccess) return result;
+    ncclUniqueId id;
+    ncclGetUniqueId(&id);
+    group_start();
+    for (int i = 0; i < count; i++) {
+        DeviceScope scope(devices ? devices[i] : i);
+        result = note(init_rank(&comms[i], count, id, i, nullptr));
+        if (result != ncclSuccess) break;
+    }
+    const ncclResult_t end = group_end();
+    return result != ncclSuccess ? result : end;
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out, ncclConfig_t *config) {
+    ncclComm *child = nullptr;
+    std::shared_ptr<Round> round;
+    {
+        Guard guard;
+        ncclResult_t result = check_ready(comm, "ncclCommSplit");
+        if (result == ncclSuccess && !out) result = refuse(ncclInvalidArgument, "CommSplit : newcomm argument is NULL");
+        if (result == ncclSuccess) result = check_config(config);
+        if (result == ncclSuccess && color < 0 && color != NCCL_SPLIT_NOCOLOR)
+            result = refuse(ncclInvalidArgument, "CommSplit : invalid color %d", color);
+        if (result != ncclSuccess) return note(result);
+        DeviceScope scope(comm->device);
+        if (color != NCCL_SPLIT_NOCOLOR) child = new_comm(is_blocking(config, comm->blocking));
+        *out = child;
+        round = enter_round(*comm, kSplitRound, Entry{comm->rank, color, key, child});
+    }
+    return add_job(Job{child, child ? out : nullptr, round, child ? child->blocking : comm->blocking});
+}
+
+// Asking is what makes a non-blocking communicator proceed here: "in progress" once more, then what was put off happens.
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
+    Guard guard;
+    const ncclResult_t result = check_comm(comm, "ncclCommGetAsyncError");
+    if (result != ncclSuccess) return result;
+    if (!error) return refuse(ncclInvalidArgument, "GetAsyncError : asyncError argument is NULL");
+    if (comm->state == ncclInProgress && others_came(*comm) && --comm->polls <= 0) {
+        comm->state = ncclSuccess;
+        run_deferred(*comm);
+    }
+    *error = comm->state;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+    if (!comm) return ncclSuccess;
+    {
+        Guard guard;
+        const ncclResult_t result = check_ready(comm, "ncclCommFinalize");
+        if (result != ncclSuccess) return result;
+        comm->finalized = true;
+        if (!comm->blocking) {
+            comm->state = ncclInProgress;
+            comm->polls = 2;
+            return ncclInProgress;
+        }
+    }
+    return flush(*comm);
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    if (!comm) return ncclSuccess;
+    ncclResult_t result;
+    {
+        Guard guard;
+        result = check_comm(comm, "ncclCommDestroy");
+        if (result != ncclSuccess) return result;
+        if (!comm->clique || !comm->clique->settled)
+            return refuse(ncclInvalidArgument, "ncclCommDestroy: the communicator is not ready; abort it instead");
+    }
+    if (comm->finalized && comm->state == ncclInProgress)
+        report("ncclCommDestroy before ncclCommGetAsyncError said that ncclCommFinalize is done");
+    result = flush(*comm);
+    Guard guard;
+    leave(*comm);
+    return result;
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    if (!comm) return ncclSuccess;
+    Guard guard;
+    const ncclResult_t result = check_comm(comm, "ncclCommAbort");
+    if (result != ncclSuccess) return result;
+    comm->aborted = true;
+    comm->deferred.clear();
+    abort_nodes(*comm);
+    leave(*comm);
+    notify();
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
+    Guard guard;
+    return query(comm, count, comm && comm->clique ? comm->clique->size : 0, "ncclCommCount");
+}
+
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
+    Guard guard;
+    return query(comm, device, comm ? comm->device : 0, "ncclCommCuDevice");
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
+    Guard guard;
+    return query(comm, rank, comm ? comm->rank : 0, "ncclCommUserRank");
+}
+
+ncclResult_t ncclMemAlloc(void **p, size_t bytes) {
+    if (!p || bytes == 0) return refuse(ncclInvalidArgument, "ncclMemAlloc: null place or no bytes");
+    void *raw = nullptr;
+    const size_t alignment = NCCL_WIN_REQUIRED_ALIGNMENT;
+    if (cudaMalloc(&raw, bytes + alignment) != cudaSuccess) return refuse(ncclUnhandledCudaError, "ncclMemAlloc: no memory");
+    Guard guard;
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(raw) + alignment - 1) / alignment * alignment;
+    *p = reinterpret_cast<void *>(start);
+    memory[static_cast<char *>(*p)] = {bytes, raw};
+    return ncclSuccess;
+}
+
+ncclResult_t ncclMemFree(void *p) {
+    void *raw = nullptr;
+    {
+        Guard guard;
+        const auto entry = memory.find(static_cast<char *>(p));
+        if (entry == memory.end()) {
+            report("ncclMemFree of %p, which ncclMemAlloc did not give", p);
+            return refuse(ncclInvalidArgument, "ncclMemFree: not from ncclMemAlloc");
+        }
+        raw = entry->second.second;
+        memory.erase(entry);
+    }
+    return cudaFree(raw) == cudaSuccess ? ncclSuccess : refuse(ncclUnhandledCudaError, "ncclMemFree: cudaFree failed");
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t bytes, void **handle) {
+    Guard guard;
+    const ncclResult_t result = check_ready(comm, "ncclCommRegister");
+    if (result != ncclSuccess) return result;
+    if (!handle || !buffer || bytes == 0) return refuse(ncclInvalidArgument, "ncclCommRegister: null argument or no bytes");
+    if (!device_valid(buffer, bytes)) return refuse(ncclInvalidArgument, "ncclCommRegister: not one device allocation");
+    *handle = new Range{buffer, bytes};
+    comm->registrations.insert(*handle);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
+    Guard guard;
+    const ncclResult_t result = check_comm(comm, "ncclCommDeregister");
+    if (result != ncclSuccess) return result;
+    if (comm->registrations.erase(handle) == 0) return refuse(ncclInvalidArgument, "ncclCommDeregister: unknown handle");
+    delete static_cast<Range *>(handle);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window, int flags) {
+    std::shared_ptr<Round> round;
+    {
+        Guard guard;
+        ncclResult_t result = check_ready(comm, "ncclCommWindowRegister");
+        if (result != ncclSuccess) return note(result);
+        if (!window || !buffer || bytes == 0) result = refuse(ncclInvalidArgument, "window: null argument or no bytes");
+        else if (flags != NCCL_WIN_DEFAULT && flags != NCCL_WIN_COLL_SYMMETRIC)
+            result = refuse(ncclInvalidArgument, "window: unknown flags %d", flags);
+        else if (reinterpret_cast<uintptr_t>(buffer) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
+            result = refuse(ncclInvalidArgument, "window: buffer not aligned to %d bytes", NCCL_WIN_REQUIRED_ALIGNMENT);
+        else if (!inside_memory(buffer, bytes)) result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
+        if (result != ncclSuccess) return note(result);
+        *window = new ncclWindow_vidmem{comm};
+        comm->registrations.insert(*window);
+        round = enter_round(*comm, kWindowRound, Entry{comm->rank, 0, 0, nullptr});
+    }
+    return add_job(Job{nullptr, nullptr, round, comm->blocking});
+}
+
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
+    Guard guard;
+    const ncclResult_t result = check_comm(comm, "ncclCommWindowDeregister");
+    if (result != ncclSuccess) return result;
+    if (comm->registrations.erase(window) == 0) return refuse(ncclInvalidArgument, "ncclCommWindowDeregister: unknown window");
+    delete window;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGroupStart(void) {
+    group_start();
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void) { return group_end(); }
+
+ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                           cudaStream_t stream) {
+    return submit(comm, collective(kAllReduce, send, recv, count, type, op, 0, stream));
+}
+
+ncclResult_t ncclReduceScatter(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
+    return submit(comm, collective(kReduceScatter, send, recv, count, type, op, 0, stream));
+}
+
+ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+    return submit(comm, collective(kAllGather, send, recv, count, type, ncclSum, 0, stream));
+}
+
+ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t stream) {
+    return submit(comm, collective(kBroadcast, send, recv, count, type, ncclSum, root, stream));
+}
+
+ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+    return submit(comm, collective(kReduce, send, recv, count, type, op, root, stream));
+}
+
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+    return submit(comm, collective(kSend, send, nullptr, count, type, ncclSum, peer, stream));
+}
+
+ncclResult_t ncclRecv(void *recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+    return submit(comm, collective(kReceive, nullptr, recv, count, type, ncclSum, peer, stream));
+}
+
+}  // extern "C"

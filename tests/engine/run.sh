@@ -1,0 +1,126 @@
+#!/bin/sh
+# Tests the engine: builds test_engine in every variant, runs all cases under many schedules, and checks for every
+# planted bug that each build which claims to see it does see it under at least one schedule.
+#
+#   sh tests/engine/run.sh [VARIANT...]        (variants and environment: see build.sh)
+set -u
+cd "$(dirname "$0")" || exit 1
+build=${MTE_BUILD_DIR:-../../build/engine}
+mkdir -p "$build" || exit 1
+log=$build/run.log
+passed=0
+failed=0
+skipped=0
+
+finish() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    if [ "$failed" = 0 ]; then exit 0; else exit 1; fi
+}
+
+# What a planted bug is tried with, one after the other, until it is noticed.
+bug_schedules='MTE_STREAMS=eager
+MTE_STREAMS=lazy
+MTE_STREAMS=greedy
+MTE_THREADS=lifo
+MTE_PROTECT=1
+MTE_THREADS=random,MTE_STREAMS=random,MTE_BLOCKS=random,MTE_SEED=1'
+
+# Every order of threads with every order of streams; blocks, cp.async and protection take turns.
+# The checker wants its copies late; it and the sanitizers are slow and have less to gain from schedules.
+schedules() {
+    number=0
+    for threads in fifo lifo random; do
+        for streams in eager lazy random greedy; do
+            for blocks in fifo lifo random; do
+                number=$((number + 1))
+                if [ "$1" != fast ] && [ $((number % 4)) != 0 ]; then continue; fi
+                case $((number % 3)) in 0) copies=late ;; 1) copies=early ;; *) copies=random ;; esac
+                if [ "$1" = checked ]; then copies=late; fi
+                orders="MTE_THREADS=$threads,MTE_STREAMS=$streams,MTE_BLOCKS=$blocks,MTE_CP=$copies"
+                echo "$orders,MTE_SEED=$number,MTE_PROTECT=$((number % 2))"
+            done
+        done
+    done
+}
+
+run_with() {
+    settings=$(echo "$1" | tr , ' ')
+    shift
+    # shellcheck disable=SC2086
+    timeout 120 env MTE_PATIENCE=1 $settings "$@" >"$log" 2>&1
+}
+
+# The cases as they should be, under every schedule of the variant.
+test_variant() {
+    count=0
+    begin=$(date +%s)
+    for schedule in $(schedules "$1"); do
+        count=$((count + 1))
+        if run_with "$schedule" "$build/$1/test_engine"; then continue; fi
+        echo "FAIL  $1: all cases, with $schedule"
+        head -n 20 "$log"
+        failed=$((failed + 1))
+        return
+    done
+    echo "ok    $1: all cases under $count schedules, $(($(date +%s) - begin)) s"
+    passed=$((passed + 1))
+}
+
+# Sets `how`: the first schedule that shows the bug to the variant, or nothing.
+find_bug() {
+    how=
+    for schedule in $bug_schedules; do
+        if run_with "$schedule" "$build/$1/test_engine" --bug "$2"; then continue; fi
+        how=$schedule
+        return
+    done
+}
+
+claims() { case " $2 " in *" $1 "*) true ;; *) false ;; esac; }
+
+# bug "variants that claim to see it"
+test_bug() {
+    seen=
+    missed=
+    for variant in $variants; do
+        find_bug "$variant" "$1"
+        if [ -n "$how" ]; then
+            case $how in MTE_STREAMS=eager) seen="$seen $variant" ;; *) seen="$seen $variant ($how)" ;; esac
+        elif claims "$variant" "$2"; then
+            missed="$missed $variant"
+        fi
+    done
+    if [ -z "$missed" ]; then
+        echo "ok    bug $1: seen by$seen"
+        passed=$((passed + 1))
+    else
+        echo "FAIL  bug $1: seen by${seen:- nobody}, missed by$missed"
+        failed=$((failed + 1))
+    fi
+}
+
+# ucontext differs from fast in the fibers only: its bugs need no test of their own.
+all_variants=${*:-fast asan checked ucontext}
+variants=
+for variant in $all_variants; do
+    sh build.sh "$variant" >"$log" 2>&1
+    status=$?
+    if [ $status = 77 ]; then
+        echo "skip  engine: $(cat "$log")"
+        skipped=1
+        finish
+    fi
+    if [ $status != 0 ]; then
+        echo "FAIL  $variant does not build"
+        head -n 40 "$log"
+        failed=$((failed + 1))
+        continue
+    fi
+    test_variant "$variant"
+    if [ "$variant" != ucontext ]; then variants="$variants $variant"; fi
+done
+
+if [ -z "$variants" ]; then finish; fi
+"$build/${variants##* }/test_engine" --list >"$build/bugs"
+while read -r bug builds; do test_bug "$bug" "$builds"; done <"$build/bugs"
+finish

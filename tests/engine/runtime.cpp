@@ -1,0 +1,1405 @@
+// runtime.cpp - a CUDA runtime without a GPU: device memory, streams, events, copies, devices.
+//
+// Prototypes come from the real cuda_runtime_api.h.  Sections: >>config >>lock >>memory >>order >>schedule >>enqueue
+// >>api-device >>api-memory >>api-copy >>api-stream >>api-event >>api-error
+
+#include "core.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace mte {
+
+// ---- >>config ------------------------------------------------------------------------------------------------------
+
+static std::string environment(const char *name, const char *otherwise) {
+    const char *value = getenv(name);
+    return value && *value ? value : otherwise;
+}
+
+static int environment_number(const char *name, int otherwise) {
+    return atoi(environment(name, std::to_string(otherwise).c_str()).c_str());
+}
+
+static int environment_choice(const char *name, std::initializer_list<const char *> choices) {
+    std::string value = environment(name, *choices.begin());
+    int i = 0;
+    for (const char *choice : choices) {
+        if (value == choice) return i;
+        i++;
+    }
+    fprintf(stderr, "ENGINE: %s=%s is none of:", name, value.c_str());
+    for (const char *choice : choices) fprintf(stderr, " %s", choice);
+    fprintf(stderr, "\n");
+    exit(2);
+}
+
+static CopyTime copy_time() {
+    CopyTime chosen = static_cast<CopyTime>(environment_choice("MTE_CP", {"late", "early", "random"}));
+#ifdef MTE_CHECK
+    chosen = CopyTime::late; // so that the checker sees everything that touches a copy's destination before the wait
+#endif
+    return chosen;
+}
+
+static Config read_config() {
+    Config c;
+    c.threads = static_cast<Order>(environment_choice("MTE_THREADS", {"fifo", "lifo", "random"}));
+    c.blocks = static_cast<Order>(environment_choice("MTE_BLOCKS", {"fifo", "lifo", "random"}));
+    c.copy = copy_time();
+    c.streams = static_cast<Schedule>(environment_choice("MTE_STREAMS", {"eager", "lazy", "random", "greedy"}));
+    c.protect = environment_number("MTE_PROTECT", 0) != 0;
+    c.devices = std::clamp(environment_number("MTE_DEVICES", 8), 0, 64);
+    c.memory = (size_t)environment_number("MTE_MEMORY", 4096) << 20;
+    c.patience = environment_number("MTE_PATIENCE", 10);
+    return c;
+}
+
+const Config &config() {
+    static const Config c = read_config();
+    return c;
+}
+
+// splitmix64
+uint64_t random_below(uint64_t n) {
+    static uint64_t state = (uint64_t)environment_number("MTE_SEED", 0) * 0xd1342543de82ef95u + 1;
+    uint64_t z = (state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return (z ^ (z >> 31)) % n;
+}
+
+// ---- >>lock --------------------------------------------------------------------------------------------------------
+
+// Recursive, and wait_for_change() can let go of it however often it is held.
+struct Lock {
+    std::mutex mutex;
+    std::condition_variable changed;
+    uint64_t changes = 0;
+};
+static Lock &the_lock() {
+    static Lock *l = new Lock; // never destroyed: threads may outlive main()
+    return *l;
+}
+static thread_local int lock_depth;
+
+void lock() {
+    if (lock_depth++ == 0) the_lock().mutex.lock();
+}
+
+void unlock() {
+    if (--lock_depth == 0) the_lock().mutex.unlock();
+}
+
+void notify() {
+    the_lock().changes++;
+    the_lock().changed.notify_all();
+}
+
+static void print_streams();
+
+void wait_for_change() {
+    Lock &l = the_lock();
+    uint64_t before = l.changes;
+    int depth = std::exchange(lock_depth, 0);
+    std::unique_lock<std::mutex> held(l.mutex, std::adopt_lock);
+    bool changed = l.changed.wait_for(held, std::chrono::seconds(config().patience), [&] { return l.changes != before; });
+    held.release();
+    lock_depth = depth;
+    if (changed) return;
+    report("deadlock: a host thread waits, and nothing has happened for %d seconds", config().patience);
+    print_streams();
+    abort();
+}
+
+// ---- >>memory ------------------------------------------------------------------------------------------------------
+
+// Device memory of all devices is cut from one reserved range, front to back, and not used twice: a freed allocation
+// stays behind as 0xff.  Only when many bytes have been freed does the oldest give its pages back.
+
+static constexpr size_t red_zone = 256;
+static constexpr size_t granule = 256;
+static constexpr size_t page = 4096;
+static constexpr size_t quarantine_bytes = (size_t)256 << 20;
+static constexpr unsigned char unwritten = 0xff;
+
+struct Memory {
+    char *range = nullptr;
+    size_t used = 0;
+    std::map<const char *, Allocation> allocations;
+    std::map<const char *, size_t> pinned;
+    std::deque<const Allocation *> quarantine;
+    size_t quarantined = 0;
+    size_t live_bytes[64] = {};
+    std::set<std::pair<int, int>> peers; // (accessing device, owning device)
+};
+static Memory &memory() {
+    static Memory *m = new Memory;
+    return *m;
+}
+
+static thread_local int host_device;
+
+static void host_touched_device_memory(int number, siginfo_t *info, void *) {
+    if (in_device_range(info->si_addr)) {
+        static const char text[] = "ENGINE: host code touched device memory\n";
+        if (write(2, text, sizeof text - 1) < 0) _exit(98);
+        _exit(97);
+    }
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+static void catch_host_access() {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_sigaction = host_touched_device_memory;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(SIGSEGV, &action, nullptr);
+}
+
+char *device_range() {
+    Memory &m = memory();
+    if (m.range) return m.range;
+    int access = config().protect ? PROT_NONE : PROT_READ | PROT_WRITE;
+    void *p = mmap(nullptr, device_range_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        perror("ENGINE: mmap");
+        abort();
+    }
+    if (config().protect) catch_host_access();
+    return m.range = static_cast<char *>(p);
+}
+
+bool in_device_range(const void *p) {
+    const char *range = memory().range;
+    return range && (const char *)p >= range && (const char *)p < range + device_range_bytes;
+}
+
+// While one of these lives, device memory can be touched, whatever MTE_PROTECT says.
+struct Unprotected {
+    static int depth;
+    Unprotected() {
+        if (depth++ == 0) protect(PROT_READ | PROT_WRITE);
+    }
+    ~Unprotected() {
+        if (--depth == 0) protect(PROT_NONE);
+    }
+    static void protect(int access) {
+        if (!config().protect) return;
+        size_t bytes = memory().used;
+        if (bytes) mprotect(device_range(), bytes, access);
+    }
+};
+int Unprotected::depth;
+
+const Allocation *find_allocation(const void *p) {
+    auto &all = memory().allocations;
+    auto after = all.upper_bound(static_cast<const char *>(p));
+    return after == all.begin() ? nullptr : &std::prev(after)->second;
+}
+
+static bool inside(const Allocation *a, const void *p, size_t bytes) {
+    size_t offset = (size_t)((const char *)p - a->begin);
+    return offset <= a->bytes && bytes <= a->bytes - offset;
+}
+
+bool device_valid(const void *p, size_t bytes) {
+    Guard guard;
+    const Allocation *a = find_allocation(p);
+    return a && a->live && inside(a, p, bytes);
+}
+
+bool reachable(const Allocation &a, int device) {
+    return device < 0 || a.device == device || memory().peers.count({device, a.device}) != 0;
+}
+
+bool host_pinned(const void *p, size_t bytes) {
+    Guard guard;
+    auto &all = memory().pinned;
+    auto after = all.upper_bound(static_cast<const char *>(p));
+    if (after == all.begin()) return false;
+    auto found = std::prev(after);
+    return (const char *)p + bytes <= found->first + found->second;
+}
+
+// What is wrong with using [p, p + bytes) on the device, or NULL.
+static const char *fault(const void *p, size_t bytes, int device) {
+    if (!in_device_range(p)) return host_pinned(p, bytes) ? nullptr : "is not device memory";
+    const Allocation *a = find_allocation(p);
+    if (!a || !inside(a, p, bytes)) return "is not inside one device allocation";
+    if (!a->live) return "has been freed";
+    if (!reachable(*a, device)) return "belongs to another device, and peer access is not enabled";
+    return nullptr;
+}
+
+void check_global(const void *p, size_t bytes, int alignment, const char *what) {
+    Guard guard;
+    const char *wrong = fault(p, bytes, operation_device());
+    if (wrong) report("%s: %p + %zu %s", what, p, bytes, wrong);
+    if (alignment > 1 && (uintptr_t)p % (unsigned)alignment) report("%s: %p is not %d-byte aligned", what, p, alignment);
+}
+
+static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Takes the range up to `end` into use; `begin` and `bytes` are the allocation inside it.
+static void fill_new(char *begin, size_t bytes, size_t end) {
+    Memory &m = memory();
+    size_t offset = (size_t)(begin - m.range);
+    Unprotected unprotected;
+    if (config().protect) mprotect(m.range + m.used, end - m.used, PROT_READ | PROT_WRITE);
+    memset(m.range + m.used, unwritten, end - m.used);
+    ASAN_POISON_MEMORY_REGION(m.range + m.used, end - m.used);
+    ASAN_UNPOISON_MEMORY_REGION(m.range + offset, bytes);
+    m.used = end;
+}
+
+static void *device_allocate(size_t bytes, int device) {
+    Memory &m = memory();
+    device_range();
+    size_t offset = round_up(m.used + red_zone, granule);
+    size_t end = round_up(offset + bytes + red_zone, page);
+    if (end > device_range_bytes || m.live_bytes[device] + bytes > config().memory) return nullptr;
+    char *begin = m.range + offset;
+    fill_new(begin, bytes, end);
+    m.live_bytes[device] += bytes;
+    m.allocations[begin] = Allocation{begin, bytes, device, true};
+    checker_device_new(begin, bytes);
+    return begin;
+}
+
+static void shrink_quarantine() {
+    Memory &m = memory();
+    while (m.quarantined > quarantine_bytes) {
+        const Allocation *a = m.quarantine.front();
+        m.quarantine.pop_front();
+        m.quarantined -= a->bytes;
+        uintptr_t first = round_up((uintptr_t)a->begin, page);
+        uintptr_t last = ((uintptr_t)a->begin + a->bytes) / page * page;
+        if (last > first) madvise(reinterpret_cast<void *>(first), last - first, MADV_DONTNEED);
+    }
+}
+
+static bool device_release(void *p) {
+    Memory &m = memory();
+    auto found = m.allocations.find(static_cast<const char *>(p));
+    if (found == m.allocations.end() || !found->second.live) return false;
+    Allocation &a = found->second;
+    Unprotected unprotected;
+    memset(a.begin, unwritten, a.bytes);
+    ASAN_POISON_MEMORY_REGION(a.begin, a.bytes);
+    a.live = false;
+    m.live_bytes[a.device] -= a.bytes;
+    m.quarantined += a.bytes;
+    m.quarantine.push_back(&a);
+    shrink_quarantine();
+    return true;
+}
+
+#ifdef MTE_ASAN
+
+static void check_red_zones() {} // AddressSanitizer sees a write into a red zone when it happens
+
+#else
+
+// The first byte near an allocation that is not as it was left, as an offset from its begin.
+static bool red_zone_damage(const Allocation &a, long *offset) {
+    for (size_t i = 0; i < red_zone; i++) {
+        *offset = -(long)i - 1;
+        if ((unsigned char)a.begin[*offset] != unwritten) return true;
+        *offset = (long)(a.bytes + i);
+        if ((unsigned char)a.begin[*offset] != unwritten) return true;
+    }
+    return false;
+}
+
+// Finds writes into red zones when the host synchronises.
+static void check_red_zones() {
+    Unprotected unprotected;
+    for (auto &entry : memory().allocations) {
+        Allocation &a = entry.second;
+        long offset;
+        if (!a.live || !red_zone_damage(a, &offset)) continue;
+        report("device memory was written outside of an allocation: at byte %ld of %p, which has %zu bytes", offset,
+               (void *)a.begin, a.bytes);
+        a.begin[offset] = (char)unwritten;
+    }
+}
+
+#endif
+
+// ---- >>order: operations, and which of them is ordered before which ------------------------------------------------
+
+// An operation's clock says, for every stream, up to which operation of it everything is ordered before this one.
+typedef std::vector<uint32_t> Clock;
+
+struct Stream;
+
+struct Operation {
+    uint32_t id;
+    Stream *stream;
+    uint32_t sequence; // within the stream, from 1
+    std::function<void()> work;
+    bool host_work; // a cudaLaunchHostFunc
+    bool done = false;
+    std::vector<std::shared_ptr<Operation>> after; // must be done before: event waits, the legacy default stream
+    Rendezvous *rendezvous = nullptr;
+    Clock clock;
+};
+typedef std::shared_ptr<Operation> OperationRef;
+
+struct Stream {
+    unsigned index;
+    int device;
+    bool blocking; // takes part in the ordering of the legacy default stream
+    bool is_default;
+    bool destroyed = false;
+    int priority = 0;
+    uint32_t sequence = 0;
+    std::deque<OperationRef> queue;
+    std::vector<OperationRef> waits; // of the next operation
+    OperationRef last;
+    Clock clock; // of what has run
+};
+
+struct Event {
+    OperationRef recorded;
+    int device;
+    std::shared_ptr<double> seconds; // when it was reached
+};
+
+struct Rendezvous {
+    int ranks;
+    const char *label;
+    std::function<void()> work;
+    std::vector<OperationRef> participants;
+};
+
+// What stays known of an operation after it has run.
+struct Past {
+    unsigned stream;
+    uint32_t sequence;
+    const char *label;
+};
+
+struct Queues {
+    std::vector<std::unique_ptr<Stream>> all;
+    std::vector<Stream *> streams; // those that are alive or have work
+    std::set<const void *> handles;
+    std::set<const void *> events;
+    Stream *default_streams[64] = {};
+    Clock gone[64]; // of destroyed streams, by device
+    std::vector<Past> past; // by id - 1
+    Operation *running = nullptr;
+    Clock host; // what the host has waited for; all host threads share it, so it may know too much, never too little
+    cudaError_t sticky = cudaSuccess;
+};
+static Queues &queues() {
+    static Queues *q = new Queues;
+    return *q;
+}
+
+static void join(Clock &clock, const Clock &other) {
+    if (clock.size() < other.size()) clock.resize(other.size());
+    for (size_t i = 0; i < other.size(); i++) clock[i] = std::max(clock[i], other[i]);
+}
+
+static void add(Clock &clock, const Operation &o) {
+    if (clock.size() <= o.stream->index) clock.resize(o.stream->index + 1);
+    clock[o.stream->index] = std::max(clock[o.stream->index], o.sequence);
+}
+
+uint32_t operation_id() { return queues().running ? queues().running->id : 0; }
+
+int operation_device() {
+    const Operation *o = queues().running;
+    return !o || o->rendezvous ? -1 : o->stream->device;
+}
+
+const char *operation_label(uint32_t id) { return id ? queues().past[id - 1].label : "the host"; }
+
+bool operation_before(uint32_t id) {
+    const Operation *o = queues().running;
+    if (!id || !o || id == o->id) return true;
+    const Past &past = queues().past[id - 1];
+    return past.stream < o->clock.size() && o->clock[past.stream] >= past.sequence;
+}
+
+static void print_streams() {
+    for (const Stream *s : queues().streams) {
+        if (s->queue.empty()) continue;
+        const Operation &head = *s->queue.front();
+        fprintf(stderr, "    stream %u of device %d: %zu operations, first '%s'", s->index, s->device, s->queue.size(),
+                operation_label(head.id));
+        for (const OperationRef &o : head.after)
+            if (!o->done) fprintf(stderr, ", waits for '%s' of stream %u", operation_label(o->id), o->stream->index);
+        if (head.rendezvous)
+            fprintf(stderr, ", %zu of %d ranks have come", head.rendezvous->participants.size(), head.rendezvous->ranks);
+        fprintf(stderr, "\n");
+    }
+}
+
+// ---- >>schedule: what runs, and when -------------------------------------------------------------------------------
+
+static bool at_head(const Operation &o) {
+    if (o.stream->queue.front().get() != &o) return false;
+    return std::all_of(o.after.begin(), o.after.end(), [](const OperationRef &before) { return before->done; });
+}
+
+static bool ready(const Operation &o) {
+    if (!at_head(o)) return false;
+    const Rendezvous *r = o.rendezvous;
+    if (!r) return true;
+    return (int)r->participants.size() == r->ranks &&
+           std::all_of(r->participants.begin(), r->participants.end(), [](const OperationRef &p) { return at_head(*p); });
+}
+
+static std::vector<OperationRef> ready_operations() {
+    std::vector<OperationRef> found;
+    for (Stream *s : queues().streams)
+        if (!s->queue.empty() && ready(*s->queue.front())) found.push_back(s->queue.front());
+    return found;
+}
+
+static void set_clocks(const std::vector<OperationRef> &group) {
+    Clock clock;
+    for (const OperationRef &o : group) {
+        join(clock, o->clock);
+        join(clock, o->stream->clock);
+        for (const OperationRef &before : o->after) join(clock, before->clock);
+        add(clock, *o);
+    }
+    for (const OperationRef &o : group) o->clock = clock;
+}
+
+// A destroyed stream with nothing left to do.
+static void forget(Stream *s) {
+    Queues &q = queues();
+    q.streams.erase(std::find(q.streams.begin(), q.streams.end(), s));
+    join(q.gone[s->device], s->clock);
+    s->clock.clear();
+    s->last.reset();
+}
+
+static void retire(const OperationRef &o) {
+    Stream *s = o->stream;
+    o->done = true;
+    o->work = nullptr;
+    o->after.clear();
+    o->rendezvous = nullptr;
+    s->clock = o->clock;
+    s->queue.pop_front();
+    if (s->destroyed && s->queue.empty()) forget(s);
+}
+
+static void run(OperationRef o) {
+    Queues &q = queues();
+    std::unique_ptr<Rendezvous> rendezvous(o->rendezvous);
+    std::vector<OperationRef> group = rendezvous ? rendezvous->participants : std::vector<OperationRef>{o};
+    set_clocks(group);
+    Operation *interrupted = std::exchange(q.running, o.get());
+    const std::function<void()> &work = rendezvous ? rendezvous->work : o->work;
+    if (work && o->host_work) {
+        work();
+    } else if (work) {
+        Unprotected unprotected;
+        work();
+    }
+    q.running = interrupted;
+    for (const OperationRef &member : group) retire(member);
+    notify();
+}
+
+// The operations that have to run before `target` can be done, itself included.
+typedef std::unordered_set<uint32_t> Needed;
+
+static Needed needed_for(const OperationRef &target) {
+    Needed needed;
+    std::vector<Operation *> open = {target.get()};
+    while (!open.empty()) {
+        Operation *o = open.back();
+        open.pop_back();
+        if (o->done || needed.count(o->id)) continue;
+        for (const OperationRef &earlier : o->stream->queue) {
+            if (earlier->id > o->id) break;
+            if (!needed.insert(earlier->id).second) continue;
+            for (const OperationRef &before : earlier->after) open.push_back(before.get());
+            if (!earlier->rendezvous) continue;
+            for (const OperationRef &peer : earlier->rendezvous->participants) open.push_back(peer.get());
+        }
+    }
+    return needed;
+}
+
+static OperationRef pick(const std::vector<OperationRef> &candidates) {
+    if (candidates.empty()) return nullptr;
+    bool first = config().streams == Schedule::eager;
+    return candidates[first ? 0 : random_below(candidates.size())];
+}
+
+// The next operation to run while somebody waits for what is in `needed`.
+static OperationRef choose(const Needed &needed) {
+    std::vector<OperationRef> all = ready_operations();
+    std::vector<OperationRef> wanted;
+    std::vector<OperationRef> others;
+    for (const OperationRef &o : all) (needed.count(o->id) ? wanted : others).push_back(o);
+    switch (config().streams) {
+    case Schedule::lazy: return pick(wanted);
+    case Schedule::greedy: return pick(others.empty() ? wanted : others);
+    case Schedule::random: return pick(wanted.empty() || random_below(2) ? all : wanted);
+    default: return pick(all);
+    }
+}
+
+static void wait_for(OperationRef target) {
+    while (!target->done) {
+        Needed needed = needed_for(target);
+        bool ran = false;
+        while (!target->done) {
+            OperationRef next = choose(needed);
+            if (!next) break;
+            run(next);
+            ran = true;
+        }
+        if (!ran) wait_for_change();
+    }
+    join(queues().host, target->clock);
+}
+
+static void wait_for_stream(Stream *s) {
+    if (!s->queue.empty()) wait_for(s->queue.back());
+    join(queues().host, s->clock);
+}
+
+static void wait_for_device(int device) {
+    std::vector<Stream *> streams = queues().streams;
+    if (config().streams != Schedule::eager && !streams.empty())
+        std::rotate(streams.begin(), streams.begin() + (long)random_below(streams.size()), streams.end());
+    for (Stream *s : streams)
+        if (s->device == device) wait_for_stream(s);
+    join(queues().host, queues().gone[device]);
+}
+
+// What runs on its own when something was enqueued.
+static void run_some() {
+    bool eager = config().streams == Schedule::eager;
+    uint64_t steps = eager ? UINT64_MAX : config().streams == Schedule::random ? random_below(3) : 0;
+    for (; steps; steps--) {
+        OperationRef next = pick(ready_operations());
+        if (!next) return;
+        run(next);
+    }
+}
+
+// ---- >>enqueue -----------------------------------------------------------------------------------------------------
+
+static Stream *new_stream(bool blocking, bool is_default) {
+    Queues &q = queues();
+    Stream *s = new Stream();
+    s->index = (unsigned)q.all.size();
+    s->device = host_device;
+    s->blocking = blocking;
+    s->is_default = is_default;
+    q.all.emplace_back(s);
+    q.streams.push_back(s);
+    q.handles.insert(s);
+    return s;
+}
+
+static Stream *default_stream() {
+    Stream *&s = queues().default_streams[host_device];
+    if (!s) s = new_stream(true, true);
+    return s;
+}
+
+static Stream *stream_of(cudaStream_t handle) {
+    if (!handle || handle == cudaStreamLegacy) return default_stream();
+    if (queues().handles.count(handle)) return reinterpret_cast<Stream *>(handle);
+    report("stream %p was never created, or has been destroyed", (void *)handle);
+    return nullptr;
+}
+
+// The legacy default stream and the blocking streams of its device wait for each other.
+static void wait_legacy(Operation &o) {
+    Stream *s = o.stream;
+    if (!s->blocking) return;
+    if (s->is_default) join(o.clock, queues().gone[s->device]);
+    for (Stream *other : queues().streams) {
+        bool ordered = other != s && other->blocking && other->device == s->device && (s->is_default || other->is_default);
+        if (ordered && other->last && !other->last->done) o.after.push_back(other->last);
+        if (ordered) join(o.clock, other->clock);
+    }
+}
+
+static OperationRef append(Stream *s, const char *label, std::function<void()> work, Rendezvous *rendezvous = nullptr,
+                           bool host_work = false) {
+    Queues &q = queues();
+    OperationRef o = std::make_shared<Operation>();
+    o->id = (uint32_t)q.past.size() + 1;
+    o->stream = s;
+    o->sequence = ++s->sequence;
+    o->work = std::move(work);
+    o->host_work = host_work;
+    o->rendezvous = rendezvous;
+    o->clock = q.host;
+    o->after.swap(s->waits);
+    wait_legacy(*o);
+    if (rendezvous) rendezvous->participants.push_back(o);
+    q.past.push_back(Past{s->index, o->sequence, label});
+    s->queue.push_back(o);
+    s->last = o;
+    notify();
+    if (!q.running) run_some();
+    return o;
+}
+
+void enqueue(cudaStream_t stream, const char *label, std::function<void()> work) {
+    Stream *s = stream_of(stream);
+    if (s) append(s, label, std::move(work));
+}
+
+Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> work) {
+    return new Rendezvous{ranks, label, std::move(work), {}};
+}
+
+void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous) {
+    Stream *s = stream_of(stream);
+    if (s) append(s, rendezvous->label, nullptr, rendezvous);
+}
+
+// ---- errors --------------------------------------------------------------------------------------------------------
+
+static thread_local cudaError_t last_error;
+
+// An error that ended a kernel stays: every later call returns it.
+static cudaError_t result(cudaError_t error) {
+    if (queues().sticky != cudaSuccess) error = queues().sticky;
+    if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
+    return error;
+}
+
+// Guards an API call.  CUDA forbids its own functions inside a host function.
+struct Call {
+    Guard guard;
+    explicit Call(const char *name) {
+        const Operation *o = queues().running;
+        if (o && o->host_work) report("%s called inside a host function", name);
+    }
+};
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+struct FunctionLimits {
+    std::map<std::pair<const void *, int>, size_t> dynamic_shared; // by function and device
+};
+static FunctionLimits &function_limits() {
+    static FunctionLimits *limits = new FunctionLimits;
+    return *limits;
+}
+
+static size_t dynamic_shared_limit(const void *function) {
+    auto &limits = function_limits().dynamic_shared;
+    auto found = limits.find({function, host_device});
+    return found == limits.end() ? shared_per_block : found->second;
+}
+
+static bool within(dim3 size, uint64_t x, uint64_t y, uint64_t z) {
+    return size.x >= 1 && size.y >= 1 && size.z >= 1 && size.x <= x && size.y <= y && size.z <= z;
+}
+
+static cudaError_t check_launch(const void *function, const Launch &launch, const Stream *s) {
+    bool shape = within(launch.grid, 0x7fffffff, 65535, 65535) && within(launch.threads, 1024, 1024, 64) &&
+                 (uint64_t)launch.threads.x * launch.threads.y * launch.threads.z <= max_block_threads;
+    if (!shape) return cudaErrorInvalidConfiguration;
+    if (launch.dynamic_shared > dynamic_shared_limit(function)) return cudaErrorInvalidValue;
+    if (!s || s->device != host_device) return cudaErrorInvalidResourceHandle;
+    return cudaSuccess;
+}
+
+static void run_kernel(const Launch &launch, const std::vector<const void *> &pointers) {
+    for (size_t i = 0; i < pointers.size(); i++) {
+        const char *wrong = pointers[i] ? fault(pointers[i], 0, operation_device()) : nullptr;
+        if (!wrong) continue;
+        report("kernel %s, pointer argument %zu: %p %s", launch.kernel.c_str(), i + 1, pointers[i], wrong);
+        queues().sticky = cudaErrorIllegalAddress;
+        return;
+    }
+    if (!run_grid(launch)) queues().sticky = cudaErrorLaunchFailure;
+}
+
+static const char *permanent(const std::string &name) {
+    static std::set<std::string> *names = new std::set<std::string>;
+    return names->insert(name).first->c_str();
+}
+
+void launch(const void *function, Launch what, cudaStream_t stream, std::vector<const void *> pointers) {
+    Call call("a kernel launch");
+    Stream *s = stream_of(stream);
+    cudaError_t error = result(check_launch(function, what, s));
+    if (error != cudaSuccess) return;
+    const char *label = permanent(what.kernel);
+    append(s, label, [what = std::move(what), pointers = std::move(pointers)] { run_kernel(what, pointers); });
+}
+
+}  // namespace mte
+
+using namespace mte;
+
+// ---- >>api-device --------------------------------------------------------------------------------------------------
+
+static constexpr int compute_major = 9;
+static constexpr int compute_minor = 0;
+static constexpr int multiprocessors = 132;
+static constexpr int threads_per_multiprocessor = 2048;
+static constexpr int shared_per_multiprocessor = 228 << 10;
+
+static bool device_exists(int device) { return device >= 0 && device < config().devices; }
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    Call call("cudaGetDeviceCount");
+    *count = config().devices;
+    return result(config().devices ? cudaSuccess : cudaErrorNoDevice);
+}
+
+cudaError_t cudaSetDevice(int device) {
+    Call call("cudaSetDevice");
+    if (!device_exists(device)) return result(cudaErrorInvalidDevice);
+    host_device = device;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaGetDevice(int *device) {
+    *device = host_device;
+    return cudaSuccess;
+}
+
+static int device_attribute(cudaDeviceAttr attribute) {
+    switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock:
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY: return 1024;
+    case cudaDevAttrMaxBlockDimZ: return 64;
+    case cudaDevAttrMaxGridDimX: return 0x7fffffff;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: return 65535;
+    case cudaDevAttrMaxSharedMemoryPerBlock: return (int)shared_per_block;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (int)shared_per_block_optin;
+    case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return shared_per_multiprocessor;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
+    case cudaDevAttrTotalConstantMemory: return 65536;
+    case cudaDevAttrWarpSize: return 32;
+    case cudaDevAttrMultiProcessorCount: return multiprocessors;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: return threads_per_multiprocessor;
+    case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
+    case cudaDevAttrComputeCapabilityMajor: return compute_major;
+    case cudaDevAttrComputeCapabilityMinor: return compute_minor;
+    case cudaDevAttrL2CacheSize: return 50 << 20;
+    case cudaDevAttrClockRate: return 1980000;
+    case cudaDevAttrMemoryClockRate: return 2619000;
+    case cudaDevAttrGlobalMemoryBusWidth: return 5120;
+    case cudaDevAttrConcurrentKernels:
+    case cudaDevAttrUnifiedAddressing:
+    case cudaDevAttrCanMapHostMemory:
+    case cudaDevAttrStreamPrioritiesSupported:
+    case cudaDevAttrCooperativeLaunch:
+    case cudaDevAttrMemoryPoolsSupported: return 1;
+    default: return 0;
+    }
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    Call call("cudaDeviceGetAttribute");
+    if (!device_exists(device)) return result(cudaErrorInvalidDevice);
+    *value = device_attribute(attribute);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
+    Call call("cudaGetDeviceProperties");
+    if (!device_exists(device)) return result(cudaErrorInvalidDevice);
+    memset(p, 0, sizeof *p);
+    snprintf(p->name, sizeof p->name, "test engine (sm_90)");
+    p->major = compute_major;
+    p->minor = compute_minor;
+    p->totalGlobalMem = config().memory;
+    p->sharedMemPerBlock = shared_per_block;
+    p->sharedMemPerBlockOptin = shared_per_block_optin;
+    p->sharedMemPerMultiprocessor = shared_per_multiprocessor;
+    p->reservedSharedMemPerBlock = 1024;
+    p->warpSize = 32;
+    p->maxThreadsPerBlock = 1024;
+    p->maxThreadsPerMultiProcessor = threads_per_multiprocessor;
+    p->multiProcessorCount = multiprocessors;
+    p->regsPerBlock = 65536;
+    p->l2CacheSize = 50 << 20;
+    p->unifiedAddressing = 1;
+    p->concurrentKernels = 1;
+    p->pciBusID = device + 1;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+    Call call("cudaDeviceSynchronize");
+    wait_for_device(host_device);
+    check_red_zones();
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceReset() { return cudaDeviceSynchronize(); }
+
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    Call call("cudaDeviceCanAccessPeer");
+    if (!device_exists(device) || !device_exists(peer)) return result(cudaErrorInvalidDevice);
+    *can = device != peer;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+    Call call("cudaDeviceEnablePeerAccess");
+    if (flags || !device_exists(peer) || peer == host_device) return result(cudaErrorInvalidDevice);
+    bool added = memory().peers.insert({host_device, peer}).second;
+    return result(added ? cudaSuccess : cudaErrorPeerAccessAlreadyEnabled);
+}
+
+cudaError_t cudaDeviceDisablePeerAccess(int peer) {
+    Call call("cudaDeviceDisablePeerAccess");
+    return result(memory().peers.erase({host_device, peer}) ? cudaSuccess : cudaErrorPeerAccessNotEnabled);
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    if (least) *least = 0;
+    if (greatest) *greatest = -5;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribute, int value) {
+    Call call("cudaFuncSetAttribute");
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return result(cudaSuccess);
+    if (value < 0 || (size_t)value > shared_per_block_optin) return result(cudaErrorInvalidValue);
+    function_limits().dynamic_shared[{function, host_device}] = (size_t)value;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *function) {
+    Call call("cudaFuncGetAttributes");
+    memset(attributes, 0, sizeof *attributes);
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->maxDynamicSharedSizeBytes = (int)dynamic_shared_limit(function);
+    attributes->numRegs = 64;
+    attributes->ptxVersion = attributes->binaryVersion = 10 * compute_major + compute_minor;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int block_size,
+                                                                   size_t dynamic_shared, unsigned) {
+    Call call("cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    if (block_size < 1 || block_size > 1024) return result(cudaErrorInvalidValue);
+    size_t by_shared = shared_per_multiprocessor / (dynamic_shared + 1024);
+    *blocks = std::min({threads_per_multiprocessor / ((block_size + 31) / 32 * 32), 32, (int)by_shared});
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int block_size,
+                                                          size_t dynamic_shared) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, block_size, dynamic_shared, 0);
+}
+
+// ---- >>api-memory --------------------------------------------------------------------------------------------------
+
+cudaError_t cudaMalloc(void **p, size_t bytes) {
+    Call call("cudaMalloc");
+    *p = nullptr;
+    if (!device_exists(host_device)) return result(cudaErrorNoDevice);
+    if (!bytes) return result(cudaSuccess);
+    *p = device_allocate(bytes, host_device);
+    return result(*p ? cudaSuccess : cudaErrorMemoryAllocation);
+}
+
+// Waits for the device of the allocation first, as CUDA does.
+cudaError_t cudaFree(void *p) {
+    Call call("cudaFree");
+    if (!p) return result(cudaSuccess);
+    const Allocation *a = find_allocation(p);
+    if (a) wait_for_device(a->device);
+    check_red_zones();
+    if (device_release(p)) return result(cudaSuccess);
+    report("cudaFree(%p): not a live device allocation", p);
+    return result(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
+
+cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
+    Call call("cudaFreeAsync");
+    if (!p) return result(cudaSuccess);
+    enqueue(stream, "cudaFreeAsync", [p] {
+        if (!device_release(p)) report("cudaFreeAsync(%p): not a live device allocation", p);
+    });
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    Call call("cudaMemGetInfo");
+    *total = config().memory;
+    *available = config().memory - memory().live_bytes[host_device];
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
+    Call call("cudaHostAlloc");
+    *p = malloc(std::max<size_t>(bytes, 1));
+    if (!*p) return result(cudaErrorMemoryAllocation);
+    memset(*p, unwritten, bytes);
+    memory().pinned[static_cast<const char *>(*p)] = bytes;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaMallocHost(void **p, size_t bytes) { return cudaHostAlloc(p, bytes, 0); }
+
+cudaError_t cudaFreeHost(void *p) {
+    Call call("cudaFreeHost");
+    if (!p) return result(cudaSuccess);
+    for (int device = 0; device < config().devices; device++) wait_for_device(device);
+    if (!memory().pinned.erase(static_cast<const char *>(p))) {
+        report("cudaFreeHost(%p): not pinned memory", p);
+        return result(cudaErrorInvalidValue);
+    }
+    free(p);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
+    Call call("cudaHostRegister");
+    bool added = memory().pinned.insert({static_cast<const char *>(p), bytes}).second;
+    return result(added ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered);
+}
+
+cudaError_t cudaHostUnregister(void *p) {
+    Call call("cudaHostUnregister");
+    bool removed = memory().pinned.erase(static_cast<const char *>(p)) != 0;
+    return result(removed ? cudaSuccess : cudaErrorHostMemoryNotRegistered);
+}
+
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned) {
+    Call call("cudaHostGetDevicePointer");
+    *device = host;
+    return result(host_pinned(host, 1) ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {
+    Call call("cudaPointerGetAttributes");
+    memset(attributes, 0, sizeof *attributes);
+    void *pointer = const_cast<void *>(p);
+    if (device_valid(p, 1)) {
+        attributes->type = cudaMemoryTypeDevice;
+        attributes->device = find_allocation(p)->device;
+        attributes->devicePointer = pointer;
+    } else if (host_pinned(p, 1)) {
+        attributes->type = cudaMemoryTypeHost;
+        attributes->devicePointer = attributes->hostPointer = pointer;
+    } else {
+        attributes->type = cudaMemoryTypeUnregistered;
+        attributes->device = -2;
+        attributes->hostPointer = pointer;
+    }
+    return result(cudaSuccess);
+}
+
+// ---- >>api-copy ----------------------------------------------------------------------------------------------------
+
+// Rows of `width` bytes; a plain copy has one row.
+struct Copy {
+    char *destination;
+    size_t destination_pitch;
+    const char *source;
+    size_t source_pitch;
+    size_t width;
+    size_t height;
+};
+
+// The end of a copy that lies on a device must be valid there; copies may cross devices.
+static bool copy_end_valid(const char *p, size_t pitch, const Copy &copy, const char *what) {
+    if (!in_device_range(p)) return true;
+    size_t bytes = pitch * (copy.height - 1) + copy.width;
+    const char *wrong = fault(p, bytes, -1);
+    if (wrong) report("%s: %p + %zu %s", what, (const void *)p, bytes, wrong);
+    return !wrong;
+}
+
+static void perform(const Copy &copy) {
+    bool valid = copy_end_valid(copy.destination, copy.destination_pitch, copy, "copy, destination");
+    valid = copy_end_valid(copy.source, copy.source_pitch, copy, "copy, source") && valid;
+    if (!valid) return;
+    for (size_t row = 0; row < copy.height; row++) {
+        char *to = copy.destination + row * copy.destination_pitch;
+        const char *from = copy.source + row * copy.source_pitch;
+        access_range(from, copy.width, false);
+        access_range(to, copy.width, true);
+        memcpy(to, from, copy.width);
+    }
+}
+
+static bool kind_fits(const Copy &copy, cudaMemcpyKind kind) {
+    bool to_device = in_device_range(copy.destination);
+    bool from_device = in_device_range(copy.source);
+    switch (kind) {
+    case cudaMemcpyHostToHost: return !to_device && !from_device;
+    case cudaMemcpyHostToDevice: return to_device && !from_device;
+    case cudaMemcpyDeviceToHost: return !to_device && from_device;
+    case cudaMemcpyDeviceToDevice: return to_device && from_device;
+    default: return kind == cudaMemcpyDefault;
+    }
+}
+
+static const char *copy_label(const Copy &copy) {
+    bool to_device = in_device_range(copy.destination);
+    bool from_device = in_device_range(copy.source);
+    if (to_device) return from_device ? "copy device to device" : "copy host to device";
+    return from_device ? "copy device to host" : "copy host to host";
+}
+
+// Pageable host memory is read before the call returns.
+static std::function<void()> staged(Copy copy) {
+    auto stage = std::make_shared<std::vector<char>>(copy.width * copy.height);
+    for (size_t row = 0; row < copy.height; row++)
+        memcpy(stage->data() + row * copy.width, copy.source + row * copy.source_pitch, copy.width);
+    copy.source = stage->data();
+    copy.source_pitch = copy.width;
+    return [copy, stage] { perform(copy); };
+}
+
+static bool pageable(const char *p, size_t pitch, const Copy &copy) {
+    return !in_device_range(p) && !host_pinned(p, pitch * (copy.height - 1) + copy.width);
+}
+
+static cudaError_t copy_asynchronously(const Copy &copy, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
+    if (!copy.width || !copy.height) return result(cudaSuccess);
+    if (copy.width > copy.destination_pitch && copy.height > 1) return result(cudaErrorInvalidPitchValue);
+    if (copy.width > copy.source_pitch && copy.height > 1) return result(cudaErrorInvalidPitchValue);
+    if (!kind_fits(copy, kind)) {
+        report("%s, but the call says kind %d", copy_label(copy), (int)kind);
+        return result(cudaErrorInvalidValue);
+    }
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    bool stage = pageable(copy.source, copy.source_pitch, copy);
+    std::function<void()> work = stage ? staged(copy) : [copy] { perform(copy); };
+    OperationRef o = append(s, copy_label(copy), work);
+    if (wait || pageable(copy.destination, copy.destination_pitch, copy)) wait_for(o);
+    return result(cudaSuccess);
+}
+
+static Copy plain_copy(void *destination, const void *source, size_t bytes) {
+    return Copy{static_cast<char *>(destination), bytes, static_cast<const char *>(source), bytes, bytes, 1};
+}
+
+cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    Call call("cudaMemcpyAsync");
+    return copy_asynchronously(plain_copy(destination, source, bytes), kind, stream, false);
+}
+
+// A copy within device memory does not wait, as in CUDA.
+cudaError_t cudaMemcpy(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind) {
+    Call call("cudaMemcpy");
+    bool wait = !in_device_range(destination) || !in_device_range(source);
+    return copy_asynchronously(plain_copy(destination, source, bytes), kind, nullptr, wait);
+}
+
+cudaError_t cudaMemcpyPeerAsync(void *destination, int, const void *source, int, size_t bytes, cudaStream_t stream) {
+    Call call("cudaMemcpyPeerAsync");
+    return copy_asynchronously(plain_copy(destination, source, bytes), cudaMemcpyDeviceToDevice, stream, false);
+}
+
+cudaError_t cudaMemcpy2DAsync(void *destination, size_t destination_pitch, const void *source, size_t source_pitch,
+                              size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
+    Call call("cudaMemcpy2DAsync");
+    Copy copy = {static_cast<char *>(destination), destination_pitch, static_cast<const char *>(source), source_pitch,
+                 width, height};
+    return copy_asynchronously(copy, kind, stream, false);
+}
+
+cudaError_t cudaMemcpy2D(void *destination, size_t destination_pitch, const void *source, size_t source_pitch,
+                         size_t width, size_t height, cudaMemcpyKind kind) {
+    Call call("cudaMemcpy2D");
+    Copy copy = {static_cast<char *>(destination), destination_pitch, static_cast<const char *>(source), source_pitch,
+                 width, height};
+    bool wait = !in_device_range(destination) || !in_device_range(source);
+    return copy_asynchronously(copy, kind, nullptr, wait);
+}
+
+cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
+    Call call("cudaMemsetAsync");
+    if (!bytes) return result(cudaSuccess);
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    append(s, "memset", [p, value, bytes] {
+        const char *wrong = fault(p, bytes, operation_device());
+        if (wrong) {
+            report("memset: %p + %zu %s", p, bytes, wrong);
+            return;
+        }
+        access_range(p, bytes, true);
+        memset(p, value, bytes);
+    });
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaMemset(void *p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, nullptr); }
+
+// ---- >>api-stream --------------------------------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    Call call("cudaStreamCreate");
+    if (!device_exists(host_device)) return result(cudaErrorNoDevice);
+    Stream *s = new_stream(!(flags & cudaStreamNonBlocking), false);
+    s->priority = priority;
+    *stream = reinterpret_cast<cudaStream_t>(s);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+// What is still in the stream will run; the handle is dead at once.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    Call call("cudaStreamDestroy");
+    Stream *s = stream_of(stream);
+    if (!s || s->is_default) return result(cudaErrorInvalidResourceHandle);
+    Queues &q = queues();
+    s->destroyed = true;
+    q.handles.erase(s);
+    if (s->queue.empty()) forget(s);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    Call call("cudaStreamSynchronize");
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    wait_for_stream(s);
+    check_red_zones();
+    return result(cudaSuccess);
+}
+
+// Asks for progress, but never sees it at once.
+static cudaError_t query(const OperationRef &o) {
+    if (!o || o->done) {
+        if (o) join(queues().host, o->clock);
+        return result(cudaSuccess);
+    }
+    OperationRef next = choose(needed_for(o));
+    if (next) run(next);
+    return cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    Call call("cudaStreamQuery");
+    Stream *s = stream_of(stream);
+    return s ? query(s->last) : result(cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    Call call("cudaStreamGetPriority");
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    *priority = s->priority;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) {
+    Call call("cudaStreamGetFlags");
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    *flags = s->blocking ? cudaStreamDefault : cudaStreamNonBlocking;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device) {
+    Call call("cudaStreamGetDevice");
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    *device = s->device;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
+    Call call("cudaLaunchHostFunc");
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    append(s, "host function", [function, argument] { function(argument); }, nullptr, true);
+    return result(cudaSuccess);
+}
+
+// ---- >>api-event ---------------------------------------------------------------------------------------------------
+
+static Event *event_of(cudaEvent_t handle) {
+    if (queues().events.count(handle)) return reinterpret_cast<Event *>(handle);
+    report("event %p was never created, or has been destroyed", (void *)handle);
+    return nullptr;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+    Call call("cudaEventCreate");
+    if (!device_exists(host_device)) return result(cudaErrorNoDevice);
+    Event *e = new Event{nullptr, host_device, nullptr};
+    queues().events.insert(e);
+    *event = reinterpret_cast<cudaEvent_t>(e);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    Call call("cudaEventDestroy");
+    Event *e = event_of(event);
+    if (!e) return result(cudaErrorInvalidResourceHandle);
+    queues().events.erase(e);
+    delete e;
+    return result(cudaSuccess);
+}
+
+static double now() {
+    auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(since).count();
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    Call call("cudaEventRecord");
+    Event *e = event_of(event);
+    Stream *s = stream_of(stream);
+    if (!e || !s || e->device != s->device) return result(cudaErrorInvalidResourceHandle);
+    auto seconds = std::make_shared<double>(0.0);
+    e->seconds = seconds;
+    e->recorded = append(s, "event record", [seconds] { *seconds = now(); });
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+
+// Waits for the record that is the last one now; without any, for nothing.
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    Call call("cudaStreamWaitEvent");
+    Event *e = event_of(event);
+    Stream *s = stream_of(stream);
+    if (!e || !s) return result(cudaErrorInvalidResourceHandle);
+    if (!e->recorded) return result(cudaSuccess);
+    s->waits.push_back(e->recorded);
+    append(s, "event wait", nullptr);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    Call call("cudaEventSynchronize");
+    Event *e = event_of(event);
+    if (!e) return result(cudaErrorInvalidResourceHandle);
+    if (e->recorded) wait_for(e->recorded);
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    Call call("cudaEventQuery");
+    Event *e = event_of(event);
+    return e ? query(e->recorded) : result(cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+    Call call("cudaEventElapsedTime");
+    Event *first = event_of(begin);
+    Event *second = event_of(end);
+    if (!first || !second || !first->recorded || !second->recorded) return result(cudaErrorInvalidResourceHandle);
+    if (!first->recorded->done || !second->recorded->done) return cudaErrorNotReady;
+    *milliseconds = (float)(1e3 * (*second->seconds - *first->seconds));
+    return result(cudaSuccess);
+}
+
+// ---- >>api-error ---------------------------------------------------------------------------------------------------
+
+cudaError_t cudaPeekAtLastError() {
+    Guard guard;
+    return queues().sticky != cudaSuccess ? queues().sticky : last_error;
+}
+
+cudaError_t cudaGetLastError() {
+    Guard guard;
+    cudaError_t error = cudaPeekAtLastError();
+    last_error = cudaSuccess;
+    return error;
+}
+
+struct ErrorText {
+    cudaError_t error;
+    const char *name;
+    const char *text;
+};
+
+static const ErrorText error_texts[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInvalidPitchValue, "cudaErrorInvalidPitchValue", "invalid pitch argument"},
+    {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
+    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled", "peer access is already enabled"},
+    {cudaErrorPeerAccessNotEnabled, "cudaErrorPeerAccessNotEnabled", "peer access has not been enabled"},
+    {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
+     "part or all of the requested memory range is already mapped"},
+    {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
+     "pointer does not correspond to a registered memory region"},
+};
+
+static const ErrorText *find_text(cudaError_t error) {
+    for (const ErrorText &text : error_texts)
+        if (text.error == error) return &text;
+    return nullptr;
+}
+
+const char *cudaGetErrorString(cudaError_t error) {
+    const ErrorText *found = find_text(error);
+    return found ? found->text : "unrecognized error code";
+}
+
+const char *cudaGetErrorName(cudaError_t error) {
+    const ErrorText *found = find_text(error);
+    return found ? found->name : "unrecognized error code";
+}

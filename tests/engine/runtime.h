@@ -1,0 +1,59 @@
+// runtime.h - what the stand-ins for CUDA's libraries (cudart, cuBLASLt, NCCL) share: one lock, device work queues,
+// checks of device memory.  Test-only.
+//
+// Every stream is a queue of operations that run on the host thread that waits for them or enqueues them.  Which
+// operation runs next, and when, is chosen by MTE_STREAMS among all orders that CUDA permits.
+#ifndef MTE_RUNTIME_H
+#define MTE_RUNTIME_H
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <functional>
+
+namespace mte {
+
+struct Rendezvous;
+
+// One recursive lock over all state of the engine.
+void lock();
+void unlock();
+
+struct Guard {
+    Guard() { lock(); }
+    ~Guard() { unlock(); }
+    Guard(const Guard &) = delete;
+    Guard &operator=(const Guard &) = delete;
+};
+
+// Called with the lock held (once): releases it until somebody called notify().  Gives up loudly, by abort(), after
+// 10 seconds in which nothing changed.
+void wait_for_change();
+void notify();
+
+// Appends an operation to a stream; call with the lock held.  `work` runs later, with the lock held, on any host
+// thread.  `label` must stay valid for ever (a string literal).
+void enqueue(cudaStream_t stream, const char *label, std::function<void()> work);
+
+// An operation of `ranks` streams.  `work` runs once, when every participant has been enqueued and has reached the
+// head of its stream.  The runtime frees the rendezvous after it ran.
+Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> work);
+void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous);
+
+// Does [p, p + bytes) lie inside one live device allocation?
+bool device_valid(const void *p, size_t bytes);
+// Reports when it does not, or when p is not a multiple of `alignment`.
+void check_global(const void *p, size_t bytes, int alignment, const char *what);
+// Tells the checker that the running operation reads or writes a whole range of device memory.
+void access_range(const void *p, size_t bytes, bool write);
+
+// Counts an error and prints "ENGINE: ..." to stderr.
+#if defined(__GNUC__)
+__attribute__((format(printf, 1, 2)))
+#endif
+void report(const char *format, ...);
+int errors();
+
+}  // namespace mte
+
+#endif  // MTE_RUNTIME_H
