@@ -15,6 +15,8 @@
 
    It does not: start processes, cross machines (yet), spin while it waits for long, keep global state, exit or abort.
 
+   CUDA: put the two lines into one .cu file that nvcc compiles; other files, C or C++, need no toolkit (link with -lcudart).
+
    Config macros, all optional, read by the implementation only (no macro changes a public struct):
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
@@ -27,7 +29,7 @@
    Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
    collectives in the same order. Two contexts in one process do not see each other.
 
-   Find a room of the implementation with grep: >>status >>context >>local >>collectives >>conjugates >>launch            */
+   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>collectives >>conjugates >>launch     */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -81,8 +83,8 @@ MT_API const char *mt_status_string(mt_status status);
 
 /* ---- data types and tensor views ---------------------------------------------------------------------------------- */
 
-/* MT_BF16 and MT_F16 are declared and refused with MT_ERR_UNSUPPORTED until built. MT_I32 moves and reduces;
-   MT_U8 moves only (broadcast, gather, send). */
+/* MT_BF16 and MT_F16 are for the operators of mt_kernels.cuh; collectives refuse them with MT_ERR_UNSUPPORTED until built.
+   MT_I32 moves and reduces; MT_U8 moves only (broadcast, gather, send). */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
 
 MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for a value that is no mt_dtype */
@@ -136,6 +138,8 @@ typedef struct mt_context_desc {
     int threads;            /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
     int invariant;          /* V: splits up to V tensor ranks compute the same bits, see mt_parallel.h; 0: off */
     int invariant_data;     /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
+    int ordinal;            /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts */
+    struct CUstream_st *stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -148,6 +152,11 @@ MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
 MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
+
+/* Work on MT_DEVICE_CUDA is put into the context's stream, in the order of the calls; this waits until all of it is done, and
+   says when some of it failed. Other devices have nothing to wait for. */
+MT_API mt_status mt_context_synchronize(mt_context *ctx);
+MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* NULL on other devices */
 
 /* The sentence that belongs to the last error of a call on ctx, or "" when there was none. Owned by ctx. */
 MT_API const char *mt_last_error(const mt_context *ctx);
@@ -319,6 +328,14 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 #include <sys/syscall.h>
 #endif
 
+/* nvcc compiles .cu files; MT_CUDA_ENGINE is defined by the tests, which run CUDA code on a CPU. */
+#if defined(__CUDACC__) || defined(MT_CUDA_ENGINE)
+#define MTI_CUDA 1
+#include <cuda_runtime.h>
+#else
+#define MTI_CUDA 0
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -355,6 +372,10 @@ struct mt_context {
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
     struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
+    int ordinal, owns_stream;     /* CUDA */
+    void *gemm;                   /* of mt_kernels.cuh, with what ends it */
+    void (*gemm_destroy)(mt_context *ctx);
+    struct CUstream_st *stream;
     char error[MTI_ERROR_BYTES];
 };
 
@@ -434,6 +455,122 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
 static void *mti_host_alloc(size_t bytes) { return calloc(1, bytes); }
 static void mti_host_free(void *ptr) { free(ptr); }
 
+/* ---- >>cuda ------------------------------------------------------------------------------------------------------- */
+
+#if defined(__CUDACC__)
+/* Kernels are written against these names only, so that the tests can run them on a CPU. */
+#define MTI_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                                     \
+    (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
+#define MTI_SHARED(type, name, count) __shared__ type name[count]
+#define MTI_DEVICE_UNROLL _Pragma("unroll")
+#define MTI_DYN_SHARED(type, name)                                                                                     \
+    extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
+    type *name = reinterpret_cast<type *>(mti_dynamic_shared)
+#else
+#define MTI_DEVICE_UNROLL
+#endif
+
+#if MTI_CUDA
+/* An error of CUDA becomes a sentence that names the call. */
+static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
+    mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
+    if (error == cudaSuccess) return MT_SUCCESS;
+    return mti_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
+}
+#define MTI_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
+
+/* After the launch of a kernel. */
+static mt_status mti_cuda_launched(mt_context *ctx, const char *kernel) {
+    return mti_cuda_check(ctx, cudaGetLastError(), kernel);
+}
+
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
+    void *ptr = NULL;
+    (void)user;
+    (void)alignment; /* cudaMalloc aligns to 256 bytes */
+    return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : NULL;
+}
+
+static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
+    (void)user;
+    (void)bytes;
+    cudaFree(ptr);
+}
+
+/* A context's thread may have used another GPU in the meantime. */
+static mt_status mti_cuda_enter(mt_context *ctx) {
+    MTI_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
+    int devices = 0;
+    ctx->ordinal = desc->ordinal;
+    ctx->stream = desc->stream;
+    MTI_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
+    if (desc->ordinal < 0 || desc->ordinal >= devices)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs", desc->ordinal,
+                        devices);
+    MT_TRY(mti_cuda_enter(ctx));
+    if (ctx->stream) return MT_SUCCESS;
+    MTI_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
+    ctx->owns_stream = 1;
+    return MT_SUCCESS;
+}
+
+static void mti_cuda_close(mt_context *ctx) {
+    if (mti_cuda_enter(ctx) != MT_SUCCESS) return;
+    cudaStreamSynchronize(ctx->stream);
+    if (ctx->gemm_destroy) ctx->gemm_destroy(ctx);
+    if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
+}
+
+static mt_status mti_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    if (bytes == 0 || to == from) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, ctx->stream));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_synchronize(mt_context *ctx) {
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
+    return MT_SUCCESS;
+}
+#else /* no context is on MT_DEVICE_CUDA then: these are never called */
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
+    return (void)user, (void)bytes, (void)alignment, (void *)NULL;
+}
+static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
+static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
+    return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
+}
+static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
+static mt_status mti_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+    return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+#endif
+
+/* Between two places of the context's device, which may overlap on a CPU. */
+static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    if (bytes == 0 || to == from || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_copy(ctx, to, from, bytes);
+    memmove(to, from, bytes);
+    return MT_SUCCESS;
+}
+
+/* ---- >>context, continued ----------------------------------------------------------------------------------------- */
+
 /* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MTI_ALIGNMENT + offset); }
 
@@ -448,10 +585,9 @@ static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1
 
 static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
     char text[192];
-    if (desc->device != MT_DEVICE_CPU && desc->device != MT_DEVICE_META) {
-        snprintf(text, sizeof text,
-                 "mt_context_create: device %d is not built into this program: this version has MT_DEVICE_CPU (0) and "
-                 "MT_DEVICE_META (2)",
+    if (desc->device != MT_DEVICE_CPU && desc->device != MT_DEVICE_META && !(MTI_CUDA && desc->device == MT_DEVICE_CUDA)) {
+        snprintf(text, sizeof text, "mt_context_create: device %d is not built into this program: it has MT_DEVICE_CPU (0) and "
+                 "MT_DEVICE_META (2); for MT_DEVICE_CUDA (1) compile the implementation with nvcc, as a .cu file",
                  (int)desc->device);
         return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
     }
@@ -471,49 +607,63 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
     return MT_SUCCESS;
 }
 
+static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_desc *d) {
+    ctx->device = d->device;
+    ctx->threads = d->threads ? d->threads : 1;
+    ctx->invariant = d->invariant;
+    ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
+    ctx->world = world;
+    ctx->allocator = d->allocator;
+    ctx->logger = d->logger;
+    ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
+    if (d->allocator.alloc) return;
+    ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
+    ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;
+}
+
+static mt_status mti_context_arena(mt_context *ctx) {
+    if (ctx->device == MT_DEVICE_META) {
+        ctx->arena_bytes = SIZE_MAX / 2;
+        ctx->arena = mti_meta_address(0);
+        return MT_SUCCESS;
+    }
+    ctx->arena = (unsigned char *)ctx->allocator.alloc(ctx->allocator.user, ctx->arena_bytes, MTI_ALIGNMENT);
+    if (ctx->arena) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
+}
+
 MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
     mt_context_desc d;
     mt_context *ctx;
+    mt_status status = MT_SUCCESS;
     if (!out) return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, "mt_context_create: out is NULL");
     *out = NULL;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     MT_TRY(mti_context_check(world, &d));
-    if (!d.allocator.alloc) {
-        d.allocator.alloc = mti_default_alloc;
-        d.allocator.free = mti_default_free;
-    }
     ctx = (mt_context *)mti_host_alloc(sizeof *ctx);
     if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
-    ctx->device = d.device;
-    ctx->threads = d.threads ? d.threads : 1;
-    ctx->invariant = d.invariant;
-    ctx->invariant_data = d.invariant_data ? d.invariant_data : d.invariant;
-    ctx->world = world;
-    ctx->allocator = d.allocator;
-    ctx->logger = d.logger;
-    ctx->arena_bytes = d.arena_bytes ? d.arena_bytes : MT_ARENA_DEFAULT;
-    if (d.device == MT_DEVICE_META) {
-        ctx->arena_bytes = SIZE_MAX / 2;
-        ctx->arena = mti_meta_address(0);
-    } else {
-        ctx->arena = (unsigned char *)d.allocator.alloc(d.allocator.user, ctx->arena_bytes, MTI_ALIGNMENT);
-    }
-    if (!ctx->arena) {
-        char text[128];
-        snprintf(text, sizeof text, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
-        mti_host_free(ctx);
-        return mti_context_refuse(world, &d, MT_ERR_MEMORY, text);
-    }
-    *out = ctx;
-    return MT_SUCCESS;
+    mti_context_fill(ctx, world, &d);
+    if (d.device == MT_DEVICE_CUDA) status = mti_cuda_open(ctx, &d);
+    if (status == MT_SUCCESS) status = mti_context_arena(ctx);
+    if (status == MT_SUCCESS) *out = ctx;
+    else mt_context_destroy(ctx);
+    return status;
 }
 
 MT_API void mt_context_destroy(mt_context *ctx) {
     if (!ctx) return;
-    if (ctx->device != MT_DEVICE_META) ctx->allocator.free(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
+    if (ctx->device != MT_DEVICE_META && ctx->arena) ctx->allocator.free(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
     mti_host_free(ctx);
 }
+
+MT_API mt_status mt_context_synchronize(mt_context *ctx) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_synchronize(ctx) : MT_SUCCESS;
+}
+
+MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx ? ctx->stream : NULL; }
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
@@ -531,7 +681,8 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     } else {
         *out = ctx->allocator.alloc(ctx->allocator.user, size, MTI_ALIGNMENT);
         if (!*out) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
-        memset(*out, 0, size);
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_zero(ctx, *out, size));
+        else memset(*out, 0, size);
     }
     ctx->allocated += size;
     return MT_SUCCESS;
@@ -1338,6 +1489,7 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
     mti_slot *slot = mti_slot_of(g, call->source);
     size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
     uint64_t posted;
+    mt_status status;
     do { /* a sender that gave up in between has broken the group, which ends the next wait */
         mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
         mti_outcome outcome = mti_wait_for(g, &w);
@@ -1347,9 +1499,10 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
                                           __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
     if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype)
         return mti_take_mismatch(ctx, comm, call->source);
-    if (bytes) memcpy(call->recv, slot->send, bytes);
+    status = mti_bytes_copy(ctx, call->recv, slot->send, bytes);
+    if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
     mti_outbox_set(g, slot, mti_outbox(comm->rank, MTI_DONE));
-    return MT_SUCCESS;
+    return status;
 }
 
 /* Waits until the posted message has been taken. After an error (its own, or `status`, that of the receive that went
@@ -1373,6 +1526,7 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
 
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mt_status status = MT_SUCCESS;
+    MT_TRY(mt_context_synchronize(ctx)); /* the receiver reads this rank's buffer */
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(comm, call, MTI_IN_P2P);
     if (call->root >= 0) mti_post(comm, call);
@@ -1745,58 +1899,150 @@ static void mti_reduce_range(const mt_comm *comm, const mti_call *call, size_t f
     }
 }
 
+#if MTI_CUDA
+#define MTI_CUDA_RANKS 64 /* whose pointers fit into the arguments of a kernel */
+
+typedef struct mti_cuda_buffers {
+    const void *send[MTI_CUDA_RANKS];
+    void *recv[MTI_CUDA_RANKS];
+    int ranks, writers;
+} mti_cuda_buffers;
+
+extern "C++" {
+/* Element i of every rank, joined in the tree of mti_tree_reduce: a stack of subtrees, as a binary counter has. */
+template <typename T, typename Op> static __device__ T mti_cuda_tree(const mti_cuda_buffers &b, int64_t i, Op op) {
+    T subtree[MTI_TREE_DEPTH] = {};
+    int depth = 0;
+    for (int r = 0; r < b.ranks; r++) {
+        T x = ((const T *)b.send[r])[i];
+        for (int n = r; n & 1; n >>= 1) x = op(subtree[--depth], x);
+        subtree[depth++] = x;
+    }
+    while (depth > 1) {
+        subtree[depth - 2] = op(subtree[depth - 2], subtree[depth - 1]);
+        depth--;
+    }
+    return subtree[0];
+}
+
+struct mti_plus {
+    template <typename T> __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+struct mti_larger { /* a NaN on any rank stays visible */
+    template <typename T> __device__ T operator()(T a, T b) const { return a > b || a != a ? a : b; }
+};
+
+/* Element i of b is element i of the send buffers and of the receive buffers, which start where the call's range does. */
+template <typename T, typename Op> static __global__ void mti_cuda_reduce_kernel(mti_cuda_buffers b, int64_t n, Op op) {
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        T x = mti_cuda_tree<T>(b, i, op);
+        for (int r = 0; r < b.writers; r++) ((T *)b.recv[r])[i] = x;
+    }
+}
+
+template <typename T> static void mti_cuda_reduce_launch(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, mt_op op) {
+    int64_t blocks = (n + 255) / 256;
+    unsigned grid = (unsigned)(blocks < 1024 ? blocks : 1024);
+    if (op == MT_SUM) MTI_LAUNCH((mti_cuda_reduce_kernel<T, mti_plus>), grid, 256, 0, ctx->stream, b, n, mti_plus());
+    else MTI_LAUNCH((mti_cuda_reduce_kernel<T, mti_larger>), grid, 256, 0, ctx->stream, b, n, mti_larger());
+}
+} /* extern "C++" */
+
+static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
+                                 int to_all) {
+    size_t at = first * mt_dtype_size(call->dtype);
+    mti_cuda_buffers b;
+    int r;
+    if (comm->size > MTI_CUDA_RANKS)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_%s: %d ranks of one process on GPUs, at most %d are built",
+                        mti_call_name(call->kind), comm->size, MTI_CUDA_RANKS);
+    if (n == 0) return MT_SUCCESS;
+    b.ranks = comm->size;
+    b.writers = to_all ? comm->size : 1;
+    for (r = 0; r < comm->size; r++) b.send[r] = (const char *)mti_slot_of(comm->group, r)->send + at;
+    for (r = 0; r < b.writers; r++) b.recv[r] = to_all ? (char *)mti_slot_of(comm->group, r)->recv + at : (char *)call->recv;
+    MT_TRY(mti_cuda_enter(ctx));
+    if (call->dtype == MT_F32) mti_cuda_reduce_launch<float>(ctx, b, (int64_t)n, call->op);
+    else mti_cuda_reduce_launch<int32_t>(ctx, b, (int64_t)n, call->op);
+    return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
+}
+#else
+static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
+                                 int to_all) {
+    return (void)ctx, (void)comm, (void)call, (void)first, (void)n, (void)to_all, MT_ERR_UNSUPPORTED;
+}
+#endif
+
 /* -- moving the data between the two meetings -- */
 
+static mt_status mti_reduce_on(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
+                               int to_all) {
+    if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_reduce(ctx, comm, call, first, n, to_all);
+    mti_reduce_range(comm, call, first, n, to_all);
+    return MT_SUCCESS;
+}
+
 /* Rank r reduces segment r for everybody. Nobody else reads or writes that segment, so in place needs no care. */
-static void mti_move_all_reduce(const mt_comm *comm, const mti_call *call) {
+static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, segment, first;
     segment = (call->count + ranks - 1) / ranks;
     segment = (segment + MTI_LINE - 1) / MTI_LINE * MTI_LINE; /* ranks do not write into each other's cache lines */
     first = segment * rank;
-    if (first >= call->count) return;
-    mti_reduce_range(comm, call, first, call->count - first < segment ? call->count - first : segment, 1);
+    if (first >= call->count) return MT_SUCCESS;
+    return mti_reduce_on(ctx, comm, call, first, call->count - first < segment ? call->count - first : segment, 1);
 }
 
 /* In place, block r of rank r's send buffer is written; only rank r itself reads it. */
-static void mti_move_reduce_scatter(const mt_comm *comm, const mti_call *call) {
-    mti_reduce_range(comm, call, call->count * (size_t)comm->rank, call->count, 0);
+static mt_status mti_move_reduce_scatter(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    return mti_reduce_on(ctx, comm, call, call->count * (size_t)comm->rank, call->count, 0);
 }
 
 /* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, a rank writes all blocks of
    its buffer but the one that its peers read. */
-static void mti_move_all_gather(const mt_comm *comm, const mti_call *call) {
+static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t bytes = call->count * mt_dtype_size(call->dtype);
     int i;
     for (i = 0; i < comm->size; i++) {
         int from = (comm->rank + i) % comm->size;
         char *to = (char *)call->recv + bytes * (size_t)from;
-        mti_copy(to, mti_slot_of(comm->group, from)->send, bytes);
+        MT_TRY(mti_bytes_copy(ctx, to, mti_slot_of(comm->group, from)->send, bytes));
     }
-}
-
-static void mti_move_broadcast(const mt_comm *comm, const mti_call *call) {
-    mti_copy(call->recv, mti_slot_of(comm->group, call->root)->send, call->count * mt_dtype_size(call->dtype));
-}
-
-static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    MT_TRY(mti_enter(ctx, comm, call));
-    switch (call->kind) {
-    case MT_ALL_REDUCE: mti_move_all_reduce(comm, call); break;
-    case MT_ALL_GATHER: mti_move_all_gather(comm, call); break;
-    case MT_REDUCE_SCATTER: mti_move_reduce_scatter(comm, call); break;
-    case MT_BROADCAST: mti_move_broadcast(comm, call); break;
-    default: break;
-    }
-    mti_exit(comm);
     return MT_SUCCESS;
+}
+
+static mt_status mti_move_broadcast(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    return mti_bytes_copy(ctx, call->recv, mti_slot_of(comm->group, call->root)->send,
+                          call->count * mt_dtype_size(call->dtype));
+}
+
+static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    switch (call->kind) {
+    case MT_ALL_REDUCE: return mti_move_all_reduce(ctx, comm, call);
+    case MT_ALL_GATHER: return mti_move_all_gather(ctx, comm, call);
+    case MT_REDUCE_SCATTER: return mti_move_reduce_scatter(ctx, comm, call);
+    case MT_BROADCAST: return mti_move_broadcast(ctx, comm, call);
+    default: return MT_SUCCESS;
+    }
+}
+
+/* Ranks on GPUs, one or several, meet on the host: each has finished what is in its stream before the others look at its
+   buffers, and what it put there itself before they go on. */
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status;
+    MT_TRY(mt_context_synchronize(ctx));
+    MT_TRY(mti_enter(ctx, comm, call));
+    status = mti_move(ctx, comm, call);
+    if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
+    mti_exit(comm);
+    return status;
 }
 
 /* -- dispatch: alone, meta, local -- */
 
-static void mti_alone(const mt_context *ctx, const mti_call *call, size_t elements) {
-    size_t bytes = elements * mt_dtype_size(call->dtype);
-    if (ctx->device == MT_DEVICE_META || bytes == 0 || call->send == (const void *)call->recv) return;
-    memmove(call->recv, call->send, bytes);
+static mt_status mti_alone(mt_context *ctx, const mti_call *call, size_t elements) {
+    return mti_bytes_copy(ctx, call->recv, call->send, elements * mt_dtype_size(call->dtype));
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
@@ -1813,10 +2059,7 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
-    if (comm->size == 1) {
-        mti_alone(ctx, call, elements);
-        return MT_SUCCESS;
-    }
+    if (comm->size == 1) return mti_alone(ctx, call, elements);
     if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
@@ -1826,7 +2069,7 @@ static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_ca
 static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
-    if (call->root == comm->rank) mti_alone(ctx, call, call->count); /* to itself, checked to be both ways */
+    if (call->root == comm->rank) MT_TRY(mti_alone(ctx, call, call->count)); /* to itself, checked to be both ways */
     else if (!comm->meta && comm->group) MT_TRY(mti_local_p2p(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
@@ -1934,11 +2177,12 @@ static mt_status mti_check_views(mt_context *ctx, mt_comm *comm, const char *nam
 static size_t mti_elements(mt_tensor t) { return (size_t)t.rows * (size_t)t.cols; }
 
 /* Between whole [rows, parts * cols] and part [rows, cols]: columns [index * cols, ...) of each row. */
-static void mti_copy_columns(mt_tensor to, mt_tensor from) {
+static mt_status mti_copy_columns(mt_context *ctx, mt_tensor to, mt_tensor from) {
     size_t bytes = (size_t)to.cols * mt_dtype_size(to.dtype);
     int64_t r;
     for (r = 0; bytes && r < to.rows; r++)
-        memmove(mt_tensor_rows(to, r, 1).data, mt_tensor_rows(from, r, 1).data, bytes);
+        MT_TRY(mti_bytes_copy(ctx, mt_tensor_rows(to, r, 1).data, mt_tensor_rows(from, r, 1).data, bytes));
+    return MT_SUCCESS;
 }
 
 static mt_tensor mti_dense(mt_tensor t) {
@@ -1970,8 +2214,7 @@ MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_tensor_region", x, y, 1, 0));
     if (ctx->device == MT_DEVICE_META || (comm->size == 1 && x.data == y.data)) return MT_SUCCESS;
-    mti_copy_columns(mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols));
-    return MT_SUCCESS;
+    return mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols));
 }
 
 /* The gathered parts arrive one after the other in the arena, and go from there to their columns. */
@@ -1981,7 +2224,7 @@ static mt_status mti_gather_columns(mt_context *ctx, mt_comm *comm, mt_tensor x,
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * comm->size, x.cols, &parts));
     MT_TRY(mt_all_gather(ctx, comm, x.data, parts.data, mti_elements(x), x.dtype));
     for (r = 0; ctx->device != MT_DEVICE_META && r < comm->size; r++)
-        mti_copy_columns(mt_tensor_cols(y, x.cols * r, x.cols), mt_tensor_rows(parts, x.rows * r, x.rows));
+        MT_TRY(mti_copy_columns(ctx, mt_tensor_cols(y, x.cols * r, x.cols), mt_tensor_rows(parts, x.rows * r, x.rows)));
     return MT_SUCCESS;
 }
 
@@ -2000,9 +2243,7 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
     mt_tensor mine;
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_sequence_region", x, y, 1, 1));
     mine = mt_tensor_rows(mti_dense(x), y.rows * comm->rank, y.rows);
-    if (ctx->device == MT_DEVICE_META || mine.data == y.data || mti_elements(y) == 0) return MT_SUCCESS;
-    memmove(y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype));
-    return MT_SUCCESS;
+    return mti_bytes_copy(ctx, y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype));
 }
 
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {

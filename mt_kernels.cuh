@@ -17,6 +17,8 @@
      - An optional view is left out by passing mt_none() (data == NULL).
      - Input and output must not overlap unless "may be the same memory" is said; of one type then.
      - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
+     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream; mt_upload, mt_download, mt_hash and
+       mt_ids_check wait for it. The first GEMM of a context makes its cuBLASLt handle and a workspace of 32 MiB.
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
        sentence in mt_last_error(ctx); then nothing was written.
@@ -25,7 +27,8 @@
 
    Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm is
    declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
-   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>dispatch                    */
+   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>cuda (with >>cuda-views
+   >>cuda-map ...) >>dispatch                                                                                           */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -246,6 +249,12 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 #define MT_CBLAS_HEADER <cblas.h>
 #endif
 #include MT_CBLAS_HEADER
+#endif
+
+#if MTI_CUDA
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #endif
 
 /* The loops below are written so that compilers vectorise them without -ffast-math. MTI_INDEPENDENT says that
@@ -1798,12 +1807,1499 @@ static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor grad
         mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
 }
 
+/* ---- >>cuda ------------------------------------------------------------------------------------------------------- */
+
+#if MTI_CUDA
+extern "C++" {
+
+/* ---- >>cuda-views: what kernels see of a tensor --------------------------------------------------------------------- */
+
+/* The element type is a value, not a template argument: a branch that all threads take alike costs nothing beside memory,
+   and every combination of types is one kernel. */
+struct mti_view {
+    char *data; /* NULL: not there */
+    int64_t ld;
+    int dtype;
+};
+
+static mti_view mti_view_of(mt_tensor t) {
+    mti_view v;
+    v.data = (char *)t.data;
+    v.ld = mti_ld(t);
+    v.dtype = (int)t.dtype;
+    return v;
+}
+
+/* A thread works on MTI_CHUNK neighbours in a row: 16 bytes of a 16-bit type, twice 16 bytes of a float. Views that are not
+   aligned for that, and the ends of rows, go element by element in the same kernel. */
+#define MTI_CHUNK 8
+
+static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
+    int64_t i = row * v.ld + col;
+    if (v.dtype == MT_F32) return ((const float *)v.data)[i];
+    if (v.dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)v.data)[i]);
+    return __half2float(((const __half *)v.data)[i]);
+}
+
+static __device__ __forceinline__ void mti_put(const mti_view &v, int64_t row, int64_t col, float x) {
+    int64_t i = row * v.ld + col;
+    if (v.dtype == MT_F32) ((float *)v.data)[i] = x;
+    else if (v.dtype == MT_BF16) ((__nv_bfloat16 *)v.data)[i] = __float2bfloat16_rn(x);
+    else ((__half *)v.data)[i] = __float2half_rn(x);
+}
+
+struct __align__(16) mti_words {
+    uint32_t w[4];
+};
+
+static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
+    MTI_DEVICE_UNROLL
+    for (int j = 0; j < 4; j++) {
+        if (dtype == MT_BF16) {
+            x[2 * j] = __uint_as_float(p.w[j] << 16);
+            x[2 * j + 1] = __uint_as_float(p.w[j] & 0xffff0000u);
+        } else {
+            x[2 * j] = __half2float(__ushort_as_half((unsigned short)(p.w[j] & 0xffffu)));
+            x[2 * j + 1] = __half2float(__ushort_as_half((unsigned short)(p.w[j] >> 16)));
+        }
+    }
+}
+
+static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) {
+    mti_words p;
+    MTI_DEVICE_UNROLL
+    for (int j = 0; j < 4; j++) {
+        unsigned low, high;
+        if (dtype == MT_BF16) {
+            low = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j]));
+            high = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j + 1]));
+        } else {
+            low = __half_as_ushort(__float2half_rn(x[2 * j]));
+            high = __half_as_ushort(__float2half_rn(x[2 * j + 1]));
+        }
+        p.w[j] = low | high << 16;
+    }
+    return p;
+}
+
+/* n <= MTI_CHUNK elements from (row, col) on; WIDE says that whole chunks are aligned. What is past n is 0. */
+template <bool WIDE> static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n,
+                                                                     float *x) {
+    if (WIDE && n == MTI_CHUNK) {
+        int64_t i = row * v.ld + col;
+        if (v.dtype == MT_F32) {
+            float4 a = *(const float4 *)((const float *)v.data + i), b = *(const float4 *)((const float *)v.data + i + 4);
+            x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+        } else {
+            mti_unpack(v.dtype, *(const mti_words *)((const uint16_t *)v.data + i), x);
+        }
+        return;
+    }
+    MTI_DEVICE_UNROLL
+    for (int j = 0; j < MTI_CHUNK; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
+}
+
+template <bool WIDE> static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n,
+                                                                      const float *x) {
+    if (WIDE && n == MTI_CHUNK) {
+        int64_t i = row * v.ld + col;
+        if (v.dtype == MT_F32) {
+            *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
+            *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
+        } else {
+            *(mti_words *)((uint16_t *)v.data + i) = mti_pack(v.dtype, x);
+        }
+        return;
+    }
+    MTI_DEVICE_UNROLL
+    for (int j = 0; j < MTI_CHUNK; j++)
+        if (j < n) mti_put(v, row, col + j, x[j]);
+}
+
+/* Whether chunks of a view may be moved 16 bytes at a time. A view that is not there does not mind. */
+static int mti_is_wide(mt_tensor t) {
+    size_t size = mt_dtype_size(t.dtype);
+    if (!t.data) return 1;
+    return (uintptr_t)t.data % 16 == 0 && (t.rows <= 1 || (size_t)mti_ld(t) * size % 16 == 0);
+}
+
+/* ---- >>cuda-map: element by element --------------------------------------------------------------------------------- */
+
+/* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. */
+template <bool WIDE, typename Op> static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows,
+                                                                                               int64_t cols) {
+    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
+        int64_t row = i / per_row, col = (i - row * per_row) * MTI_CHUNK;
+        op.template run<WIDE>(row, col, (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK));
+    }
+}
+
+static unsigned mti_grid(int64_t items, int64_t per_block) {
+    int64_t blocks = (items + per_block - 1) / per_block;
+    return (unsigned)(blocks < 1 ? 1 : blocks > 65535 ? 65535 : blocks);
+}
+
+template <typename Op> static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows,
+                                                int64_t cols) {
+    int64_t items = rows * ((cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    unsigned block = (unsigned)mti_min(256, mti_round_up(items, 32)), grid = mti_grid(items, 256);
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    if (wide) MTI_LAUNCH((mti_map_kernel<true, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    else MTI_LAUNCH((mti_map_kernel<false, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    return mti_cuda_launched(ctx, name);
+}
+
+struct mti_fill_op {
+    mti_view y;
+    float value;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK];
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = value;
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_fill(mt_context *ctx, mt_tensor y, float value) {
+    mti_fill_op op = {mti_view_of(y), value};
+    return mti_map(ctx, "mt_fill", op, mti_is_wide(y), y.rows, y.cols);
+}
+
+/* y = a + b; with b not there a conversion */
+struct mti_add_op {
+    mti_view a, b, y;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], z[MTI_CHUNK];
+        mti_load<WIDE>(a, row, col, n, x);
+        if (b.data) {
+            mti_load<WIDE>(b, row, col, n, z);
+            for (int j = 0; j < MTI_CHUNK; j++) x[j] += z[j];
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    mti_add_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y)};
+    return mti_map(ctx, "mt_add", op, mti_is_wide(a) && mti_is_wide(b) && mti_is_wide(y), y.rows, y.cols);
+}
+
+/* ---- >>cuda-columns: element by element, and sums over the rows ------------------------------------------------------- */
+
+/* A block has MTI_LANES threads next to each other, for MTI_LANES * MTI_CHUNK columns, and MTI_DEEP of them below each other,
+   which share MTI_STRIP rows. Strips depend on the number of rows only, and meet in their order: the same bits on every GPU. */
+#define MTI_LANES 32
+#define MTI_DEEP 8
+#define MTI_STRIP 64
+
+/* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols]. */
+template <bool WIDE, int SUMS, typename Op>
+static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_columns_kernel(Op op, int64_t rows, int64_t cols,
+                                                                                 float *partial) {
+    MTI_SHARED(float, shared, MTI_DEEP * MTI_LANES * MTI_CHUNK);
+    int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
+    int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_CHUNK, first = (int64_t)blockIdx.y * MTI_STRIP;
+    int n = col >= cols ? 0 : cols - col < MTI_CHUNK ? (int)(cols - col) : MTI_CHUNK;
+    float sums[SUMS][MTI_CHUNK] = {}, x[SUMS][MTI_CHUNK];
+    for (int r = deep; r < MTI_STRIP && n > 0 && first + r < rows; r += MTI_DEEP) {
+        op.template run<WIDE>(first + r, col, n, x);
+        for (int s = 0; s < SUMS; s++)
+            for (int j = 0; j < MTI_CHUNK; j++) sums[s][j] += x[s][j];
+    }
+    for (int s = 0; s < SUMS; s++) {
+        for (int j = 0; j < MTI_CHUNK; j++) shared[(deep * MTI_LANES + lane) * MTI_CHUNK + j] = sums[s][j];
+        __syncthreads();
+        for (int j = 0; j < n && deep == 0; j++) {
+            float sum = 0.0f;
+            for (int d = 0; d < MTI_DEEP; d++) sum += shared[(d * MTI_LANES + lane) * MTI_CHUNK + j];
+            partial[((int64_t)blockIdx.y * SUMS + s) * cols + col + j] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+/* out [1, cols] += sum s over the strips, in their order. */
+static __global__ void __launch_bounds__(256) mti_strips_kernel(const float *partial, int64_t strips, int sums, int s,
+                                                                int64_t cols,
+                                                                mti_view out) {
+    int64_t col = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    float sum = 0.0f;
+    if (col >= cols) return;
+    for (int64_t i = 0; i < strips; i++) sum += partial[(i * sums + s) * cols + col];
+    mti_put(out, 0, col, mti_get(out, 0, col) + sum);
+}
+
+/* Adds the column sums to outs[s] where that is there. Scratch: [strips, SUMS, cols] floats in the arena. */
+template <int SUMS, typename Op>
+static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
+                             const mt_tensor *outs) {
+    int64_t strips = (rows + MTI_STRIP - 1) / MTI_STRIP;
+    dim3 grid((unsigned)((cols + MTI_LANES * MTI_CHUNK - 1) / (MTI_LANES * MTI_CHUNK)), (unsigned)strips);
+    size_t mark = mt_arena_mark(ctx);
+    void *memory = NULL;
+    if (rows == 0 || cols == 0) return MT_SUCCESS;
+    if (strips > 65535)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %lld rows are more than %d on a GPU", name, (long long)rows,
+                        65535 * MTI_STRIP);
+    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * SUMS * cols) * sizeof(float), &memory));
+    MT_TRY(mti_cuda_enter(ctx));
+    if (wide) MTI_LAUNCH((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows, cols,
+                         (float *)memory);
+    else MTI_LAUNCH((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows, cols,
+                    (float *)memory);
+    MT_TRY(mti_cuda_launched(ctx, name));
+    for (int s = 0; s < SUMS; s++) {
+        if (!outs[s].data) continue;
+        MTI_LAUNCH(mti_strips_kernel, mti_grid(cols, 256), 256, 0, ctx->stream, (const float *)memory, strips, SUMS, s, cols,
+                   mti_view_of(outs[s]));
+        MT_TRY(mti_cuda_launched(ctx, name));
+    }
+    mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
+    return MT_SUCCESS;
+}
+
+/* ---- >>cuda-activation ------------------------------------------------------------------------------------------------ */
+
+struct mti_bias_op { /* y += bias */
+    mti_view y, bias;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], b[MTI_CHUNK];
+        mti_load<WIDE>(y, row, col, n, x);
+        mti_load<WIDE>(bias, 0, col, n, b);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
+    mti_bias_op op = {mti_view_of(y), mti_view_of(bias)};
+    return mti_map(ctx, "mt_bias_forward", op, mti_is_wide(y) && mti_is_wide(bias), y.rows, y.cols);
+}
+
+struct mti_value_op { /* the sums of dy itself */
+    mti_view dy;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+        mti_load<WIDE>(dy, row, col, n, x[0]);
+    }
+};
+
+static mt_status mti_cuda_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    mti_value_op op = {mti_view_of(dy)};
+    return mti_columns<1>(ctx, "mt_bias_backward", op, mti_is_wide(dy), dy.rows, dy.cols, &dbias);
+}
+
+static __device__ __forceinline__ float mti_act(int kind, float x) {
+    if (kind == MT_GELU_ERF) return 0.5f * x * erfcf(x * -0.70710678f); /* nothing cancels in the left tail */
+    if (kind == MT_GELU_TANH) return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    return x / (1.0f + expf(-x)); /* SiLU */
+}
+
+static __device__ __forceinline__ float mti_act_slope(int kind, float x) {
+    if (kind == MT_GELU_ERF) return 0.5f * erfcf(x * -0.70710678f) + x * 0.3989422804f * expf(-0.5f * x * x);
+    if (kind == MT_GELU_TANH) {
+        float s = 1.0f / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+        return s + x * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * x * x);
+    }
+    float s = 1.0f / (1.0f + expf(-x));
+    return s * (1.0f + x * (1.0f - s));
+}
+
+struct mti_activation_op { /* h += bias, y = act(h); a gated one has its second half `width` columns further */
+    mti_view h, bias, y;
+    int kind;
+    int64_t width;
+    template <bool WIDE> __device__ void half(int64_t row, int64_t col, int n, float *x) const {
+        float b[MTI_CHUNK];
+        mti_load<WIDE>(h, row, col, n, x);
+        if (!bias.data) return;
+        mti_load<WIDE>(bias, 0, col, n, b);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
+        mti_store<WIDE>(h, row, col, n, x);
+    }
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], up[MTI_CHUNK];
+        half<WIDE>(row, col, n, x);
+        if (kind == MT_SWIGLU) half<WIDE>(row, col + width, n, up);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_act(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
+    mti_activation_op op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
+    int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_CHUNK == 0);
+    return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
+}
+
+/* x[0] and, for a gated one, x[1]: the gradients of the two halves of h. */
+struct mti_activation_backward_op {
+    mti_view h, dy, dh;
+    int kind;
+    int64_t width;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+        float g[MTI_CHUNK], gate[MTI_CHUNK];
+        mti_load<WIDE>(dy, row, col, n, g);
+        mti_load<WIDE>(h, row, col, n, gate);
+        if (kind == MT_SWIGLU) {
+            float up[MTI_CHUNK];
+            mti_load<WIDE>(h, row, col + width, n, up);
+            for (int j = 0; j < MTI_CHUNK; j++) {
+                x[0][j] = g[j] * up[j] * mti_act_slope(kind, gate[j]);
+                x[1][j] = g[j] * mti_act(kind, gate[j]);
+            }
+            mti_store<WIDE>(dh, row, col + width, n, x[1]);
+        } else {
+            for (int j = 0; j < MTI_CHUNK; j++) x[0][j] = g[j] * mti_act_slope(kind, gate[j]);
+        }
+        mti_store<WIDE>(dh, row, col, n, x[0]);
+    }
+};
+
+static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
+                                              mt_tensor dbias) {
+    mti_activation_backward_op op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind, dy.cols};
+    int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_CHUNK == 0);
+    mt_tensor outs[2];
+    outs[0] = dbias.data ? mt_tensor_cols(dbias, 0, dy.cols) : dbias;
+    if (kind != MT_SWIGLU) return mti_columns<1>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
+    outs[1] = dbias.data ? mt_tensor_cols(dbias, dy.cols, dy.cols) : dbias;
+    return mti_columns<2>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
+}
+
+/* ---- >>cuda-rows: one block for each row ------------------------------------------------------------------------------- */
+
+#define MTI_ROW_THREADS 256 /* at most; narrow rows take fewer */
+
+static unsigned mti_row_threads(int64_t cols) {
+    return (unsigned)mti_min(MTI_ROW_THREADS, mti_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+}
+
+/* The sums of a and b over all threads of the block, for every thread. shared: 64 floats. */
+static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
+    for (int o = 16; o > 0; o >>= 1) {
+        a += __shfl_xor_sync(0xffffffffu, a, o);
+        b += __shfl_xor_sync(0xffffffffu, b, o);
+    }
+    if (lane == 0) {
+        shared[warp] = a;
+        shared[32 + warp] = b;
+    }
+    __syncthreads();
+    a = lane < warps ? shared[lane] : 0.0f;
+    b = lane < warps ? shared[32 + lane] : 0.0f;
+    for (int o = 16; o > 0; o >>= 1) {
+        a += __shfl_xor_sync(0xffffffffu, a, o);
+        b += __shfl_xor_sync(0xffffffffu, b, o);
+    }
+    __syncthreads(); /* shared may be used again */
+    return make_float2(a, b);
+}
+
+/* KEPT chunks of the row stay in a thread's registers, so that x is read once; what is wider is read again. */
+#define MTI_KEPT 4
+
+struct mti_norm_op {
+    mti_view x, gain, bias, y, stats;
+    float eps;
+    int centered; /* LayerNorm: the mean is taken off */
+};
+
+template <bool WIDE> static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t row, int64_t cols,
+                                                                          int64_t chunk,
+                                                                         float *out) {
+    int64_t col = chunk * MTI_CHUNK;
+    mti_load<WIDE>(x, row, col, cols - col < MTI_CHUNK ? (int)(cols - col) : MTI_CHUNK, out);
+}
+
+template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
+    MTI_SHARED(float, shared, 64);
+    int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
+    float kept[MTI_KEPT][MTI_CHUNK], c[MTI_CHUNK], sum = 0.0f, squares = 0.0f, mean = 0.0f;
+    int k = 0;
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
+        mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+        MTI_DEVICE_UNROLL
+        for (int q = 0; q < MTI_KEPT; q++)
+            for (int j = 0; j < MTI_CHUNK; j++)
+                if (q == k) kept[q][j] = c[j];
+        for (int j = 0; j < MTI_CHUNK; j++) sum += c[j];
+    }
+    if (op.centered) mean = mti_block_sums(sum, 0.0f, shared).x / (float)cols;
+    k = 0;
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
+        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+        MTI_DEVICE_UNROLL
+        for (int q = 0; q < MTI_KEPT; q++)
+            for (int j = 0; j < MTI_CHUNK; j++)
+                if (q == k) c[j] = kept[q][j];
+        for (int j = 0; j < MTI_CHUNK; j++)
+            if (i * MTI_CHUNK + j < cols) squares += (c[j] - mean) * (c[j] - mean);
+    }
+    float rstd = 1.0f / sqrtf(mti_block_sums(squares, 0.0f, shared).x / (float)cols + op.eps);
+    if (threadIdx.x == 0 && op.stats.data) {
+        mti_put(op.stats, row, 0, mean);
+        mti_put(op.stats, row, 1, rstd);
+    }
+    k = 0;
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
+        float g[MTI_CHUNK], b[MTI_CHUNK];
+        int64_t col = i * MTI_CHUNK;
+        int n = cols - col < MTI_CHUNK ? (int)(cols - col) : MTI_CHUNK;
+        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+        MTI_DEVICE_UNROLL
+        for (int q = 0; q < MTI_KEPT; q++)
+            for (int j = 0; j < MTI_CHUNK; j++)
+                if (q == k) c[j] = kept[q][j];
+        mti_load<WIDE>(op.gain, 0, col, n, g);
+        if (op.bias.data) mti_load<WIDE>(op.bias, 0, col, n, b);
+        for (int j = 0; j < MTI_CHUNK; j++) c[j] = (c[j] - mean) * rstd * g[j] + (op.bias.data ? b[j] : 0.0f);
+        mti_store<WIDE>(op.y, row, col, n, c);
+    }
+}
+
+static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
+                                       float eps,
+                                       mt_tensor y, mt_tensor stats) {
+    mti_norm_op op = {mti_view_of(x), mti_view_of(gain), mti_view_of(bias), mti_view_of(y), mti_view_of(stats), eps,
+                      kind == MT_LAYER_NORM};
+    if (x.rows == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    if (mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(bias) && mti_is_wide(y))
+        MTI_LAUNCH(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    else MTI_LAUNCH(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    return mti_cuda_launched(ctx, "mt_norm_forward");
+}
+
+/* Means over a row of g = dy * gain and of g * xhat, which the gradient needs: means [rows, 2]. */
+struct mti_norm_backward_op {
+    mti_view x, gain, stats, dy, dresidual, dx, means;
+    int centered;
+
+    __device__ void row_of(int64_t row, float *mean, float *rstd) const {
+        *mean = centered ? mti_get(stats, row, 0) : 0.0f;
+        *rstd = mti_get(stats, row, 1);
+    }
+    /* dx, and what the row adds to dgain (x[0]) and dbias (x[1]) */
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*out)[MTI_CHUNK]) const {
+        float v[MTI_CHUNK], g[MTI_CHUNK], r[MTI_CHUNK], mean, rstd;
+        float mean_g = centered ? mti_get(means, row, 0) : 0.0f, mean_gx = mti_get(means, row, 1);
+        row_of(row, &mean, &rstd);
+        mti_load<WIDE>(x, row, col, n, v);
+        mti_load<WIDE>(gain, 0, col, n, g);
+        mti_load<WIDE>(dy, row, col, n, out[1]);
+        if (dresidual.data) mti_load<WIDE>(dresidual, row, col, n, r);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float xhat = (v[j] - mean) * rstd;
+            out[0][j] = out[1][j] * xhat;
+            v[j] = rstd * (out[1][j] * g[j] - mean_g - xhat * mean_gx) + (dresidual.data ? r[j] : 0.0f);
+        }
+        mti_store<WIDE>(dx, row, col, n, v);
+    }
+};
+
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_means_kernel(mti_norm_backward_op op, int64_t cols) {
+    MTI_SHARED(float, shared, 64);
+    int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
+    float sum_g = 0.0f, sum_gx = 0.0f, mean, rstd;
+    op.row_of(row, &mean, &rstd);
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
+        float v[MTI_CHUNK], g[MTI_CHUNK], d[MTI_CHUNK];
+        mti_row_chunk<WIDE>(op.x, row, cols, i, v);
+        mti_row_chunk<WIDE>(op.gain, 0, cols, i, g);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, d);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            sum_g += d[j] * g[j];
+            sum_gx += d[j] * g[j] * ((v[j] - mean) * rstd);
+        }
+    }
+    float2 sums = mti_block_sums(sum_g, sum_gx, shared);
+    if (threadIdx.x != 0) return;
+    mti_put(op.means, row, 0, sums.x / (float)cols);
+    mti_put(op.means, row, 1, sums.y / (float)cols);
+}
+
+static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
+                                        mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor means, outs[2];
+    int wide = mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(dy) && mti_is_wide(dresidual) && mti_is_wide(dx);
+    if (x.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, 2, &means));
+    mti_norm_backward_op op = {mti_view_of(x), mti_view_of(gain), mti_view_of(stats), mti_view_of(dy), mti_view_of(dresidual),
+                               mti_view_of(dx), mti_view_of(means), kind == MT_LAYER_NORM};
+    MT_TRY(mti_cuda_enter(ctx));
+    if (wide) MTI_LAUNCH(mti_norm_means_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    else MTI_LAUNCH(mti_norm_means_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    MT_TRY(mti_cuda_launched(ctx, "mt_norm_backward"));
+    outs[0] = dgain;
+    outs[1] = dbias;
+    MT_TRY(mti_columns<2>(ctx, "mt_norm_backward", op, wide, x.rows, x.cols, outs));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* ---- >>cuda-random ----------------------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t stream, uint64_t seed, uint32_t *out) {
+    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    MTI_DEVICE_UNROLL
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+/* The words of global elements [e, e + MTI_CHUNK). */
+static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
+    uint32_t room[12];
+    int skip = (int)(e & 3);
+    for (int b = 0; b < (skip ? 3 : 2); b++) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, room + 4 * b);
+    for (int j = 0; j < MTI_CHUNK; j++) {
+        uint32_t w = 0;
+        MTI_DEVICE_UNROLL
+        for (int q = 0; q < 12; q++)
+            if (q == j + skip) w = room[q]; /* keeps room in registers */
+        out[j] = w;
+    }
+}
+
+static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t row, int64_t col) {
+    return (uint64_t)((at.first_row + row) * at.global_cols + at.first_col + col);
+}
+
+struct mti_normal_op {
+    mti_view y;
+    mt_random at;
+    double std;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        uint64_t first = mti_element_of(at, row, col);
+        float x[MTI_CHUNK];
+        for (int j = 0; j < n; j++) {
+            uint64_t e = first + (uint64_t)j;
+            uint32_t words[4];
+            mti_philox(e >> 2, at.stream, at.seed, words);
+            uint32_t even = e & 2 ? words[2] : words[0], odd = e & 2 ? words[3] : words[1];
+            const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
+            double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)), angle = two_pi * ((double)odd + 0.5) * unit;
+            x[j] = (float)(radius * (e & 1 ? sin(angle) : cos(angle)));
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
+    mti_normal_op op = {mti_view_of(y), at, (double)std};
+    return mti_map(ctx, "mt_random_normal", op, mti_is_wide(y), y.rows, y.cols);
+}
+
+/* ---- >>cuda-dropout ------------------------------------------------------------------------------------------------------ */
+
+struct mti_drop {
+    mt_random at;
+    uint32_t threshold;
+    float scale;
+    int on;
+    __device__ void apply(int64_t row, int64_t col, float *x) const {
+        uint32_t words[MTI_CHUNK];
+        if (!on) return;
+        mti_words_of(at, mti_element_of(at, row, col), words);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = words[j] < threshold ? 0.0f : x[j] * scale;
+    }
+};
+
+static mti_drop mti_drop_of(mt_dropout dropout) {
+    mti_drop d = {dropout.at, mti_dropout_threshold(dropout.p), mti_dropout_scale(dropout.p), dropout.p > 0.0f};
+    return d;
+}
+
+struct mti_dropout_op { /* y = residual + dropout(x + bias) */
+    mti_view x, bias, residual, y;
+    mti_drop drop;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float v[MTI_CHUNK], w[MTI_CHUNK];
+        mti_load<WIDE>(x, row, col, n, v);
+        if (bias.data) {
+            mti_load<WIDE>(bias, 0, col, n, w);
+            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
+        }
+        drop.apply(row, col, v);
+        if (residual.data) {
+            mti_load<WIDE>(residual, row, col, n, w);
+            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
+        }
+        mti_store<WIDE>(y, row, col, n, v);
+    }
+};
+
+static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
+                                                   mt_dropout dropout, mt_tensor y) {
+    mti_dropout_op op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y), mti_drop_of(dropout)};
+    int wide = mti_is_wide(x) && mti_is_wide(bias) && mti_is_wide(residual) && mti_is_wide(y);
+    return mti_map(ctx, "mt_bias_dropout_add_forward", op, wide, x.rows, x.cols);
+}
+
+struct mti_dropout_backward_op {
+    mti_view dy, dx;
+    mti_drop drop;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+        mti_load<WIDE>(dy, row, col, n, x[0]);
+        drop.apply(row, col, x[0]);
+        mti_store<WIDE>(dx, row, col, n, x[0]);
+    }
+};
+
+static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
+                                                    mt_tensor dbias) {
+    mti_dropout_backward_op op = {mti_view_of(dy), mti_view_of(dx), mti_drop_of(dropout)};
+    return mti_columns<1>(ctx, "mt_bias_dropout_add_backward", op, mti_is_wide(dy) && mti_is_wide(dx), dy.rows, dy.cols,
+                          &dbias);
+}
+
+/* ---- >>cuda-embedding ---------------------------------------------------------------------------------------------------- */
+
+struct mti_embedding_op {
+    mti_view table, y;
+    const int32_t *ids;
+    int64_t first_row, table_rows;
+    float beta;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK] = {}, old[MTI_CHUNK];
+        int64_t at = ids[row] - first_row;
+        if (at >= 0 && at < table_rows) mti_load<WIDE>(table, at, col, n, x);
+        if (beta != 0.0f) {
+            mti_load<WIDE>(y, row, col, n, old);
+            for (int j = 0; j < MTI_CHUNK; j++) x[j] += beta * old[j];
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids, float beta,
+                                            mt_tensor y) {
+    mti_embedding_op op = {mti_view_of(table), mti_view_of(y), ids, first_row, table.rows, beta};
+    return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
+}
+
+/* next[i]: the next token with the id of token i, or count; first[i]: no earlier token has it. */
+static __global__ void __launch_bounds__(256) mti_chain_kernel(const int32_t *ids, int count, int32_t *next, int32_t *first) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), j;
+    if (i >= count) return;
+    for (j = 0; j < i && ids[j] != ids[i]; j++) continue;
+    first[i] = j == i;
+    for (j = i + 1; j < count && ids[j] != ids[i]; j++) continue;
+    next[i] = j;
+}
+
+/* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row. */
+struct mti_embedding_backward_op {
+    mti_view dy, dtable;
+    const int32_t *ids, *next, *first;
+    int64_t first_row, table_rows, tokens;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float sum[MTI_CHUNK], x[MTI_CHUNK];
+        int64_t at = ids[row] - first_row;
+        if (!first[row] || at < 0 || at >= table_rows) return;
+        mti_load<WIDE>(dtable, at, col, n, sum);
+        for (int64_t i = row; i < tokens; i = next[i]) {
+            mti_load<WIDE>(dy, i, col, n, x);
+            for (int j = 0; j < MTI_CHUNK; j++) sum[j] += x[j];
+        }
+        mti_store<WIDE>(dtable, at, col, n, sum);
+    }
+};
+
+static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
+                                             mt_tensor dtable) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor chain = mt_none();
+    int count = (int)dy.rows;
+    mt_status status;
+    if (count == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 2, count, &chain));
+    int32_t *next = (int32_t *)chain.data, *first = next + count;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_LAUNCH(mti_chain_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, next, first);
+    MT_TRY(mti_cuda_launched(ctx, "mt_embedding_backward"));
+    mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids, next, first, first_row, dtable.rows, dy.rows};
+    status = mti_map(ctx, "mt_embedding_backward", op, mti_is_wide(dy) && mti_is_wide(dtable), dy.rows, dy.cols);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+static __global__ void __launch_bounds__(256) mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) ids[i] = (int32_t)((first + i) % seq);
+}
+
+static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+    if (count == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_LAUNCH(mti_position_kernel, mti_grid(count, 256), 256, 0, ctx->stream, first_token, seq, ids, count);
+    return mti_cuda_launched(ctx, "mt_position_ids");
+}
+
+/* ---- >>cuda-cross-entropy ------------------------------------------------------------------------------------------------ */
+
+struct mti_ce {
+    mti_view logits, stats, lse, dloss;
+    const int32_t *targets;
+    mt_cross_entropy_shape shape;
+    int64_t real; /* columns that are not padding */
+    float scale;
+    int32_t ignore;
+
+    __device__ int64_t target_of(int64_t row) const { /* its column here, or -1 */
+        int64_t col = (int64_t)targets[row] - shape.first_col;
+        return targets[row] != ignore && col >= 0 && col < real ? col : -1;
+    }
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const { /* logits become their gradient */
+        float x[MTI_CHUNK], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
+        float top = mti_get(lse, 0, row), log_sum = mti_get(lse, 1, row);
+        float even = shape.label_smoothing / (float)shape.vocab;
+        int64_t target = target_of(row);
+        int ignored = targets[row] == ignore;
+        mti_load<WIDE>(logits, row, col, n, x);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float g = factor * (expf((x[j] - top) - log_sum) - even);
+            if (col + j == target) g -= factor * (1.0f - shape.label_smoothing);
+            x[j] = ignored || col + j >= real ? 0.0f : g;
+        }
+        mti_store<WIDE>(logits, row, col, n, x);
+    }
+};
+
+/* One pass: each thread keeps a running maximum, and its sum of exponentials against it. */
+template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_ce_stats_kernel(mti_ce c) {
+    MTI_SHARED(float, shared, 64);
+    MTI_SHARED(float, tops, 32);
+    int64_t row = blockIdx.x, chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK;
+    float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
+        float before = top;
+        int n = c.real - i * MTI_CHUNK < MTI_CHUNK ? (int)(c.real - i * MTI_CHUNK) : MTI_CHUNK;
+        mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
+        for (int j = 0; j < n; j++) top = fmaxf(top, x[j]);
+        if (before != -INFINITY) sum *= expf(before - top);
+        for (int j = 0; j < n; j++) {
+            sum += top == -INFINITY ? 0.0f : expf(x[j] - top);
+            plain += x[j];
+        }
+    }
+    float all = top;
+    for (int o = 16; o > 0; o >>= 1) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, o));
+    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
+    __syncthreads();
+    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
+    float2 sums = mti_block_sums(top == -INFINITY ? 0.0f : sum * expf(top - all), plain, shared);
+    if (threadIdx.x != 0) return;
+    int64_t target = c.target_of(row);
+    mti_put(c.stats, row, 0, all);
+    mti_put(c.stats, row, 1, sums.x);
+    mti_put(c.stats, row, 2, target >= 0 ? mti_get(c.logits, row, target) : 0.0f);
+    mti_put(c.stats, row, 3, sums.y);
+}
+
+static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets) {
+    mti_ce c;
+    memset(&c, 0, sizeof c);
+    c.logits = mti_view_of(logits);
+    c.targets = targets;
+    c.shape = *s;
+    c.real = mti_real_columns(s, logits.cols);
+    c.ignore = mti_ignore_index(s->ignore_index);
+    return c;
+}
+
+static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+                                              const int32_t *targets, mt_tensor stats) {
+    mti_ce c = mti_ce_of(s, logits, targets);
+    c.stats = mti_view_of(stats);
+    if (logits.rows == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    if (mti_is_wide(logits)) MTI_LAUNCH(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_row_threads(logits.cols), 0,
+                                        ctx->stream, c);
+    else MTI_LAUNCH(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_row_threads(logits.cols), 0, ctx->stream, c);
+    return mti_cuda_launched(ctx, "mt_cross_entropy_stats");
+}
+
+/* A thread for each token joins the shards in the tree of mti_stats_tree: a binary counter of subtrees. */
+static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    float stack[MTI_TREE_DEPTH][4], x[4], a = c.shape.label_smoothing;
+    int depth = 0;
+    if (i >= tokens) return;
+    for (int64_t s = 0; s <= shards; s++) {
+        int64_t joins = s;
+        if (s < shards)
+            for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
+        else if (depth > 0)
+            for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
+        if (s == shards) depth--; /* what is left over is joined from the right */
+        while (depth > 0 && (s == shards || (joins & 1))) {
+            float *l = stack[--depth], top = fmaxf(l[0], x[0]);
+            x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
+            x[0] = top;
+            x[2] = l[2] + x[2];
+            x[3] = l[3] + x[3];
+            joins >>= 1;
+        }
+        for (int q = 0; q < 4 && s < shards; q++) stack[depth][q] = x[q];
+        if (s < shards) depth++;
+    }
+    float log_sum = logf(x[1]), value = log_sum + (1.0f - a) * (x[0] - x[2]);
+    if (a > 0.0f) value += a * (x[0] - x[3] / (float)c.shape.vocab);
+    mti_put(loss, 0, i, c.targets[i] == c.ignore ? 0.0f : value);
+    mti_put(c.lse, 0, i, x[0]);
+    mti_put(c.lse, 1, i, log_sum);
+}
+
+static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor gathered,
+                                                int64_t shards,
+                                                const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+    mti_ce c = mti_ce_of(s, gathered, targets);
+    c.stats = mti_view_of(gathered);
+    c.lse = mti_view_of(lse);
+    if (loss.cols == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_LAUNCH(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, ctx->stream, c, shards, loss.cols, mti_view_of(loss));
+    return mti_cuda_launched(ctx, "mt_cross_entropy_combine");
+}
+
+static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+                                                 const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
+    mti_ce c = mti_ce_of(s, logits, targets);
+    c.lse = mti_view_of(lse);
+    c.dloss = mti_view_of(dloss);
+    c.scale = scale;
+    return mti_map(ctx, "mt_cross_entropy_backward", c, mti_is_wide(logits), logits.rows, logits.cols);
+}
+
+/* ---- >>cuda-adamw -------------------------------------------------------------------------------------------------------- */
+
+struct mti_adamw_op {
+    mti_view param, grad, m, v;
+    mti_adamw a;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float p[MTI_CHUNK], g[MTI_CHUNK], first[MTI_CHUNK], second[MTI_CHUNK];
+        mti_load<WIDE>(param, row, col, n, p);
+        mti_load<WIDE>(grad, row, col, n, g);
+        mti_load<WIDE>(m, row, col, n, first);
+        mti_load<WIDE>(v, row, col, n, second);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float scaled = a.grad_scale * g[j];
+            first[j] = a.beta1 * first[j] + a.one_minus_beta1 * scaled;
+            second[j] = a.beta2 * second[j] + a.one_minus_beta2 * (scaled * scaled);
+            p[j] = a.keep * p[j] - a.step_size * first[j] / (sqrtf(second[j]) * a.inverse_root2 + a.eps);
+        }
+        mti_store<WIDE>(param, row, col, n, p);
+        mti_store<WIDE>(m, row, col, n, first);
+        mti_store<WIDE>(v, row, col, n, second);
+    }
+};
+
+static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m,
+                                mt_tensor v) {
+    mti_adamw_op op = {mti_view_of(param), mti_view_of(grad), mti_view_of(m), mti_view_of(v), mti_adamw_resolve(hyper)};
+    int wide = mti_is_wide(param) && mti_is_wide(grad) && mti_is_wide(m) && mti_is_wide(v);
+    return mti_map(ctx, "mt_adamw_step", op, wide, param.rows, param.cols);
+}
+
+/* ---- >>cuda-sum ---------------------------------------------------------------------------------------------------------- */
+
+#define MTI_SUM_BLOCKS 64 /* at most; as the size says, not the GPU: the same bits on each */
+
+/* The sum over the block in double, for thread 0. */
+static __device__ __forceinline__ double mti_block_sum_double(double x, double *shared) {
+    shared[threadIdx.x] = x;
+    __syncthreads();
+    for (int half = (int)blockDim.x / 2; half > 0; half /= 2) {
+        if ((int)threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        __syncthreads();
+    }
+    return shared[0];
+}
+
+static __global__ void __launch_bounds__(256) mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares,
+                                                             double *partial) {
+    MTI_SHARED(double, shared, 256);
+    double sum = 0.0;
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * cols; i += step) {
+        double v = (double)mti_get(x, i / cols, i % cols);
+        sum += squares ? v * v : v;
+    }
+    sum = mti_block_sum_double(sum, shared);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+static __global__ void mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
+    double sum = (double)mti_get(out, 0, 0);
+    for (int i = 0; i < blocks; i++) sum += partial[i];
+    mti_put(out, 0, 0, (float)sum);
+}
+
+static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
+    size_t mark = mt_arena_mark(ctx);
+    unsigned blocks = (unsigned)mti_min(MTI_SUM_BLOCKS, mti_grid(x.rows * x.cols, 2048));
+    void *partial = NULL;
+    if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_LAUNCH(mti_sum_kernel, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares, (double *)partial);
+    MT_TRY(mti_cuda_launched(ctx, "mt_sum"));
+    MTI_LAUNCH(mti_sum_end_kernel, 1, 1, 0, ctx->stream, (const double *)partial, (int)blocks, mti_view_of(out));
+    mt_arena_release(ctx, mark);
+    return mti_cuda_launched(ctx, "mt_sum");
+}
+
+/* ---- >>cuda-rotary ------------------------------------------------------------------------------------------------------- */
+
+static __global__ void __launch_bounds__(256) mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s,
+                                                                int64_t rows,
+                                                                float sign) {
+    int64_t half = s.head_dim / 2, turned = s.heads_per_group + 1, per_row = s.groups * turned * half;
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
+        int64_t row = i / per_row, j = i % half, head = i % per_row / half;
+        int64_t col = (head / turned * (s.heads_per_group + 2) + head % turned) * s.head_dim + j;
+        float c = mti_get(table, row % s.seq, j), t = sign * mti_get(table, row % s.seq, half + j);
+        float low = mti_get(qkv, row, col), high = mti_get(qkv, row, col + half);
+        mti_put(qkv, row, col, low * c - high * t);
+        mti_put(qkv, row, col + half, high * c + low * t);
+    }
+}
+
+static __global__ void __launch_bounds__(256) mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / half, j = i % half;
+    if (row >= rows) return;
+    double angle = (double)row * pow(base, -2.0 * (double)j / (double)(2 * half));
+    mti_put(table, row, j, (float)cos(angle));
+    mti_put(table, row, half + j, (float)sin(angle));
+}
+
+static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor table) {
+    int64_t items = table.rows * (table.cols / 2);
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_LAUNCH(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(table), table.rows,
+               table.cols / 2,
+               (double)base);
+    return mti_cuda_launched(ctx, "mt_rotary_table");
+}
+
+static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign, mt_tensor qkv) {
+    int64_t items = qkv.rows * s->groups * (s->heads_per_group + 1) * (s->head_dim / 2);
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_LAUNCH(mti_rotary_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table), *s,
+               qkv.rows, sign);
+    return mti_cuda_launched(ctx, "mt_rotary");
+}
+
+/* ---- >>cuda-attention: the plain path ------------------------------------------------------------------------------------ */
+
+/* A warp for each query row (forward, dq) or key row (dk, dv) of a head; scores of 32 keys at a time, never a whole row of
+   them. For floats, and for GPUs without the tensor core path. */
+#define MTI_PLAIN_WARPS 4
+#define MTI_PLAIN_WIDTH 8 /* elements of a head that a lane holds: head sizes up to 256 */
+
+struct mti_plain {
+    mt_attention_shape s;
+    mti_view qkv, out, lse, dout, dqkv;
+    float scale;
+    mti_drop drop;
+
+    __device__ int64_t q_col(int64_t head) const {
+        return (head / s.heads_per_group * (s.heads_per_group + 2) + head % s.heads_per_group) * s.head_dim;
+    }
+    __device__ int64_t k_col(int64_t head) const {
+        return (head / s.heads_per_group * (s.heads_per_group + 2) + s.heads_per_group) * s.head_dim;
+    }
+    __device__ int64_t length(int64_t b) const { return s.lengths ? s.lengths[b] : s.seq; }
+    __device__ int64_t visible(int64_t b, int64_t i) const { /* keys that query i sees */
+        int64_t n = length(b);
+        return s.mask == MT_MASK_CAUSAL && i + 1 < n ? i + 1 : n;
+    }
+    /* 0 where probability (b, head, i, j) is dropped, else its scale */
+    __device__ float kept(int64_t b, int64_t head, int64_t i, int64_t j) const {
+        uint64_t e = (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.seq + (uint64_t)j;
+        uint32_t words[4];
+        if (!drop.on) return 1.0f;
+        mti_philox(e >> 2, drop.at.stream, drop.at.seed, words);
+        return words[e & 3] < drop.threshold ? 0.0f : drop.scale;
+    }
+    __device__ float dot(const mti_view &a, int64_t a_row, int64_t a_col, const mti_view &b, int64_t b_row,
+                         int64_t b_col) const {
+        float sum = 0.0f;
+        for (int64_t d = 0; d < s.head_dim; d++) sum += mti_get(a, a_row, a_col + d) * mti_get(b, b_row, b_col + d);
+        return sum;
+    }
+};
+
+static __device__ __forceinline__ float mti_warp_sum(float x) {
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
+}
+
+static __device__ __forceinline__ float mti_warp_max(float x) {
+    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+}
+
+/* Which row and head the warp has; 0 when it has none. Blocks: x over rows, y over heads, z over sequences. */
+static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t *b, int64_t *head, int64_t *i) {
+    *b = blockIdx.z;
+    *head = blockIdx.y;
+    *i = (int64_t)blockIdx.x * MTI_PLAIN_WARPS + (threadIdx.x >> 5);
+    return *i < p.s.seq;
+}
+
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward_kernel(mti_plain p) {
+    int64_t b, head, i, lane = threadIdx.x & 31;
+    float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f;
+    if (!mti_plain_row(p, &b, &head, &i)) return;
+    int64_t row = b * p.s.seq + i, n = p.length(b) > 0 ? p.visible(b, i) : 0, k = p.k_col(head), v = k + p.s.head_dim;
+    for (int64_t j0 = 0; j0 < n; j0 += 32) {
+        int64_t j = j0 + lane;
+        float score = j < n ? p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, b * p.s.seq + j, k) : -INFINITY;
+        float now = fmaxf(top, mti_warp_max(score)), e = j < n ? expf(score - now) : 0.0f, before = expf(top - now);
+        sum = sum * before + mti_warp_sum(e);
+        if (j < n) e *= p.kept(b, head, i, j);
+        for (int w = 0; w < MTI_PLAIN_WIDTH; w++) acc[w] *= before;
+        for (int q = 0; q < 32 && j0 + q < n; q++) {
+            float weight = __shfl_sync(0xffffffffu, e, q);
+            for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
+                acc[w] += weight * mti_get(p.qkv, b * p.s.seq + j0 + q, v + w * 32 + lane);
+        }
+        top = now;
+    }
+    for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
+        mti_put(p.out, row, head * p.s.head_dim + w * 32 + lane, n > 0 ? acc[w] / sum : 0.0f);
+    if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, n > 0 ? top + logf(sum) : -INFINITY);
+}
+
+/* With D the dropout: p = e^(score - lse), dscore = p (D (dout . v) - dout . out). */
+static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_t b, int64_t head, int64_t i, int64_t j,
+                                                      float delta,
+                                                     float *weight, float *dscore) {
+    int64_t row = b * p.s.seq + i, key = b * p.s.seq + j, k = p.k_col(head), out = head * p.s.head_dim;
+    float prob = expf(p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, key, k) - mti_get(p.lse, head, row));
+    float drop = p.kept(b, head, i, j);
+    *weight = prob * drop;
+    *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.s.head_dim) - delta);
+}
+
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kernel(mti_plain p) {
+    int64_t b, head, i, lane = threadIdx.x & 31;
+    float acc[MTI_PLAIN_WIDTH] = {}, weight, ds;
+    if (!mti_plain_row(p, &b, &head, &i)) return;
+    int64_t row = b * p.s.seq + i, n = p.length(b) > 0 ? p.visible(b, i) : 0, out = head * p.s.head_dim;
+    float delta = n > 0 ? p.dot(p.dout, row, out, p.out, row, out) : 0.0f;
+    for (int64_t j0 = 0; j0 < n; j0 += 32) {
+        ds = 0.0f;
+        if (j0 + lane < n) mti_plain_pair(p, b, head, i, j0 + lane, delta, &weight, &ds);
+        for (int q = 0; q < 32 && j0 + q < n; q++) {
+            float d = __shfl_sync(0xffffffffu, ds, q);
+            for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
+                acc[w] += d * mti_get(p.qkv, b * p.s.seq + j0 + q, p.k_col(head) + w * 32 + lane);
+        }
+    }
+    for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
+        mti_put(p.dqkv, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
+}
+
+/* Key j of a group: over the queries of all its heads, in their order. */
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_kernel(mti_plain p) {
+    int64_t b, group, j, lane = threadIdx.x & 31;
+    float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds;
+    if (!mti_plain_row(p, &b, &group, &j)) return;
+    int64_t first = p.s.mask == MT_MASK_CAUSAL ? j : 0, end = j < p.length(b) ? p.s.seq : 0;
+    int64_t k = p.k_col(group * p.s.heads_per_group);
+    for (int64_t head = group * p.s.heads_per_group; head < (group + 1) * p.s.heads_per_group; head++)
+        for (int64_t i0 = first; i0 < end; i0 += 32) {
+            int64_t i = i0 + lane, row = b * p.s.seq + i, out = head * p.s.head_dim;
+            weight = ds = 0.0f;
+            if (i < end) mti_plain_pair(p, b, head, i, j, p.dot(p.dout, row, out, p.out, row, out), &weight, &ds);
+            for (int q = 0; q < 32 && i0 + q < end; q++) {
+                float a = __shfl_sync(0xffffffffu, weight, q), d = __shfl_sync(0xffffffffu, ds, q);
+                for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
+                    dv[w] += a * mti_get(p.dout, b * p.s.seq + i0 + q, out + w * 32 + lane);
+                    dk[w] += d * mti_get(p.qkv, b * p.s.seq + i0 + q, p.q_col(head) + w * 32 + lane);
+                }
+            }
+        }
+    for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
+        mti_put(p.dqkv, b * p.s.seq + j, k + w * 32 + lane, p.scale * dk[w]);
+        mti_put(p.dqkv, b * p.s.seq + j, k + p.s.head_dim + w * 32 + lane, dv[w]);
+    }
+}
+
+static mti_plain mti_plain_of(const mti_attention *a) {
+    mti_plain p;
+    memset(&p, 0, sizeof p);
+    p.s = *a->shape;
+    p.qkv = mti_view_of(a->qkv);
+    p.out = mti_view_of(a->out);
+    p.lse = mti_view_of(a->lse);
+    p.dout = mti_view_of(a->dout);
+    p.dqkv = mti_view_of(a->dqkv);
+    p.scale = a->scale;
+    p.drop = mti_drop_of(a->shape->dropout);
+    return p;
+}
+
+static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
+    return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
+}
+
+static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_shape *s) {
+    if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "attention on a GPU: head_dim %lld (at most %d), %lld heads, batch %lld (at most "
+                    "65535)", (long long)s->head_dim, 32 * MTI_PLAIN_WIDTH, (long long)(s->groups * s->heads_per_group),
+                    (long long)s->batch);
+}
+
+static mt_status mti_cuda_attention_forward(const mti_attention *a) {
+    const mt_attention_shape *s = a->shape;
+    MT_TRY(mti_cuda_attention_check(a->ctx, s));
+    if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(a->ctx));
+    MTI_LAUNCH(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
+               a->ctx->stream,
+               mti_plain_of(a));
+    return mti_cuda_launched(a->ctx, "mt_attention_forward");
+}
+
+static mt_status mti_cuda_attention_backward(const mti_attention *a) {
+    const mt_attention_shape *s = a->shape;
+    MT_TRY(mti_cuda_attention_check(a->ctx, s));
+    if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(a->ctx));
+    MTI_LAUNCH(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream,
+               mti_plain_of(a));
+    MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));
+    MTI_LAUNCH(mti_plain_dkv_kernel, mti_plain_grid(s, s->groups), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream, mti_plain_of(a));
+    return mti_cuda_launched(a->ctx, "mt_attention_backward");
+}
+
+/* ---- >>cuda-memory ------------------------------------------------------------------------------------------------------- */
+
+/* Rows of bytes between any two places; one call, whatever the leading dimensions. */
+static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, int64_t to_ld, const void *from, int64_t from_ld, int64_t rows,
+                                    int64_t cols, size_t size, cudaMemcpyKind kind) {
+    if (rows == 0 || cols == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, (size_t)to_ld * size, from, (size_t)from_ld * size, (size_t)cols * size,
+                                        (size_t)rows,
+                                        kind, ctx->stream));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    if (x.data == y.data) return MT_SUCCESS;
+    return mti_cuda_copy_rows(ctx, y.data, mti_ld(y), x.data, mti_ld(x), x.rows, x.cols, mt_dtype_size(x.dtype),
+                              cudaMemcpyDeviceToDevice);
+}
+
+/* The caller may use `host` again at once: pageable memory is copied before the call returns, pinned memory waited for. */
+static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
+    MT_TRY(mti_cuda_copy_rows(ctx, y.data, mti_ld(y), host, y.cols, y.rows, y.cols, mt_dtype_size(y.dtype),
+                              cudaMemcpyHostToDevice));
+    return mti_cuda_synchronize(ctx);
+}
+
+static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
+    MT_TRY(mti_cuda_copy_rows(ctx, host, x.cols, x.data, mti_ld(x), x.rows, x.cols, mt_dtype_size(x.dtype),
+                              cudaMemcpyDeviceToHost));
+    return mti_cuda_synchronize(ctx);
+}
+
+/* Adds the hashes of the elements; the order does not matter to integers. */
+static __global__ void __launch_bounds__(256) mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row,
+                                                              int64_t first_col, int64_t global_cols, unsigned long long *sum) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    unsigned long long mine = 0;
+    for (; i < rows * cols; i += step) {
+        int64_t row = i / cols, col = i % cols, at = row * x.ld + col;
+        uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
+        uint64_t z = (uint64_t)((first_row + row) * global_cols + first_col + col) * 0x9e3779b97f4a7c15u +
+                     (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        mine += z ^ (z >> 31);
+    }
+    atomicAdd(sum, mine);
+}
+
+static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                               uint64_t *hash) {
+    size_t mark = mt_arena_mark(ctx);
+    void *memory = NULL;
+    unsigned long long sum = 0;
+    if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, sizeof sum, &memory));
+    MT_TRY(mti_cuda_zero(ctx, memory, sizeof sum));
+    MTI_LAUNCH(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, first_row,
+               first_col, global_cols, (unsigned long long *)memory);
+    MT_TRY(mti_cuda_launched(ctx, "mt_hash"));
+    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(&sum, memory, sizeof sum, cudaMemcpyDeviceToHost, ctx->stream));
+    MT_TRY(mti_cuda_synchronize(ctx));
+    mt_arena_release(ctx, mark);
+    *hash += (uint64_t)sum;
+    return MT_SUCCESS;
+}
+
+/* *bad: the first index whose id is wrong, or count. */
+static __global__ void __launch_bounds__(256) mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
+                                                             unsigned long long *bad) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < count; i += step)
+        if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
+}
+
+/* The index of the first bad id, or count, and that id. */
+static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
+                                    int64_t *index, int32_t *id) {
+    size_t mark = mt_arena_mark(ctx);
+    void *memory = NULL;
+    unsigned long long bad = (unsigned long long)count;
+    if (count == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, sizeof bad, &memory));
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, ctx->stream));
+    MTI_LAUNCH(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
+               (unsigned long long *)memory);
+    MT_TRY(mti_cuda_launched(ctx, "mt_ids_check"));
+    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(&bad, memory, sizeof bad, cudaMemcpyDeviceToHost, ctx->stream));
+    MT_TRY(mti_cuda_synchronize(ctx));
+    mt_arena_release(ctx, mark);
+    *index = (int64_t)bad;
+    if (*index == count) return MT_SUCCESS;
+    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(id, ids + *index, sizeof *id, cudaMemcpyDeviceToHost, ctx->stream));
+    return mti_cuda_synchronize(ctx);
+}
+
+/* ---- >>cuda-gemm --------------------------------------------------------------------------------------------------------- */
+
+/* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its leading
+   dimensions are ours. */
+typedef struct mti_lt_key {
+    int64_t m, n, k, lda, ldb, ldc;
+    int trans_a, trans_b, a_type, b_type, c_type, wide;
+} mti_lt_key;
+
+typedef struct mti_lt_plan {
+    mti_lt_key key;
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c;
+    cublasLtMatmulAlgo_t algo;
+    size_t workspace; /* bytes that the algorithm wants */
+} mti_lt_plan;
+
+#define MTI_LT_PLANS 512
+#define MTI_LT_WORKSPACE ((size_t)32 << 20)
+
+/* Of one context: made by its first product. */
+typedef struct mti_lt {
+    cublasLtHandle_t handle;
+    void *workspace;
+    int count;
+    mti_lt_plan plans[MTI_LT_PLANS];
+} mti_lt;
+
+static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char *call) {
+    if (status == CUBLAS_STATUS_SUCCESS) return MT_SUCCESS;
+    return mti_fail(ctx, status == CUBLAS_STATUS_ALLOC_FAILED ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
+                    "%.200s: cuBLASLt status %d (%s)",
+                    call, (int)status, cublasLtGetStatusString(status));
+}
+#define MTI_LT_TRY(ctx, call) MT_TRY(mti_lt_check(ctx, (call), #call))
+
+static void mti_lt_destroy(mt_context *ctx) {
+    mti_lt *lt = (mti_lt *)ctx->gemm;
+    if (!lt) return;
+    for (int i = 0; i < lt->count; i++) {
+        cublasLtMatrixLayoutDestroy(lt->plans[i].c);
+        cublasLtMatrixLayoutDestroy(lt->plans[i].b);
+        cublasLtMatrixLayoutDestroy(lt->plans[i].a);
+        cublasLtMatmulDescDestroy(lt->plans[i].desc);
+    }
+    if (lt->handle) cublasLtDestroy(lt->handle);
+    if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
+    mti_host_free(lt);
+    ctx->gemm = NULL;
+}
+
+static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
+    *out = (mti_lt *)ctx->gemm;
+    if (*out) return MT_SUCCESS;
+    *out = (mti_lt *)mti_host_alloc(sizeof **out);
+    if (!*out) return mti_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
+    ctx->gemm = *out;
+    ctx->gemm_destroy = mti_lt_destroy;
+    MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
+    MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
+    return MT_SUCCESS;
+}
+
+static cudaDataType_t mti_lt_type(int dtype) {
+    return dtype == MT_F32 ? CUDA_R_32F : dtype == MT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t cols,
+                               int64_t ld) {
+    MTI_LT_TRY(ctx, cublasLtMatrixLayoutCreate(out, mti_lt_type(dtype), (uint64_t)rows, (uint64_t)cols, ld));
+    return MT_SUCCESS;
+}
+
+/* The heuristic's first choice: it depends on the key only, so that the same product always has the same bits. */
+static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
+    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulHeuristicResult_t result;
+    size_t workspace = MTI_LT_WORKSPACE;
+    uint32_t alignment = p->key.wide ? 16 : 4;
+    int found = 0;
+    cublasStatus_t status;
+    MTI_LT_TRY(ctx, cublasLtMatmulPreferenceCreate(&preference));
+    status = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                  sizeof workspace);
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < 4; i++) {
+        static const cublasLtMatmulPreferenceAttributes_t which[] = {
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+        status = cublasLtMatmulPreferenceSetAttribute(preference, which[i], &alignment, sizeof alignment);
+    }
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference, 1, &result, &found);
+    cublasLtMatmulPreferenceDestroy(preference);
+    MTI_LT_TRY(ctx, status);
+    if (!found) return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
+                                (long long)p->key.m, (long long)p->key.n, (long long)p->key.k);
+    p->algo = result.algo;
+    p->workspace = result.workspaceSize;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
+    const mti_lt_key *q = &p->key;
+    cublasOperation_t first = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    MTI_LT_TRY(ctx, cublasLtMatmulDescCreate(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    MT_TRY(mti_lt_layout(ctx, &p->a, q->b_type, q->trans_b ? q->k : q->n, q->trans_b ? q->n : q->k, q->ldb));
+    MT_TRY(mti_lt_layout(ctx, &p->b, q->a_type, q->trans_a ? q->m : q->k, q->trans_a ? q->k : q->m, q->lda));
+    MT_TRY(mti_lt_layout(ctx, &p->c, q->c_type, q->n, q->m, q->ldc));
+    return mti_lt_choose(ctx, lt, p);
+}
+
+/* The plan of a product, made once for each shape. A full table starts over. */
+static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_key *key, mti_lt_plan **out) {
+    for (int i = 0; i < lt->count; i++) {
+        *out = &lt->plans[i];
+        if (memcmp(&(*out)->key, key, sizeof *key) == 0) return MT_SUCCESS;
+    }
+    if (lt->count == MTI_LT_PLANS)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: more than %d different products on one context", MTI_LT_PLANS);
+    *out = &lt->plans[lt->count];
+    memset(*out, 0, sizeof **out);
+    (*out)->key = *key;
+    lt->count++;
+    return mti_lt_plan_make(ctx, lt, *out);
+}
+
+static mt_status mti_lt_run(mt_context *ctx, const mti_lt_key *key, float alpha, mt_tensor a, mt_tensor b, float beta,
+                            mt_tensor c) {
+    mti_lt *lt;
+    mti_lt_plan *p = NULL;
+    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mti_lt_open(ctx, &lt));
+    MT_TRY(mti_lt_plan_of(ctx, lt, key, &p));
+    MTI_LT_TRY(ctx, cublasLtMatmul(lt->handle, p->desc, &alpha, b.data, p->a, a.data, p->b, &beta, c.data, p->c, c.data, p->c,
+                                   &p->algo, lt->workspace, p->workspace, ctx->stream));
+    return MT_SUCCESS;
+}
+
+/* t in this type, aligned: itself, or a copy in the arena. */
+static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, int fill, mt_tensor *out) {
+    *out = t;
+    if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
+    int64_t pitch = mti_round_up(t.cols, 8);
+    MT_TRY(mt_arena_tensor(ctx, dtype, t.rows, pitch, out));
+    *out = mt_tensor_cols(*out, 0, t.cols);
+    return fill ? mti_cuda_add(ctx, t, mt_none(), *out) : MT_SUCCESS;
+}
+
+struct mti_scale_op { /* y *= factor; with factor 0, y is not read */
+    mti_view y;
+    float factor;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK] = {};
+        if (factor != 0.0f) mti_load<WIDE>(y, row, col, n, x);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] *= factor;
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_scale(mt_context *ctx, mt_tensor y, float factor) {
+    mti_scale_op op = {mti_view_of(y), factor};
+    return mti_map(ctx, "mt_gemm", op, mti_is_wide(y), y.rows, y.cols);
+}
+
+/* cuBLASLt wants operands of one type, and 16-byte alignment to be fast: what is otherwise goes through the arena. */
+static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
+    mt_dtype c_type = c.dtype == MT_F32 || c.dtype == type ? c.dtype : MT_F32;
+    mti_lt_key key;
+    mt_tensor room;
+    if (g->m == 0 || g->n == 0) return MT_SUCCESS;
+    if (g->k == 0 || g->alpha == 0.0f) return g->beta == 1.0f ? MT_SUCCESS : mti_cuda_scale(ctx, c, g->beta);
+    MT_TRY(mti_lt_operand(ctx, a, type, 1, &a));
+    MT_TRY(mti_lt_operand(ctx, b, type, 1, &b));
+    MT_TRY(mti_lt_operand(ctx, c, c_type, g->beta != 0.0f, &room));
+    memset(&key, 0, sizeof key);
+    key.m = g->m, key.n = g->n, key.k = g->k;
+    key.trans_a = g->trans_a, key.trans_b = g->trans_b;
+    key.lda = mti_ld(a), key.ldb = mti_ld(b), key.ldc = mti_ld(room);
+    key.a_type = key.b_type = (int)type;
+    key.c_type = (int)c_type;
+    key.wide = 1;
+    MT_TRY(mti_lt_run(ctx, &key, g->alpha, a, b, g->beta, room));
+    if (room.data != c.data) MT_TRY(mti_cuda_add(ctx, room, mt_none(), c));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+} /* extern "C++" */
+#endif /* MTI_CUDA */
+
 /* ---- >>dispatch ------------------------------------------------------------------------------------------------- */
 
-/* Every function checks all it is given, then runs the loop of its device. A meta context has none.
+/* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA, or the
+   loop of the CPU. A meta context has none.
 
-   The loops of the CPU are f32. Meanwhile an f32 copy in the arena stands for each 16-bit view: filled before if the view is
-   read (MTI_IN), rounded into it after if it is written (MTI_OUT). An f32 view stands for itself. */
+   The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands for
+   each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT). An f32 view
+   stands for itself. */
+#if MTI_CUDA
+#define MTI_ON_CUDA(ctx, call)                                                                                         \
+    do {                                                                                                               \
+        if ((ctx)->device == MT_DEVICE_CUDA) return (call);                                                            \
+    } while (0)
+#else
+#define MTI_ON_CUDA(ctx, call) ((void)0) /* no context is on MT_DEVICE_CUDA */
+#endif
+
 enum { MTI_IN = 1, MTI_OUT = 2, MTI_IN_OUT = 3 };
 #define MTI_RESULTS 2 /* activations that one operator writes, at most */
 
@@ -1848,7 +3344,7 @@ static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
 
 /* *t becomes an f32 view; where that fails, nothing is left to end. */
 MTI_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
-    return t->dtype == MT_F32 ? MT_SUCCESS : mti_widen_half(w, use, t);
+    return t->dtype == MT_F32 || w->ctx->device == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
 }
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
@@ -1856,6 +3352,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     MT_TRY(mti_expect_float(ctx, "mt_fill", "y", y));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_fill(ctx, y, value)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_fill(y, value);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -1869,6 +3366,7 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     if (x.rows != y.rows || x.cols != y.cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
                         (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
+    MTI_ON_CUDA(ctx, mti_cuda_copy_view(ctx, x, y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
     return MT_SUCCESS;
 }
@@ -1877,6 +3375,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_expect_float(ctx, "mt_convert", "x", x));
     MT_TRY(mti_expect_float_shape(ctx, "mt_convert", "y", y, x.rows, x.cols));
     if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
+    MTI_ON_CUDA(ctx, mti_cuda_add(ctx, x, mt_none(), y));
     if (ctx->device == MT_DEVICE_CPU && x.dtype == y.dtype) mti_cpu_copy(x, y);
     else if (ctx->device == MT_DEVICE_CPU) mti_cpu_convert(x, y);
     return MT_SUCCESS;
@@ -1891,6 +3390,7 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
     MT_TRY(mti_widen(&w, MTI_IN, &a));
     MT_TRY(mti_widen(&w, MTI_IN, &b));
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_add(ctx, a, b, y)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -1898,6 +3398,7 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
     MT_TRY(mti_expect_view(ctx, "mt_upload", "y", y));
     MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
+    MTI_ON_CUDA(ctx, mti_cuda_upload(ctx, host, y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y);
     return MT_SUCCESS;
 }
@@ -1907,6 +3408,7 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
     MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
     MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
     bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
+    MTI_ON_CUDA(ctx, mti_cuda_download(ctx, x, host));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
     else if (bytes > 0) memset(host, 0, bytes);
     return MT_SUCCESS;
@@ -1918,6 +3420,7 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
     if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
                         (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
+    MTI_ON_CUDA(ctx, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash));
     if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
     return MT_SUCCESS;
 }
@@ -1928,6 +3431,7 @@ static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int sq
     MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_sum(ctx, x, squares, out)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_sum(x, squares, out);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -1998,6 +3502,7 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     g.lda = mti_max(1, mti_ld(a));
     g.ldb = mti_max(1, mti_ld(b));
     g.ldc = mti_max(1, mti_ld(c));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_gemm(ctx, &g, a, b, c)));
     status = mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch);
     if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
     return mti_wide_end(&w, status);
@@ -2010,6 +3515,7 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &y));
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_forward(ctx, y, bias)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_forward(y, bias);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2020,6 +3526,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
     MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_backward(ctx, dy, dbias)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_column_sums(dy, dbias);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2045,6 +3552,7 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     MT_TRY(mti_widen(&w, bias.data ? MTI_IN_OUT : MTI_IN, &h));
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_forward(ctx, kind, h, bias, y)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_forward(kind, h, bias, y);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2063,6 +3571,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MT_TRY(mti_widen(&w, MTI_IN, &h));
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MT_TRY(mti_widen(&w, MTI_OUT, &dh));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2094,6 +3603,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mti_widen(&w, MTI_IN, &gain));
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2115,6 +3625,7 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MT_TRY(mti_widen(&w, MTI_IN, &dresidual));
     MT_TRY(mti_widen(&w, MTI_OUT, &dx));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
     if (ctx->device == MT_DEVICE_CPU)
         mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
     return mti_wide_end(&w, MT_SUCCESS);
@@ -2127,6 +3638,7 @@ MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_ra
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_random_normal(ctx, y, std, at)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_random_normal(y, std, at);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2144,6 +3656,7 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
     MT_TRY(mti_widen(&w, MTI_IN, &residual));
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2158,6 +3671,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MT_TRY(mti_widen(&w, MTI_OUT, &dx));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2235,6 +3749,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape 
     MT_TRY(mti_widen(&w, MTI_IN, &qkv));
     MT_TRY(mti_widen(&w, MTI_OUT, &out));
     a = mti_attention_resolve(ctx, shape, qkv, out, lse);
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_attention_forward(&a)));
     status = mti_attention_scratch(&a, 0);
     if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_forward(&a);
     return mti_wide_end(&w, status);
@@ -2262,6 +3777,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape
     a = mti_attention_resolve(ctx, shape, qkv, out, lse);
     a.dout = dout;
     a.dqkv = dqkv;
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_attention_backward(&a)));
     status = mti_attention_scratch(&a, 1);
     if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_backward(&a);
     return mti_wide_end(&w, status);
@@ -2280,6 +3796,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %g, must be positive", (double)base);
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &table));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_rotary_table(ctx, base, table)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary_table(base, table);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2293,6 +3810,7 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &table));
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &qkv));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_rotary(ctx, shape, table, sign, qkv)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary(shape, table, sign, qkv);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2305,16 +3823,31 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *s
     return mti_rotary(ctx, "mt_rotary_backward", shape, table, -1.0f, "dqkv", dqkv);
 }
 
+/* The first index whose id is neither in [0, limit) nor ignored, or count; and that id. */
+static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index, int32_t *id) {
+    int64_t i;
+    for (i = 0; i < count && ((ids[i] >= 0 && ids[i] < limit) || ids[i] == ignore);) i++;
+    if (i < count) *id = ids[i];
+    *index = i;
+}
+
+static mt_status mti_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
+                               int64_t *index, int32_t *id) {
+    *index = count;
+    MTI_ON_CUDA(ctx, mti_cuda_ids_check(ctx, ids, count, limit, ignore, index, id));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_ids_check(ids, count, limit, ignore, index, id);
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore) {
-    int64_t i;
+    int64_t index = 0;
+    int32_t id = 0;
     MT_TRY(mti_expect_pointer(ctx, "mt_ids_check", "ids", ids, count));
-    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
-    for (i = 0; i < count; i++)
-        if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore)
-            return mti_fail(ctx, MT_ERR_DATA, "mt_ids_check: %s %ld at index %lld is not in [0, %lld)",
-                            what ? what : "id", (long)ids[i], (long long)i, (long long)limit);
-    return MT_SUCCESS;
+    MT_TRY(mti_ids_check(ctx, ids, count, limit, ignore, &index, &id));
+    if (index == count) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "mt_ids_check: %s %ld at index %lld is not in [0, %lld)", what ? what : "id", (long)id,
+                    (long long)index, (long long)limit);
 }
 
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
@@ -2323,6 +3856,7 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
         return mti_fail(ctx, MT_ERR_ARGUMENT,
                         "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
                         (long long)first_token, (long long)seq, (long long)count);
+    MTI_ON_CUDA(ctx, mti_cuda_position_ids(ctx, first_token, seq, ids, count));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_position_ids(first_token, seq, ids, count);
     return MT_SUCCESS;
 }
@@ -2348,6 +3882,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &table));
     MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_forward(table, first_row, ids, beta, y);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2359,6 +3894,7 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     MT_TRY(mti_expect_embedding(ctx, "mt_embedding_backward", "dtable", dtable, first_row, ids, "dy", dy));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_backward(dy, first_row, ids, dtable);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2384,6 +3920,7 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_stats", "targets", targets, logits.rows));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &logits));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_stats(ctx, shape, logits, targets, stats)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_stats(shape, logits, targets, stats);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2398,6 +3935,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "lse", lse, 2, loss.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "gathered", gathered, mti_mul(shards, loss.cols), 4));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_combine", "targets", targets, loss.cols));
+    MTI_ON_CUDA(ctx, mti_cuda_cross_entropy_combine(ctx, shape, gathered, shards, targets, loss, lse));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_combine(shape, gathered, shards, targets, loss, lse);
     return MT_SUCCESS;
 }
@@ -2412,6 +3950,7 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_backward", "targets", targets, logits.rows));
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_backward(ctx, shape, logits, targets, lse, dloss, scale)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale);
     return mti_wide_end(&w, MT_SUCCESS);
 }
@@ -2439,6 +3978,7 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "grad", grad, param.rows, param.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "m", m, param.rows, param.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "v", v, param.rows, param.cols));
+    MTI_ON_CUDA(ctx, mti_cuda_adamw(ctx, hyper, param, grad, m, v));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_adamw(hyper, param, grad, m, v);
     return MT_SUCCESS;
 }

@@ -13,7 +13,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __cplusplus
+extern "C" { /* which CMocka 1.1 leaves to others */
+#endif
 #include <cmocka.h>
+#ifdef __cplusplus
+}
+#endif
 
 /* A sanitizer looks at every kind of step, but does not need many of them: tests that compare numbers take fewer. */
 #if defined(__has_feature)

@@ -12,7 +12,7 @@ usage() {
     cat <<'END'
 sh tests/run.sh [--strict] [--quick] [STAGE...]
 
-  stages       tests headers bisect asan tsan examples package (default: all of them)
+  stages       tests headers bisect asan tsan examples package cuda (default: all of them)
   --quick      tests and headers only
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1)
 
@@ -35,11 +35,11 @@ for argument in "$@"; do
     --strict) strict=1 ;;
     --quick) stages="tests headers" ;;
     --help) usage; exit 0 ;;
-    tests | headers | bisect | asan | tsan | examples | package) stages="$stages $argument" ;;
+    tests | headers | bisect | asan | tsan | examples | package | cuda) stages="$stages $argument" ;;
     *) usage >&2; exit 2 ;;
     esac
 done
-stages=${stages:-tests headers bisect asan tsan examples package}
+stages=${stages:-tests headers bisect asan tsan examples package cuda}
 
 tsan_tests="test_comm test_faults test_comm_stress test_train" # those with ranks that race if they can
 per_gemm_tests="test_kernels test_gemm test_golden test_invariant" # also built with each GEMM, see CMakeLists.txt
@@ -329,6 +329,13 @@ stage_bisect() {
     tally "$build/logs/bisect.log"
 }
 
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+stage_cuda() {
+    sh tests/cuda.sh | tee "$build/logs/cuda.log" | grep -v '^[0-9]* passed, '
+    tally "$build/logs/cuda.log"
+}
+
 # ---- examples ------------------------------------------------------------------------------------------------------
 
 # Each example names, in its first lines, the commands that build it: cc ... -o NAME ... [&& ./NAME ARGUMENTS]
@@ -429,6 +436,7 @@ run_stage() {
     tsan) echo "== communication and training tests, thread sanitizer" && stage_tsan ;;
     examples) echo "== examples, each by the command in its first lines" && stage_examples ;;
     package) echo "== installed package" && stage_package ;;
+    cuda) echo "== CUDA, executed on the CPU and built by nvcc" && stage_cuda ;;
     esac
     echo "   $((($(now) - stage_start) / 1000)) s"
 }

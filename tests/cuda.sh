@@ -1,0 +1,115 @@
+#!/bin/sh
+# Runs the CUDA code on a machine without a GPU, and builds it for those with one.
+#
+#   sh tests/cuda.sh        one line per check, closing line "N passed, N failed, N skipped"
+#
+# The engine (tests/engine/) executes kernels and host code on the CPU, with CUDA's own headers; nvcc is wanted for the builds.
+# Without either, the line says so.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+build=${MT_BUILD_DIR:-build}/cuda
+mkdir -p "$build" || exit 1
+build=$(cd "$build" && pwd)
+check_log=$build/check.log check_lines=40
+cuda=${CUDA_HOME:-/usr/local/cuda}
+cmocka_flags=-Itests/fallback
+have_package libcmocka-dev && cmocka_flags=-lcmocka
+
+# engine_objects VARIANT FLAGS: the engine and the stand-ins
+engine_objects() {
+    mkdir -p "$build/$1"
+    for part in core runtime check blaslt nccl; do
+        # shellcheck disable=SC2086  # a list of flags
+        "$CXX" -std=c++17 $2 -isystem "$cuda/include" -c "tests/engine/$part.cpp" -o "$build/$1/$part.o" || return 1
+    done
+}
+
+# cuda_test VARIANT FLAGS KERNEL_FLAGS PROGRAM: builds and runs it on the engine
+cuda_test() {
+    # shellcheck disable=SC2086  # lists of flags
+    "$CXX" -std=c++17 $2 $3 -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h $cmocka_flags -I. -x c++ -c "tests/$4.cu" -o "$build/$1/$4.o" || return 1
+    # shellcheck disable=SC2086
+    "$CXX" $2 "$build/$1/$4.o" "$build/$1/core.o" "$build/$1/runtime.o" "$build/$1/check.o" "$build/$1/blaslt.o" \
+        "$build/$1/nccl.o" -o "$build/$1/$4" $cmocka_flags -lpthread || return 1
+    timeout -k 10 600 "$build/$1/$4"
+}
+
+# An adversarial order of threads, blocks and streams.
+disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_SEED=7 && "$@"); }
+
+on_the_engine() {
+    sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    check "the engine itself, and every planted bug found" sh tests/engine/run.sh
+    check "the stand-ins of cuBLASLt and NCCL" sh tests/engine/build_standins.sh
+    check "the engine and the stand-ins build" engine_objects fast "-O2 -g"
+    check "operators on CUDA against the CPU" cuda_test fast "-O2 -g" "" test_cuda
+    check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda"
+    check "the same, in the checker for races and unwritten memory" checked_operators
+    check "the same, address and undefined behaviour sanitizers" sanitized_operators
+    check "a GPT on 1 to 8 GPUs, as on the CPU; invariant mode" cuda_test fast "-O2 -g" "" test_cuda_gpt
+}
+
+checked_operators() {
+    engine_objects checked "-O2 -g -DMTE_CHECK" && cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda
+}
+
+sanitized_operators() { engine_objects asan "-O1 -g $sanitize" && cuda_test asan "-O1 -g $sanitize" "" test_cuda; }
+
+# The two lines of a user's .cu file, for every architecture that the toolkit knows.
+implementation() {
+    printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/implementation.cu"
+}
+
+builds_for_all() {
+    implementation
+    targets=
+    for arch in $(nvcc --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p'); do
+        [ "$arch" -lt 75 ] || targets="$targets -gencode arch=compute_$arch,code=sm_$arch"
+    done
+    # shellcheck disable=SC2086  # a list of flags
+    nvcc -O3 -I. -Werror all-warnings -Xptxas -v --threads 2 $targets -c "$build/implementation.cu" -o "$build/implementation.o" \
+        >"$build/registers.log" 2>&1 || { cat "$build/registers.log"; return 1; }
+    # the plain attention kernels are not hot: they serve where the fast ones do not go
+    grep -B 2 '[1-9][0-9]* bytes spill' "$build/registers.log" | grep 'Compiling entry' | grep -v mti_plain_ && return 1
+    return 0
+}
+
+# A C program, compiled by a C compiler, with the object of nvcc: on a machine without a GPU it says so.
+links_from_c() {
+    cat >"$build/use.c" <<'END'
+#include "megatron.h"
+#include <stdio.h>
+int main(void) {
+    mt_comm *world = 0;
+    mt_context *ctx = 0;
+    mt_context_desc where = {.device = MT_DEVICE_CUDA};
+    if (mt_comm_create_local(1, 0, &world) != MT_SUCCESS) return 1;
+    mt_status status = mt_context_create(world, &where, &ctx);
+    printf("%s: %s\n", mt_status_name(status), mt_comm_last_error(world));
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+    return status != MT_SUCCESS && status != MT_ERR_SYSTEM && status != MT_ERR_ARGUMENT;
+}
+END
+    "$CC" -I. "$build/use.c" "$build/implementation.o" -o "$build/use" -L"$cuda/lib64" -lcudart -lcublasLt -lstdc++ -lm -lpthread \
+        && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
+}
+
+if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
+    on_the_engine
+else
+    skip "CUDA on the engine: the headers of CUDA, cuBLASLt and NCCL are not in $cuda/include (CUDA_HOME)"
+fi
+if have_command nvcc; then
+    check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
+    check "a C program links against nvcc's object" links_from_c
+else
+    skip "nvcc: not here, nothing was built for a GPU"
+fi
+closing_line
+[ "$failed" -eq 0 ]

@@ -1,0 +1,420 @@
+/* test_cuda.cu - every operator of mt_kernels.cuh on MT_DEVICE_CUDA against the CPU backend.
+
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt -lcmocka
+   Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test.h"
+
+#include <math.h>
+
+/* ---- the same tensor on both devices ------------------------------------------------------------------------------- */
+
+typedef struct pair {
+    mt_tensor cpu, gpu;
+} pair;
+
+static mt_context *cpu, *gpu;
+static mt_dtype type; /* of activations and weights; statistics, gradients of parameters and moments are f32 */
+
+#define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
+#define BOTH(call_cpu, call_gpu)                                                                                       \
+    do {                                                                                                               \
+        ASSERT_STATUS(cpu, MT_SUCCESS, call_cpu);                                                                      \
+        ASSERT_STATUS(gpu, MT_SUCCESS, call_gpu);                                                                      \
+    } while (0)
+
+/* Rows of cols elements, `more` elements apart from each other, that start `shift` elements into aligned memory. */
+typedef struct layout {
+    int64_t more, shift;
+} layout;
+static const layout dense = {0, 0}, wide = {8, 0}, odd = {3, 1};
+
+static mt_tensor tensor_new(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, layout l) {
+    mt_tensor whole;
+    OK(mt_arena_tensor(ctx, dtype, rows + 1, cols + l.more, &whole));
+    return mt_tensor_cols(mt_tensor_rows(whole, 0, rows), l.shift, cols);
+}
+
+static pair pair_of(mt_dtype dtype, int64_t rows, int64_t cols, layout l) {
+    pair p = {tensor_new(cpu, dtype, rows, cols, l), tensor_new(gpu, dtype, rows, cols, l)};
+    return p;
+}
+
+static pair pair_new(int64_t rows, int64_t cols, layout l) { return pair_of(type, rows, cols, l); }
+static pair pair_f32(int64_t rows, int64_t cols) { return pair_of(MT_F32, rows, cols, dense); }
+
+static pair pair_fill(pair p, uint64_t seed, float scale) {
+    int64_t n = p.cpu.rows * p.cpu.cols;
+    float *x = (float *)malloc((size_t)(n + 1) * sizeof *x);
+    pair f = pair_f32(p.cpu.rows, p.cpu.cols);
+    for (int64_t i = 0; i < n; i++) x[i] = scale * test_float(&seed);
+    OK(mt_upload(cpu, x, f.cpu));
+    OK(mt_upload(gpu, x, f.gpu));
+    BOTH(mt_convert(cpu, f.cpu, p.cpu), mt_convert(gpu, f.gpu, p.gpu));
+    free(x);
+    return p;
+}
+
+static pair pair_noise(int64_t rows, int64_t cols, layout l, uint64_t seed, float scale) {
+    return pair_fill(pair_new(rows, cols, l), seed, scale);
+}
+
+static pair noise_f32(int64_t rows, int64_t cols, uint64_t seed, float scale) {
+    return pair_fill(pair_f32(rows, cols), seed, scale);
+}
+
+static pair none(void) {
+    pair p = {mt_none(), mt_none()};
+    return p;
+}
+
+static float *download(mt_context *ctx, mt_tensor t) {
+    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor f = tensor_new(ctx, MT_F32, t.rows, t.cols, dense);
+    OK(mt_convert(ctx, t, f));
+    OK(mt_download(ctx, f, x));
+    mt_arena_release(ctx, mark);
+    return x;
+}
+
+/* One place in the last digit of a 16-bit result: both round the same sum, but not from quite the same float. */
+static double last_place(mt_dtype dtype) { return dtype == MT_F32 ? 0 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024; }
+
+/* Everything within `tolerance` of the largest element, and of a 16-bit type's last place. */
+static void same(const char *what, pair p, double tolerance) {
+    int64_t n = p.cpu.rows * p.cpu.cols;
+    float *a = download(cpu, p.cpu), *b = download(gpu, p.gpu);
+    double most = 1e-30;
+    for (int64_t i = 0; i < n; i++)
+        if (isfinite(a[i])) most = fmax(most, fabs((double)a[i]));
+    for (int64_t i = 0; i < n; i++) {
+        double allowed = tolerance * most + (tolerance > 0 ? last_place(p.cpu.dtype) * fabs((double)a[i]) : 0);
+        if (!(fabs((double)a[i] - (double)b[i]) <= allowed) && memcmp(&a[i], &b[i], sizeof a[i]) != 0)
+            fail_msg("%s, %s: [%lld, %lld] of [%lld, %lld] is %.9g, on the CPU %.9g", what, mt_dtype_name(p.cpu.dtype),
+                     (long long)(i / p.cpu.cols), (long long)(i % p.cpu.cols), (long long)p.cpu.rows, (long long)p.cpu.cols,
+                     (double)b[i], (double)a[i]);
+    }
+    free(a);
+    free(b);
+}
+
+static int32_t *ids_on_gpu(const int32_t *ids, int64_t n) {
+    mt_tensor t;
+    OK(mt_arena_tensor(gpu, MT_I32, 1, n, &t));
+    OK(mt_upload(gpu, ids, t));
+    return (int32_t *)t.data;
+}
+
+/* ---- shapes that every operator sees --------------------------------------------------------------------------------- */
+
+typedef struct shape {
+    int64_t rows, cols;
+    layout l;
+} shape;
+
+static const shape shapes[] = {{1, 1, {0, 0}}, {1, 8, {0, 0}}, {3, 7, {0, 0}}, {5, 16, {3, 1}}, {70, 24, {8, 0}}, {2, 1000,
+    {0, 0}},
+                               {130, 33, {0, 0}}, {4, 264, {8, 8}}};
+#define SHAPES (sizeof shapes / sizeof *shapes)
+
+static void each_shape(void (*f)(shape s)) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    for (size_t i = 0; i < 3 * SHAPES; i++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = types[i / SHAPES];
+        f(shapes[i % SHAPES]);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+static void memory(shape s) {
+    pair x = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), y = pair_new(s.rows, s.cols, dense), z = pair_new(s.rows, s.cols, s.l);
+    pair sum = noise_f32(1, 1, 4, 1.0f);
+    uint64_t a = 5, b = 5;
+    BOTH(mt_copy(cpu, x.cpu, y.cpu), mt_copy(gpu, x.gpu, y.gpu));
+    same("mt_copy", y, 0);
+    BOTH(mt_add(cpu, x.cpu, y.cpu, z.cpu), mt_add(gpu, x.gpu, y.gpu, z.gpu));
+    same("mt_add", z, 0);
+    BOTH(mt_sum(cpu, x.cpu, sum.cpu), mt_sum(gpu, x.gpu, sum.gpu));
+    same("mt_sum", sum, 1e-6);
+    BOTH(mt_sum_of_squares(cpu, x.cpu, sum.cpu), mt_sum_of_squares(gpu, x.gpu, sum.gpu));
+    same("mt_sum_of_squares", sum, 1e-6);
+    BOTH(mt_hash(cpu, x.cpu, 3, 2, s.cols + 5, &a), mt_hash(gpu, x.gpu, 3, 2, s.cols + 5, &b));
+    assert_true(a == b && a != 5);
+    BOTH(mt_fill(cpu, z.cpu, 2.5f), mt_fill(gpu, z.gpu, 2.5f));
+    same("mt_fill", z, 0);
+}
+
+static void bias(shape s) {
+    pair y = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), b = pair_noise(1, s.cols, dense, 2, 1.0f), db = noise_f32(1, s.cols,
+                                                                                                                 3, 1.0f);
+    BOTH(mt_bias_forward(cpu, y.cpu, b.cpu), mt_bias_forward(gpu, y.gpu, b.gpu));
+    same("mt_bias_forward", y, 1e-7);
+    BOTH(mt_bias_backward(cpu, y.cpu, db.cpu), mt_bias_backward(gpu, y.gpu, db.gpu));
+    same("mt_bias_backward", db, 2e-6);
+}
+
+static void activation(shape s) {
+    for (int kind = MT_GELU_TANH; kind <= MT_SWIGLU; kind++)
+        for (int with_bias = 0; with_bias < 2; with_bias++) {
+            int64_t w = kind == MT_SWIGLU ? 2 * s.cols : s.cols;
+            mt_activation k = (mt_activation)kind;
+            pair h = pair_noise(s.rows, w, s.l, 1, 4.0f), b = with_bias ? pair_noise(1, w, dense, 2, 1.0f) : none();
+            pair y = pair_new(s.rows, s.cols, s.l), dy = pair_noise(s.rows, s.cols, dense, 3, 1.0f), dh = pair_new(s.rows, w,
+                                                                                                                   s.l);
+            pair db = with_bias ? noise_f32(1, w, 4, 1.0f) : none();
+            BOTH(mt_activation_forward(cpu, k, h.cpu, b.cpu, y.cpu), mt_activation_forward(gpu, k, h.gpu, b.gpu, y.gpu));
+            same("mt_activation_forward", y, 1e-6);
+            same("h", h, 1e-6);
+            BOTH(mt_activation_backward(cpu, k, h.cpu, dy.cpu, dh.cpu, db.cpu),
+                 mt_activation_backward(gpu, k, h.gpu, dy.gpu, dh.gpu, db.gpu));
+            same("mt_activation_backward", dh, 2e-6);
+            if (with_bias) same("dbias", db, 3e-5);
+        }
+}
+
+static void norm(shape s) {
+    for (int kind = MT_LAYER_NORM; kind <= MT_RMS_NORM; kind++)
+        for (int residual = 0; residual < 2; residual++) {
+            mt_norm_kind k = (mt_norm_kind)kind;
+            pair x = pair_noise(s.rows, s.cols, s.l, 1, 2.0f), gain = pair_noise(1, s.cols, dense, 2, 1.0f);
+            pair b = kind == MT_LAYER_NORM ? pair_noise(1, s.cols, dense, 3, 1.0f) : none(), stats = pair_f32(s.rows, 2);
+            pair y = pair_new(s.rows, s.cols, s.l), dy = pair_noise(s.rows, s.cols, s.l, 4, 1.0f);
+            pair r = residual ? pair_noise(s.rows, s.cols, dense, 5, 1.0f) : none(), dx = pair_new(s.rows, s.cols, s.l);
+            BOTH(mt_norm_forward(cpu, k, x.cpu, gain.cpu, b.cpu, 1e-5f, y.cpu, stats.cpu),
+                 mt_norm_forward(gpu, k, x.gpu, gain.gpu, b.gpu, 1e-5f, y.gpu, stats.gpu));
+            same("mt_norm_forward", y, 2e-6);
+            same("stats", stats, 2e-6);
+            pair dgain = noise_f32(1, s.cols, 6, 1.0f), db = kind == MT_LAYER_NORM ? noise_f32(1, s.cols, 7, 1.0f) : none();
+            BOTH(mt_norm_backward(cpu, k, x.cpu, gain.cpu, stats.cpu, dy.cpu, r.cpu, dx.cpu, dgain.cpu, db.cpu),
+                 mt_norm_backward(gpu, k, x.gpu, gain.gpu, stats.gpu, dy.gpu, r.gpu, dx.gpu, dgain.gpu, db.gpu));
+            same("mt_norm_backward", dx, 5e-6);
+            same("dgain", dgain, 2e-6);
+            if (kind == MT_LAYER_NORM) same("dbias", db, 2e-6);
+        }
+}
+
+static mt_random place(int64_t cols) {
+    mt_random at;
+    memset(&at, 0, sizeof at);
+    at.seed = 0x123456789abcdefu;
+    at.stream = 0xfedcba987654321u;
+    at.first_row = 5;
+    at.first_col = 3;
+    at.global_cols = cols + 10;
+    return at;
+}
+
+static void dropout(shape s) {
+    pair x = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), b = pair_noise(1, s.cols, dense, 2, 1.0f);
+    pair r = pair_noise(s.rows, s.cols, dense, 3, 1.0f), y = pair_new(s.rows, s.cols, s.l);
+    pair db = noise_f32(1, s.cols, 4, 1.0f);
+    mt_dropout d;
+    d.at = place(s.cols);
+    for (int step = 0; step < 2; step++) {
+        d.p = step ? 0.3f : 0.0f;
+        BOTH(mt_bias_dropout_add_forward(cpu, x.cpu, b.cpu, r.cpu, d, y.cpu), mt_bias_dropout_add_forward(gpu, x.gpu, b.gpu,
+                                                                                                          r.gpu, d, y.gpu));
+        same("mt_bias_dropout_add_forward", y, 1e-6);
+        BOTH(mt_bias_dropout_add_backward(cpu, x.cpu, d, y.cpu, db.cpu), mt_bias_dropout_add_backward(gpu, x.gpu, d, y.gpu,
+                                                                                                      db.gpu));
+        same("mt_bias_dropout_add_backward", y, 1e-6);
+        same("dbias", db, 2e-6);
+    }
+    BOTH(mt_random_normal(cpu, y.cpu, 0.5f, d.at), mt_random_normal(gpu, y.gpu, 0.5f, d.at));
+    same("mt_random_normal", y, 1e-6);
+}
+
+static void adamw(shape s) {
+    mt_adamw h = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 0.7f, 3};
+    pair p = pair_fill(pair_of(MT_F32, s.rows, s.cols, s.l), 1, 1.0f), g = noise_f32(s.rows, s.cols, 2, 1.0f);
+    pair m = noise_f32(s.rows, s.cols, 3, 0.1f), v = pair_of(MT_F32, s.rows, s.cols, s.l);
+    BOTH(mt_fill(cpu, v.cpu, 0.02f), mt_fill(gpu, v.gpu, 0.02f));
+    BOTH(mt_adamw_step(cpu, &h, p.cpu, g.cpu, m.cpu, v.cpu), mt_adamw_step(gpu, &h, p.gpu, g.gpu, m.gpu, v.gpu));
+    same("param", p, 1e-6);
+    same("m", m, 1e-6);
+    same("v", v, 1e-6);
+}
+
+static void cross_entropy(shape s) {
+    for (int variant = 0; variant < 3; variant++) {
+        int shards = 1 + 2 * variant;
+        mt_cross_entropy_shape shape = {s.cols * shards - (s.cols > 3 ? 2 : 0), 0, variant ? 0.1f : 0.0f, 1};
+        pair all = pair_f32(shards * s.rows, 4), loss = pair_f32(1, s.rows), lse = pair_f32(2, s.rows);
+        pair logits[5], dloss = noise_f32(1, s.rows, 9, 1.0f);
+        int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
+        for (int64_t i = 0; i < s.rows; i++) targets[i] = (int32_t)(i * 7 % shape.vocab);
+        on_gpu = ids_on_gpu(targets, s.rows);
+        for (int k = 0; k < shards; k++) {
+            shape.first_col = k * s.cols;
+            logits[k] = pair_noise(s.rows, s.cols, s.l, 20 + (uint64_t)k, 5.0f);
+            BOTH(mt_cross_entropy_stats(cpu, &shape, logits[k].cpu, targets, mt_tensor_rows(all.cpu, k * s.rows, s.rows)),
+                 mt_cross_entropy_stats(gpu, &shape, logits[k].gpu, on_gpu, mt_tensor_rows(all.gpu, k * s.rows, s.rows)));
+        }
+        same("mt_cross_entropy_stats", all, 1e-6);
+        BOTH(mt_cross_entropy_combine(cpu, &shape, all.cpu, shards, targets, loss.cpu, lse.cpu),
+             mt_cross_entropy_combine(gpu, &shape, all.gpu, shards, on_gpu, loss.gpu, lse.gpu));
+        same("mt_cross_entropy_combine", loss, 1e-6);
+        same("lse", lse, 1e-6);
+        for (int k = 0; k < shards; k++) {
+            shape.first_col = k * s.cols;
+            BOTH(mt_cross_entropy_backward(cpu, &shape, logits[k].cpu, targets, lse.cpu, k ? dloss.cpu : mt_none(), 0.3f),
+                 mt_cross_entropy_backward(gpu, &shape, logits[k].gpu, on_gpu, lse.gpu, k ? dloss.gpu : mt_none(), 0.3f));
+            same("mt_cross_entropy_backward", logits[k], 2e-6);
+        }
+        free(targets);
+    }
+}
+
+static void embedding(shape s) {
+    int64_t vocab = 9, tokens = s.rows;
+    int32_t *ids = (int32_t *)malloc((size_t)tokens * sizeof *ids), *on_gpu;
+    pair dtable = noise_f32(vocab, s.cols, 5, 1.0f), table = pair_noise(vocab, s.cols, dense, 1, 1.0f),
+        y = pair_noise(tokens, s.cols, s.l, 2, 1.0f);
+    for (int64_t i = 0; i < tokens; i++) ids[i] = (int32_t)(i * i % 13); /* some are elsewhere: rows 2 to 10 are here */
+    on_gpu = ids_on_gpu(ids, tokens);
+    for (int step = 0; step < 2; step++) {
+        BOTH(mt_embedding_forward(cpu, table.cpu, 2, ids, (float)step, y.cpu), mt_embedding_forward(gpu, table.gpu, 2,
+                                                                                                    on_gpu, (float)step,
+                                                                                                        y.gpu));
+        same("mt_embedding_forward", y, 1e-7);
+    }
+    BOTH(mt_embedding_backward(cpu, y.cpu, 2, ids, dtable.cpu), mt_embedding_backward(gpu, y.gpu, 2, on_gpu, dtable.gpu));
+    same("mt_embedding_backward", dtable, type == MT_F32 ? 0 : 1e-2);
+    BOTH(mt_position_ids(cpu, 11, 7, ids, tokens), mt_position_ids(gpu, 11, 7, on_gpu, tokens));
+    BOTH(mt_embedding_forward(cpu, table.cpu, 0, ids, 0.0f, y.cpu), mt_embedding_forward(gpu, table.gpu, 0, on_gpu, 0.0f,
+                                                                                         y.gpu));
+    same("mt_position_ids", y, 0);
+    free(ids);
+}
+
+#define TEST_EACH(name)                                                                                                \
+    static void test_##name(void **state) {                                                                            \
+        (void)state;                                                                                                   \
+        each_shape(name);                                                                                              \
+    }
+TEST_EACH(memory)
+TEST_EACH(bias)
+TEST_EACH(activation)
+TEST_EACH(norm)
+TEST_EACH(dropout)
+TEST_EACH(adamw)
+TEST_EACH(cross_entropy)
+TEST_EACH(embedding)
+
+/* ---- products and attention ---------------------------------------------------------------------------------------------- */
+
+static void test_gemm(void **state) {
+    static const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 7}, {16, 8, 40}, {33, 24, 17}, {8, 64, 1}, {5, 8, 0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int how = 0; how < 16 * 6; how++) {
+            static const mt_dtype types[][3] = {{MT_F32, MT_F32, MT_F32}, {MT_BF16, MT_BF16, MT_BF16}, {MT_BF16, MT_BF16,
+                MT_F32},
+                                                {MT_F16, MT_F16, MT_F16}, {MT_F16, MT_BF16, MT_F32}, {MT_F32, MT_F16, MT_BF16}};
+            const mt_dtype *t = types[how / 16];
+            int64_t m = sizes[i][0], n = sizes[i][1], k = sizes[i][2];
+            mt_transpose ta = how & 1 ? MT_TRANS : MT_NO_TRANS, tb = how & 2 ? MT_TRANS : MT_NO_TRANS;
+            layout l = how & 4 ? odd : dense;
+            float beta = how & 8 ? 1.0f : 0.0f;
+            size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+            pair a = pair_fill(pair_of(t[0], ta ? k : m, ta ? m : k, l), 1, 1.0f);
+            pair b = pair_fill(pair_of(t[1], tb ? n : k, tb ? k : n, l), 2, 1.0f), c = pair_fill(pair_of(t[2], m, n, l), 3,
+                                                                                                 1.0f);
+            BOTH(mt_gemm(cpu, ta, tb, 0.5f, a.cpu, b.cpu, beta, c.cpu), mt_gemm(gpu, ta, tb, 0.5f, a.gpu, b.gpu, beta, c.gpu));
+            same("mt_gemm", c, 1e-5);
+            mt_arena_release(cpu, on_cpu);
+            mt_arena_release(gpu, on_gpu);
+        }
+}
+
+static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t dim, mt_mask mask, int padded,
+                      float p) {
+    mt_attention_shape s, on_gpu;
+    int64_t heads = groups * per_group, tokens = batch * seq;
+    int32_t lengths[4];
+    memset(&s, 0, sizeof s);
+    s.batch = batch, s.seq = seq, s.groups = groups, s.heads_per_group = per_group, s.head_dim = dim;
+    s.mask = mask;
+    s.dropout.p = p;
+    s.dropout.at = place(heads);
+    for (int64_t b = 0; b < batch; b++) lengths[b] = (int32_t)(b == 1 ? 0 : seq - b);
+    on_gpu = s;
+    if (padded) s.lengths = lengths, on_gpu.lengths = ids_on_gpu(lengths, batch);
+    pair qkv = pair_noise(tokens, (heads + 2 * groups) * dim, wide, 1, 1.0f), out = pair_new(tokens, heads * dim, dense);
+    pair lse = pair_f32(heads, tokens), dout = pair_noise(tokens, heads * dim, odd, 2, 1.0f), dqkv = pair_new(tokens,
+                                                                                                              (heads + 2 *
+                                                                                                               groups) * dim,
+                                                                                                                   odd);
+    pair table = pair_f32(seq, dim);
+    if (dim % 2 == 0) {
+        BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
+        same("mt_rotary_table", table, 1e-6);
+        BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &on_gpu, table.gpu, qkv.gpu));
+        same("mt_rotary_forward", qkv, 1e-6);
+    }
+    BOTH(mt_attention_forward(cpu, &s, qkv.cpu, out.cpu, lse.cpu),
+         mt_attention_forward(gpu, &on_gpu, qkv.gpu, out.gpu, lse.gpu));
+    same("mt_attention_forward", out, 5e-6);
+    same("lse", lse, 5e-6);
+    BOTH(mt_attention_backward(cpu, &s, qkv.cpu, out.cpu, lse.cpu, dout.cpu, dqkv.cpu),
+         mt_attention_backward(gpu, &on_gpu, qkv.gpu, out.gpu, lse.gpu, dout.gpu, dqkv.gpu));
+    same("mt_attention_backward", dqkv, 1e-5);
+}
+
+static void test_attention(void **state) {
+    (void)state;
+    for (int i = 0; i < 24; i++) {
+        static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = types[i / 8];
+        mt_mask mask = i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+        attention(3, i % 8 < 4 ? 5 : 37, 1 + i % 3, 1 + i % 2, i % 8 < 4 ? 8 : 40, mask, i & 2, i & 4 ? 0.2f : 0.0f);
+        attention(1, 1, 1, 1, 3, mask, 0, 0.0f);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+static void test_ids(void **state) {
+    int32_t ids[300];
+    (void)state;
+    for (int i = 0; i < 300; i++) ids[i] = i % 10;
+    OK(mt_ids_check(gpu, "id", ids_on_gpu(ids, 300), 300, 10, 0));
+    ids[211] = -1;
+    ids[290] = 77;
+    ASSERT_STATUS(gpu, MT_ERR_DATA, mt_ids_check(gpu, "token id", ids_on_gpu(ids, 300), 300, 10, 0));
+    assert_non_null(strstr(mt_last_error(gpu), "token id -1 at index 211"));
+}
+
+static int open_contexts(void **state) {
+    mt_context_desc where;
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.arena_bytes = (size_t)64 << 20;
+    OK(mt_context_create(NULL, &where, &cpu));
+    where.device = MT_DEVICE_CUDA;
+    return mt_context_create(NULL, &where, &gpu) == MT_SUCCESS ? 0 : 1;
+}
+
+static int close_contexts(void **state) {
+    (void)state;
+    mt_context_destroy(gpu);
+    mt_context_destroy(cpu);
+    return 0;
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_memory),     cmocka_unit_test(test_bias),    cmocka_unit_test(test_activation),
+        cmocka_unit_test(test_norm),       cmocka_unit_test(test_dropout), cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_embedding), cmocka_unit_test(test_gemm),
+        cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),
+    };
+    return cmocka_run_group_tests(tests, open_contexts, close_contexts);
+}
