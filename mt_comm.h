@@ -107,7 +107,7 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count); /* c
 /* ---- context: device, allocator, logger, arena -------------------------------------------------------------------- */
 
 /* MT_DEVICE_META computes shapes, memory and communication but touches no data (as PyTorch's "meta" device): run one
-   training step on it to learn exactly what that step needs. Pointers handed out on it must not be dereferenced. */
+   training step on it to learn exactly what that step needs on a CPU. Pointers handed out on it must not be dereferenced. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or NULL. The
@@ -475,6 +475,7 @@ static void mti_host_free(void *ptr) { free(ptr); }
 static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
     mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
     if (error == cudaSuccess) return MT_SUCCESS;
+    cudaGetLastError(); /* or the next launch would be blamed */
     return mti_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
 }
 #define MTI_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
@@ -519,8 +520,11 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
 }
 
 static void mti_cuda_close(mt_context *ctx) {
-    if (mti_cuda_enter(ctx) != MT_SUCCESS) return;
-    cudaStreamSynchronize(ctx->stream);
+    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
+        cudaGetLastError();
+        return;
+    }
+    if (ctx->stream) cudaStreamSynchronize(ctx->stream);
     if (ctx->gemm_destroy) ctx->gemm_destroy(ctx);
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }

@@ -392,6 +392,117 @@ static void test_ids(void **state) {
     assert_non_null(strstr(mt_last_error(gpu), "token id -1 at index 211"));
 }
 
+/* ---- contexts --------------------------------------------------------------------------------------------------------- */
+
+static void test_context(void **state) {
+    mt_context_desc where;
+    mt_comm *world = NULL;
+    mt_context *ctx = NULL;
+    mt_tensor x, y;
+    float host[4] = {1, 2, 3, 4}, back[4] = {0, 0, 0, 0};
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 1 << 16;
+    where.ordinal = 99;
+    ASSERT_STATUS(gpu, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
+    ASSERT_STATUS(gpu, MT_ERR_ARGUMENT, mt_context_create(world, &where, &ctx));
+    assert_null(ctx);
+    assert_non_null(strstr(mt_comm_last_error(world), "ordinal is 99"));
+    where.ordinal = 0;
+    where.stream = mt_context_stream(gpu); /* the caller's: two contexts share it */
+    ASSERT_STATUS(gpu, MT_SUCCESS, mt_context_create(world, &where, &ctx));
+    assert_ptr_equal(mt_context_stream(ctx), mt_context_stream(gpu));
+    OK(mt_arena_tensor(ctx, MT_F32, 2, 2, &x));
+    OK(mt_arena_tensor(ctx, MT_F32, 2, 2, &y));
+    OK(mt_upload(ctx, host, x));
+    OK(mt_all_reduce(ctx, world, x.data, y.data, 4, MT_F32, MT_SUM)); /* a group of one copies */
+    OK(mt_context_synchronize(ctx));
+    OK(mt_download(ctx, y, back));
+    assert_memory_equal(host, back, sizeof host);
+    mt_context_destroy(ctx);
+    OK(mt_download(gpu, mt_tensor_make(NULL, MT_F32, 0, 0), back)); /* the stream is still there */
+    mt_comm_destroy(world);
+}
+
+/* ---- collectives between ranks that are threads ------------------------------------------------------------------------- */
+
+#define RANKS_MAX 8
+#define COUNT 24 /* divided by 1, 2, 3, 4 and 8 */
+#define KINDS 8
+
+typedef struct gathering {
+    mt_device device;
+    float results[RANKS_MAX][KINDS][RANKS_MAX * COUNT];
+} gathering;
+
+static mt_status collectives_of(mt_comm *world, mt_context *ctx, gathering *g) {
+    int rank = mt_comm_rank(world), ranks = mt_comm_size(world), kind = 0;
+    float noise[COUNT];
+    uint64_t seed = 100 + (uint64_t)rank;
+    mt_tensor x, y, out;
+    for (int i = 0; i < COUNT; i++) noise[i] = test_float(&seed);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, COUNT, &x));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, RANKS_MAX * COUNT, &y));
+    MT_TRY(mt_upload(ctx, noise, x));
+    for (kind = 0; kind < KINDS; kind++) {
+        MT_TRY(mt_fill(ctx, y, -1.0f));
+        switch (kind) {
+        case 0: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, MT_F32, MT_SUM)); break;
+        case 1: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, MT_F32, MT_MAX)); break;
+        case 2: MT_TRY(mt_reduce_scatter(ctx, world, x.data, y.data, (size_t)(COUNT / ranks), MT_F32, MT_SUM)); break;
+        case 3: MT_TRY(mt_all_gather(ctx, world, x.data, y.data, COUNT, MT_F32)); break;
+        case 4: MT_TRY(mt_broadcast(ctx, world, x.data, y.data, COUNT, MT_F32, ranks - 1)); break;
+        case 5:
+            MT_TRY(mt_send_recv(ctx, world, x.data, COUNT, (rank + 1) % ranks, y.data, COUNT, (rank + ranks - 1) % ranks,
+                                MT_F32));
+            break;
+        case 6: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, MT_I32, MT_SUM)); break;
+        default:
+            out = mt_tensor_make(y.data, MT_F32, 4, COUNT / 4 * ranks);
+            MT_TRY(mt_gather_from_tensor_region(ctx, world, mt_tensor_make(x.data, MT_F32, 4, COUNT / 4), out));
+        }
+        MT_TRY(mt_download(ctx, y, g->results[rank][kind]));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status collectives_rank(mt_comm *world, void *user) {
+    gathering *g = (gathering *)user;
+    mt_context_desc where;
+    mt_context *ctx;
+    mt_status status;
+    memset(&where, 0, sizeof where);
+    where.device = g->device;
+    where.arena_bytes = 1 << 16;
+    MT_TRY(mt_context_create(world, &where, &ctx)); /* all on one GPU */
+    status = collectives_of(world, ctx, g);
+    mt_context_destroy(ctx);
+    return status;
+}
+
+/* The same bits: the same tree. */
+static void test_collectives(void **state) {
+    static gathering on_cpu, on_gpu;
+    static const int sizes[] = {1, 2, 3, 4, 8};
+    (void)state;
+    for (int i = 0; i < 5; i++) {
+        mt_launch_desc d;
+        memset(&d, 0, sizeof d);
+        memset(&on_cpu, 0, sizeof on_cpu);
+        memset(&on_gpu, 0, sizeof on_gpu);
+        d.ranks = sizes[i];
+        d.no_pinning = 1;
+        on_gpu.device = MT_DEVICE_CUDA;
+        OK(mt_launch(&d, collectives_rank, &on_cpu));
+        OK(mt_launch(&d, collectives_rank, &on_gpu));
+        for (int r = 0; r < sizes[i]; r++)
+            for (int kind = 0; kind < KINDS; kind++)
+                if (memcmp(on_cpu.results[r][kind], on_gpu.results[r][kind], sizeof on_cpu.results[r][kind]) != 0)
+                    fail_msg("%d ranks, collective %d: rank %d has other bits than on the CPU", sizes[i], kind, r);
+    }
+}
+
 static int open_contexts(void **state) {
     mt_context_desc where;
     (void)state;
@@ -414,7 +525,8 @@ int main(void) {
         cmocka_unit_test(test_memory),     cmocka_unit_test(test_bias),    cmocka_unit_test(test_activation),
         cmocka_unit_test(test_norm),       cmocka_unit_test(test_dropout), cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_embedding), cmocka_unit_test(test_gemm),
-        cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),
+        cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),     cmocka_unit_test(test_context),
+        cmocka_unit_test(test_collectives),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
