@@ -2361,9 +2361,12 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
 
 /* The words of global elements [e, e + MTI_CHUNK). */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
-    uint32_t room[12];
+    uint32_t room[12] = {0};
     int skip = (int)(e & 3);
-    for (int b = 0; b < (skip ? 3 : 2); b++) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, room + 4 * b);
+    MTI_DEVICE_UNROLL
+    for (int b = 0; b < 3; b++)
+        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, room + 4 * b);
+    MTI_DEVICE_UNROLL
     for (int j = 0; j < MTI_CHUNK; j++) {
         uint32_t w = 0;
         MTI_DEVICE_UNROLL
