@@ -463,11 +463,13 @@ static void mti_host_free(void *ptr) { free(ptr); }
     (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
 #define MTI_SHARED(type, name, count) __shared__ type name[count]
 #define MTI_DEVICE_UNROLL _Pragma("unroll")
+#define MTI_HOST_DEVICE __host__ __device__
 #define MTI_DYN_SHARED(type, name)                                                                                     \
     extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
     type *name = reinterpret_cast<type *>(mti_dynamic_shared)
 #else
 #define MTI_DEVICE_UNROLL
+#define MTI_HOST_DEVICE
 #endif
 
 #if MTI_CUDA
@@ -2217,7 +2219,6 @@ MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm 
 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_tensor_region", x, y, 1, 0));
-    if (ctx->device == MT_DEVICE_META || (comm->size == 1 && x.data == y.data)) return MT_SUCCESS;
     return mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols));
 }
 
@@ -2227,7 +2228,7 @@ static mt_status mti_gather_columns(mt_context *ctx, mt_comm *comm, mt_tensor x,
     int r;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * comm->size, x.cols, &parts));
     MT_TRY(mt_all_gather(ctx, comm, x.data, parts.data, mti_elements(x), x.dtype));
-    for (r = 0; ctx->device != MT_DEVICE_META && r < comm->size; r++)
+    for (r = 0; r < comm->size; r++)
         MT_TRY(mti_copy_columns(ctx, mt_tensor_cols(y, x.cols * r, x.cols), mt_tensor_rows(parts, x.rows * r, x.rows)));
     return MT_SUCCESS;
 }

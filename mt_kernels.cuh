@@ -669,7 +669,7 @@ static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
 }
 
 /* The finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
-static uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
+static MTI_HOST_DEVICE uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
     uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -1834,6 +1834,11 @@ static mti_view mti_view_of(mt_tensor t) {
    aligned for that, and the ends of rows, go element by element in the same kernel. */
 #define MTI_CHUNK 8
 
+/* Elements of the chunk that begins at col < cols. */
+static __device__ __forceinline__ int mti_chunk(int64_t cols, int64_t col) {
+    return (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK);
+}
+
 static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
     int64_t i = row * v.ld + col;
     if (v.dtype == MT_F32) return ((const float *)v.data)[i];
@@ -1931,7 +1936,7 @@ template <bool WIDE, typename Op> static __global__ void __launch_bounds__(256) 
     int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
         int64_t row = i / per_row, col = (i - row * per_row) * MTI_CHUNK;
-        op.template run<WIDE>(row, col, (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK));
+        op.template run<WIDE>(row, col, mti_chunk(cols, col));
     }
 }
 
@@ -2000,7 +2005,7 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_columns_kernel
     MTI_SHARED(float, shared, MTI_DEEP * MTI_LANES * MTI_CHUNK);
     int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
     int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_CHUNK, first = (int64_t)blockIdx.y * MTI_STRIP;
-    int n = col >= cols ? 0 : cols - col < MTI_CHUNK ? (int)(cols - col) : MTI_CHUNK;
+    int n = col < cols ? mti_chunk(cols, col) : 0;
     float sums[SUMS][MTI_CHUNK] = {}, x[SUMS][MTI_CHUNK];
     for (int r = deep; r < MTI_STRIP && n > 0 && first + r < rows; r += MTI_DEEP) {
         op.template run<WIDE>(first + r, col, n, x);
@@ -2175,13 +2180,21 @@ static unsigned mti_row_threads(int64_t cols) {
     return (unsigned)mti_min(MTI_ROW_THREADS, mti_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
 }
 
+static __device__ __forceinline__ float mti_warp_sum(float x) {
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
+}
+
+static __device__ __forceinline__ float mti_warp_max(float x) {
+    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+}
+
 /* The sums of a and b over all threads of the block, for every thread. shared: 64 floats. */
 static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float *shared) {
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
-    for (int o = 16; o > 0; o >>= 1) {
-        a += __shfl_xor_sync(0xffffffffu, a, o);
-        b += __shfl_xor_sync(0xffffffffu, b, o);
-    }
+    a = mti_warp_sum(a);
+    b = mti_warp_sum(b);
     if (lane == 0) {
         shared[warp] = a;
         shared[32 + warp] = b;
@@ -2189,10 +2202,8 @@ static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float 
     __syncthreads();
     a = lane < warps ? shared[lane] : 0.0f;
     b = lane < warps ? shared[32 + lane] : 0.0f;
-    for (int o = 16; o > 0; o >>= 1) {
-        a += __shfl_xor_sync(0xffffffffu, a, o);
-        b += __shfl_xor_sync(0xffffffffu, b, o);
-    }
+    a = mti_warp_sum(a);
+    b = mti_warp_sum(b);
     __syncthreads(); /* shared may be used again */
     return make_float2(a, b);
 }
@@ -2210,7 +2221,7 @@ template <bool WIDE> static __device__ __forceinline__ void mti_row_chunk(const 
                                                                           int64_t chunk,
                                                                          float *out) {
     int64_t col = chunk * MTI_CHUNK;
-    mti_load<WIDE>(x, row, col, cols - col < MTI_CHUNK ? (int)(cols - col) : MTI_CHUNK, out);
+    mti_load<WIDE>(x, row, col, mti_chunk(cols, col), out);
 }
 
 template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
@@ -2246,7 +2257,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) m
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
         float g[MTI_CHUNK], b[MTI_CHUNK];
         int64_t col = i * MTI_CHUNK;
-        int n = cols - col < MTI_CHUNK ? (int)(cols - col) : MTI_CHUNK;
+        int n = mti_chunk(cols, col);
         if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
         MTI_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
@@ -2589,7 +2600,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) m
     float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
         float before = top;
-        int n = c.real - i * MTI_CHUNK < MTI_CHUNK ? (int)(c.real - i * MTI_CHUNK) : MTI_CHUNK;
+        int n = mti_chunk(c.real, i * MTI_CHUNK);
         mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
         for (int j = 0; j < n; j++) top = fmaxf(top, x[j]);
         if (before != -INFINITY) sum *= expf(before - top);
@@ -2598,8 +2609,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) m
             plain += x[j];
         }
     }
-    float all = top;
-    for (int o = 16; o > 0; o >>= 1) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, o));
+    float all = mti_warp_max(top);
     if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
     __syncthreads();
     for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
@@ -2849,16 +2859,6 @@ struct mti_plain {
     }
 };
 
-static __device__ __forceinline__ float mti_warp_sum(float x) {
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
-    return x;
-}
-
-static __device__ __forceinline__ float mti_warp_max(float x) {
-    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
-    return x;
-}
-
 /* Which row and head the warp has; 0 when it has none. Blocks: x over rows, y over heads, z over sequences. */
 static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t *b, int64_t *head, int64_t *i) {
     *b = blockIdx.z;
@@ -3035,11 +3035,7 @@ static __global__ void __launch_bounds__(256) mti_hash_kernel(mti_view x, int64_
     for (; i < rows * cols; i += step) {
         int64_t row = i / cols, col = i % cols, at = row * x.ld + col;
         uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
-        uint64_t z = (uint64_t)((first_row + row) * global_cols + first_col + col) * 0x9e3779b97f4a7c15u +
-                     (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-        mine += z ^ (z >> 31);
+        mine += mti_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
     }
     atomicAdd(sum, mine);
 }
@@ -3098,7 +3094,7 @@ static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t
    dimensions are ours. */
 typedef struct mti_lt_key {
     int64_t m, n, k, lda, ldb, ldc;
-    int trans_a, trans_b, a_type, b_type, c_type, wide;
+    int trans_a, trans_b, a_type, b_type, c_type;
 } mti_lt_key;
 
 typedef struct mti_lt_plan {
@@ -3170,7 +3166,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t result;
     size_t workspace = MTI_LT_WORKSPACE;
-    uint32_t alignment = p->key.wide ? 16 : 4;
+    uint32_t alignment = 16; /* mti_lt_operand sees to it */
     int found = 0;
     cublasStatus_t status;
     MTI_LT_TRY(ctx, cublasLtMatmulPreferenceCreate(&preference));
@@ -3205,7 +3201,7 @@ static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
     return mti_lt_choose(ctx, lt, p);
 }
 
-/* The plan of a product, made once for each shape. A full table starts over. */
+/* The plan of a product, made once for each shape. */
 static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_key *key, mti_lt_plan **out) {
     for (int i = 0; i < lt->count; i++) {
         *out = &lt->plans[i];
@@ -3276,7 +3272,6 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
     key.lda = mti_ld(a), key.ldb = mti_ld(b), key.ldc = mti_ld(room);
     key.a_type = key.b_type = (int)type;
     key.c_type = (int)c_type;
-    key.wide = 1;
     MT_TRY(mti_lt_run(ctx, &key, g->alpha, a, b, g->beta, room));
     if (room.data != c.data) MT_TRY(mti_cuda_add(ctx, room, mt_none(), c));
     mt_arena_release(ctx, mark);

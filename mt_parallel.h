@@ -926,10 +926,12 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
                     params->ctx->invariant, params->ctx->invariant_data, ctx->invariant, ctx->invariant_data);
 }
 
+static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->elements); }
+
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
     params->micro_batches = 0;
-    return mt_fill(ctx, mt_tensor_f32(params->grads, 1, params->elements), 0.0f);
+    return mt_fill(ctx, mti_gradients(params), 0.0f);
 }
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
@@ -1783,8 +1785,6 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
 }
 
 /* ---- >>sync ------------------------------------------------------------------------------------------------------- */
-
-static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->elements); }
 
 /* The subtree of gradients that 2^level micro-batches made. */
 static mt_tensor mti_gradient_level(const mt_params *params, int level) {
