@@ -1971,6 +1971,7 @@ static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti
     for (r = 0; r < b.writers; r++) b.recv[r] = to_all ? (char *)mti_slot_of(comm->group, r)->recv + at : (char *)call->recv;
     MT_TRY(mti_cuda_enter(ctx));
     if (call->dtype == MT_F32) mti_cuda_reduce_launch<float>(ctx, b, (int64_t)n, call->op);
+    else if (call->op == MT_SUM) mti_cuda_reduce_launch<uint32_t>(ctx, b, (int64_t)n, call->op); /* wraps around */
     else mti_cuda_reduce_launch<int32_t>(ctx, b, (int64_t)n, call->op);
     return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
 }
