@@ -29,7 +29,8 @@
    Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
    collectives in the same order. Two contexts in one process do not see each other.
 
-   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>collectives >>conjugates >>launch     */
+   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>conjugates
+   >>launch                                                                                                             */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -83,8 +84,8 @@ MT_API const char *mt_status_string(mt_status status);
 
 /* ---- data types and tensor views ---------------------------------------------------------------------------------- */
 
-/* MT_BF16 and MT_F16 are for the operators of mt_kernels.cuh; collectives refuse them with MT_ERR_UNSUPPORTED until built.
-   MT_I32 moves and reduces; MT_U8 moves only (broadcast, gather, send). */
+/* Collectives move all of them and reduce all but MT_U8; MT_BF16 and MT_F16 are added as floats and rounded once. Operators
+   compute in the three float types. */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
 
 MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for a value that is no mt_dtype */
@@ -233,7 +234,7 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount. Other overlaps are
    not allowed. Counts are in elements. Reductions add in one fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the
    same inputs give the same bits on every rank, always.
-   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), MT_ERR_UNSUPPORTED (bf16, f16), and between ranks:
+   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), and between ranks:
    MT_ERR_MISMATCH (ranks called different things), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER (a rank left
    the group or failed). Those three reach every rank of the group, name the ranks and their calls, and leave the
    communicator good only for mt_comm_destroy. */
@@ -331,6 +332,8 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 /* nvcc compiles .cu files; MT_CUDA_ENGINE is defined by the tests, which run CUDA code on a CPU. */
 #if defined(__CUDACC__) || defined(MT_CUDA_ENGINE)
 #define MTI_CUDA 1
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #else
 #define MTI_CUDA 0
@@ -1645,6 +1648,98 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
     return MT_SUCCESS;
 }
 
+/* ---- >>half: bf16 and f16 ------------------------------------------------------------------------------------------ */
+
+/* Iterations of the next loop do not depend on each other, which the compiler cannot see where input and output may be the
+   same memory, and then does not vectorise it. */
+#if defined(__CUDACC__)
+#define MTI_INDEPENDENT
+#elif defined(__clang__)
+#define MTI_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define MTI_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define MTI_INDEPENDENT
+#endif
+
+#if defined(__clang__) /* it warns about what it did not vectorise, also where it was told not to optimise */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wpass-failed"
+#endif
+
+#if defined(__GNUC__)
+#define MTI_INLINE static inline __attribute__((always_inline))
+#else
+#define MTI_INLINE static inline
+#endif
+
+MTI_INLINE uint32_t mti_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+MTI_INLINE float mti_from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+static int mti_is_half(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
+
+MTI_INLINE float mti_bf16_to_f32(uint16_t h) { return mti_from_bits((uint32_t)h << 16); }
+
+/* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the largest
+   number it carries into infinity. Only NaN goes another way: its top bits stay, and it is quiet. */
+MTI_INLINE uint16_t mti_f32_to_bf16(float x) {
+    uint32_t u = mti_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    return (uint16_t)(((u & 0x7fffffffu) > 0x7f800000u ? u | 0x00400000u : rounded) >> 16);
+}
+
+/* The exponents are 112 apart, at infinity and NaN another 112. A denormal m * 2^-24 is the mantissa of 2^-14 + m * 2^-24.
+   Here and below, floats are added whatever the number is, and no denormal of f32 matters: compilers vectorise that, and a
+   processor that flushes denormals does no harm. */
+MTI_INLINE float mti_f16_to_f32(uint16_t h) {
+    uint32_t size = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
+    uint32_t exponent = size < 0x7c00u ? 112u : 224u, less = size < 0x0400u ? 0x38800000u : 0u; /* 2^-14 */
+    exponent = size < 0x0400u ? 113u : exponent;
+    return mti_from_bits(mti_bits(mti_from_bits((size << 13) + (exponent << 23)) - mti_from_bits(less)) | sign);
+}
+
+/* Adding 2^13 times the power of two below |x|, or below the smallest normal f16, rounds to f16's last place, and leaves the
+   count of it in the low bits of the sum: 1024 to 2048, less for a denormal. 2^16 stands for all above, and comes out as
+   infinity, as 65520, halfway to it from the largest, does. */
+MTI_INLINE uint16_t mti_f32_to_f16(float x) {
+    uint32_t u = mti_bits(x), size = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
+    uint32_t nan = size > 0x7f800000u ? 0x0200u | ((size >> 13) & 0x3ffu) : 0u;
+    uint32_t finite = size < 0x47800000u ? size : 0x47800000u, below = finite & 0x7f800000u;
+    uint32_t power = below > 0x38800000u ? below : 0x38800000u, shifted = power + (13u << 23);
+    uint32_t count = mti_bits(mti_from_bits(finite) + mti_from_bits(shifted)) - shifted;
+    return (uint16_t)((((power - 0x38800000u) >> 13) + count) | nan | sign);
+}
+
+static void mti_row_widen(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
+    int64_t j;
+    if (dtype == MT_BF16) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_bf16_to_f32(x[j]);
+    } else {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_f16_to_f32(x[j]);
+    }
+}
+
+static void mti_row_round(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
+    int64_t j;
+    if (dtype == MT_BF16) {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_f32_to_bf16(x[j]);
+    } else {
+        MTI_INDEPENDENT
+        for (j = 0; j < n; j++) y[j] = mti_f32_to_f16(x[j]);
+    }
+}
+
 /* ---- >>collectives ------------------------------------------------------------------------------------------------ */
 
 MT_API const char *mt_collective_name(mt_collective kind) {
@@ -1703,9 +1798,6 @@ static mt_status mti_check_dtype(mt_context *ctx, mt_comm *comm, const mti_call 
     if (call->kind == MT_BARRIER) return MT_SUCCESS;
     if (mt_dtype_size(call->dtype) == 0)
         return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: dtype is %d, which is no mt_dtype", name, (int)call->dtype);
-    if (call->dtype == MT_BF16 || call->dtype == MT_F16)
-        return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED, "mt_%s: %s is declared but not built yet", name,
-                          mt_dtype_name(call->dtype));
     if (!mti_reduces(call)) return MT_SUCCESS;
     if (call->dtype == MT_U8)
         return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: u8 moves but does not reduce; use f32 or i32", name);
@@ -1801,17 +1893,8 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
 
 /* -- reductions -- */
 
-/* out0 = out1 = left (op) right, for each element by itself: any of the four may be the same memory, which the compiler
-   is told, for else it does not vectorise the loop. Without -O3 gcc needs to know the number of rounds, too. */
-#if defined(__CUDACC__)
-#define MTI_INDEPENDENT
-#elif defined(__clang__)
-#define MTI_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define MTI_INDEPENDENT _Pragma("GCC ivdep")
-#else
-#define MTI_INDEPENDENT
-#endif
+/* out0 = out1 = left (op) right, for each element by itself: any of the four may be the same memory. Without -O3 gcc needs to
+   know the number of rounds, too. */
 #define MTI_ROUNDS 256
 
 #define MTI_DEFINE_COMBINE(name, type, result)                                                                         \
@@ -1832,10 +1915,6 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
         }                                                                                                              \
     }
 
-#if defined(__clang__) /* it warns about what it did not vectorise, also where it was told not to optimise */
-#pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wpass-failed"
-#endif
 MTI_DEFINE_COMBINE(mti_sum_f32, float, a + b)
 MTI_DEFINE_COMBINE(mti_max_f32, float, a > b || a != a ? a : b) /* a NaN on any rank stays visible */
 MTI_DEFINE_COMBINE(mti_sum_i32, uint32_t, a + b)                /* wraps around */
@@ -1847,17 +1926,19 @@ MTI_DEFINE_COMBINE(mti_max_i32, int32_t, a > b ? a : b)
 typedef void (*mti_combine)(void *out0, void *out1, const void *left, const void *right, size_t n);
 
 static mti_combine mti_combine_for(mt_dtype dtype, mt_op op) {
-    if (dtype == MT_F32) return op == MT_SUM ? mti_sum_f32 : mti_max_f32;
-    return op == MT_SUM ? mti_sum_i32 : mti_max_i32;
+    if (dtype == MT_I32) return op == MT_SUM ? mti_sum_i32 : mti_max_i32;
+    return op == MT_SUM ? mti_sum_f32 : mti_max_f32;
 }
 
-#define MTI_LINE ((size_t)16)  /* elements of a cache line */
+#define MTI_LINE ((size_t)64)  /* bytes of a cache line */
 #define MTI_TILE ((size_t)512) /* elements; the scratch of a whole tree stays in the first-level cache */
 #define MTI_TREE_DEPTH 11      /* for 1024 ranks */
 
+/* bf16 and f16 are joined as floats, and rounded once, at the end. */
 typedef struct mti_tree {
     const mti_group *group;
     mti_combine combine;
+    mt_dtype dtype;
     size_t first, n; /* the tile, in elements from the start of the send buffers */
     float scratch[MTI_TREE_DEPTH][MTI_TILE];
 } mti_tree;
@@ -1868,11 +1949,19 @@ static int mti_left_half(int ranks) {
     return half;
 }
 
-/* The sum over ranks [rank, rank + ranks), in `out` or, for a single rank, where it lies in that rank's send buffer. */
+/* A rank's tile: where it lies in that rank's send buffer or, if that is 16-bit, as floats in `out`. */
+static const void *mti_tree_leaf(const mti_tree *t, int rank, void *out) {
+    const char *tile = (const char *)mti_slot_of(t->group, rank)->send + t->first * mt_dtype_size(t->dtype);
+    if (!mti_is_half(t->dtype)) return tile;
+    mti_row_widen(t->dtype, (const uint16_t *)(const void *)tile, (float *)out, (int64_t)t->n);
+    return out;
+}
+
+/* The sum over ranks [rank, rank + ranks), in `out` or where mti_tree_leaf has it. */
 static const void *mti_tree_reduce(mti_tree *t, int rank, int ranks, void *out, int depth) {
     int half = mti_left_half(ranks);
     const void *left, *right;
-    if (ranks == 1) return (const float *)mti_slot_of(t->group, rank)->send + t->first;
+    if (ranks == 1) return mti_tree_leaf(t, rank, out);
     left = mti_tree_reduce(t, rank, half, out, depth + 1);
     right = mti_tree_reduce(t, rank + half, ranks - half, t->scratch[depth], depth + 1);
     t->combine(out, out, left, right, t->n);
@@ -1883,30 +1972,43 @@ static void mti_copy(void *to, const void *from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
 }
 
+/* The root of the tree: the sum over all ranks, to both outputs. */
+static void mti_tree_root(mti_tree *t, int ranks, void *out0, void *out1) {
+    int half = mti_left_half(ranks);
+    const void *left = mti_tree_reduce(t, 0, half, t->scratch[0], 2);
+    const void *right = mti_tree_reduce(t, half, ranks - half, t->scratch[1], 2);
+    if (!mti_is_half(t->dtype)) {
+        t->combine(out0, out1, left, right, t->n);
+        return;
+    }
+    t->combine(t->scratch[0], t->scratch[0], left, right, t->n);
+    mti_row_round(t->dtype, t->scratch[0], (uint16_t *)out0, (int64_t)t->n);
+    mti_copy(out1, out0, t->n * sizeof(uint16_t));
+}
+
 /* Reduces elements [first, first + n) of all ranks' send buffers. to_all: into the same elements of everybody's receive
    buffer; else to the start of this rank's. */
 static void mti_reduce_range(const mt_comm *comm, const mti_call *call, size_t first, size_t n, int to_all) {
-    int half = mti_left_half(comm->size), writers = to_all ? comm->size : 1, d;
+    size_t element = mt_dtype_size(call->dtype), done;
+    int writers = to_all ? comm->size : 1, d;
     mti_tree t;
-    float *out0 = to_all ? (float *)mti_slot_of(comm->group, 0)->recv + first : (float *)call->recv;
-    float *out1 = to_all ? (float *)mti_slot_of(comm->group, 1)->recv + first : out0;
-    size_t done;
+    char *out0 = to_all ? (char *)mti_slot_of(comm->group, 0)->recv + first * element : (char *)call->recv;
+    char *out1 = to_all ? (char *)mti_slot_of(comm->group, 1)->recv + first * element : out0;
     t.group = comm->group;
     t.combine = mti_combine_for(call->dtype, call->op);
+    t.dtype = call->dtype;
     for (done = 0; done < n; done += t.n) {
-        const void *left, *right;
         t.first = first + done;
         t.n = n - done < MTI_TILE ? n - done : MTI_TILE;
-        left = mti_tree_reduce(&t, 0, half, t.scratch[0], 2);
-        right = mti_tree_reduce(&t, half, comm->size - half, t.scratch[1], 2);
-        t.combine(out0 + done, out1 + done, left, right, t.n);
+        mti_tree_root(&t, comm->size, out0 + done * element, out1 + done * element);
         for (d = 2; d < writers; d++)
-            mti_copy((float *)mti_slot_of(comm->group, d)->recv + t.first, out0 + done, t.n * sizeof(float));
+            mti_copy((char *)mti_slot_of(comm->group, d)->recv + t.first * element, out0 + done * element, t.n * element);
     }
 }
 
 #if MTI_CUDA
 #define MTI_CUDA_RANKS 64 /* whose pointers fit into the arguments of a kernel */
+#define MTI_CUDA_LEVELS 6 /* of their tree */
 
 typedef struct mti_cuda_buffers {
     const void *send[MTI_CUDA_RANKS];
@@ -1915,20 +2017,46 @@ typedef struct mti_cuda_buffers {
 } mti_cuda_buffers;
 
 extern "C++" {
-/* Element i of every rank, joined in the tree of mti_tree_reduce: a stack of subtrees, as a binary counter has. */
-template <typename T, typename Op> static __device__ T mti_cuda_tree(const mti_cuda_buffers &b, int64_t i, Op op) {
-    T subtree[MTI_TREE_DEPTH] = {};
-    int depth = 0;
+static __device__ __forceinline__ float mti_from_element(float x) { return x; }
+static __device__ __forceinline__ float mti_from_element(__nv_bfloat16 x) { return __bfloat162float(x); }
+static __device__ __forceinline__ float mti_from_element(__half x) { return __half2float(x); }
+static __device__ __forceinline__ int32_t mti_from_element(int32_t x) { return x; }
+static __device__ __forceinline__ uint32_t mti_from_element(uint32_t x) { return x; }
+static __device__ __forceinline__ void mti_to_element(float *y, float x) { *y = x; }
+static __device__ __forceinline__ void mti_to_element(__nv_bfloat16 *y, float x) { *y = __float2bfloat16_rn(x); }
+static __device__ __forceinline__ void mti_to_element(__half *y, float x) { *y = __float2half_rn(x); }
+static __device__ __forceinline__ void mti_to_element(int32_t *y, int32_t x) { *y = x; }
+static __device__ __forceinline__ void mti_to_element(uint32_t *y, uint32_t x) { *y = x; }
+
+/* N neighbours, moved at once. */
+template <typename T, int N> struct __align__(N * sizeof(T)) mti_few {
+    T x[N];
+};
+
+/* N elements of every rank, joined in the tree of mti_tree_reduce as a binary counter counts: level d holds the sum of 2^d
+   ranks while bit d of the number of ranks so far is set. Levels are unrolled, so that they stay in registers. */
+template <typename T, int N, typename Op> static __device__ __forceinline__ mti_few<T, N> mti_cuda_tree(
+    const mti_cuda_buffers &b, int64_t i, Op op) {
+    typedef decltype(mti_from_element(T())) wide;
+    wide level[MTI_CUDA_LEVELS][N], x[N] = {};
+    mti_few<T, N> y;
     for (int r = 0; r < b.ranks; r++) {
-        T x = ((const T *)b.send[r])[i];
-        for (int n = r; n & 1; n >>= 1) x = op(subtree[--depth], x);
-        subtree[depth++] = x;
+        int last = r + 1 == b.ranks, carry = 1;
+        y = *(const mti_few<T, N> *)((const T *)b.send[r] + i);
+        for (int j = 0; j < N; j++) x[j] = mti_from_element(y.x[j]);
+        MTI_DEVICE_UNROLL
+        for (int d = 0; d < MTI_CUDA_LEVELS; d++) {
+            int full = r >> d & 1;
+            MTI_DEVICE_UNROLL
+            for (int j = 0; j < N; j++) {
+                if (full && (carry || last)) x[j] = op(level[d][j], x[j]);
+                else if (carry && !last) level[d][j] = x[j];
+            }
+            carry = carry && full;
+        }
     }
-    while (depth > 1) {
-        subtree[depth - 2] = op(subtree[depth - 2], subtree[depth - 1]);
-        depth--;
-    }
-    return subtree[0];
+    for (int j = 0; j < N; j++) mti_to_element(&y.x[j], x[j]);
+    return y;
 }
 
 struct mti_plus {
@@ -1940,19 +2068,42 @@ struct mti_larger { /* a NaN on any rank stays visible */
 };
 
 /* Element i of b is element i of the send buffers and of the receive buffers, which start where the call's range does. */
-template <typename T, typename Op> static __global__ void mti_cuda_reduce_kernel(mti_cuda_buffers b, int64_t n, Op op) {
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
-        T x = mti_cuda_tree<T>(b, i, op);
-        for (int r = 0; r < b.writers; r++) ((T *)b.recv[r])[i] = x;
+template <typename T, int N, typename Op> static __global__ void __launch_bounds__(256) mti_cuda_reduce_kernel(
+    mti_cuda_buffers b, int64_t n, Op op) {
+    int64_t step = (int64_t)gridDim.x * blockDim.x * N;
+    for (int64_t first = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * N; first < n; first += step) {
+        if (first + N <= n) {
+            mti_few<T, N> y = mti_cuda_tree<T, N>(b, first, op);
+            for (int r = 0; r < b.writers; r++) *(mti_few<T, N> *)((T *)b.recv[r] + first) = y;
+        } else {
+            for (int64_t e = first; e < n; e++) {
+                mti_few<T, 1> y = mti_cuda_tree<T, 1>(b, e, op);
+                for (int r = 0; r < b.writers; r++) ((T *)b.recv[r])[e] = y.x[0];
+            }
+        }
     }
 }
 
-template <typename T> static void mti_cuda_reduce_launch(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, mt_op op) {
-    int64_t blocks = (n + 255) / 256;
+template <typename T, int N, typename Op> static void mti_cuda_reduce_run(mt_context *ctx, const mti_cuda_buffers &b, int64_t n,
+                                                                         Op op) {
+    int64_t blocks = ((n + N - 1) / N + 255) / 256;
     unsigned grid = (unsigned)(blocks < 1024 ? blocks : 1024);
-    if (op == MT_SUM) MTI_LAUNCH((mti_cuda_reduce_kernel<T, mti_plus>), grid, 256, 0, ctx->stream, b, n, mti_plus());
-    else MTI_LAUNCH((mti_cuda_reduce_kernel<T, mti_larger>), grid, 256, 0, ctx->stream, b, n, mti_larger());
+    MTI_LAUNCH((mti_cuda_reduce_kernel<T, N, Op>), grid, 256, 0, ctx->stream, b, n, op);
+}
+
+/* 16 bytes at a time where all buffers are aligned for it. */
+template <typename T> static void mti_cuda_reduce_launch(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, mt_op op) {
+    uintptr_t bits = 0;
+    for (int r = 0; r < b.ranks; r++) bits |= (uintptr_t)b.send[r];
+    for (int r = 0; r < b.writers; r++) bits |= (uintptr_t)b.recv[r];
+    const int n16 = 16 / (int)sizeof(T);
+    if (op == MT_SUM) {
+        if (bits % 16) mti_cuda_reduce_run<T, 1>(ctx, b, n, mti_plus());
+        else mti_cuda_reduce_run<T, n16>(ctx, b, n, mti_plus());
+    } else {
+        if (bits % 16) mti_cuda_reduce_run<T, 1>(ctx, b, n, mti_larger());
+        else mti_cuda_reduce_run<T, n16>(ctx, b, n, mti_larger());
+    }
 }
 } /* extern "C++" */
 
@@ -1971,6 +2122,8 @@ static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti
     for (r = 0; r < b.writers; r++) b.recv[r] = to_all ? (char *)mti_slot_of(comm->group, r)->recv + at : (char *)call->recv;
     MT_TRY(mti_cuda_enter(ctx));
     if (call->dtype == MT_F32) mti_cuda_reduce_launch<float>(ctx, b, (int64_t)n, call->op);
+    else if (call->dtype == MT_BF16) mti_cuda_reduce_launch<__nv_bfloat16>(ctx, b, (int64_t)n, call->op);
+    else if (call->dtype == MT_F16) mti_cuda_reduce_launch<__half>(ctx, b, (int64_t)n, call->op);
     else if (call->op == MT_SUM) mti_cuda_reduce_launch<uint32_t>(ctx, b, (int64_t)n, call->op); /* wraps around */
     else mti_cuda_reduce_launch<int32_t>(ctx, b, (int64_t)n, call->op);
     return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
@@ -1993,9 +2146,9 @@ static mt_status mti_reduce_on(mt_context *ctx, const mt_comm *comm, const mti_c
 
 /* Rank r reduces segment r for everybody. Nobody else reads or writes that segment, so in place needs no care. */
 static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, segment, first;
+    size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, line = MTI_LINE / mt_dtype_size(call->dtype), segment, first;
     segment = (call->count + ranks - 1) / ranks;
-    segment = (segment + MTI_LINE - 1) / MTI_LINE * MTI_LINE; /* ranks do not write into each other's cache lines */
+    segment = (segment + line - 1) / line * line; /* ranks do not write into each other's cache lines */
     first = segment * rank;
     if (first >= call->count) return MT_SUCCESS;
     return mti_reduce_on(ctx, comm, call, first, call->count - first < segment ? call->count - first : segment, 1);

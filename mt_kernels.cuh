@@ -253,30 +253,17 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 
 #if MTI_CUDA
 #include <cublasLt.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #endif
 
-/* The loops below are written so that compilers vectorise them without -ffast-math. MTI_INDEPENDENT says that
-   iterations do not depend on each other, which the compiler cannot see where input and output may be the same
-   memory. */
+/* The loops below are written so that compilers vectorise them without -ffast-math (MTI_INDEPENDENT: mt_comm.h). */
 #if defined(__clang__)
-#define MTI_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #define MTI_UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and that is fine */
 #elif defined(__GNUC__) && !defined(__CUDACC__)
-#define MTI_INDEPENDENT _Pragma("GCC ivdep")
 #define MTI_UNROLL _Pragma("GCC unroll 16")
 #else
-#define MTI_INDEPENDENT
 #define MTI_UNROLL
-#endif
-
-#if defined(__GNUC__)
-#define MTI_INLINE static inline __attribute__((always_inline))
-#else
-#define MTI_INLINE static inline
 #endif
 
 #ifdef __cplusplus
@@ -324,7 +311,7 @@ static mt_status mti_expect_f32(mt_context *ctx, const char *where, const char *
     return MT_SUCCESS;
 }
 
-static int mti_is_float(mt_dtype dtype) { return dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16; }
+static int mti_is_float(mt_dtype dtype) { return dtype == MT_F32 || mti_is_half(dtype); }
 
 /* Any shape, any of the float types. */
 static mt_status mti_expect_float(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
@@ -424,18 +411,6 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
 #define MTI_BLOCK 1024  /* columns of a row that several small loops work on while they stay in the L1 cache */
 
 static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mti_ld(t) : NULL; }
-
-MTI_INLINE uint32_t mti_bits(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-
-MTI_INLINE float mti_from_bits(uint32_t u) {
-    float x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
 
 /* e^x. Reduction by ln 2 in two parts (Cody and Waite), exp(r) = 1 + r + r^2 q(r) with q fitted by weighted least
    squares (Lawson) for the smallest relative error, 3.2e-9, on |r| <= 0.348. Adding 1.5 * 2^23 rounds to an integer
@@ -576,59 +551,6 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
 /* ---- >>cpu-half ------------------------------------------------------------------------------------------------- */
 
 static uint16_t *mti_row16(mt_tensor t, int64_t row) { return t.data ? (uint16_t *)t.data + row * mti_ld(t) : NULL; }
-
-MTI_INLINE float mti_bf16_to_f32(uint16_t h) { return mti_from_bits((uint32_t)h << 16); }
-
-/* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the largest
-   number it carries into infinity. Only NaN goes another way: its top bits stay, and it is quiet. */
-MTI_INLINE uint16_t mti_f32_to_bf16(float x) {
-    uint32_t u = mti_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
-    return (uint16_t)(((u & 0x7fffffffu) > 0x7f800000u ? u | 0x00400000u : rounded) >> 16);
-}
-
-/* The exponents are 112 apart, at infinity and NaN another 112. A denormal m * 2^-24 is the mantissa of 2^-14 + m * 2^-24.
-   Here and below, floats are added whatever the number is, and no denormal of f32 matters: compilers vectorise that, and a
-   processor that flushes denormals does no harm. */
-MTI_INLINE float mti_f16_to_f32(uint16_t h) {
-    uint32_t size = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
-    uint32_t exponent = size < 0x7c00u ? 112u : 224u, less = size < 0x0400u ? 0x38800000u : 0u; /* 2^-14 */
-    exponent = size < 0x0400u ? 113u : exponent;
-    return mti_from_bits(mti_bits(mti_from_bits((size << 13) + (exponent << 23)) - mti_from_bits(less)) | sign);
-}
-
-/* Adding 2^13 times the power of two below |x|, or below the smallest normal f16, rounds to f16's last place, and leaves the
-   count of it in the low bits of the sum: 1024 to 2048, less for a denormal. 2^16 stands for all above, and comes out as
-   infinity, as 65520, halfway to it from the largest, does. */
-MTI_INLINE uint16_t mti_f32_to_f16(float x) {
-    uint32_t u = mti_bits(x), size = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
-    uint32_t nan = size > 0x7f800000u ? 0x0200u | ((size >> 13) & 0x3ffu) : 0u;
-    uint32_t finite = size < 0x47800000u ? size : 0x47800000u, below = finite & 0x7f800000u;
-    uint32_t power = below > 0x38800000u ? below : 0x38800000u, shifted = power + (13u << 23);
-    uint32_t count = mti_bits(mti_from_bits(finite) + mti_from_bits(shifted)) - shifted;
-    return (uint16_t)((((power - 0x38800000u) >> 13) + count) | nan | sign);
-}
-
-static void mti_row_widen(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
-    int64_t j;
-    if (dtype == MT_BF16) {
-        MTI_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = mti_bf16_to_f32(x[j]);
-    } else {
-        MTI_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = mti_f16_to_f32(x[j]);
-    }
-}
-
-static void mti_row_round(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
-    int64_t j;
-    if (dtype == MT_BF16) {
-        MTI_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = mti_f32_to_bf16(x[j]);
-    } else {
-        MTI_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = mti_f32_to_f16(x[j]);
-    }
-}
 
 /* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
 static void mti_cpu_convert(mt_tensor x, mt_tensor y) {

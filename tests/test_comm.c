@@ -33,10 +33,22 @@ static float word_f32(uint64_t salt, int rank, size_t i) {
     return test_float(&state);
 }
 
+/* test_half.c compares the library's conversions with the definition of both formats. */
+static uint16_t to_half(mt_dtype dtype, float x) {
+    uint16_t h;
+    mti_row_round(dtype, &x, &h, 1);
+    return h;
+}
+
+static uint16_t word_half(mt_dtype dtype, uint64_t salt, int rank, size_t i) {
+    return to_half(dtype, word_f32(salt, rank, i));
+}
+
 static void fill(void *buf, mt_dtype dtype, uint64_t salt, int rank, size_t n) {
     size_t i;
     for (i = 0; i < n; i++) {
         if (dtype == MT_F32) ((float *)buf)[i] = word_f32(salt, rank, i);
+        if (mti_is_half(dtype)) ((uint16_t *)buf)[i] = word_half(dtype, salt, rank, i);
         if (dtype == MT_I32) ((uint32_t *)buf)[i] = (uint32_t)word(salt, rank, i);
         if (dtype == MT_U8) ((uint8_t *)buf)[i] = (uint8_t)word(salt, rank, i);
     }
@@ -49,6 +61,7 @@ static int is_input(const void *got, mt_dtype dtype, uint64_t salt, int rank, si
         uint64_t w = word(salt, rank, first + i);
         float f = word_f32(salt, rank, first + i);
         if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
+        if (mti_is_half(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0;
         if (dtype == MT_I32 && ((const uint32_t *)got)[i] != (uint32_t)w) return 0;
         if (dtype == MT_U8 && ((const uint8_t *)got)[i] != (uint8_t)w) return 0;
     }
@@ -62,11 +75,17 @@ static int halve(int ranks) {
     return half;
 }
 
-static float tree_f32(uint64_t salt, int first, int ranks, size_t i, mt_op op) {
+static float tree_f32(mt_dtype dtype, uint64_t salt, int first, int ranks, size_t i, mt_op op) {
     float a, b;
-    if (ranks == 1) return word_f32(salt, first, i);
-    a = tree_f32(salt, first, halve(ranks), i, op);
-    b = tree_f32(salt, first + halve(ranks), ranks - halve(ranks), i, op);
+    uint16_t h;
+    if (ranks == 1 && dtype == MT_F32) return word_f32(salt, first, i);
+    if (ranks == 1) {
+        h = word_half(dtype, salt, first, i);
+        mti_row_widen(dtype, &h, &a, 1);
+        return a;
+    }
+    a = tree_f32(dtype, salt, first, halve(ranks), i, op);
+    b = tree_f32(dtype, salt, first + halve(ranks), ranks - halve(ranks), i, op);
     return op == MT_SUM ? a + b : a > b ? a : b;
 }
 
@@ -85,8 +104,9 @@ static uint32_t tree_i32(uint64_t salt, int ranks, size_t i, mt_op op) {
 static int is_reduced(const void *got, mt_dtype dtype, uint64_t salt, int ranks, size_t first, size_t n, mt_op op) {
     size_t i;
     for (i = 0; i < n; i++) {
-        float f = dtype == MT_F32 ? tree_f32(salt, 0, ranks, first + i, op) : 0;
+        float f = dtype == MT_I32 ? 0 : tree_f32(dtype, salt, 0, ranks, first + i, op);
         if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
+        if (mti_is_half(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0; /* rounded once */
         if (dtype == MT_I32 && ((const uint32_t *)got)[i] != tree_i32(salt, ranks, first + i, op)) return 0;
     }
     return 1;
@@ -95,7 +115,7 @@ static int is_reduced(const void *got, mt_dtype dtype, uint64_t salt, int ranks,
 /* ---- collectives: sizes x counts x dtypes x ops x in and out of place --------------------------------------------- */
 
 static const size_t counts[] = {0, 1, 3, 17, 1000, 100003};
-static const mt_dtype dtypes[] = {MT_F32, MT_I32, MT_U8};
+static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_I32, MT_U8};
 static const int sizes[] = {1, 2, 3, 4, 8};
 #define COUNTOF(a) (sizeof(a) / sizeof *(a))
 
@@ -741,7 +761,7 @@ static void test_context_arguments(void **state) {
     ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
     assert_string_equal(mt_last_error(ctx), "");
     assert_int_equal(mt_context_device(ctx), MT_DEVICE_CPU);
-    ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_all_reduce(ctx, comm, &d, &d, 1, MT_BF16, MT_SUM));
+    ASSERT_STATUS(ctx, MT_ERR_DTYPE, mt_all_reduce(ctx, comm, &d, &d, 1, MT_U8, MT_SUM));
     assert_int_equal(log.lines, 1); /* one line per error */
     assert_string_equal(log.last, mt_last_error(ctx));
     assert_string_equal(log.last, mt_comm_last_error(comm));

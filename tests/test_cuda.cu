@@ -428,39 +428,44 @@ static void test_context(void **state) {
 /* ---- collectives between ranks that are threads ------------------------------------------------------------------------- */
 
 #define RANKS_MAX 8
-#define COUNT 24 /* divided by 1, 2, 3, 4 and 8 */
-#define KINDS 8
+#define COUNT 48 /* divided by 1, 2, 3, 4 and 8 */
+#define KINDS 7
 
 typedef struct gathering {
     mt_device device;
+    mt_dtype dtype;
+    int shift; /* elements by which buffers are off their alignment */
     float results[RANKS_MAX][KINDS][RANKS_MAX * COUNT];
 } gathering;
 
+/* Floats of the given type; any bits will do for integers. */
 static mt_status collectives_of(mt_comm *world, mt_context *ctx, gathering *g) {
     int rank = mt_comm_rank(world), ranks = mt_comm_size(world), kind = 0;
+    mt_dtype type = g->dtype == MT_I32 ? MT_F32 : g->dtype;
     float noise[COUNT];
     uint64_t seed = 100 + (uint64_t)rank;
     mt_tensor x, y, out;
     for (int i = 0; i < COUNT; i++) noise[i] = test_float(&seed);
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, COUNT, &x));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, RANKS_MAX * COUNT, &y));
+    MT_TRY(mt_arena_tensor(ctx, type, 1, COUNT + g->shift, &x));
+    MT_TRY(mt_arena_tensor(ctx, type, 1, RANKS_MAX * COUNT + g->shift, &y));
+    x = mt_tensor_cols(x, g->shift, COUNT);
+    y = mt_tensor_cols(y, g->shift, RANKS_MAX * COUNT);
     MT_TRY(mt_upload(ctx, noise, x));
     for (kind = 0; kind < KINDS; kind++) {
         MT_TRY(mt_fill(ctx, y, -1.0f));
         switch (kind) {
-        case 0: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, MT_F32, MT_SUM)); break;
-        case 1: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, MT_F32, MT_MAX)); break;
-        case 2: MT_TRY(mt_reduce_scatter(ctx, world, x.data, y.data, (size_t)(COUNT / ranks), MT_F32, MT_SUM)); break;
-        case 3: MT_TRY(mt_all_gather(ctx, world, x.data, y.data, COUNT, MT_F32)); break;
-        case 4: MT_TRY(mt_broadcast(ctx, world, x.data, y.data, COUNT, MT_F32, ranks - 1)); break;
+        case 0: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT - 1, g->dtype, MT_SUM)); break;
+        case 1: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, g->dtype, MT_MAX)); break;
+        case 2: MT_TRY(mt_reduce_scatter(ctx, world, x.data, y.data, (size_t)(COUNT / ranks), g->dtype, MT_SUM)); break;
+        case 3: MT_TRY(mt_all_gather(ctx, world, x.data, y.data, COUNT, g->dtype)); break;
+        case 4: MT_TRY(mt_broadcast(ctx, world, x.data, y.data, COUNT, g->dtype, ranks - 1)); break;
         case 5:
             MT_TRY(mt_send_recv(ctx, world, x.data, COUNT, (rank + 1) % ranks, y.data, COUNT, (rank + ranks - 1) % ranks,
-                                MT_F32));
+                                g->dtype));
             break;
-        case 6: MT_TRY(mt_all_reduce(ctx, world, x.data, y.data, COUNT, MT_I32, MT_SUM)); break;
         default:
-            out = mt_tensor_make(y.data, MT_F32, 4, COUNT / 4 * ranks);
-            MT_TRY(mt_gather_from_tensor_region(ctx, world, mt_tensor_make(x.data, MT_F32, 4, COUNT / 4), out));
+            out = mt_tensor_make(y.data, type, 4, COUNT / 4 * ranks);
+            MT_TRY(mt_gather_from_tensor_region(ctx, world, mt_tensor_make(x.data, type, 4, COUNT / 4), out));
         }
         MT_TRY(mt_download(ctx, y, g->results[rank][kind]));
     }
@@ -482,25 +487,33 @@ static mt_status collectives_rank(mt_comm *world, void *user) {
 }
 
 /* The same bits: the same tree. */
-static void test_collectives(void **state) {
+static void collectives(int ranks, mt_dtype dtype, int shift) {
     static gathering on_cpu, on_gpu;
+    mt_launch_desc d;
+    memset(&d, 0, sizeof d);
+    memset(&on_cpu, 0, sizeof on_cpu);
+    d.ranks = ranks;
+    d.no_pinning = 1;
+    on_cpu.dtype = dtype;
+    on_cpu.shift = shift;
+    on_gpu = on_cpu;
+    on_gpu.device = MT_DEVICE_CUDA;
+    OK(mt_launch(&d, collectives_rank, &on_cpu));
+    OK(mt_launch(&d, collectives_rank, &on_gpu));
+    for (int r = 0; r < ranks; r++)
+        for (int kind = 0; kind < KINDS; kind++)
+            if (memcmp(on_cpu.results[r][kind], on_gpu.results[r][kind], sizeof on_cpu.results[r][kind]) != 0)
+                fail_msg("%d ranks, %s, shift %d, collective %d: rank %d has other bits than on the CPU", ranks,
+                         mt_dtype_name(dtype), shift, kind, r);
+}
+
+static void test_collectives(void **state) {
     static const int sizes[] = {1, 2, 3, 4, 8};
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16, MT_I32};
     (void)state;
-    for (int i = 0; i < 5; i++) {
-        mt_launch_desc d;
-        memset(&d, 0, sizeof d);
-        memset(&on_cpu, 0, sizeof on_cpu);
-        memset(&on_gpu, 0, sizeof on_gpu);
-        d.ranks = sizes[i];
-        d.no_pinning = 1;
-        on_gpu.device = MT_DEVICE_CUDA;
-        OK(mt_launch(&d, collectives_rank, &on_cpu));
-        OK(mt_launch(&d, collectives_rank, &on_gpu));
-        for (int r = 0; r < sizes[i]; r++)
-            for (int kind = 0; kind < KINDS; kind++)
-                if (memcmp(on_cpu.results[r][kind], on_gpu.results[r][kind], sizeof on_cpu.results[r][kind]) != 0)
-                    fail_msg("%d ranks, collective %d: rank %d has other bits than on the CPU", sizes[i], kind, r);
-    }
+    for (int i = 0; i < 5; i++)
+        for (int t = 0; t < 4; t++)
+            for (int shift = 0; shift < 2; shift++) collectives(sizes[i], types[t], shift);
 }
 
 static int open_contexts(void **state) {
