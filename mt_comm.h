@@ -132,6 +132,18 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
+/* What a GPU computes while tensor-parallel layers communicate on a second stream: bits of mt_context_desc.no_overlap, which
+   turns it off. Results are the same to the last bit. Not in invariant mode, and not on other devices. */
+typedef enum mt_overlap {
+    MT_OVERLAP_COLUMN_BACKWARD = 1, /* the weight gradient, under the reduction of the input gradient; with sequence
+                                       parallelism the input gradient, too, under the all-gather of the input */
+    MT_OVERLAP_ROW_FORWARD = 2,     /* the product of a chunk of tokens, under the reduction of the chunk before */
+    MT_OVERLAP_ALL_GATHER = 4,      /* sequence parallelism: the product of a chunk, under the all-gather of the next */
+    MT_OVERLAP_ALL = 7
+} mt_overlap;
+
+#define MT_OVERLAP_CHUNKS_MAX 8
+
 /* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. */
 typedef struct mt_context_desc {
     size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
@@ -141,6 +153,9 @@ typedef struct mt_context_desc {
     int invariant_data;     /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
     int ordinal;            /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts */
     struct CUstream_st *stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
+    int no_overlap;         /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
+    int overlap_chunks;     /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
+                               each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -284,6 +299,25 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
+/* The last two and g in chunks: rows [first, first + rows) of every rank's part, to where the whole call would bring them.
+   The chunks of a call follow each other from first = 0 on; in the ledger they are one call. */
+MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y, int64_t first,
+                                                     int64_t rows);
+MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                           int64_t first, int64_t rows);
+MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first, int64_t rows);
+
+/* Communication beside computation, on a GPU; elsewhere everything happens in the order of the calls. Collectives called
+   between begin and end go to the context's second stream, after all that was called before; what is called after end does
+   not wait for them, until mt_overlap_wait with the ticket (0 to MT_OVERLAP_CHUNKS_MAX - 1) of the end. Their buffers must
+   stay as they are for so long, those in the arena included.
+   kind: a bit of mt_overlap, whose switch counts; 0: no overlap. end takes the status of the collectives, and returns the
+   first error. Nothing overlaps in a group of one or in invariant mode. */
+MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind);
+MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
+MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
+MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
+
 /* ---- launch: ranks as threads of this process --------------------------------------------------------------------- */
 
 /* Zero-initialised means: one rank, pinned, MT_TIMEOUT_DEFAULT, errors to stderr. */
@@ -376,6 +410,10 @@ struct mt_context {
     size_t arena_bytes, arena_used, arena_peak, allocated;
     struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
     int ordinal, owns_stream;     /* CUDA */
+    int no_overlap, overlap_chunks;
+    struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
+    struct CUevent_st *events[MT_OVERLAP_CHUNKS_MAX + 1];
+    unsigned pending;             /* events that the compute stream has not waited for, as bits */
     void *gemm;                   /* of mt_kernels.cuh, with what ends it */
     void (*gemm_destroy)(mt_context *ctx);
     struct CUstream_st *stream;
@@ -510,7 +548,7 @@ static mt_status mti_cuda_enter(mt_context *ctx) {
 }
 
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0;
+    int devices = 0, lowest, highest, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
     MTI_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
@@ -518,19 +556,30 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs", desc->ordinal,
                         devices);
     MT_TRY(mti_cuda_enter(ctx));
-    if (ctx->stream) return MT_SUCCESS;
-    MTI_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
-    ctx->owns_stream = 1;
+    if (!ctx->stream) {
+        MTI_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
+        ctx->owns_stream = 1;
+    }
+    ctx->compute_stream = ctx->stream;
+    MTI_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    MTI_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->comm_stream, cudaStreamNonBlocking, highest));
+    for (i = 0; i <= MT_OVERLAP_CHUNKS_MAX; i++)
+        MTI_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
     return MT_SUCCESS;
 }
 
 static void mti_cuda_close(mt_context *ctx) {
+    int i;
     if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
         cudaGetLastError();
         return;
     }
     if (ctx->stream) cudaStreamSynchronize(ctx->stream);
+    if (ctx->comm_stream) cudaStreamSynchronize(ctx->comm_stream);
     if (ctx->gemm_destroy) ctx->gemm_destroy(ctx);
+    for (i = 0; i <= MT_OVERLAP_CHUNKS_MAX; i++)
+        if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
+    if (ctx->comm_stream) cudaStreamDestroy(ctx->comm_stream);
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }
 
@@ -552,6 +601,31 @@ static mt_status mti_cuda_synchronize(mt_context *ctx) {
     MTI_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
     return MT_SUCCESS;
 }
+
+/* What is called until mti_cuda_fork_end goes to the communication stream, after all that is in the compute stream by now. */
+static mt_status mti_cuda_fork(mt_context *ctx) {
+    struct CUevent_st *now = ctx->events[MT_OVERLAP_CHUNKS_MAX];
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
+    MTI_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->comm_stream, now, 0));
+    ctx->stream = ctx->comm_stream;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
+    ctx->stream = ctx->compute_stream;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], ctx->comm_stream));
+    ctx->pending |= 1u << ticket;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
+    ctx->pending &= ~(1u << ticket);
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->compute_stream, ctx->events[ticket], 0));
+    return MT_SUCCESS;
+}
 #else /* no context is on MT_DEVICE_CUDA then: these are never called */
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
@@ -568,6 +642,9 @@ static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size
     return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_fork(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_join(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
 #endif
 
 /* Between two places of the context's device, which may overlap on a CPU. */
@@ -607,6 +684,11 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
         snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
+    if (desc->overlap_chunks < 0 || desc->overlap_chunks > MT_OVERLAP_CHUNKS_MAX || (desc->no_overlap & ~MT_OVERLAP_ALL)) {
+        snprintf(text, sizeof text, "mt_context_create: overlap_chunks is %d, must be 0 to %d; no_overlap is %d, must be bits "
+                 "of mt_overlap", desc->overlap_chunks, MT_OVERLAP_CHUNKS_MAX, desc->no_overlap);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data) ||
         (desc->invariant_data && !desc->invariant)) {
         snprintf(text, sizeof text, "mt_context_create: invariant is %d, invariant_data %d: must be 0 or a power of two up to "
@@ -621,6 +703,8 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->threads = d->threads ? d->threads : 1;
     ctx->invariant = d->invariant;
     ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
+    ctx->no_overlap = d->no_overlap;
+    ctx->overlap_chunks = d->overlap_chunks;
     ctx->world = world;
     ctx->allocator = d->allocator;
     ctx->logger = d->logger;
@@ -814,6 +898,9 @@ typedef struct mti_call {
     int root;   /* of a broadcast; destination of a send, -1: none */
     int source; /* of a receive, -1: none */
     size_t count, recvcount;
+    size_t stride; /* elements between the blocks of two ranks in what a gather receives and a reduce_scatter sends; count, or
+                      more when the call moves a chunk of each block */
+    int goes_on;   /* 1: not the first chunk of a call */
     const void *send;
     void *recv;
     int color, key;
@@ -1779,18 +1866,23 @@ static int mti_is_p2p(const mti_call *call) {
     return call->kind == MT_SEND || call->kind == MT_RECV || call->kind == MTI_SEND_RECV;
 }
 
+/* From the first element of the first rank's block to the last of the last one's. */
+static size_t mti_all_blocks(const mt_comm *comm, const mti_call *call) {
+    return call->stride * (size_t)(comm->size - 1) + call->count;
+}
+
 /* Elements of the send and of the receive buffer on this rank. */
 static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_RECV) return 0;
     if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
     if (mti_is_p2p(call) && call->root < 0) return 0;
-    return call->kind == MT_REDUCE_SCATTER ? call->count * (size_t)comm->size : call->count;
+    return call->kind == MT_REDUCE_SCATTER ? mti_all_blocks(comm, call) : call->count;
 }
 
 static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_SEND) return 0;
     if (mti_is_p2p(call)) return call->source < 0 ? 0 : call->recvcount;
-    return call->kind == MT_ALL_GATHER ? call->count * (size_t)comm->size : call->count;
+    return call->kind == MT_ALL_GATHER ? mti_all_blocks(comm, call) : call->count;
 }
 
 static mt_status mti_check_dtype(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -1851,7 +1943,7 @@ static mt_status mti_check_buffer(mt_context *ctx, mt_comm *comm, const mti_call
 
 /* In place by the rule in the header, or not overlapping at all. */
 static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype), block = call->count * element * (size_t)comm->rank;
+    size_t element = mt_dtype_size(call->dtype), block = call->stride * element * (size_t)comm->rank;
     uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
     size_t sent = mti_send_elements(comm, call) * element, received = mti_recv_elements(comm, call) * element;
     int self = call->kind == MTI_SEND_RECV && call->root == comm->rank;
@@ -2156,7 +2248,7 @@ static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const
 
 /* In place, block r of rank r's send buffer is written; only rank r itself reads it. */
 static mt_status mti_move_reduce_scatter(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    return mti_reduce_on(ctx, comm, call, call->count * (size_t)comm->rank, call->count, 0);
+    return mti_reduce_on(ctx, comm, call, call->stride * (size_t)comm->rank, call->count, 0);
 }
 
 /* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, a rank writes all blocks of
@@ -2166,7 +2258,7 @@ static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const
     int i;
     for (i = 0; i < comm->size; i++) {
         int from = (comm->rank + i) % comm->size;
-        char *to = (char *)call->recv + bytes * (size_t)from;
+        char *to = (char *)call->recv + call->stride * mt_dtype_size(call->dtype) * (size_t)from;
         MT_TRY(mti_bytes_copy(ctx, to, mti_slot_of(comm->group, from)->send, bytes));
     }
     return MT_SUCCESS;
@@ -2212,7 +2304,7 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
     call.dtype = dtype;
     call.send = send;
     call.recv = recv;
-    call.count = count;
+    call.count = call.stride = count;
     return call;
 }
 
@@ -2223,6 +2315,7 @@ static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_ca
     if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
+    comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
     return MT_SUCCESS;
 }
 
@@ -2413,6 +2506,84 @@ MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, 
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_to_sequence_region", x, y, 1, 1));
     return mt_reduce_scatter(ctx, comm, x.data, y.data, mti_elements(y), x.dtype, MT_SUM);
+}
+
+/* -- in chunks -- */
+
+static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name, mt_tensor part, int64_t first,
+                                int64_t rows) {
+    if (first >= 0 && rows >= 0 && first <= part.rows && rows <= part.rows - first) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: rows [%lld, %lld + %lld) of %lld", name, (long long)first,
+                      (long long)first, (long long)rows, (long long)part.rows);
+}
+
+/* Between rows of `part` and of each block, of as many elements as part, of the whole. */
+static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
+    mti_call call = mti_call_make(kind, mt_tensor_rows(mti_dense(send), first, rows).data,
+                                  mt_tensor_rows(mti_dense(recv), first, rows).data, (size_t)(rows * part.cols), part.dtype);
+    call.stride = mti_elements(part);
+    call.goes_on = first > 0;
+    return call;
+}
+
+MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y, int64_t first,
+                                                     int64_t rows) {
+    mti_call call;
+    MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
+    MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
+    call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                           int64_t first, int64_t rows) {
+    mti_call call;
+    MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
+    MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
+    call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
+    return mti_run_collective(ctx, comm, &call);
+}
+
+MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first, int64_t rows) {
+    mti_call call;
+    MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
+    MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
+    call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
+    return mti_run_collective(ctx, comm, &call);
+}
+
+/* -- beside the computation -- */
+
+MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!comm || ctx->stream != ctx->compute_stream)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s", comm ? "the last one has not ended" : "comm is NULL");
+    if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || !(kind & ~ctx->no_overlap)) return MT_SUCCESS;
+    return mti_cuda_fork(ctx);
+}
+
+MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
+    if (!ctx || ctx->stream == ctx->compute_stream) return status; /* nothing was begun */
+    if (ticket < 0 || ticket >= MT_OVERLAP_CHUNKS_MAX) {
+        MT_KEEP(status, mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be 0 to %d", ticket,
+                                 MT_OVERLAP_CHUNKS_MAX - 1));
+        ticket = 0;
+    }
+    MT_KEEP(status, mti_cuda_fork_end(ctx, ticket));
+    return status;
+}
+
+MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return ticket >= 0 && ctx->pending >> ticket & 1u ? mti_cuda_join(ctx, ticket) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
+    mt_status status = MT_SUCCESS;
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    for (i = 0; ctx->pending; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
+    return status;
 }
 
 /* ---- >>launch ----------------------------------------------------------------------------------------------------- */

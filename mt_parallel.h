@@ -1356,10 +1356,69 @@ static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tensor, int sequen
     return mt_arena_tensor(ctx, MT_F32, y.rows * mt_comm_size(tensor), y.cols, out);
 }
 
+/* -- tokens in chunks, so that one chunk is multiplied while another one is communicated -- */
+
+#define MTI_CHUNK_TOKENS 1024
+#define MTI_CHUNKS 4
+
+/* A chunk is, under sequence parallelism, some rows of every rank: pieces [0, pieces) of it. Tokens that do not travel are one
+   chunk. The cut does not depend on what overlaps, so that the GEMMs, and their bits, do not either. */
+typedef struct mti_chunks {
+    int count, pieces;
+    int64_t rows; /* of a piece, in all chunks */
+} mti_chunks;
+
+static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tensor, int sequence_parallel, int travel, int64_t rows) {
+    int ranks = mt_comm_size(tensor), pieces = sequence_parallel ? ranks : 1;
+    int64_t count = ctx->overlap_chunks;
+    mti_chunks c;
+    if (count == 0) count = ctx->device == MT_DEVICE_CUDA ? mti_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
+    if (ranks == 1 || !travel || ctx->invariant) count = 1;
+    c.count = (int)mti_max(mti_min(count, rows), 1);
+    c.pieces = c.count == 1 ? 1 : pieces;
+    c.rows = c.count == 1 ? rows * pieces : rows;
+    return c;
+}
+
+static int64_t mti_chunk_first(const mti_chunks *c, int chunk) { return c->rows * chunk / c->count; }
+
+static int64_t mti_chunk_rows(const mti_chunks *c, int chunk) {
+    return mti_chunk_first(c, chunk + 1) - mti_chunk_first(c, chunk);
+}
+
+static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piece) {
+    return mt_tensor_rows(t, piece * c->rows + mti_chunk_first(c, chunk), mti_chunk_rows(c, chunk));
+}
+
+/* The rows of all ranks into `all`, a chunk for each ticket; x itself where there is nothing to gather. */
+static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c, mt_tensor x,
+                                   mt_tensor *all) {
+    int i;
+    if (c->count == 1) return mti_all_tokens(ctx, tensor, sequence_parallel, x, all);
+    *all = x;
+    if (!sequence_parallel) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tensor), x.cols, all));
+    for (i = 0; i < c->count; i++) {
+        int64_t first = mti_chunk_first(c, i), rows = mti_chunk_rows(c, i);
+        MT_TRY(mt_overlap_begin(ctx, tensor, MT_OVERLAP_ALL_GATHER));
+        MT_TRY(mt_overlap_end(ctx, i, mt_gather_rows_from_sequence_region(ctx, tensor, x, *all, first, rows)));
+    }
+    return MT_SUCCESS;
+}
+
 /* Sums the partial results of all ranks into y: all-reduce, or reduce-scatter under sequence parallelism. */
 static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor partial, mt_tensor y) {
     if (sequence_parallel) return mt_reduce_scatter_to_sequence_region(ctx, tensor, partial, y);
     return mt_reduce_from_tensor_region_forward(ctx, tensor, y);
+}
+
+/* The same for one of several chunks. */
+static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c, int chunk,
+                                  mt_tensor partial, mt_tensor y) {
+    int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
+    if (c->count == 1) return mti_reduce_tokens(ctx, tensor, sequence_parallel, partial, y);
+    if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tensor, partial, y, first, rows);
+    return mt_reduce_rows_from_tensor_region(ctx, tensor, y, first, rows);
 }
 
 static int64_t mti_tokens(mt_comm *tensor, int sequence_parallel, int64_t rows) {
@@ -1447,10 +1506,15 @@ static mt_status mti_partial_product(mt_context *ctx, const mt_param *w, mt_tran
 
 static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     mt_tensor all, local = y;
-    int gather = layer->desc.gather_output && !mti_is_whole(layer->weight);
-    MT_TRY(mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, x, &all));
+    int gather = layer->desc.gather_output && !mti_is_whole(layer->weight), sp = layer->desc.sequence_parallel, i, j;
+    mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, x.rows);
+    MT_TRY(mti_gather_chunks(ctx, layer->tensor, sp, &c, x, &all));
     if (gather) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
-    MT_TRY(mti_column_product(ctx, layer->weight, all, local));
+    for (i = 0; i < c.count; i++) {
+        MT_TRY(mt_overlap_wait(ctx, i));
+        for (j = 0; j < c.pieces; j++)
+            MT_TRY(mti_column_product(ctx, layer->weight, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j)));
+    }
     if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mti_column_bias(ctx, layer->bias, local, mt_bias_forward, 0));
     return gather ? mti_gather_features(ctx, layer->tensor, layer->weight, local, y) : MT_SUCCESS;
 }
@@ -1474,6 +1538,7 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
                              "y", mt_none()));
     mark = mt_arena_mark(ctx);
     status = mti_column_forward(ctx, layer, x, y);
+    MT_KEEP(status, mt_overlap_wait_all(ctx));
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS || !saved) return status;
     saved->x = x;
@@ -1489,21 +1554,30 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
     return MT_SUCCESS;
 }
 
-/* The input gradient and its reduction come before the weight gradient, which needs no communication: a backend that can
-   overlap the two will. */
+/* dx = dy W, whose reduction, ticket 0, is on its way. */
+static mt_status mti_column_input_gradient(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
+                                           mt_tensor dx) {
+    int sp = layer->desc.sequence_parallel;
+    mt_tensor partial;
+    mt_status status;
+    MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, dx, &partial));
+    MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, dy, partial));
+    MT_TRY(mt_overlap_begin(ctx, layer->tensor, MT_OVERLAP_COLUMN_BACKWARD));
+    status = sp ? mt_reduce_scatter_to_sequence_region(ctx, layer->tensor, partial, dx)
+                : mt_copy_to_tensor_region_backward(ctx, layer->tensor, dx);
+    return mt_overlap_end(ctx, 0, status);
+}
+
+/* The input is gathered, ticket 1, under the GEMM of its gradient; that is reduced under the GEMM of the weight's gradient. */
 static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
                                      mt_tensor x) {
-    int sp = layer->desc.sequence_parallel;
-    mt_tensor local = dy, partial, all;
+    mt_tensor local = dy, all;
     if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
-    if (dx.data) {
-        MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, dx, &partial));
-        MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, local, partial));
-        if (sp) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, layer->tensor, partial, dx));
-        else MT_TRY(mt_copy_to_tensor_region_backward(ctx, layer->tensor, dx));
-    }
+    MT_TRY(mt_overlap_begin(ctx, layer->tensor, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
+    MT_TRY(mt_overlap_end(ctx, 1, mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, x, &all)));
+    if (dx.data) MT_TRY(mti_column_input_gradient(ctx, layer, local, dx));
     if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mti_column_bias(ctx, layer->bias, local, mt_bias_backward, 1));
-    MT_TRY(mti_all_tokens(ctx, layer->tensor, sp, x, &all));
+    MT_TRY(mt_overlap_wait(ctx, 1));
     return mti_column_weight_gradient(ctx, layer->weight, local, all);
 }
 
@@ -1519,6 +1593,7 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
+    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS) return status;
     return mti_log(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
@@ -1552,13 +1627,20 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
     return mti_expect_shape(ctx, function, out_name, out, out.rows, layer->desc.out_features);
 }
 
+/* A chunk is reduced under the GEMM of the next one. */
 static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
-    int sp = layer->desc.sequence_parallel;
+    int sp = layer->desc.sequence_parallel, i, j;
+    mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, 1, y.rows);
     mt_tensor local = x, partial;
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &local));
     MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, y, &partial));
-    MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, local, partial));
-    MT_TRY(mti_reduce_tokens(ctx, layer->tensor, sp, partial, y));
+    for (i = 0; i < c.count; i++) {
+        for (j = 0; j < c.pieces; j++)
+            MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, mti_piece(&c, local, i, j), mti_piece(&c, partial, i, j)));
+        MT_TRY(mt_overlap_begin(ctx, layer->tensor, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, i, mti_reduce_chunk(ctx, layer->tensor, sp, &c, i, partial, y)));
+    }
+    MT_TRY(mt_overlap_wait_all(ctx));
     return layer->bias && !layer->desc.skip_bias_add ? mt_bias_forward(ctx, y, layer->bias->value) : MT_SUCCESS;
 }
 
@@ -1570,19 +1652,25 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     MT_TRY(mti_expect_travel(ctx, "mt_row_parallel_linear_forward", layer->tensor, 0, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = mti_row_forward(ctx, layer, x, y);
+    MT_KEEP(status, mt_overlap_wait_all(ctx));
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS || !saved) return status;
     saved->x = x;
     return mti_log(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
-/* dx [tokens, local features] = dy W, and dW += dy^T x; dx may be mt_none() */
-static mt_status mti_row_gradients(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x, mt_tensor dx) {
+/* dx [tokens, local features] = dy W */
+static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor dx) {
     int s;
-    MT_TRY(mti_canonical(ctx, dy, &dy));
-    for (s = 0; s < w->shards && dx.data; s++)
+    for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
                         mt_shard_cols(dx, s, w->shards)));
+    return MT_SUCCESS;
+}
+
+/* dW += dy^T x */
+static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+    int s;
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f, mti_param_shard(w, w->grad, s)));
     return MT_SUCCESS;
@@ -1597,14 +1685,21 @@ static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t
 
 static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
                                   mt_tensor x) {
-    int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight);
+    int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight), i, j;
+    mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, dy.rows);
     mt_tensor all, local = dx;
+    MT_TRY(mti_gather_chunks(ctx, layer->tensor, sp, &c, dy, &all));
     if (layer->bias && !layer->desc.skip_bias_add)
         MT_TRY(mti_sum_over_tokens(ctx, layer->tensor, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
-    MT_TRY(mti_all_tokens(ctx, layer->tensor, sp, dy, &all));
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
     if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
-    MT_TRY(mti_row_gradients(ctx, layer->weight, all, x, local));
+    MT_TRY(mti_canonical(ctx, all, &all)); /* once for all shards */
+    for (i = 0; i < c.count; i++) {
+        MT_TRY(mt_overlap_wait(ctx, i));
+        for (j = 0; j < c.pieces && dx.data; j++)
+            MT_TRY(mti_row_input_gradient(ctx, layer->weight, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j)));
+    }
+    MT_TRY(mti_row_weight_gradient(ctx, layer->weight, all, x));
     return gather && dx.data ? mti_gather_features(ctx, layer->tensor, layer->weight, local, dx) : MT_SUCCESS;
 }
 
@@ -1622,6 +1717,7 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
         MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
     mark = mt_arena_mark(ctx);
     status = mti_row_backward(ctx, layer, dy, dx, saved->x);
+    MT_KEEP(status, mt_overlap_wait_all(ctx));
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS) return status;
     return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);

@@ -624,6 +624,51 @@ static mt_status conjugate_adjoints(mt_context *ctx, mt_comm *comm) {
                    TOKENS / n, WIDTH, 0);
 }
 
+/* In chunks of 3, 1 and the remaining rows: the values of the whole calls, and one call each in the ledger. */
+static mt_status in_chunks(mt_context *ctx, mt_comm *comm) {
+    static const int64_t first[] = {0, 3, 4, 9};
+    int size = mt_comm_size(comm), i;
+    mt_tensor whole, part, y[3], want[3];
+    mt_ledger before = mt_comm_ledger(comm), by_one, by_chunks;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 9 * size, 5, &whole));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 9, 5, &part));
+    for (i = 0; i < 3; i++) {
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, i == 1 ? 9 * size : 9, 5, &y[i]));
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, y[i].rows, 5, &want[i]));
+    }
+    fill(whole.data, MT_F32, 1, mt_comm_rank(comm), (size_t)size * 45);
+    fill(part.data, MT_F32, 2, mt_comm_rank(comm), 45);
+    memcpy(y[2].data, part.data, 45 * sizeof(float));
+    memcpy(want[2].data, part.data, 45 * sizeof(float));
+    MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, comm, whole, want[0]));
+    MT_TRY(mt_gather_from_sequence_region(ctx, comm, part, want[1]));
+    MT_TRY(mt_reduce_from_tensor_region_forward(ctx, comm, want[2]));
+    by_one = mt_comm_ledger(comm);
+    for (i = 0; i < 3; i++) { /* on a CPU, begin and end do nothing */
+        int64_t rows = first[i + 1] - first[i];
+        MT_TRY(mt_overlap_begin(ctx, comm, MT_OVERLAP_ALL));
+        MT_TRY(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, whole, y[0], first[i], rows));
+        MT_TRY(mt_gather_rows_from_sequence_region(ctx, comm, part, y[1], first[i], rows));
+        MT_TRY(mt_overlap_end(ctx, i, mt_reduce_rows_from_tensor_region(ctx, comm, y[2], first[i], rows)));
+        MT_TRY(mt_overlap_wait(ctx, i));
+    }
+    MT_TRY(mt_overlap_wait_all(ctx));
+    by_chunks = mt_comm_ledger(comm);
+    for (i = 0; i < 3; i++) CHECK(memcmp(y[i].data, want[i].data, (size_t)y[i].rows * 5 * sizeof(float)) == 0);
+    for (i = 0; i < MT_COLLECTIVE_COUNT; i++) {
+        CHECK(by_chunks.calls[i] - by_one.calls[i] == by_one.calls[i] - before.calls[i]);
+        CHECK(by_chunks.bytes[i] - by_one.bytes[i] == by_one.bytes[i] - before.bytes[i]);
+    }
+    CHECK(mt_overlap_end(ctx, 0, MT_ERR_DATA) == MT_ERR_DATA);
+    CHECK(mt_gather_rows_from_sequence_region(ctx, comm, part, y[1], 4, 6) == MT_ERR_SHAPE);
+    CHECK(strstr(mt_last_error(ctx), "rows [4, 4 + 6) of 9"));
+    CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, whole, y[0], -1, 2) == MT_ERR_SHAPE);
+    CHECK(mt_reduce_rows_from_tensor_region(ctx, comm, y[2], 0, 10) == MT_ERR_SHAPE);
+    CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, part, y[0], 0, 1) == (size == 1 ? MT_SUCCESS : MT_ERR_SHAPE));
+    CHECK(mt_overlap_begin(ctx, NULL, 1) == MT_ERR_ARGUMENT);
+    return MT_SUCCESS;
+}
+
 static mt_status conjugate_rank(mt_comm *world, void *user) {
     mt_context_desc d = small();
     mt_context *ctx;
@@ -632,6 +677,7 @@ static mt_status conjugate_rank(mt_comm *world, void *user) {
     MT_TRY(mt_context_create(world, &d, &ctx));
     status = conjugate_values(ctx, world);
     MT_KEEP(status, conjugate_adjoints(ctx, world));
+    MT_KEEP(status, in_chunks(ctx, world));
     mt_context_destroy(ctx);
     return status;
 }
@@ -754,6 +800,14 @@ static void test_context_arguments(void **state) {
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "-3"));
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, NULL));
+    d = small();
+    d.overlap_chunks = MT_OVERLAP_CHUNKS_MAX + 1;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "overlap_chunks is 9"));
+    d = small();
+    d.no_overlap = 8;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "no_overlap is 8"));
     d = small();
     d.logger.log = keep_log;
     d.logger.user = &log;

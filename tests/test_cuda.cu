@@ -533,13 +533,59 @@ static int close_contexts(void **state) {
     return 0;
 }
 
+/* What is begun goes on beside what comes next, and is there after the wait: x -> y on the second stream, y -> z on the first. */
+static mt_status overlap_rank(mt_comm *world, void *user) {
+    const int *off = (const int *)user;
+    mt_context_desc where;
+    mt_context *ctx;
+    mt_tensor x, y, z;
+    float back[300];
+    mt_status status;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 1 << 16;
+    where.no_overlap = *off;
+    MT_TRY(mt_context_create(world, &where, &ctx));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 3, 100, &x));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 3, 100, &y));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 3, 100, &z));
+    for (int round = 0; round < 8; round++) {
+        CUstream_st *compute = mt_context_stream(ctx);
+        MT_TRY(mt_fill(ctx, x, (float)round));
+        MT_TRY(mt_overlap_begin(ctx, world, MT_OVERLAP_ROW_FORWARD));
+        CHECK((mt_context_stream(ctx) == compute) == (*off != 0));
+        CHECK(*off || mt_overlap_begin(ctx, world, MT_OVERLAP_ROW_FORWARD) == MT_ERR_ARGUMENT);
+        MT_TRY(mt_overlap_end(ctx, round, mt_copy(ctx, x, y)));
+        MT_TRY(mt_fill(ctx, z, -1.0f));
+        if (round & 1) MT_TRY(mt_overlap_wait_all(ctx));
+        else MT_TRY(mt_overlap_wait(ctx, round));
+        MT_TRY(mt_add(ctx, x, y, z));
+        MT_TRY(mt_download(ctx, z, back));
+        for (int i = 0; i < 300; i++) CHECK(back[i] == 2.0f * (float)round);
+    }
+    MT_TRY(mt_overlap_begin(ctx, world, *off ? 0 : MT_OVERLAP_ROW_FORWARD));
+    status = mt_overlap_end(ctx, MT_OVERLAP_CHUNKS_MAX, MT_SUCCESS);
+    CHECK(status == (*off ? MT_SUCCESS : MT_ERR_ARGUMENT));
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_overlap(void **state) {
+    mt_launch_desc d;
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.ranks = 2;
+    d.no_pinning = 1;
+    for (int off = 0; off <= MT_OVERLAP_ROW_FORWARD; off += MT_OVERLAP_ROW_FORWARD) OK(mt_launch(&d, overlap_rank, &off));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_memory),     cmocka_unit_test(test_bias),    cmocka_unit_test(test_activation),
         cmocka_unit_test(test_norm),       cmocka_unit_test(test_dropout), cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_embedding), cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),     cmocka_unit_test(test_context),
-        cmocka_unit_test(test_collectives),
+        cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

@@ -740,19 +740,26 @@ static mt_status linear_check(linear_run *l, linear_results *serial) {
     return linear_check_gradients(l, serial);
 }
 
+typedef struct linear_runs {
+    linear_results *serial;
+    int chunks; /* of tokens */
+} linear_runs;
+
 static mt_status linear_rank(mt_comm *world, void *user) {
-    linear_results *serial = (linear_results *)user;
+    const linear_runs *runs = (const linear_runs *)user;
     mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_context_desc where = {.arena_bytes = (size_t)16 << 20, .overlap_chunks = runs->chunks};
     linear_run *l = (linear_run *)calloc(1, sizeof *l);
     test_rank r;
-    mt_status status = test_rank_open(world, all, NULL, &r);
+    mt_status status = test_rank_open(world, all, &where, &r);
     for (int i = 0; status == MT_SUCCESS && i < LINEAR_CASES; i++) {
         memset(l, 0, sizeof *l);
         l->c = &linear_cases[i];
         l->r = &r;
         status = linear_open(l);
-        if (status == MT_SUCCESS) status = linear_check(l, &serial[i]);
-        if (status == MT_ERR_DATA) fprintf(stderr, "%s on %d ranks\n", l->c->name, mt_comm_size(world));
+        if (status == MT_SUCCESS) status = linear_check(l, &runs->serial[i]);
+        if (status == MT_ERR_DATA)
+            fprintf(stderr, "%s on %d ranks, %d chunks\n", l->c->name, mt_comm_size(world), runs->chunks);
     }
     free(l);
     test_rank_close(&r);
@@ -762,7 +769,11 @@ static mt_status linear_rank(mt_comm *world, void *user) {
 static void test_linear_layers_on_every_split(void **state) {
     static linear_results serial[LINEAR_CASES];
     (void)state;
-    for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], linear_rank, serial);
+    for (int chunks = 0; chunks <= 5; chunks += 5) /* the ledger counts the same */
+        for (size_t i = 0; i < SPLITS; i++) {
+            linear_runs runs = {serial, chunks};
+            test_launch(splits[i], linear_rank, &runs);
+        }
 }
 
 /* A column-parallel layer with the weight of another: one gradient for both, an own bias. */
