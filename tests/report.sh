@@ -24,18 +24,30 @@ line() {
 
 show_log() { sed 's/^/        /' "$1"; }
 
+# Of a long log, how it begins and how it ends.
+show_ends() {
+    lines=$(wc -l <"$1") most=${check_lines:-200}
+    if [ "$lines" -le "$most" ]; then
+        show_log "$1"
+    else
+        head -n $((most / 4)) "$1" | sed 's/^/        /'
+        echo "        ... $((lines - most / 4 - most / 2)) lines ..."
+        tail -n $((most / 2)) "$1" | sed 's/^/        /'
+    fi
+}
+
 # check TITLE COMMAND...: the command fails and prints what is wrong, or it passes
 check() {
-    title=$1
+    title=$1 check_start=$(now)
     shift
     if "$@" >"$check_log" 2>&1 </dev/null; then
-        passed=$((passed + 1))
-        printf '  ok    %s\n' "$title"
+        passed=$((passed + 1)) outcome=ok
     else
-        failed=$((failed + 1))
-        printf '  FAIL  %s\n' "$title"
-        head -n "${check_lines:-200}" "$check_log" | sed 's/^/        /'
+        failed=$((failed + 1)) outcome=FAIL
     fi
+    check_time=$((($(now) - check_start) / 1000))
+    printf '  %-4s  %s%s\n' $outcome "$title" "$([ $check_time -lt 5 ] || echo ", $check_time s")"
+    [ $outcome = ok ] || show_ends "$check_log"
 }
 
 # Something that was not there to be tested, which --strict does not accept ...
