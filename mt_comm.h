@@ -1760,13 +1760,13 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 #define MTI_INLINE static inline
 #endif
 
-MTI_INLINE uint32_t mti_bits(float x) {
+MTI_INLINE MTI_HOST_DEVICE uint32_t mti_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
     return u;
 }
 
-MTI_INLINE float mti_from_bits(uint32_t u) {
+MTI_INLINE MTI_HOST_DEVICE float mti_from_bits(uint32_t u) {
     float x;
     memcpy(&x, &u, sizeof x);
     return x;

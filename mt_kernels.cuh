@@ -10,7 +10,7 @@
        context's device.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
        MT_F16, each view of a call for itself. Always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of a sum),
-       gradients of parameters (dgain, dbias, dtable, and so the C of a GEMM that adds one up), all that the optimizer touches.
+       gradients of parameters (dgain, dbias, dtable, and so the C of a GEMM that adds one up), masters and moments.
      - 16-bit values are widened when they are read; a 16-bit result is the fp32 result, rounded once, to nearest even (NaN
        stays NaN, what is too big is infinity). The CPU holds whole 16-bit views of a call as f32 in the arena.
      - Backward: gradients of parameters are accumulated (+=), gradients of activations are written (=).
@@ -215,14 +215,20 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
 /* ---- optimizer ---------------------------------------------------------------------------------------------------- */
 
 /* AdamW, decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW): with g = grad_scale * grad,
-   param -= lr * weight_decay * param; m, v moments of g; param -= lr * mhat / (sqrt(vhat) + eps). step counts from 1. */
+   param -= lr * weight_decay * param; m, v moments of g; param -= lr * mhat / (sqrt(vhat) + eps). step counts from 1.
+   A 16-bit param is rounded once, in the same pass. Either master (f32, optional) is what is updated, and param its rounded
+   copy, which is not read; or there is none, and stochastic_rounding keeps small updates from being lost: of the two
+   neighbours of x in param's type it takes the one further from zero when the random word of the element (its top 16 bits
+   for bf16, 13 for f16), added to as many bits of x that the type has no place for, carries. So the mean over many
+   roundings is x. */
 typedef struct mt_adamw {
     float lr, beta1, beta2, eps, weight_decay, grad_scale;
     int64_t step;
+    const mt_random *stochastic_rounding; /* where param sits in its global tensor; NULL: to nearest even */
 } mt_adamw;
 
-MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m,
-                               mt_tensor v);
+MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad,
+                               mt_tensor m, mt_tensor v);
 
 #ifdef __cplusplus
 }
@@ -551,6 +557,17 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
 /* ---- >>cpu-half ------------------------------------------------------------------------------------------------- */
 
 static uint16_t *mti_row16(mt_tensor t, int64_t row) { return t.data ? (uint16_t *)t.data + row * mti_ld(t) : NULL; }
+
+/* One of the neighbours of x in a 16-bit type, see mt_adamw, still as a float. Adding 2^-14 gives a denormal of f16 the places
+   of a normal number, as above. Infinity and NaN stay. */
+static MTI_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
+    int drop = dtype == MT_BF16 ? 16 : 13;
+    uint32_t u = mti_bits(x), size = u & 0x7fffffffu;
+    float shift = dtype == MT_F16 && size < 0x38800000u ? 6.103515625e-5f : 0.0f;
+    if (size >= 0x7f800000u) return x;
+    size = mti_bits(mti_from_bits(size) + shift) + (word >> (32 - drop));
+    return mti_from_bits(mti_bits(mti_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
+}
 
 /* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
 static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
@@ -1722,11 +1739,37 @@ static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, fl
     }
 }
 
-static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m, mt_tensor v) {
+/* A row of 16-bit parameters, in blocks: master is NULL when they are all there is. round: NULL, or for elements from e on. */
+static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
+                               float *master, const float *grad, float *m, float *v, int64_t n) {
+    float room[MTI_WORDS];
+    uint32_t words[MTI_WORDS_ROOM];
+    int64_t j, k, count;
+    for (j = 0; j < n; j += count) {
+        float *p = master ? master + j : room;
+        count = mti_min(MTI_WORDS, n - j);
+        if (!master) mti_row_widen(dtype, param + j, room, count);
+        mti_adamw_row(a, p, grad + j, m + j, v + j, count);
+        if (round) {
+            const uint32_t *w = mti_random_words(*round, e + j, count, words);
+            for (k = 0; k < count; k++) room[k] = mti_round_stochastic((int)dtype, room[k], w[k]);
+        }
+        mti_row_round(dtype, p, param + j, count);
+    }
+}
+
+static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad, mt_tensor m,
+                          mt_tensor v) {
+    const mt_random *round = hyper->stochastic_rounding;
     mti_adamw a = mti_adamw_resolve(hyper);
     int64_t i;
-    for (i = 0; i < param.rows; i++)
-        mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+    for (i = 0; i < param.rows; i++) {
+        if (param.dtype == MT_F32)
+            mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+        else
+            mti_adamw_half_row(a, round, round ? mti_random_element(*round, i, 0) : 0, param.dtype, mti_row16(param, i),
+                               mti_row(master, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+    }
 }
 
 /* ---- >>cuda ------------------------------------------------------------------------------------------------------- */
@@ -2621,12 +2664,13 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 
 /* ---- >>cuda-adamw -------------------------------------------------------------------------------------------------------- */
 
-struct mti_adamw_op {
-    mti_view param, grad, m, v;
+template <bool STOCHASTIC> struct mti_adamw_op {
+    mti_view param, master, grad, m, v;
     mti_adamw a;
+    mt_random at;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float p[MTI_CHUNK], g[MTI_CHUNK], first[MTI_CHUNK], second[MTI_CHUNK];
-        mti_load<WIDE>(param, row, col, n, p);
+        mti_load<WIDE>(master.data ? master : param, row, col, n, p);
         mti_load<WIDE>(grad, row, col, n, g);
         mti_load<WIDE>(m, row, col, n, first);
         mti_load<WIDE>(v, row, col, n, second);
@@ -2636,16 +2680,29 @@ struct mti_adamw_op {
             second[j] = a.beta2 * second[j] + a.one_minus_beta2 * (scaled * scaled);
             p[j] = a.keep * p[j] - a.step_size * first[j] / (sqrtf(second[j]) * a.inverse_root2 + a.eps);
         }
-        mti_store<WIDE>(param, row, col, n, p);
+        if (master.data) mti_store<WIDE>(master, row, col, n, p);
         mti_store<WIDE>(m, row, col, n, first);
         mti_store<WIDE>(v, row, col, n, second);
+        if (STOCHASTIC) {
+            uint32_t words[MTI_CHUNK];
+            mti_words_of(at, mti_element_of(at, row, col), words);
+            for (int j = 0; j < MTI_CHUNK; j++) p[j] = mti_round_stochastic(param.dtype, p[j], words[j]);
+        }
+        mti_store<WIDE>(param, row, col, n, p);
     }
 };
 
-static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m,
-                                mt_tensor v) {
-    mti_adamw_op op = {mti_view_of(param), mti_view_of(grad), mti_view_of(m), mti_view_of(v), mti_adamw_resolve(hyper)};
-    int wide = mti_is_wide(param) && mti_is_wide(grad) && mti_is_wide(m) && mti_is_wide(v);
+template <bool STOCHASTIC> static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param,
+                                                           mt_tensor master, mt_tensor grad, mt_tensor m, mt_tensor v) {
+    int wide = mti_is_wide(param) && mti_is_wide(master) && mti_is_wide(grad) && mti_is_wide(m) && mti_is_wide(v);
+    mti_adamw_op<STOCHASTIC> op;
+    op.param = mti_view_of(param);
+    op.master = mti_view_of(master);
+    op.grad = mti_view_of(grad);
+    op.m = mti_view_of(m);
+    op.v = mti_view_of(v);
+    op.a = mti_adamw_resolve(hyper);
+    if (STOCHASTIC) op.at = *hyper->stochastic_rounding;
     return mti_map(ctx, "mt_adamw_step", op, wide, param.rows, param.cols);
 }
 
@@ -3891,15 +3948,28 @@ static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {
     return mti_expect_finite(ctx, "mt_adamw_step", "grad_scale", h->grad_scale);
 }
 
-MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor grad, mt_tensor m,
-                               mt_tensor v) {
+static mt_status mti_expect_rounding(mt_context *ctx, const mt_random *round, mt_tensor param, mt_tensor master) {
+    if (master.data && param.dtype == MT_F32)
+        return mti_fail(ctx, MT_ERR_DTYPE, "mt_adamw_step: param is f32 and has a master, which is for bf16 and f16");
+    if (!round) return MT_SUCCESS;
+    if (master.data || param.dtype == MT_F32)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: stochastic rounding is for bf16 and f16 without a master; param "
+                        "is %s and has %s", mt_dtype_name(param.dtype), master.data ? "a master" : "none");
+    return mti_expect_random(ctx, "mt_adamw_step", *round, param.rows, param.cols);
+}
+
+MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad,
+                               mt_tensor m, mt_tensor v) {
     MT_TRY(mti_expect_adamw(ctx, hyper));
-    MT_TRY(mti_expect_f32(ctx, "mt_adamw_step", "param", param));
+    MT_TRY(mti_expect_float(ctx, "mt_adamw_step", "param", param));
+    MT_TRY(mti_expect_optional(ctx, "mt_adamw_step", "master", master, param.rows, param.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "grad", grad, param.rows, param.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "m", m, param.rows, param.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "v", v, param.rows, param.cols));
-    MTI_ON_CUDA(ctx, mti_cuda_adamw(ctx, hyper, param, grad, m, v));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_adamw(hyper, param, grad, m, v);
+    MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
+    if (hyper->stochastic_rounding) MTI_ON_CUDA(ctx, mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v));
+    MTI_ON_CUDA(ctx, mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_adamw(hyper, param, master, grad, m, v);
     return MT_SUCCESS;
 }
 

@@ -2078,12 +2078,13 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
     hyper.eps = optimizer->desc.eps;
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
+    hyper.stochastic_rounding = NULL;
     for (i = 0; i < optimizer->params->count; i++) {
         const mt_param *p = optimizer->params->list[i];
         mt_tensor m = mti_moment(optimizer, p, optimizer->m), v = mti_moment(optimizer, p, optimizer->v);
         hyper.weight_decay = p->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
         for (s = 0; s < p->shards; s++)
-            MT_TRY(mt_adamw_step(ctx, &hyper, mti_param_shard(p, p->value, s), mti_param_shard(p, p->grad, s),
+            MT_TRY(mt_adamw_step(ctx, &hyper, mti_param_shard(p, p->value, s), mt_none(), mti_param_shard(p, p->grad, s),
                                  mti_param_shard(p, m, s), mti_param_shard(p, v, s)));
     }
     optimizer->step = hyper.step;

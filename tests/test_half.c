@@ -741,13 +741,13 @@ static void test_cross_entropy(void **state) {
 }
 
 static mt_status run_adamw(mt_context *c, const mt_tensor *v) {
-    static const mt_adamw h = {0.1f, 0.9f, 0.99f, 1e-8f, 0.01f, 1, 3};
-    return mt_adamw_step(c, &h, v[0], v[1], v[2], v[3]);
+    static const mt_adamw h = {0.1f, 0.9f, 0.99f, 1e-8f, 0.01f, 1, 3, NULL};
+    return mt_adamw_step(c, &h, v[0], mt_none(), v[1], v[2], v[3]);
 }
 
 static void test_adamw(void **state) {
     static const operation list[] = {
-        {"mt_adamw_step", run_adamw, {F32("param", 3, 5), F32("grad", 3, 5), F32("m", 3, 5), F32("v", 3, 5)}, {{0, 0}}},
+        {"mt_adamw_step", run_adamw, {IN("param", 3, 5), F32("grad", 3, 5), F32("m", 3, 5), F32("v", 3, 5)}, {{0, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);

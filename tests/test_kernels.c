@@ -213,7 +213,7 @@ static void test_exp_and_normal(void **state) {
 
 /* sqrt: with beta1 = beta2 = eps = 0, lr = 1, AdamW subtracts g / sqrt(g^2), which is 1 or -1. */
 static void test_sqrt_sweep(void **state) {
-    mt_adamw h = {1, 0, 0, 0, 0, 1, 1};
+    mt_adamw h = {1, 0, 0, 0, 0, 1, 1, NULL};
     mt_tensor p = ref_filled(1, 20000, 0, 0), g = ref_guarded(1, 20000, 0), m = ref_filled(1, 20000, 0, 0);
     mt_tensor v = ref_filled(1, 20000, 0, 0);
     double *want = ref_doubles(20000);
@@ -224,7 +224,7 @@ static void test_sqrt_sweep(void **state) {
         ref_row(g, 0)[i] = (float)(i & 1 ? x : -x);
         want[i] = i & 1 ? -1 : 1;
     }
-    OK(mt_adamw_step(ref.ctx, &h, p, g, m, v));
+    OK(mt_adamw_step(ref.ctx, &h, p, mt_none(), g, m, v));
     ASSERT_CLOSE(p, want, 0, 2.4e-7); /* square, root, quotient: four roundings */
 }
 
@@ -1115,7 +1115,7 @@ static void test_adamw(void **state) {
     for (k = 0; k < 2; k++) {
         mt_tensor p = ref_random(3, 43, 1, 1, 0), m = ref_filled(3, 43, 2, 0), v = ref_filled(3, 43, 3, 0), g;
         double *wp = ref_values(p), *wm = ref_doubles(129), *wv = ref_doubles(129), *vg;
-        mt_adamw h = {1e-2f, 0.9f, 0.95f, 1e-8f, 0, 0.25f, 0};
+        mt_adamw h = {1e-2f, 0.9f, 0.95f, 1e-8f, 0, 0.25f, 0, NULL};
         h.weight_decay = wd[k];
         for (step = 1; step <= 30; step++) {
             h.step = step;
@@ -1130,7 +1130,7 @@ static void test_adamw(void **state) {
                 vhat = wv[i] / (1 - pow((double)h.beta2, step));
                 wp[i] -= (double)h.lr * mhat / (sqrt(vhat) + (double)h.eps);
             }
-            OK(mt_adamw_step(ref.ctx, &h, p, g, m, v));
+            OK(mt_adamw_step(ref.ctx, &h, p, mt_none(), g, m, v));
         }
         ASSERT_CLOSE(p, wp, 30 * 1e-7, 0); /* one rounding a step */
         ASSERT_CLOSE(m, wm, ELEMENT, ELEMENT);
@@ -1140,7 +1140,7 @@ static void test_adamw(void **state) {
 
 /* Zero gradients move nothing but the decay; denormal and huge moments stay finite. */
 static void test_adamw_edges(void **state) {
-    mt_adamw h = {0.1f, 0.9f, 0.999f, 1e-8f, 0, 1, 1};
+    mt_adamw h = {0.1f, 0.9f, 0.999f, 1e-8f, 0, 1, 1, NULL};
     mt_tensor p = ref_filled(1, 40, 0, 1), g = ref_filled(1, 40, 0, 0), m = ref_filled(1, 40, 0, 0),
               v = ref_filled(1, 40, 0, 0);
     int i;
@@ -1148,7 +1148,7 @@ static void test_adamw_edges(void **state) {
     ref_row(g, 0)[3] = 1e-22f;
     ref_row(g, 0)[4] = 1e18f;
     ref_row(g, 0)[5] = NAN;
-    OK(mt_adamw_step(ref.ctx, &h, p, g, m, v));
+    OK(mt_adamw_step(ref.ctx, &h, p, mt_none(), g, m, v));
     for (i = 0; i < 40; i++) {
         float got = ref_row(p, 0)[i];
         if (i == 4) assert_true(fabsf(got - 0.9f) < 1e-6f);
@@ -1457,14 +1457,16 @@ static void test_bad_cross_entropy(void **state) {
 static void test_bad_adamw(void **state) {
     mt_context *ctx = ref.ctx;
     mt_tensor p = ref_random(3, 5, 0, 1, 0), g = ref_random(3, 5, 0, 1, 0), m = ref_random(3, 5, 0, 1, 0),
-              v = ref_random(3, 5, 0, 1, 0), o = ref_random(3, 4, 0, 1, 0);
-    mt_adamw good = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1}, h;
+              v = ref_random(3, 5, 0, 1, 0), o = ref_random(3, 4, 0, 1, 0), o5 = ref_random(3, 5, 0, 1, 0);
+    mt_tensor half = with_dtype(p, MT_BF16);
+    mt_random at = {1, 2, 0, 0, 4};
+    mt_adamw good = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL}, h;
     (void)state;
 #define WITH(field, value, words)                                                                                      \
     do {                                                                                                               \
         h = good;                                                                                                      \
         h.field = value;                                                                                               \
-        ASSERT_REFUSED(MT_ERR_ARGUMENT, words, mt_adamw_step(ctx, &h, p, g, m, v));                                    \
+        ASSERT_REFUSED(MT_ERR_ARGUMENT, words, mt_adamw_step(ctx, &h, p, mt_none(), g, m, v));                         \
     } while (0)
     WITH(step, 0, "step is 0, counts from 1");
     WITH(beta1, 1, "beta1 is 1");
@@ -1475,12 +1477,20 @@ static void test_bad_adamw(void **state) {
     WITH(lr, NAN, "lr is ");
     WITH(weight_decay, INFINITY, "weight_decay is inf");
     WITH(grad_scale, NAN, "grad_scale is ");
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "hyper is NULL", mt_adamw_step(ctx, NULL, p, g, m, v));
-    ASSERT_REFUSED(MT_ERR_SHAPE, "grad is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, p, o, m, v));
-    ASSERT_REFUSED(MT_ERR_SHAPE, "m is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, p, g, o, v));
-    ASSERT_REFUSED(MT_ERR_SHAPE, "v is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, p, g, m, o));
-    ASSERT_REFUSED(MT_ERR_DTYPE, "param is i32", mt_adamw_step(ctx, &good, with_dtype(p, MT_I32), g, m, v));
-    assert_int_equal(mt_adamw_step(NULL, &good, p, g, m, v), MT_ERR_ARGUMENT);
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "hyper is NULL", mt_adamw_step(ctx, NULL, p, mt_none(), g, m, v));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "grad is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, p, mt_none(), o, m, v));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "m is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, p, mt_none(), g, o, v));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "v is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, p, mt_none(), g, m, o));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "param is i32", mt_adamw_step(ctx, &good, with_dtype(p, MT_I32), mt_none(), g, m, v));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "master is f16", mt_adamw_step(ctx, &good, half, with_dtype(g, MT_F16), g, m, v));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "master is [3, 4], must be [3, 5]", mt_adamw_step(ctx, &good, half, o, g, m, v));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "param is f32 and has a master", mt_adamw_step(ctx, &good, p, o5, g, m, v));
+    h = good;
+    h.stochastic_rounding = &at;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "is bf16 and has a master", mt_adamw_step(ctx, &h, half, o5, g, m, v));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "is f32 and has none", mt_adamw_step(ctx, &h, p, mt_none(), g, m, v));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "4 columns", mt_adamw_step(ctx, &h, half, mt_none(), g, m, v));
+    assert_int_equal(mt_adamw_step(NULL, &good, p, mt_none(), g, m, v), MT_ERR_ARGUMENT);
 #undef WITH
 }
 
@@ -1495,7 +1505,7 @@ static void test_meta(void **state) {
     mt_cross_entropy_shape ce = {32, 0, 0, 0};
     mt_dropout off;
     mt_random at = {1, 2, 0, 0, 16};
-    mt_adamw h = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1};
+    mt_adamw h = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL};
     int32_t *volatile no_memory = (int32_t *)(uintptr_t)64, *ids = no_memory; /* volatile: compilers see through it */
     float host[96];
     size_t used;
@@ -1536,7 +1546,7 @@ static void test_meta(void **state) {
     FINE(mt_cross_entropy_combine(c, &ce, mt_tensor_f32((float *)z.data, 6, 4), 1, ids, loss,
                                   mt_tensor_rows(lse, 0, 2)));
     FINE(mt_cross_entropy_backward(c, &ce, logits, ids, mt_tensor_rows(lse, 0, 2), mt_none(), 1));
-    FINE(mt_adamw_step(c, &h, x, y, z, x));
+    FINE(mt_adamw_step(c, &h, x, mt_none(), y, z, x));
     ASSERT_STATUS(c, MT_ERR_SHAPE, mt_add(c, x, row, z));
     ASSERT_STATUS(c, MT_ERR_SHAPE, mt_attention_forward(c, &s, x, out, lse));
     assert_int_equal(mt_arena_mark(c), used);

@@ -1278,7 +1278,7 @@ static const mt_cross_entropy_shape ce_shape = {GPT_VOCAB, 0, 0.0f, 0};
 static mt_status run_bandwidth(worker *w, int arg) {
     bandwidth_item *b = w->item;
     mt_dropout drop = {.at = {.seed = 1, .stream = 1, .global_cols = HIDDEN}, .p = 0.1f}, off = {.p = 0.0f};
-    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1};
+    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1, NULL};
     mt_tensor bias = mt_tensor_cols(b->vector, 0, HIDDEN), dbias = mt_tensor_cols(b->grads, 0, HIDDEN);
     switch (arg) {
     case BW_NORM: return mt_norm_forward(w->ctx, MT_LAYER_NORM, b->x, bias, bias, 1e-5f, b->y, b->stats);
@@ -1292,7 +1292,7 @@ static mt_status run_bandwidth(worker *w, int arg) {
     case BW_DROP_BACKWARD: return mt_bias_dropout_add_backward(w->ctx, b->x, drop, b->z, dbias);
     case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_shape, b->logits, b->targets, b->scalars);
     case BW_CE_BACKWARD: return mt_cross_entropy_backward(w->ctx, &ce_shape, b->logits, b->targets, b->lse, mt_none(), 1.0f);
-    default: return mt_adamw_step(w->ctx, &adamw, b->p, b->g, b->m, b->v);
+    default: return mt_adamw_step(w->ctx, &adamw, b->p, mt_none(), b->g, b->m, b->v);
     }
 }
 
