@@ -29,6 +29,7 @@
    It does not: own your loop, your tensors or your process; read files; keep globals; exit or abort; allocate after create.
 
    Shapes: activations [tokens, features] with token = sequence * seq + position, weights [out, in], as in PyTorch.
+   Types: everything f32, or bf16 or f16 with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
    Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
    Threads: one context, one communicator, one registry per rank, and a rank is one thread. Config macros: see mt_comm.h.
 
@@ -252,7 +253,8 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
 /* Inference, no dropout: logits [sequences * seq, vocab] of every token, or [sequences, vocab] of each sequence's last one (the
-   last valid one where the batch has lengths); logits.rows decides which. On every tensor rank. */
+   last valid one where the batch has lengths); logits.rows decides which. On every tensor rank. Of any float type: MT_F32 keeps
+   what a 16-bit model rounds away. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
@@ -334,8 +336,8 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
     int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
     int s, shards = mlp->fc1.weight->shards;
     mt_tensor act;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc1.local_features, &saved->h));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, mlp->fc2.local_features, &act));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, training ? &saved->fc1 : NULL));
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
@@ -349,8 +351,8 @@ static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_m
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mlp) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: mlp is NULL", function);
     MT_TRY(mti_expect_weight(ctx, function, mlp->fc1.weight));
-    MT_TRY(mti_expect_shape(ctx, function, in_name, in, in.rows, mlp->desc.hidden));
-    return mti_expect_shape(ctx, function, out_name, out, in.rows, mlp->desc.hidden);
+    MT_TRY(mti_expect_like(ctx, function, mlp->fc1.weight, in_name, in, in.rows, mlp->desc.hidden));
+    return mti_expect_like(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
 }
 
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
@@ -368,8 +370,8 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
 static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved) {
     int s, shards = mlp->fc1.weight->shards;
     mt_tensor dact, dh;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->h.rows, mlp->fc2.local_features, &dact));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->h.rows, mlp->fc1.local_features, &dh));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc2.local_features, &dact));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc1.local_features, &dh));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &mlp->fc2, dy, dact, &saved->fc2));
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
@@ -384,7 +386,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_backward", mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
-    MT_TRY(mti_expect_shape(ctx, "mt_mlp_backward", "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
+    MT_TRY(mti_expect_like(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_mlp_backward(ctx, mlp, dy, dx, saved);
@@ -625,8 +627,8 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
                                        mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
     int64_t tokens = shape->batch * shape->seq;
     saved->lse = mt_none();
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, a->qkv.local_features, &saved->qkv));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, a->proj.local_features, &saved->out));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, a->qkv.local_features, &saved->qkv));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, a->proj.local_features, &saved->out));
     if (training) MT_TRY(mt_arena_tensor(ctx, MT_F32, shape->groups * shape->heads_per_group, tokens, &saved->lse));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, training ? &saved->qkv_in : NULL));
     MT_TRY(mti_attention_core_forward(ctx, a, shape, saved));
@@ -640,8 +642,8 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mti_expect_weight(ctx, function, a->qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
     MT_TRY(mti_rows(ctx, function, a->qkv.tensor, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
-    MT_TRY(mti_expect_shape(ctx, function, in_name, in, rows, a->desc.hidden));
-    return mti_expect_shape(ctx, function, out_name, out, rows, a->desc.hidden);
+    MT_TRY(mti_expect_like(ctx, function, a->qkv.weight, in_name, in, rows, a->desc.hidden));
+    return mti_expect_like(ctx, function, a->qkv.weight, out_name, out, rows, a->desc.hidden);
 }
 
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -667,8 +669,8 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
                                         mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_tensor dout, dqkv;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->out.rows, saved->out.cols, &dout));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->qkv.rows, saved->qkv.cols, &dqkv));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &dout));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
     MT_TRY(mti_attention_core_backward(ctx, a, shape, saved, dout, dqkv));
     MT_TRY(mti_log(ctx, a->qkv.name, 1, "core_attention.input_grad", dqkv, 0, a->qkv.weight));
@@ -897,7 +899,7 @@ static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor 
     mt_tensor inner;
     s->stats = mt_none();
     if (saved) MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, 2, &s->stats));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, x.cols, &inner));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
     if (h->layer->desc.placement == MT_POST_LN) {
         s->norm_in = inner;
         MT_TRY(mti_half_add(ctx, h, x, x, inner, saved));
@@ -930,7 +932,7 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
     mti_drop_call call;
     call.dropout = h->dropout;
     call.dy = call.dblock = dy;
-    if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &call.dblock));
+    if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
     *dblock = call.dblock;
     if (h->bias)
         return mti_sum_over_tokens(ctx, h->layer->tensor, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
@@ -942,7 +944,7 @@ static mt_status mti_half_backward(mt_context *ctx, const mti_half *h, mt_tensor
                                    const mt_transformer_layer_saved *saved) {
     const mt_sublayer_saved *s = h->index == 0 ? &saved->first : &saved->second;
     mt_tensor dinner, dblock;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &dinner));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
     if (h->layer->desc.placement == MT_POST_LN) {
         MT_TRY(mti_norm_backward(ctx, h->norm, s->norm_in, s->stats, dy, mt_none(), dinner));
         MT_TRY(mti_half_drop_backward(ctx, h, dinner, &dblock));
@@ -971,7 +973,7 @@ static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *
     mti_half first = mti_layer_half(layer, batch, 0, x.rows, saved != NULL);
     mti_half second = mti_layer_half(layer, batch, 1, x.rows, saved != NULL);
     mt_tensor middle;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, x.cols, &middle));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &middle));
     MT_TRY(mti_half_forward(ctx, &first, x, middle, saved));
     return mti_half_forward(ctx, &second, middle, y, saved);
 }
@@ -994,7 +996,7 @@ static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer 
     mti_half second = mti_layer_half(layer, &saved->attention.batch, 1, dy.rows, 1);
     mt_tensor dmiddle;
     size_t mark;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &dmiddle));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dmiddle));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_half_backward(ctx, &second, dy, dmiddle, saved));
     mt_arena_release(ctx, mark);
@@ -1004,13 +1006,15 @@ static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer 
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
                                                mt_tensor dx, const mt_transformer_layer_saved *saved) {
     static const char *const function = "mt_transformer_layer_backward";
+    const mt_param *weight;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
-    MT_TRY(mti_expect_shape(ctx, function, "saved->first.norm_in", saved->first.norm_in, dy.rows, dy.cols));
-    MT_TRY(mti_expect_shape(ctx, function, "saved->second.norm_in", saved->second.norm_in, dy.rows, dy.cols));
+    weight = layer->attention.qkv.weight;
+    MT_TRY(mti_expect_like(ctx, function, weight, "saved->first.norm_in", saved->first.norm_in, dy.rows, dy.cols));
+    MT_TRY(mti_expect_like(ctx, function, weight, "saved->second.norm_in", saved->second.norm_in, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);
     status = mti_layer_backward(ctx, layer, dy, dx, saved);
     mt_arena_release(ctx, mark);
@@ -1152,17 +1156,18 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
                                mt_gpt_saved *saved, mt_tensor *y) {
     int64_t ranks = gpt->desc.layer.sequence_parallel ? mt_comm_size(gpt->tokens.tensor) : 1, i;
     int64_t rows = batch->sequences * batch->seq / ranks, hidden = gpt->desc.layer.hidden;
+    mt_dtype dtype = gpt->tokens.weight->value.dtype;
     mt_tensor x, next;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, hidden, &x));
+    MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &x));
     MT_TRY(mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, hidden, &next));
+    MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &next));
     for (i = 0; i < gpt->desc.layers; i++) {
         mt_tensor done = x;
         MT_TRY(mt_transformer_layer_forward(ctx, &gpt->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
         x = next;
         next = done;
         if (saved && (i + 1 < gpt->desc.layers || gpt->final_norm.weight))
-            MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, hidden, &next));
+            MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &next));
     }
     *y = x;
     if (!gpt->final_norm.weight) return MT_SUCCESS;
@@ -1190,7 +1195,7 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
                                  const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
     mt_tensor x, logits;
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, saved, &x));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, batch->sequences * batch->seq, gpt->head.local_features, &logits));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, gpt->head.local_features, &logits));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL));
     MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits, targets, loss,
                                                    saved ? &saved->loss : NULL));
@@ -1254,8 +1259,8 @@ static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, cons
 static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved) {
     mt_tensor dy, dx, done;
     int64_t i;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, saved->head.x.rows, saved->head.x.cols, &dy));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &dx));
+    MT_TRY(mt_arena_tensor(ctx, saved->head.x.dtype, saved->head.x.rows, saved->head.x.cols, &dy));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dx));
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     MT_TRY(mti_log(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
     MT_TRY(mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, dy, &saved->head));
@@ -1299,7 +1304,7 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
     int64_t i, row = 0;
     *out = x;
     if (n == x.rows) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, n, x.cols, out));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, n, x.cols, out));
     for (i = 0; i < n; i++) {
         MT_TRY(mti_last_row(ctx, batch, i, &row));
         MT_TRY(mt_copy(ctx, mt_tensor_rows(x, row, 1), mt_tensor_rows(*out, i, 1)));
@@ -1314,7 +1319,7 @@ static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, NULL, &x));
     MT_TRY(mti_all_tokens(ctx, gpt->head.tensor, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
-    if (gather) MT_TRY(mt_arena_tensor(ctx, MT_F32, logits.rows, gpt->head.local_features, &local));
+    if (gather) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, gpt->head.local_features, &local));
     MT_TRY(mti_column_product(ctx, gpt->head.weight, x, local));
     return gather ? mti_gather_features(ctx, gpt->head.tensor, gpt->head.weight, local, logits) : MT_SUCCESS;
 }
@@ -1327,8 +1332,8 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     mt_status status;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
-    MT_TRY(mti_expect_shape(ctx, function, "logits", logits, logits.rows == batch->sequences ? batch->sequences : tokens,
-                      gpt->desc.vocab));
+    MT_TRY(mti_expect_float_shape(ctx, function, "logits", logits,
+                                  logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     mark = mt_arena_mark(ctx);
     status = mti_gpt_logits(ctx, gpt, batch, ids, logits);

@@ -124,9 +124,9 @@ typedef struct mt_param_desc {
     int shared_embedding;   /* 1: lives on first and last pipeline stage, gradients summed over the embedding group */
 } mt_param_desc;
 
-/* A parameter of this rank. value and grad are shards [local rows, local cols], contiguous, fp32, valid after
-   mt_params_init; read and write them freely. In invariant mode they hold the `shards` virtual shards of this rank one after
-   the other, each contiguous: a matrix split by columns is then [shards * rows, local_features / shards]. */
+/* A parameter of this rank. value, in the registry's type, and grad, MT_F32, are shards [local rows, local cols], contiguous,
+   valid after mt_params_init; read and write them freely. In invariant mode they hold the `shards` virtual shards of this rank
+   one after the other, each contiguous: a matrix split by columns is then [shards * rows, local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
@@ -141,10 +141,18 @@ typedef struct mt_params mt_params; /* opaque: the registry */
 /* grid must outlive the registry. ctx is the one that all its parameters live on. */
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out);
 MT_API void mt_params_destroy(mt_params *params); /* frees values, gradients, descriptions; NULL is allowed */
+
+/* The type of the model: MT_F32 (the default), MT_BF16 or MT_F16. Every parameter has it, and so have the activations and their
+   gradients: what layers take, give, save and send between ranks. Gradients of parameters, statistics and the loss are MT_F32,
+   and so is what the optimizer keeps. In invariant mode partial sums travel as MT_F32, and are rounded where they end.
+   Before the first parameter is added. */
+MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype);
+MT_API mt_dtype mt_params_dtype(const mt_params *params);
+
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
-/* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed: any
-   split starts from the same model. Afterwards no parameter can be added. A second call fills again. */
+/* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed, drawn
+   in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call fills again. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -157,7 +165,8 @@ MT_API int64_t mt_params_global_elements(const mt_params *params);            /*
 
 /* Between a parameter's shard and the whole unsharded tensor in host memory, float [rows, cols] without padding. scatter
    takes this rank's part of `global` (no communication). gather is collective over the tensor group: every rank gets all.
-   shard is param->value, param->grad or any tensor of their shape (optimizer state). Scratch comes from the arena. */
+   shard is param->value, param->grad or any tensor of their shape (optimizer state), of any float type: it is widened and
+   rounded on the way. Scratch comes from the arena. */
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard);
 MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard, float *global);
 
@@ -293,16 +302,20 @@ typedef struct mt_optimizer_desc {
     float beta1, beta2;  /* 0: 0.9, 0.999 */
     float eps;           /* 0: 1e-8 */
     float weight_decay;  /* of parameters with desc.weight_decay; 0: none */
+    int stochastic_rounding; /* 1: of 16-bit parameters no master is kept, see mt_adamw: 14 bytes for each instead of 18 */
+    uint64_t seed;       /* of that: element e of a parameter's step n takes word e of stream (FNV-1a of its name) + n */
 } mt_optimizer_desc;
 
 typedef struct mt_optimizer {
     mt_optimizer_desc desc;
     mt_params *params;
     float *m, *v;     /* first and second moments, see mt_optimizer_moments */
-    int64_t elements; /* of m and of v */
+    float *master;    /* what 16-bit parameters are the rounded copy of, or NULL, see mt_optimizer_master */
+    int64_t elements; /* of m, of v, and of master */
     int64_t step;     /* steps done */
 } mt_optimizer;
 
+/* Masters start as the parameters are: create the optimizer when they have their values. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
 
@@ -310,7 +323,13 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
                                       mt_tensor *v);
 
-/* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). */
+/* What the next step updates: the parameter's master, or its value where that has none. Who writes a master writes the value,
+   too, and the other way round. */
+MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                     mt_tensor *master);
+
+/* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). Masters are updated and
+   parameters rounded in one pass. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
 /* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`. */
@@ -532,7 +551,7 @@ static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
 /* Where the canonical form of something that is going to be written will be. */
 static mt_status mti_canonical_room(mt_context *ctx, mt_tensor t, mt_tensor *out) {
     *out = t;
-    if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, out);
+    if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, t.dtype, t.rows, t.cols, out);
     if (ctx->invariant) out->ld = t.cols; /* of one row, too */
     return MT_SUCCESS;
 }
@@ -630,7 +649,9 @@ struct mt_params {
     const mt_grid *grid;
     mt_param **list;
     int count, capacity;
-    float *values, *grads;     /* NULL until mt_params_init */
+    mt_dtype dtype;            /* of values */
+    void *values;              /* NULL until mt_params_init */
+    float *grads;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
     float *subtrees;           /* invariant mode: [levels, elements], sums of 1, 2, 4, ... micro-batches */
     int levels;                /* of the tree over the micro-batches of a rank */
@@ -670,13 +691,31 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
     return MT_SUCCESS;
 }
 
+MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || params->count > 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_dtype: %s", params ? "there are parameters already" :
+                        "params is NULL");
+    if (!mti_is_float(dtype))
+        return mti_fail(ctx, MT_ERR_DTYPE, "mt_params_set_dtype: parameters cannot be %s, but f32, bf16 or f16",
+                        mt_dtype_name(dtype));
+    params->dtype = dtype;
+    return MT_SUCCESS;
+}
+
+MT_API mt_dtype mt_params_dtype(const mt_params *params) { return params ? params->dtype : MT_F32; }
+
+static size_t mti_params_bytes(const mt_params *params, int64_t elements) {
+    return (size_t)elements * mt_dtype_size(params->dtype);
+}
+
 MT_API void mt_params_destroy(mt_params *params) {
     mt_context *ctx;
     int i;
     if (!params) return;
     ctx = params->ctx;
     mti_params_free_buffers(params);
-    mt_context_free(ctx, params->values, (size_t)params->elements * sizeof(float));
+    mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
     mt_context_free(ctx, params->grads, (size_t)params->elements * sizeof(float));
     mt_context_free(ctx, params->subtrees, (size_t)(params->elements * params->levels) * sizeof(float));
     for (i = 0; i < params->count; i++) mti_host_free(params->list[i]);
@@ -782,15 +821,14 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
 static void mti_param_shape(const mt_params *params, mt_param *p) {
     const mt_param_desc *d = &p->desc;
     int split = d->placement != MT_REPLICATED;
+    int64_t rows, cols;
     p->shards = split ? mti_shards(params->ctx, params->grid->tensor) : 1;
     p->local_features = split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit,
                                                                p->shards * p->tensor_size) : d->rows;
-    p->value = mt_tensor_f32(NULL, p->local_features, d->cols);
-    if (d->placement == MT_SPLIT_COLS && d->rows > 1)
-        p->value = mt_tensor_f32(NULL, p->shards * d->rows, p->local_features / p->shards);
-    else if (d->placement == MT_SPLIT_COLS)
-        p->value = mt_tensor_f32(NULL, d->rows, p->local_features);
-    p->grad = p->value;
+    rows = d->placement != MT_SPLIT_COLS ? p->local_features : d->rows > 1 ? p->shards * d->rows : 1;
+    cols = d->placement != MT_SPLIT_COLS ? d->cols : d->rows > 1 ? p->local_features / p->shards : p->local_features;
+    p->value = mt_tensor_make(NULL, params->dtype, rows, cols);
+    p->grad = mt_tensor_make(NULL, MT_F32, rows, cols);
 }
 
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out) {
@@ -826,7 +864,9 @@ static mt_status mti_params_keep(mt_params *params, int count, void *layer, size
 }
 
 /* Elements of a parameter's shard in the registry's memory, rounded up so that each starts on a 64-byte boundary. */
-static int64_t mti_param_slot(const mt_param *p) { return mti_round_up(p->value.rows * p->value.cols, 16); }
+static int64_t mti_param_slot(const mt_param *p) {
+    return mti_round_up(p->value.rows * p->value.cols, (int64_t)(MTI_ALIGNMENT / mt_dtype_size(p->value.dtype)));
+}
 
 /* The slots of all parameters together. */
 static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_t *sum) {
@@ -842,20 +882,20 @@ static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_
 }
 
 static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t elements) {
-    size_t bytes = (size_t)elements * sizeof(float), more;
+    size_t bytes = (size_t)elements * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL;
     mt_status status;
     while (params->grid->data_size << params->levels < ctx->invariant_data) params->levels++;
     more = bytes * (size_t)params->levels;
-    status = mt_context_alloc(ctx, bytes, &values);
+    status = mt_context_alloc(ctx, value_bytes, &values);
     if (status == MT_SUCCESS) status = mt_context_alloc(ctx, bytes, &grads);
     if (status == MT_SUCCESS && more > 0) status = mt_context_alloc(ctx, more, &subtrees);
     if (status != MT_SUCCESS) {
         mt_context_free(ctx, grads, bytes);
-        mt_context_free(ctx, values, bytes);
+        mt_context_free(ctx, values, value_bytes);
         return status;
     }
-    params->values = (float *)values;
+    params->values = values;
     params->grads = (float *)grads;
     params->subtrees = (float *)subtrees;
     params->elements = elements;
@@ -872,7 +912,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
         for (i = 0; i < params->count; i++) {
             mt_param *p = params->list[i];
             if ((p->desc.sequence_partial != 0) != (pass == 0)) continue;
-            p->value.data = params->values + at;
+            p->value.data = (char *)params->values + mti_params_bytes(params, at);
             p->grad.data = params->grads + at;
             at += mti_param_slot(p);
         }
@@ -888,22 +928,34 @@ static uint64_t mti_name_stream(const char *name) {
     return h;
 }
 
+/* Random numbers for a block: step 0 is initialisation. */
+static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed, uint64_t step) {
+    mt_random at;
+    at.seed = seed;
+    at.stream = mti_name_stream(p->name) + step;
+    at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : b.global;
+    at.first_col = p->desc.placement == MT_SPLIT_COLS ? b.global : 0;
+    at.global_cols = p->desc.cols;
+    return at;
+}
+
 static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t seed) {
     int64_t i;
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, p->tensor_rank, i);
         mt_tensor view = mti_param_block_view(p, p->value, b);
-        mt_random at;
+        mt_random at = mti_param_random(p, b, seed, 0);
         if (b.count == 0) continue;
-        at.seed = seed;
-        at.stream = mti_name_stream(p->name);
-        at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : b.global;
-        at.first_col = p->desc.placement == MT_SPLIT_COLS ? b.global : 0;
-        at.global_cols = p->desc.cols;
         if (p->desc.init_std > 0.0f) MT_TRY(mt_random_normal(ctx, view, p->desc.init_std, at));
         else MT_TRY(mt_fill(ctx, view, p->desc.init_value));
     }
     return MT_SUCCESS;
+}
+
+/* Zero is the same bits in every type, and slots are whole words: as f32 it needs no scratch memory. */
+static mt_status mti_params_zero(mt_context *ctx, const mt_params *params) {
+    int64_t words = (int64_t)(mti_params_bytes(params, params->elements) / sizeof(float));
+    return mt_fill(ctx, mt_tensor_make(params->values, MT_F32, 1, words), 0.0f);
 }
 
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed) {
@@ -912,7 +964,7 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
     if (!params || params->count == 0)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_init: %s", params ? "there are no parameters" : "params is NULL");
     if (!params->values) MT_TRY(mti_params_place(ctx, params));
-    MT_TRY(mt_fill(ctx, mt_tensor_f32(params->values, 1, params->elements), 0.0f));
+    MT_TRY(mti_params_zero(ctx, params));
     for (i = 0; i < params->count; i++) MT_TRY(mti_param_init(ctx, params->list[i], seed));
     return mt_params_zero_grad(ctx, params);
 }
@@ -962,15 +1014,25 @@ MT_API int64_t mt_params_global_elements(const mt_params *params) {
     return n;
 }
 
+/* What is not f32 is converted in the arena. */
+static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int to_host) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor f32 = rows;
+    int half = rows.dtype != MT_F32;
+    if (half) MT_TRY(mt_arena_tensor(ctx, MT_F32, rows.rows, rows.cols, &f32));
+    if (half && to_host) MT_TRY(mt_convert(ctx, rows, f32));
+    MT_TRY(to_host ? mt_download(ctx, f32, host) : mt_upload(ctx, host, f32));
+    if (half && !to_host) MT_TRY(mt_convert(ctx, f32, rows));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
 /* Copies between a block of a shard and its place in the whole tensor on the host; row by row where that is not contiguous. */
 static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, int64_t host_ld, int to_host) {
     int64_t i, step = host_ld == block.cols ? block.rows : 1;
     if (block.cols == 0) return MT_SUCCESS;
-    for (i = 0; i < block.rows; i += step) {
-        mt_tensor rows = mt_tensor_rows(block, i, step);
-        if (to_host) MT_TRY(mt_download(ctx, rows, host + i * host_ld));
-        else MT_TRY(mt_upload(ctx, host + i * host_ld, rows));
-    }
+    for (i = 0; i < block.rows; i += step)
+        MT_TRY(mti_rows_copy(ctx, mt_tensor_rows(block, i, step), host + i * host_ld, to_host));
     return MT_SUCCESS;
 }
 
@@ -990,7 +1052,9 @@ static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!p || !shard.data || !host)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !p ? "param" : host ? "shard" : host_name);
-    if (shard.dtype != MT_F32) return mti_fail(ctx, MT_ERR_DTYPE, "%s: the shard is not f32", function);
+    if (!mti_is_float(shard.dtype))
+        return mti_fail(ctx, MT_ERR_DTYPE, "%s: the shard is %s, must be f32, bf16 or f16", function,
+                        mt_dtype_name(shard.dtype));
     if (shard.rows != p->value.rows || shard.cols != p->value.cols || mti_ld(shard) != shard.cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "%s: the shard of '%s' is [%lld, %lld], contiguous; got [%lld, %lld], ld %lld",
                         function, p->name, (long long)p->value.rows, (long long)p->value.cols, (long long)shard.rows,
@@ -1000,17 +1064,22 @@ static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt
 
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard) {
     float *host;
+    size_t mark;
+    mt_status status;
     MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
+    mark = mt_arena_mark(ctx);
     memcpy(&host, &global, sizeof host); /* only read: mti_shard_copy serves both directions */
-    return mti_shard_copy(ctx, param, param->tensor_rank, shard, host, 0);
+    status = mti_shard_copy(ctx, param, param->tensor_rank, shard, host, 0);
+    mt_arena_release(ctx, mark);
+    return status;
 }
 
 static mt_status mti_param_gather(mt_context *ctx, mt_params *params, const mt_param *p, mt_tensor shard, float *global) {
     mt_tensor all;
     int r;
     if (p->desc.placement == MT_REPLICATED || p->tensor_size == 1) return mti_shard_copy(ctx, p, 0, shard, global, 1);
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, shard.rows * p->tensor_size, shard.cols, &all));
-    MT_TRY(mt_all_gather(ctx, params->grid->tensor, shard.data, all.data, (size_t)(shard.rows * shard.cols), MT_F32));
+    MT_TRY(mt_arena_tensor(ctx, shard.dtype, shard.rows * p->tensor_size, shard.cols, &all));
+    MT_TRY(mt_all_gather(ctx, params->grid->tensor, shard.data, all.data, (size_t)(shard.rows * shard.cols), shard.dtype));
     for (r = 0; r < p->tensor_size; r++)
         MT_TRY(mti_shard_copy(ctx, p, r, mt_tensor_rows(all, r * shard.rows, shard.rows), global, 1));
     return MT_SUCCESS;
@@ -1237,6 +1306,15 @@ static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_com
                     mt_comm_size(tensor));
 }
 
+/* A view of exactly [rows, cols], in the type of the layer's weight: an activation or its gradient. */
+static mt_status mti_expect_like(mt_context *ctx, const char *function, const mt_param *weight, const char *name, mt_tensor t,
+                                 int64_t rows, int64_t cols) {
+    MT_TRY(mti_expect_float_shape(ctx, function, name, t, rows, cols));
+    if (t.dtype == weight->value.dtype) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
+                    mt_dtype_name(weight->value.dtype));
+}
+
 static mt_status mti_expect_weight(mt_context *ctx, const char *function, const mt_param *weight) {
     if (weight && weight->value.data) return MT_SUCCESS;
     return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
@@ -1316,7 +1394,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x
         *out = mt_tensor_cols(x, first.global, p->local_features);
         return MT_SUCCESS;
     }
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, p->local_features, out));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < blocks; i++) {
         mti_block b = mti_param_block(p, p->tensor_rank, i);
@@ -1330,8 +1408,8 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_
     mt_tensor all;
     int64_t i;
     int r;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, local.rows * p->tensor_size, local.cols, &all));
-    MT_TRY(mt_all_gather(ctx, tensor, local.data, all.data, (size_t)(local.rows * local.cols), MT_F32));
+    MT_TRY(mt_arena_tensor(ctx, local.dtype, local.rows * p->tensor_size, local.cols, &all));
+    MT_TRY(mt_all_gather(ctx, tensor, local.data, all.data, (size_t)(local.rows * local.cols), local.dtype));
     for (r = 0; r < p->tensor_size; r++)
         for (i = 0; i < mti_param_blocks(p); i++) {
             mti_block b = mti_param_block(p, r, i);
@@ -1345,15 +1423,17 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_
 static mt_status mti_all_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor x, mt_tensor *out) {
     *out = x;
     if (!sequence_parallel || mt_comm_size(tensor) == 1) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows * mt_comm_size(tensor), x.cols, out));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tensor), x.cols, out));
     return mt_gather_from_sequence_region(ctx, tensor, x, *out);
 }
 
-/* Where partial sums [tokens, n] go before mti_reduce_tokens: y itself, or the arena under sequence parallelism. */
+/* Where partial sums [tokens, n] go before mti_reduce_tokens: y itself, or the arena under sequence parallelism, and for 16-bit
+   types in invariant mode: there sums stay f32 until the last one, since ranks and virtual shards must meet in the same way. */
 static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor y, mt_tensor *out) {
+    int ranks = sequence_parallel ? mt_comm_size(tensor) : 1;
     *out = y;
-    if (!sequence_parallel || mt_comm_size(tensor) == 1) return MT_SUCCESS;
-    return mt_arena_tensor(ctx, MT_F32, y.rows * mt_comm_size(tensor), y.cols, out);
+    if (ranks == 1 && (!ctx->invariant || y.dtype == MT_F32)) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, ctx->invariant ? MT_F32 : y.dtype, y.rows * ranks, y.cols, out);
 }
 
 /* -- tokens in chunks, so that one chunk is multiplied while another one is communicated -- */
@@ -1408,8 +1488,12 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tensor, int sequenc
 
 /* Sums the partial results of all ranks into y: all-reduce, or reduce-scatter under sequence parallelism. */
 static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor partial, mt_tensor y) {
-    if (sequence_parallel) return mt_reduce_scatter_to_sequence_region(ctx, tensor, partial, y);
-    return mt_reduce_from_tensor_region_forward(ctx, tensor, y);
+    mt_tensor sum = y;
+    if (partial.dtype != y.dtype && sequence_parallel) MT_TRY(mt_arena_tensor(ctx, MT_F32, y.rows, y.cols, &sum));
+    else if (partial.dtype != y.dtype) sum = partial;
+    if (sequence_parallel) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, tensor, partial, sum));
+    else MT_TRY(mt_reduce_from_tensor_region_forward(ctx, tensor, sum));
+    return sum.dtype != y.dtype ? mt_convert(ctx, sum, y) : MT_SUCCESS;
 }
 
 /* The same for one of several chunks. */
@@ -1509,7 +1593,7 @@ static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_li
     int gather = layer->desc.gather_output && !mti_is_whole(layer->weight), sp = layer->desc.sequence_parallel, i, j;
     mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, x.rows);
     MT_TRY(mti_gather_chunks(ctx, layer->tensor, sp, &c, x, &all));
-    if (gather) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
+    if (gather) MT_TRY(mt_arena_tensor(ctx, y.dtype, all.rows, layer->local_features, &local));
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (j = 0; j < c.pieces; j++)
@@ -1524,9 +1608,10 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
                                   const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_expect_shape(ctx, function, in_name, in, in.rows, layer->desc.in_features));
-    return mti_expect_shape(ctx, function, out_name, out, mti_tokens(layer->tensor, layer->desc.sequence_parallel, in.rows),
-                      layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
+    MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
+    return mti_expect_like(ctx, function, layer->weight, out_name, out,
+                           mti_tokens(layer->tensor, layer->desc.sequence_parallel, in.rows),
+                           layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
 }
 
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
@@ -1559,13 +1644,10 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mt_column_para
                                            mt_tensor dx) {
     int sp = layer->desc.sequence_parallel;
     mt_tensor partial;
-    mt_status status;
     MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, dy, partial));
     MT_TRY(mt_overlap_begin(ctx, layer->tensor, MT_OVERLAP_COLUMN_BACKWARD));
-    status = sp ? mt_reduce_scatter_to_sequence_region(ctx, layer->tensor, partial, dx)
-                : mt_copy_to_tensor_region_backward(ctx, layer->tensor, dx);
-    return mt_overlap_end(ctx, 0, status);
+    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, layer->tensor, sp, partial, dx)); /* f backward */
 }
 
 /* The input is gathered, ticket 1, under the GEMM of its gradient; that is reduced under the GEMM of the weight's gradient. */
@@ -1589,7 +1671,7 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mti_expect_shape(ctx, function, "dx", dx, saved->x.rows, layer->desc.in_features));
+    if (dx.data) MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
@@ -1622,9 +1704,10 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_expect_shape(ctx, function, in_name, in, mti_tokens(layer->tensor, layer->desc.sequence_parallel, out.rows),
-                      layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
-    return mti_expect_shape(ctx, function, out_name, out, out.rows, layer->desc.out_features);
+    MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in,
+                           mti_tokens(layer->tensor, layer->desc.sequence_parallel, out.rows),
+                           layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
+    return mti_expect_like(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
 }
 
 /* A chunk is reduced under the GEMM of the next one. */
@@ -1692,7 +1775,7 @@ static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear 
     if (layer->bias && !layer->desc.skip_bias_add)
         MT_TRY(mti_sum_over_tokens(ctx, layer->tensor, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
-    if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, MT_F32, all.rows, layer->local_features, &local));
+    if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, dx.dtype, all.rows, layer->local_features, &local));
     MT_TRY(mti_canonical(ctx, all, &all)); /* once for all shards */
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
@@ -1711,7 +1794,7 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mti_expect_shape(ctx, function, "dx", dx, saved->x.rows, saved->x.cols));
+    if (dx.data) MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     if (layer->bias && !layer->desc.skip_bias_add)
         MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
@@ -1755,7 +1838,7 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
     MT_TRY(mti_rows(ctx, function, layer->tensor, layer->desc.sequence_parallel, tokens, &rows));
-    MT_TRY(mti_expect_shape(ctx, function, what, y, rows, layer->desc.features));
+    MT_TRY(mti_expect_like(ctx, function, layer->weight, what, y, rows, layer->desc.features));
     return mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
@@ -1819,8 +1902,8 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
                         (double)desc->label_smoothing);
     MT_TRY(mti_expect_shards(ctx, function, tensor));
     shards = mti_shards(ctx, tensor);
-    return mti_expect_shape(ctx, function, "logits", logits, logits.rows,
-                            shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor)));
+    return mti_expect_float_shape(ctx, function, "logits", logits, logits.rows,
+                                  shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor)));
 }
 
 /* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum). */
@@ -2003,7 +2086,10 @@ MT_API float mt_clip_coefficient(float norm, float max_norm) {
 
 /* ---- >>optimizer -------------------------------------------------------------------------------------------------- */
 
-static mt_status mti_optimizer_check(mt_context *ctx, const mt_optimizer_desc *d) {
+static mt_status mti_optimizer_check(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
+    if (d->stochastic_rounding && params->dtype == MT_F32)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: stochastic_rounding is for bf16 and f16 parameters, these "
+                        "are f32");
     if (d->beta1 >= 0.0f && d->beta1 < 1.0f && d->beta2 >= 0.0f && d->beta2 < 1.0f && d->eps > 0.0f &&
         d->weight_decay >= 0.0f)
         return MT_SUCCESS;
@@ -2011,10 +2097,40 @@ static mt_status mti_optimizer_check(mt_context *ctx, const mt_optimizer_desc *d
                     (double)d->beta1, (double)d->beta2, (double)d->eps, (double)d->weight_decay);
 }
 
+/* n elements for each parameter's gradient: m, v or masters. */
+static mt_status mti_optimizer_alloc(mt_context *ctx, mt_optimizer *optimizer, float **out) {
+    void *memory;
+    MT_TRY(mt_context_alloc(ctx, (size_t)optimizer->elements * sizeof(float), &memory));
+    *out = (float *)memory;
+    return MT_SUCCESS;
+}
+
+/* The part of `state` (m, v or masters) that belongs to a parameter of the optimizer's registry. */
+static mt_tensor mti_optimizer_shard(const mt_optimizer *optimizer, const mt_param *p, float *state) {
+    mt_tensor t = p->grad;
+    t.data = state + ((const float *)p->grad.data - optimizer->params->grads);
+    return t;
+}
+
+static mt_tensor mti_optimizer_master(const mt_optimizer *optimizer, const mt_param *p) {
+    return optimizer->master ? mti_optimizer_shard(optimizer, p, optimizer->master) : mt_none();
+}
+
+static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) {
+    int i, masters = optimizer->params->dtype != MT_F32 && !optimizer->desc.stochastic_rounding;
+    MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->m));
+    MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->v));
+    if (masters) MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->master));
+    for (i = 0; masters && i < optimizer->params->count; i++) {
+        const mt_param *p = optimizer->params->list[i];
+        MT_TRY(mt_convert(ctx, p->value, mti_optimizer_master(optimizer, p)));
+    }
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out) {
     mt_optimizer_desc d;
-    size_t bytes;
-    void *m, *v;
+    mt_status status;
     MT_TRY(mti_params_ready(ctx, params, "mt_optimizer_create"));
     if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: out is NULL");
     memset(&d, 0, sizeof d);
@@ -2022,20 +2138,14 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     d.beta1 = mti_default(d.beta1, 0.9f);
     d.beta2 = mti_default(d.beta2, 0.999f);
     d.eps = mti_default(d.eps, 1e-8f);
-    MT_TRY(mti_optimizer_check(ctx, &d));
+    MT_TRY(mti_optimizer_check(ctx, params, &d));
     memset(out, 0, sizeof *out);
-    bytes = (size_t)params->elements * sizeof(float);
-    MT_TRY(mt_context_alloc(ctx, bytes, &m));
-    if (mt_context_alloc(ctx, bytes, &v) != MT_SUCCESS) {
-        mt_context_free(ctx, m, bytes);
-        return MT_ERR_MEMORY;
-    }
     out->desc = d;
     out->params = params;
     out->elements = params->elements;
-    out->m = (float *)m;
-    out->v = (float *)v;
-    return MT_SUCCESS;
+    status = mti_optimizer_memory(ctx, out);
+    if (status != MT_SUCCESS) mt_optimizer_destroy(ctx, out);
+    return status;
 }
 
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
@@ -2044,32 +2154,61 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
     bytes = (size_t)optimizer->elements * sizeof(float);
     mt_context_free(ctx, optimizer->m, bytes);
     mt_context_free(ctx, optimizer->v, bytes);
+    mt_context_free(ctx, optimizer->master, bytes);
     memset(optimizer, 0, sizeof *optimizer);
 }
 
-/* The part of `moments` (m or v) that belongs to a parameter of the optimizer's registry. */
-static mt_tensor mti_moment(const mt_optimizer *optimizer, const mt_param *p, float *moments) {
-    mt_tensor t = p->value;
-    t.data = moments + ((const float *)p->value.data - optimizer->params->values);
-    return t;
+static mt_status mti_optimizer_shard_check(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
+                                           const mt_param *param, const char *name, const mt_tensor *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!param || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, param ? name : "param");
+    if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: no optimizer", function);
+    if (mt_params_find(optimizer->params, param->name) == param) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is not of this optimizer's registry", function, param->name);
 }
 
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
                                       mt_tensor *v) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!optimizer || !optimizer->params || !param || !m || !v)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_moments: %s", !param ? "param is NULL" :
-                        !m || !v ? "m or v is NULL" : "no optimizer");
-    if (mt_params_find(optimizer->params, param->name) != param)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_moments: '%s' is not of this optimizer's registry", param->name);
-    *m = mti_moment(optimizer, param, optimizer->m);
-    *v = mti_moment(optimizer, param, optimizer->v);
+    MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_moments", optimizer, param, "m or v",
+                                     m && v ? m : NULL));
+    *m = mti_optimizer_shard(optimizer, param, optimizer->m);
+    *v = mti_optimizer_shard(optimizer, param, optimizer->v);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                     mt_tensor *master) {
+    MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_master", optimizer, param, "master", master));
+    *master = optimizer->master ? mti_optimizer_master(optimizer, param) : param->value;
+    return MT_SUCCESS;
+}
+
+/* A view of the master, which may not be there. */
+static mt_tensor mti_block_of_any(const mt_param *p, mt_tensor t, mti_block b) {
+    return t.data ? mti_param_block_view(p, t, b) : t;
+}
+
+/* Block by block: those know their place in the whole parameter, and padding stays the zero that it is. */
+static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *p, mt_adamw *hyper) {
+    mt_tensor m = mti_optimizer_shard(optimizer, p, optimizer->m), v = mti_optimizer_shard(optimizer, p, optimizer->v);
+    mt_tensor master = mti_optimizer_master(optimizer, p);
+    int64_t i;
+    mt_random at;
+    for (i = 0; i < mti_param_blocks(p); i++) {
+        mti_block b = mti_param_block(p, p->tensor_rank, i);
+        if (b.count == 0) continue;
+        at = mti_param_random(p, b, optimizer->desc.seed, (uint64_t)hyper->step);
+        hyper->stochastic_rounding = optimizer->desc.stochastic_rounding ? &at : NULL;
+        MT_TRY(mt_adamw_step(ctx, hyper, mti_param_block_view(p, p->value, b), mti_block_of_any(p, master, b),
+                             mti_param_block_view(p, p->grad, b), mti_param_block_view(p, m, b),
+                             mti_param_block_view(p, v, b)));
+    }
     return MT_SUCCESS;
 }
 
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
     mt_adamw hyper;
-    int i, s;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     hyper.lr = lr;
@@ -2078,14 +2217,10 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
     hyper.eps = optimizer->desc.eps;
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
-    hyper.stochastic_rounding = NULL;
     for (i = 0; i < optimizer->params->count; i++) {
         const mt_param *p = optimizer->params->list[i];
-        mt_tensor m = mti_moment(optimizer, p, optimizer->m), v = mti_moment(optimizer, p, optimizer->v);
         hyper.weight_decay = p->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
-        for (s = 0; s < p->shards; s++)
-            MT_TRY(mt_adamw_step(ctx, &hyper, mti_param_shard(p, p->value, s), mt_none(), mti_param_shard(p, p->grad, s),
-                                 mti_param_shard(p, m, s), mti_param_shard(p, v, s)));
+        MT_TRY(mti_optimizer_update(ctx, optimizer, p, &hyper));
     }
     optimizer->step = hyper.step;
     return MT_SUCCESS;

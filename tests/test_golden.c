@@ -385,7 +385,7 @@ static mt_status build(rank *r) {
     mt_grid_desc shape = {r->run->tensor, r->run->data, 1};
     mt_context_desc where;
     mt_optimizer_desc adam = {(float)number(g, "beta1"), (float)number(g, "beta2"), (float)number(g, "adam_eps"),
-                              (float)number(g, "weight_decay")};
+                              (float)number(g, "weight_decay"), 0, 0};
     memset(&where, 0, sizeof where);
     where.arena_bytes = (size_t)8 << 20;
     where.invariant = r->run->invariant;
