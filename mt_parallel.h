@@ -26,7 +26,7 @@
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group, so
    scale your loss by 1 / (tokens of the whole global batch).
 
-   Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>sync >>optimizer                */
+   Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>sync >>loss-scaler >>optimizer   */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -295,6 +295,41 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 /* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0. Look
    first whether the norm is finite: no factor mends a gradient that is not. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
+
+/* ---- loss scaling --------------------------------------------------------------------------------------------------- */
+
+/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504: the loss is multiplied by a scale, as large as
+   goes well (arXiv 1710.03740, section 3.2). It grows after so many good steps in a row and shrinks when a gradient is not
+   finite, as Megatron's DynamicGradScaler:
+       MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
+       MT_TRY(mt_sync_gradients(ctx, params));
+       MT_TRY(mt_grad_norm(ctx, params, &norm));
+       float unscale = mt_loss_scaler_update(&scaler, &norm);
+       if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
+   Every rank has the same norm, and so the same scale: all take the step, or none. MT_BF16 needs no scale. */
+typedef struct mt_loss_scaler_desc {
+    float initial_scale;  /* 0: 2^32 */
+    float min_scale;      /* 0: 1 */
+    float growth, backoff; /* 0: 2 and 1/2 */
+    int growth_interval;  /* good steps in a row until it grows; 0: 1000 */
+    int hysteresis;       /* overflows, since it grew last, until it shrinks; 0: 2 */
+} mt_loss_scaler_desc;
+
+/* All there is to save for a checkpoint. */
+typedef struct mt_loss_scaler {
+    mt_loss_scaler_desc desc;
+    float scale;       /* to multiply the loss by */
+    int good_steps;    /* in a row */
+    int overflows;     /* since it grew last */
+    int64_t skipped;   /* steps, all in all */
+} mt_loss_scaler;
+
+/* desc may be NULL. Factors that are powers of two, as the defaults are, change no digit of a gradient. */
+MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
+
+/* After mt_grad_norm: *norm becomes that of the true gradient. Returns the factor that undoes the scale of this step, for the
+   grad_scale of mt_optimizer_step; 0 when the norm is not finite: leave the step out. Then sets the scale of the next. */
+MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
 /* ---- optimizer ---------------------------------------------------------------------------------------------------- */
 
@@ -2082,6 +2117,61 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
 MT_API float mt_clip_coefficient(float norm, float max_norm) {
     float c = max_norm / (norm + 1e-6f);
     return max_norm > 0.0f && c < 1.0f ? c : 1.0f;
+}
+
+/* ---- >>loss-scaler ------------------------------------------------------------------------------------------------- */
+
+static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
+    if (d->min_scale > 0.0f && d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX && d->growth >= 1.0f &&
+        d->growth <= FLT_MAX && d->backoff > 0.0f && d->backoff <= 1.0f && d->growth_interval > 0 && d->hysteresis > 0)
+        return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: initial_scale %g, min_scale %g, growth %g, backoff %g, "
+                    "growth_interval %d, hysteresis %d", (double)d->initial_scale, (double)d->min_scale, (double)d->growth,
+                    (double)d->backoff, d->growth_interval, d->hysteresis);
+}
+
+MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out) {
+    mt_loss_scaler_desc d;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: out is NULL");
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    d.initial_scale = mti_default(d.initial_scale, 4294967296.0f);
+    d.min_scale = mti_default(d.min_scale, 1.0f);
+    d.growth = mti_default(d.growth, 2.0f);
+    d.backoff = mti_default(d.backoff, 0.5f);
+    if (!d.growth_interval) d.growth_interval = 1000;
+    if (!d.hysteresis) d.hysteresis = 2;
+    MT_TRY(mti_loss_scaler_check(ctx, &d));
+    memset(out, 0, sizeof *out);
+    out->desc = d;
+    out->scale = d.initial_scale;
+    return MT_SUCCESS;
+}
+
+static void mti_loss_scaler_shrink(mt_loss_scaler *s) {
+    s->skipped++;
+    s->good_steps = 0;
+    if (++s->overflows < s->desc.hysteresis) return;
+    s->scale *= s->desc.backoff;
+    if (s->scale < s->desc.min_scale) s->scale = s->desc.min_scale;
+}
+
+static void mti_loss_scaler_grow(mt_loss_scaler *s) {
+    if (++s->good_steps < s->desc.growth_interval) return;
+    s->good_steps = s->overflows = 0;
+    if (s->scale * s->desc.growth <= FLT_MAX) s->scale *= s->desc.growth;
+}
+
+MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
+    float unscale = 1.0f / scaler->scale;
+    *norm *= unscale;
+    if (!(*norm <= FLT_MAX)) {
+        mti_loss_scaler_shrink(scaler);
+        return 0.0f;
+    }
+    mti_loss_scaler_grow(scaler);
+    return unscale;
 }
 
 /* ---- >>optimizer -------------------------------------------------------------------------------------------------- */
