@@ -1,0 +1,258 @@
+/* mt_test_gpt.h - what test_precision.c and test_cuda_gpt.cu share: a small GPT, trained for a few steps on any device, in any
+   type and on any grid, and what rank 0 found. C and C++. Include it after the implementation of megatron.h.            */
+
+#ifndef MT_TEST_GPT_H
+#define MT_TEST_GPT_H
+
+#include "mt_test.h"
+
+#include <math.h>
+
+#ifndef GPT_STEPS
+#define GPT_STEPS 20
+#endif
+#define GPT_SEQ 8
+#define GPT_BATCH 4
+#define GPT_VOCAB 37
+#define GPT_MAX_FLOATS 32768
+#define GPT_LR 1e-2f
+
+/* Loss and norm of every step (NaN is a skipped one), and at the end all parameters and what the optimizer keeps of them. */
+typedef struct gpt_result {
+    float loss[GPT_STEPS], norm[GPT_STEPS], weights[GPT_MAX_FLOATS], masters[GPT_MAX_FLOATS];
+    int64_t count, steps; /* of weights; of the optimizer */
+    mt_ledger tensor;     /* of the last step */
+    mt_loss_scaler scaler;
+} gpt_result;
+
+typedef struct gpt_run {
+    mt_device device;
+    mt_dtype dtype;
+    int tensor, data, sequence_parallel, invariant, llama, stochastic;
+    float loss_scale; /* to begin with; 0: none */
+    int first_step;   /* which dropout begins with */
+    gpt_result *out;
+} gpt_run;
+
+typedef struct gpt_worker {
+    const gpt_run *r;
+    mt_comm *world;
+    mt_grid grid;
+    mt_context *ctx;
+    mt_params *params;
+    mt_gpt gpt;
+    mt_gpt_saved saved;
+    mt_optimizer optimizer;
+    mt_loss_scaler scaler;
+    int32_t *ids; /* ids and targets of a sequence, on the device */
+    mt_tensor losses;
+} gpt_worker;
+
+static inline mt_gpt_desc gpt_model(const gpt_run *r) {
+    mt_gpt_desc d;
+    memset(&d, 0, sizeof d);
+    d.vocab = GPT_VOCAB;
+    d.layers = 2;
+    d.max_seq = GPT_SEQ;
+    d.embedding_dropout = 0.1f;
+    d.layer.hidden = r->llama ? 32 : 24;
+    d.layer.heads = r->llama ? 16 : 8;
+    d.layer.kv_heads = 8;
+    d.layer.ffn = 44;
+    d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
+    d.layer.sequence_parallel = r->sequence_parallel;
+    if (!r->llama) return d;
+    d.untied_head = 1;
+    d.label_smoothing = 0.1f;
+    d.layer.norm = MT_RMS_NORM;
+    d.layer.activation = MT_SWIGLU;
+    d.layer.rotary_base = 100.0f;
+    d.layer.no_bias = 1;
+    return d;
+}
+
+static inline mt_status gpt_micro_batch(gpt_worker *w, int step, int64_t sequence, mt_tensor total) {
+    mt_batch batch;
+    int32_t ids[GPT_SEQ + 1];
+    uint64_t seed = (uint64_t)sequence; /* the same text in every step: what training has gained shows in the loss */
+    float scale = w->scaler.scale > 0.0f ? w->scaler.scale : 1.0f;
+    size_t mark = mt_arena_mark(w->ctx);
+    memset(&batch, 0, sizeof batch);
+    batch.sequences = 1;
+    batch.seq = GPT_SEQ;
+    batch.first_sequence = sequence;
+    batch.seed = 5;
+    batch.step = (uint64_t)step;
+    ids[0] = (int32_t)(sequence % GPT_VOCAB);
+    for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % GPT_VOCAB;
+    MT_TRY(mt_upload(w->ctx, ids, mt_tensor_make(w->ids, MT_I32, 1, GPT_SEQ)));
+    MT_TRY(mt_upload(w->ctx, ids + 1, mt_tensor_make(w->ids + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
+    MT_TRY(mt_gpt_forward(w->ctx, &w->gpt, &batch, w->ids, w->ids + GPT_SEQ, w->losses, &w->saved));
+    MT_TRY(mt_sum(w->ctx, w->losses, total));
+    MT_TRY(mt_gpt_backward(w->ctx, &w->gpt, scale / (GPT_BATCH * GPT_SEQ), &w->saved));
+    mt_arena_release(w->ctx, mark);
+    return mt_accumulate_gradients(w->ctx, w->params);
+}
+
+static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
+    int64_t share = GPT_BATCH / w->grid.data_size;
+    mt_tensor totals;
+    size_t mark = mt_arena_mark(w->ctx);
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, share, 1, &totals));
+    MT_TRY(mt_fill(w->ctx, totals, 0.0f));
+    MT_TRY(mt_params_zero_grad(w->ctx, w->params));
+    for (int64_t i = 0; i < share; i++)
+        MT_TRY(gpt_micro_batch(w, step, w->grid.data_rank * share + i, mt_tensor_rows(totals, i, 1)));
+    MT_TRY(mt_tree_sum(w->ctx, totals));
+    MT_TRY(mt_all_reduce(w->ctx, w->grid.data, totals.data, totals.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_download(w->ctx, mt_tensor_rows(totals, 0, 1), loss));
+    *loss /= GPT_BATCH * GPT_SEQ;
+    MT_TRY(mt_sync_gradients(w->ctx, w->params));
+    MT_TRY(mt_grad_norm(w->ctx, w->params, norm));
+    mt_arena_release(w->ctx, mark);
+    return MT_SUCCESS;
+}
+
+static inline mt_status gpt_step(gpt_worker *w, int step) {
+    float loss, norm, unscale = 1.0f;
+    mt_comm_ledger_reset(w->grid.tensor);
+    MT_TRY(gpt_gradients(w, w->r->first_step + step, &loss, &norm));
+    if (w->r->loss_scale > 0.0f) unscale = mt_loss_scaler_update(&w->scaler, &norm);
+    if (mt_comm_rank(w->world) == 0) {
+        w->r->out->loss[step] = loss;
+        w->r->out->norm[step] = unscale > 0.0f ? norm : (float)NAN;
+        w->r->out->tensor = mt_comm_ledger(w->grid.tensor);
+    }
+    if (unscale == 0.0f) return MT_SUCCESS;
+    return mt_optimizer_step(w->ctx, &w->optimizer, GPT_LR, unscale * mt_clip_coefficient(norm, 1.0f));
+}
+
+static inline mt_status gpt_keep_weights(gpt_worker *w) {
+    gpt_result *all = (gpt_result *)malloc(sizeof *all);
+    int64_t n = 0;
+    mt_status status = all ? MT_SUCCESS : MT_ERR_MEMORY;
+    for (int i = 0; status == MT_SUCCESS && i < mt_params_count(w->params); i++) {
+        const mt_param *p = mt_params_at(w->params, i);
+        mt_tensor master = mt_none();
+        if (n + p->desc.rows * p->desc.cols > GPT_MAX_FLOATS) abort();
+        status = mt_optimizer_master(w->ctx, &w->optimizer, p, &master);
+        if (status == MT_SUCCESS) status = mt_param_gather(w->ctx, w->params, p, p->value, all->weights + n);
+        if (status == MT_SUCCESS) status = mt_param_gather(w->ctx, w->params, p, master, all->masters + n);
+        n += p->desc.rows * p->desc.cols;
+    }
+    if (status == MT_SUCCESS && mt_comm_rank(w->world) == 0) {
+        memcpy(w->r->out->weights, all->weights, (size_t)n * sizeof(float));
+        memcpy(w->r->out->masters, all->masters, (size_t)n * sizeof(float));
+        w->r->out->count = n;
+        w->r->out->steps = w->optimizer.step;
+        w->r->out->scaler = w->scaler;
+    }
+    free(all);
+    return status;
+}
+
+static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
+    mt_grid_desc shape = {r->tensor, r->data, 1};
+    mt_context_desc where;
+    mt_optimizer_desc adamw;
+    mt_loss_scaler_desc scale;
+    mt_gpt_desc model = gpt_model(r);
+    void *memory;
+    memset(w, 0, sizeof *w);
+    w->r = r;
+    w->world = world;
+    memset(&where, 0, sizeof where);
+    memset(&adamw, 0, sizeof adamw);
+    memset(&scale, 0, sizeof scale);
+    where.device = r->device;
+    where.ordinal = r->device == MT_DEVICE_CUDA ? mt_comm_rank(w->world) : 0;
+    where.arena_bytes = (size_t)4 << 20;
+    where.invariant = r->invariant;
+    adamw.stochastic_rounding = r->stochastic;
+    scale.initial_scale = r->loss_scale;
+    MT_TRY(mt_context_create(w->world, &where, &w->ctx));
+    MT_TRY(mt_grid_create(w->world, &shape, &w->grid));
+    MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
+    MT_TRY(mt_params_set_dtype(w->ctx, w->params, r->dtype));
+    MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
+    MT_TRY(mt_params_init(w->ctx, w->params, 77));
+    MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved));
+    MT_TRY(mt_optimizer_create(w->ctx, w->params, &adamw, &w->optimizer));
+    if (r->loss_scale > 0.0f) MT_TRY(mt_loss_scaler_create(w->ctx, &scale, &w->scaler));
+    MT_TRY(mt_arena_alloc(w->ctx, 2 * GPT_SEQ * sizeof(int32_t), &memory));
+    w->ids = (int32_t *)memory;
+    return mt_arena_tensor(w->ctx, MT_F32, 1, GPT_SEQ, &w->losses);
+}
+
+static inline void gpt_close(gpt_worker *w) {
+    mt_optimizer_destroy(w->ctx, &w->optimizer);
+    mt_gpt_saved_destroy(&w->saved);
+    mt_params_destroy(w->params);
+    mt_grid_destroy(&w->grid);
+    mt_context_destroy(w->ctx);
+}
+
+static inline mt_status gpt_rank(mt_comm *world, void *user) {
+    gpt_worker w;
+    mt_status status = gpt_open(world, (const gpt_run *)user, &w);
+    for (int step = 0; status == MT_SUCCESS && step < GPT_STEPS; step++) status = gpt_step(&w, step);
+    if (status == MT_SUCCESS) status = gpt_keep_weights(&w);
+    gpt_close(&w);
+    return status;
+}
+
+static inline const char *gpt_name(const gpt_run *r) {
+    static char text[96];
+    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d%s", r->llama ? "Llama" : "GPT-2", mt_dtype_name(r->dtype),
+             r->tensor, r->data, r->sequence_parallel ? ", sequence parallel" : "");
+    return text;
+}
+
+/* Main thread. */
+static inline void gpt_launch(const gpt_run *r, mt_rank_function f, void *user) {
+    mt_launch_desc d;
+    mt_status status;
+    memset(&d, 0, sizeof d);
+    d.ranks = r->tensor * r->data;
+    d.no_pinning = 1;
+    d.timeout_s = 120;
+    status = mt_launch(&d, f, user);
+    if (status != MT_SUCCESS) fail_msg("%s: %s", gpt_name(r), mt_status_name(status));
+}
+
+static inline void gpt_execute(gpt_run r, gpt_result *out) {
+    memset(out, 0, sizeof *out);
+    r.out = out;
+    gpt_launch(&r, gpt_rank, &r);
+}
+
+/* The relative error of one rounding to nearest, at most. */
+static inline double gpt_roundoff(mt_dtype dtype) { return dtype == MT_BF16 ? ldexp(1, -8) : ldexp(1, -11); }
+
+/* The relative error of a logit, or of a gradient, of a model in a 16-bit type. A number on its way through the model is
+   rounded about ten times in each layer (two norms, QKV, attention, projection, two residuals, the MLP's three), three times
+   around them, and as often on the way back: 46 times. Roundings are independent and of random sign. */
+#define GPT_ROUNDINGS 46.0
+static inline double gpt_half_error(mt_dtype dtype) { return sqrt(GPT_ROUNDINGS) * gpt_roundoff(dtype); }
+
+/* Whether the losses of two runs differ by no more than a relative error e in logits and gradients explains:
+   - a loss is off by e times its logits, which begin with 0.02 sqrt(hidden) < 0.12 and have grown by what training has gained;
+   - a step gains lr |g|_1, of which an error e in g takes a part e at most: all of them, e times what training has gained;
+   - AdamW's steps are nearly lr sign(g), and the error turns the sign of e / pi of the elements (of normally distributed ones
+     those smaller than their error). They move 2 lr too far, which for the next batch's gradient g' is a random sum, 2 lr
+     sqrt(e / pi) |g'|, after n steps sqrt(n) of that; twice the standard deviation is allowed. */
+static inline void gpt_assert_near(const gpt_run *r, const gpt_result *want, const gpt_result *got, double e) {
+    double norm = 0, worst = 0;
+    for (int i = 0; i < GPT_STEPS; i++) {
+        double gained = fabs((double)want->loss[0] - (double)want->loss[i]), loss = (double)want->loss[i], off, allowed;
+        norm = fmax(norm, (double)want->norm[i]);
+        allowed = e * (0.12 + 2 * gained) + 4 * (double)GPT_LR * sqrt(e / 3.14159 * i) * norm;
+        off = fabs((double)got->loss[i] - loss);
+        worst = fmax(worst, off / allowed);
+        if (!(off <= allowed))
+            fail_msg("%s: step %d: loss %.9g, must be %.9g, to %.3g", gpt_name(r), i, (double)got->loss[i], loss, allowed);
+    }
+    if (getenv("GPT_SHOW")) printf("      %s: at most %.2f of what is allowed\n", gpt_name(r), worst);
+}
+
+#endif /* MT_TEST_GPT_H */

@@ -1,0 +1,872 @@
+/* test_precision.c - models in bf16 and f16: masters, AdamW, stochastic rounding, loss scaling, what moves and what is saved,
+   a GPT against its f32 self, and the same bits on every split. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test_gpt.h"
+#include "mt_test_ranks.h"
+
+static const mt_dtype halves[2] = {MT_BF16, MT_F16};
+
+static float round16(mt_dtype dtype, float x) { /* the conversions themselves are test_half.c's */
+    return dtype == MT_BF16 ? mti_bf16_to_f32(mti_f32_to_bf16(x)) : dtype == MT_F16 ? mti_f16_to_f32(mti_f32_to_f16(x)) : x;
+}
+
+/* ---- a registry of every kind of parameter ---------------------------------------------------------------------------- */
+
+#define KINDS 5
+#define MOST 128 /* elements of the largest */
+
+static const mt_param_desc kinds[KINDS] = {
+    {.name = "rows", .rows = 10, .cols = 12, .placement = MT_SPLIT_ROWS, .init_std = 0.5f, .weight_decay = 1}, /* padded */
+    {.name = "gate_up", .rows = 12, .cols = 3, .placement = MT_SPLIT_ROWS, .parts = 2, .init_std = 0.5f, .weight_decay = 1},
+    {.name = "cols", .rows = 5, .cols = 14, .placement = MT_SPLIT_COLS, .unit = 2, .init_std = 0.5f, .weight_decay = 1},
+    {.name = "bias", .rows = 1, .cols = 11, .placement = MT_SPLIT_COLS, .init_value = 0.3f},
+    {.name = "norm", .rows = 1, .cols = 9, .init_value = 1.0f},
+};
+
+static int64_t kind_elements(int k) { return kinds[k].rows * kinds[k].cols; }
+
+typedef struct registry_case {
+    mt_dtype dtype;
+    mt_optimizer_desc adamw;
+    int steps;
+    float values[KINDS][MOST], masters[KINDS][MOST], first[KINDS][MOST]; /* at the end, and to begin with; of rank 0 */
+} registry_case;
+
+static mt_status registry_open(mt_comm *world, mt_dtype dtype, mt_grid_desc shape, test_rank *r) {
+    mt_param *p;
+    MT_TRY(test_rank_open(world, shape, NULL, r));
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, dtype));
+    for (int k = 0; k < KINDS; k++) MT_TRY(mt_params_add(r->ctx, r->params, &kinds[k], &p));
+    return mt_params_init(r->ctx, r->params, 42);
+}
+
+/* The gradient of a whole parameter in a step. */
+static void whole_gradient(int kind, int step, float *g) {
+    uint64_t seed = (uint64_t)(1000 * step + kind);
+    for (int64_t i = 0; i < kind_elements(kind); i++) g[i] = test_float(&seed);
+}
+
+static mt_status registry_step(test_rank *r, mt_optimizer *o, int step) {
+    float g[MOST];
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        whole_gradient(k, step, g);
+        MT_TRY(mt_param_scatter(r->ctx, p, g, p->grad));
+    }
+    return mt_optimizer_step(r->ctx, o, 1e-2f, 0.5f);
+}
+
+static mt_status registry_keep(test_rank *r, mt_optimizer *o, float values[KINDS][MOST], float masters[KINDS][MOST]) {
+    float room[MOST];
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        mt_tensor master;
+        int speaks = mt_comm_rank(r->world) == 0;
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->value, room));
+        if (speaks) memcpy(values[k], room, sizeof room);
+        MT_TRY(mt_optimizer_master(r->ctx, o, p, &master));
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, master, room));
+        if (speaks && masters) memcpy(masters[k], room, sizeof room);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status registry_body(test_rank *r, registry_case *c, mt_optimizer *o) {
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, &c->adamw, o));
+    MT_TRY(registry_keep(r, o, c->first, NULL));
+    for (int step = 1; step <= c->steps; step++) MT_TRY(registry_step(r, o, step));
+    return registry_keep(r, o, c->values, c->masters);
+}
+
+static mt_status registry_rank(mt_comm *world, void *user) {
+    registry_case *c = (registry_case *)user;
+    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_optimizer o = {0};
+    test_rank r;
+    mt_status status = registry_open(world, c->dtype, all, &r);
+    if (status == MT_SUCCESS) status = registry_body(&r, c, &o);
+    mt_optimizer_destroy(r.ctx, &o);
+    test_rank_close(&r);
+    return status;
+}
+
+/* ---- parameters --------------------------------------------------------------------------------------------------------- */
+
+/* A half model starts from the f32 model's values, rounded, on every split. */
+static void test_initial_values(void **state) {
+    static registry_case f32, half;
+    (void)state;
+    f32.dtype = MT_F32;
+    test_launch(1, registry_rank, &f32);
+    for (int h = 0; h < 2; h++)
+        for (int ranks = 1; ranks <= 4; ranks *= 2) {
+            half.dtype = halves[h];
+            test_launch(ranks, registry_rank, &half);
+            for (int k = 0; k < KINDS; k++)
+                for (int64_t i = 0; i < kind_elements(k); i++) {
+                    assert_true(half.first[k][i] == round16(halves[h], f32.first[k][i]));
+                    assert_true(half.masters[k][i] == half.first[k][i]);
+                }
+        }
+}
+
+/* Masters follow AdamW in double from the rounded start; the parameter is the rounded master, to the bit. */
+static void check_masters(const registry_case *c) {
+    for (int k = 0; k < KINDS; k++) {
+        double x[MOST], m[MOST] = {0}, v[MOST] = {0};
+        float g[MOST];
+        for (int64_t i = 0; i < kind_elements(k); i++) x[i] = (double)c->first[k][i];
+        for (int step = 1; step <= c->steps; step++) {
+            whole_gradient(k, step, g);
+            for (int64_t i = 0; i < kind_elements(k); i++) {
+                double grad = 0.5 * (double)g[i], b1 = (double)0.9f, b2 = (double)0.999f;
+                m[i] = b1 * m[i] + (1 - b1) * grad;
+                v[i] = b2 * v[i] + (1 - b2) * grad * grad;
+                if (kinds[k].weight_decay) x[i] -= (double)1e-2f * (double)c->adamw.weight_decay * x[i];
+                x[i] -= (double)1e-2f * (m[i] / (1 - pow(b1, step))) / (sqrt(v[i] / (1 - pow(b2, step))) + (double)1e-8f);
+            }
+        }
+        for (int64_t i = 0; i < kind_elements(k); i++) {
+            double off = fabs((double)c->masters[k][i] - x[i]);
+            if (!(off <= c->steps * 2e-7)) /* two roundings of a number below 2 in each step, and the moments' */
+                fail_msg("%s[%lld]: master %.9g, must be %.9g", kinds[k].name, (long long)i, (double)c->masters[k][i], x[i]);
+            if (c->values[k][i] != round16(c->dtype, c->masters[k][i]))
+                fail_msg("%s[%lld]: %.9g is not the rounded master %.9g", kinds[k].name, (long long)i,
+                         (double)c->values[k][i], (double)c->masters[k][i]);
+        }
+    }
+}
+
+static void test_masters(void **state) {
+    static registry_case c;
+    (void)state;
+    for (int d = 0; d < 3; d++)
+        for (int ranks = 1; ranks <= 4; ranks *= 2) {
+            memset(&c, 0, sizeof c);
+            c.dtype = d == 2 ? MT_F32 : halves[d];
+            c.adamw.weight_decay = 0.1f;
+            c.steps = 30;
+            test_launch(ranks, registry_rank, &c);
+            check_masters(&c);
+        }
+}
+
+/* 16-bit shards travel to and from f32 on the host; padding of values, masters and moments stays zero. */
+static mt_status shard_body(test_rank *r, mt_optimizer *o) {
+    float whole[MOST], back[MOST];
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        whole_gradient(k, 7, whole);
+        MT_TRY(mt_param_scatter(r->ctx, p, whole, p->value));
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->value, back));
+        for (int64_t i = 0; i < kind_elements(k); i++) CHECK(back[i] == round16(mt_params_dtype(r->params), whole[i]));
+    }
+    for (int step = 1; step <= 3; step++) MT_TRY(registry_step(r, o, step));
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        mt_tensor all[4];
+        MT_TRY(mt_optimizer_master(r->ctx, o, p, &all[0]));
+        MT_TRY(mt_optimizer_moments(r->ctx, o, p, &all[1], &all[2]));
+        all[3] = p->value;
+        for (int t = 0; t < 4; t++) {
+            int64_t real = 0, n = all[t].rows * all[t].cols, zero = 0;
+            for (int64_t b = 0; b < mti_param_blocks(p); b++) {
+                mti_block block = mti_param_block(p, p->tensor_rank, b);
+                real += block.count * (n / p->local_features);
+            }
+            for (int64_t i = 0; i < n; i++)
+                zero += all[t].dtype == MT_F32 ? ((float *)all[t].data)[i] == 0.0f : ((uint16_t *)all[t].data)[i] == 0;
+            if (p->desc.placement != MT_REPLICATED) CHECK(zero == n - real);
+        }
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status shard_rank(mt_comm *world, void *user) {
+    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_optimizer o = {0};
+    test_rank r;
+    mt_status status = registry_open(world, *(const mt_dtype *)user, all, &r);
+    if (status == MT_SUCCESS) status = shard_body(&r, &o);
+    mt_optimizer_destroy(r.ctx, &o);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_shards(void **state) {
+    mt_dtype dtype;
+    (void)state;
+    for (int h = 0; h < 2; h++)
+        for (int ranks = 1; ranks <= 4; ranks *= 2) {
+            dtype = halves[h];
+            test_launch(ranks, shard_rank, &dtype);
+        }
+}
+
+/* The hash log has the same lines for 16-bit parameters and their masters on every split, and others after another step. */
+typedef struct log_case {
+    mt_dtype dtype;
+    int steps, count;
+    uint64_t hashes[2 * KINDS];
+} log_case;
+
+static void keep_hash(void *user, const char *name, uint64_t hash, int differs) {
+    log_case *c = (log_case *)user;
+    (void)name;
+    c->hashes[c->count++] = differs ? 0 : hash;
+}
+
+static mt_status log_body(test_rank *r, log_case *c, mt_optimizer *o, mt_hash_log *log) {
+    log_case mine = {c->dtype, 0, 0, {0}};
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
+    for (int step = 1; step <= c->steps; step++) MT_TRY(registry_step(r, o, step));
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        mt_tensor master;
+        MT_TRY(mt_optimizer_master(r->ctx, o, p, &master));
+        MT_TRY(mt_hash_log_shard(r->ctx, log, p, "", p->value));
+        MT_TRY(mt_hash_log_shard(r->ctx, log, p, ".master", master));
+    }
+    MT_TRY(mt_hash_log_flush(r->ctx, log, keep_hash, &mine));
+    CHECK(mine.count == 2 * KINDS);
+    if (mt_comm_rank(r->world) == 0) memcpy(c->hashes, mine.hashes, sizeof mine.hashes);
+    return MT_SUCCESS;
+}
+
+static mt_status log_rank(mt_comm *world, void *user) {
+    log_case *c = (log_case *)user;
+    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_hash_log *log = NULL;
+    mt_optimizer o = {0};
+    test_rank r;
+    mt_status status = registry_open(world, c->dtype, all, &r);
+    if (status == MT_SUCCESS) status = mt_hash_log_create(r.ctx, &r.grid, &log);
+    if (status == MT_SUCCESS) status = log_body(&r, c, &o, log);
+    mt_hash_log_destroy(log);
+    mt_optimizer_destroy(r.ctx, &o);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_hash_log(void **state) {
+    (void)state;
+    for (int h = 0; h < 2; h++) {
+        log_case one = {halves[h], 2, 0, {0}}, later = {halves[h], 3, 0, {0}};
+        test_launch(1, log_rank, &one);
+        test_launch(1, log_rank, &later);
+        for (int i = 0; i < 2 * KINDS; i++) {
+            assert_true(one.hashes[i] != later.hashes[i] && one.hashes[i] != 0);
+            assert_true(i % 2 == 0 || one.hashes[i] != one.hashes[i - 1]);
+        }
+        for (int ranks = 2; ranks <= 4; ranks *= 2) {
+            log_case many = {halves[h], 2, 0, {0}};
+            test_launch(ranks, log_rank, &many);
+            assert_memory_equal(many.hashes, one.hashes, sizeof one.hashes);
+        }
+    }
+}
+
+/* ---- stochastic rounding ------------------------------------------------------------------------------------------------ */
+
+/* The mean of n roundings of x, each of which is one of its neighbours. */
+static double mean_of_roundings(mt_dtype dtype, float x, int n, uint64_t *seed) {
+    float low = INFINITY, high = -INFINITY;
+    double sum = 0, gap;
+    for (int i = 0; i < n; i++) {
+        float y = mti_round_stochastic((int)dtype, x, (uint32_t)test_random(seed));
+        assert_true(y == round16(dtype, y));
+        low = fminf(low, y);
+        high = fmaxf(high, y);
+        sum += (double)y;
+    }
+    gap = fmax(fabs((double)x) * 2 * gpt_roundoff(dtype), dtype == MT_F16 ? ldexp(1, -24) : ldexp(1, -133));
+    assert_true(low <= x && x <= high && (double)high - (double)low <= gap);
+    return sum / n;
+}
+
+/* Unbiased: off by no more than five standard deviations of a mean of n, whose single roundings have at most half a gap. The
+   numbers lie everywhere between neighbours, denormal ones of f16 included. */
+static void test_stochastic_rounding_is_unbiased(void **state) {
+    const int n = 4000;
+    uint64_t seed = 3;
+    (void)state;
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 200; i++) {
+            float x = ldexpf(test_float(&seed), -(int)test_below(&seed, halves[h] == MT_F16 ? 26 : 60));
+            double gap = fmax(fabs((double)x) * 2 * gpt_roundoff(halves[h]), halves[h] == MT_F16 ? ldexp(1, -24) : 0);
+            double off = mean_of_roundings(halves[h], x, n, &seed) - (double)x;
+            if (!(fabs(off) <= 5 * gap / 2 / sqrt(n)))
+                fail_msg("%s: %.9g is rounded to %.9g in the mean", mt_dtype_name(halves[h]), (double)x, (double)x + off);
+        }
+}
+
+/* The rule of mt_adamw to the bit: what is exact stays, and the word decides. */
+static void test_stochastic_rounding_rule(void **state) {
+    static const float exact[] = {0.0f, -0.0f, 1.0f, -1.5f, 0.0078125f, 5.9604645e-8f, -6.0975552e-5f, 65504.0f};
+    (void)state;
+    for (int h = 0; h < 2; h++)
+        for (size_t i = 0; i < sizeof exact / sizeof *exact; i++) {
+            float x = round16(halves[h], exact[i]);
+            assert_int_equal(mti_bits(mti_round_stochastic((int)halves[h], x, 0)), mti_bits(x));
+            assert_int_equal(mti_bits(mti_round_stochastic((int)halves[h], x, 0xffffffffu)), mti_bits(x));
+        }
+    /* a quarter of the gap above 1: a word of three quarters of 2^32 or more carries */
+    assert_true(mti_round_stochastic(MT_BF16, 1 + 1 / 512.0f, 0xbfffffffu) == 1.0f);
+    assert_true(mti_round_stochastic(MT_BF16, 1 + 1 / 512.0f, 0xc0000000u) == 1 + 1 / 128.0f);
+    assert_true(mti_round_stochastic(MT_BF16, -1 - 1 / 512.0f, 0xc0000000u) == -1 - 1 / 128.0f);
+    assert_true(mti_round_stochastic(MT_F16, 1 + 1 / 4096.0f, 0xbfffffffu) == 1.0f);
+    assert_true(mti_round_stochastic(MT_F16, 1 + 1 / 4096.0f, 0xc0000000u) == 1 + 1 / 1024.0f);
+    assert_true(mti_round_stochastic(MT_F16, 1.25f * 0x1p-24f, 0xbfffffffu) == 0x1p-24f);
+    assert_true(mti_round_stochastic(MT_F16, 1.25f * 0x1p-24f, 0xc0000000u) == 0x1p-23f);
+    assert_true(mti_round_stochastic(MT_BF16, INFINITY, 0xffffffffu) == INFINITY);
+    assert_true(mti_round_stochastic(MT_F16, -INFINITY, 0) == -INFINITY);
+    assert_true(isnan(mti_round_stochastic(MT_F16, NAN, 0xffffffffu)));
+    assert_true(mti_round_stochastic(MT_BF16, 3.39e38f, 0xffffffffu) == INFINITY);
+}
+
+/* The operator takes the words of mt_random's elements: through it, with a step of 1e-3 below 1. */
+static void test_stochastic_rounding_words(void **state) {
+    enum { ROWS = 3, COLS = 1100 }; /* more than a block of the loop */
+    static float g[ROWS * COLS], m[ROWS * COLS], v[ROWS * COLS];
+    static uint16_t p[ROWS * COLS];
+    mt_random at = {9, 1u << 31, 2, 5, COLS + 7};
+    mt_adamw h = {1e-3f, 0, 0, 0, 0, 1, 1, NULL};
+    mt_context *ctx = NULL;
+    (void)state;
+    h.stochastic_rounding = &at;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < ROWS * COLS; i++) {
+        p[i] = mti_f32_to_bf16(1.0f);
+        g[i] = 1.0f;
+        m[i] = v[i] = 0;
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_adamw_step(ctx, &h, mt_tensor_make(p, MT_BF16, ROWS, COLS), mt_none(),
+                                                 mt_tensor_f32(g, ROWS, COLS), mt_tensor_f32(m, ROWS, COLS),
+                                                 mt_tensor_f32(v, ROWS, COLS)));
+    for (int i = 0; i < ROWS * COLS; i++) {
+        uint64_t e = (uint64_t)((2 + i / COLS) * (COLS + 7) + 5 + i % COLS);
+        uint32_t counter[4] = {(uint32_t)(e >> 2), 0, 1u << 31, 0}, key[2] = {9, 0}, words[4];
+        mt_philox4x32(counter, key, words);
+        assert_int_equal(p[i], mti_f32_to_bf16(mti_round_stochastic(MT_BF16, 1.0f - 1e-3f, words[e & 3])));
+    }
+    mt_context_destroy(ctx);
+}
+
+/* The same bits on every split; others with another seed; and no master, where one would have been updated. */
+static void test_stochastic_rounding_is_split_independent(void **state) {
+    static registry_case one, many;
+    int differ = 0;
+    (void)state;
+    for (int h = 0; h < 2; h++)
+        for (int ranks = 1; ranks <= 4; ranks *= 2) {
+            registry_case *c = ranks == 1 ? &one : &many;
+            memset(c, 0, sizeof *c);
+            c->dtype = halves[h];
+            c->adamw.stochastic_rounding = 1;
+            c->adamw.seed = 5;
+            c->adamw.weight_decay = 0.1f;
+            c->steps = 10;
+            test_launch(ranks, registry_rank, c);
+            if (ranks > 1)
+                for (int k = 0; k < KINDS; k++)
+                    assert_memory_equal(many.values[k], one.values[k], (size_t)kind_elements(k) * sizeof(float));
+            assert_memory_equal(c->values, c->masters, sizeof c->values);
+        }
+    many.adamw.seed = 6;
+    test_launch(1, registry_rank, &many);
+    for (int64_t i = 0; i < kind_elements(0); i++) differ += many.values[0][i] != one.values[0][i];
+    assert_true(differ > 10);
+}
+
+/* What it is for: 100 steps of 1e-4 below 1, each of which is lost when bf16 is rounded to nearest. */
+static mt_status small_steps_rank(mt_comm *world, void *user) {
+    mt_param_desc desc = {.name = "x", .rows = 64, .cols = 64, .init_value = 1.0f};
+    mt_optimizer_desc adamw = {.beta1 = 0, .beta2 = 0, .stochastic_rounding = 1};
+    mt_optimizer o = {0};
+    mt_param *p;
+    test_rank r;
+    float *x;
+    double sum = 0;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){0}, NULL, &r));
+    MT_TRY(mt_params_set_dtype(r.ctx, r.params, MT_BF16));
+    MT_TRY(mt_params_add(r.ctx, r.params, &desc, &p));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1));
+    MT_TRY(mt_optimizer_create(r.ctx, r.params, &adamw, &o));
+    for (int step = 0; step < 100; step++) {
+        MT_TRY(mt_fill(r.ctx, p->grad, 1.0f));
+        MT_TRY(mt_optimizer_step(r.ctx, &o, 1e-4f, 1.0f));
+    }
+    x = test_floats(&r, 64 * 64, 0.0f);
+    MT_TRY(mt_param_gather(r.ctx, r.params, p, p->value, x));
+    for (int i = 0; i < 64 * 64; i++) sum += (double)x[i];
+    /* 100 roundings of up to half a gap 2^-8 each, 4096 elements: five standard deviations of the mean */
+    CHECK(fabs(sum / 4096 - 0.99) <= 5 * sqrt(100.0 / 4096) * ldexp(1, -9));
+    mt_optimizer_destroy(r.ctx, &o);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_small_steps_are_not_lost(void **state) {
+    (void)state;
+    test_launch(1, small_steps_rank, NULL);
+}
+
+/* ---- loss scaling ------------------------------------------------------------------------------------------------------- */
+
+/* Megatron-LM's DynamicGradScaler, line by line (megatron/core/optimizer/grad_scaler.py, update). */
+typedef struct megatron_scaler {
+    double scale, min_scale, growth_factor, backoff_factor;
+    int growth_interval, hysteresis, growth_tracker, hysteresis_tracker;
+} megatron_scaler;
+
+static void megatron_update(megatron_scaler *s, int found_inf) {
+    if (found_inf) {
+        s->growth_tracker = 0;
+        s->hysteresis_tracker -= 1;
+        if (s->hysteresis_tracker <= 0) s->scale = fmax(s->scale * s->backoff_factor, s->min_scale);
+    } else {
+        s->growth_tracker += 1;
+        if (s->growth_tracker == s->growth_interval) {
+            s->growth_tracker = 0;
+            s->hysteresis_tracker = s->hysteresis;
+            s->scale = s->scale * s->growth_factor;
+        }
+    }
+}
+
+static void run_scaler(mt_context *ctx, mt_loss_scaler_desc d, megatron_scaler want, int steps, int one_overflow_in) {
+    mt_loss_scaler s;
+    uint64_t seed = (uint64_t)one_overflow_in;
+    int64_t skipped = 0;
+    want.hysteresis_tracker = want.hysteresis;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_loss_scaler_create(ctx, &d, &s));
+    for (int i = 0; i < steps; i++) {
+        int overflow = test_below(&seed, (size_t)one_overflow_in) == 0;
+        float norm = !overflow ? 3.0f * s.scale : i % 2 ? NAN : INFINITY, unscale;
+        assert_true((double)s.scale == want.scale);
+        unscale = mt_loss_scaler_update(&s, &norm);
+        assert_true((double)unscale == (overflow ? 0 : 1 / want.scale));
+        assert_true(overflow ? !isfinite(norm) : norm == 3.0f);
+        megatron_update(&want, overflow);
+        skipped += overflow;
+        assert_true(s.skipped == skipped);
+    }
+}
+
+static void test_loss_scaler(void **state) {
+    mt_loss_scaler_desc d = {0}, small = {.initial_scale = 64, .min_scale = 4, .growth = 4, .backoff = 0.25f,
+                                          .growth_interval = 3, .hysteresis = 1};
+    mt_context *ctx = NULL;
+    mt_loss_scaler s;
+    float norm = INFINITY;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    run_scaler(ctx, d, (megatron_scaler){4294967296.0, 1, 2, 0.5, 1000, 2, 0, 0}, 20000, 600);
+    run_scaler(ctx, small, (megatron_scaler){64, 4, 4, 0.25, 3, 1, 0, 0}, 300, 3);
+    small.hysteresis = 3;
+    run_scaler(ctx, small, (megatron_scaler){64, 4, 4, 0.25, 3, 3, 0, 0}, 300, 2);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_loss_scaler_create(ctx, NULL, &s));
+    for (int i = 0; i < 40; i++) mt_loss_scaler_update(&s, &norm); /* the first one is forgiven; 2^32 halves 32 times */
+    assert_true(s.scale == 1.0f && s.skipped == 40);
+    small.initial_scale = 1e38f; /* it does not grow to infinity */
+    small.growth_interval = 1;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_loss_scaler_create(ctx, &small, &s));
+    for (int i = 0; i < 3; i++) assert_true(mt_loss_scaler_update(&s, &(float){1}) > 0 && s.scale == 1e38f);
+    mt_context_destroy(ctx);
+}
+
+static void test_loss_scaler_refuses(void **state) {
+    static const mt_loss_scaler_desc bad[] = {{.initial_scale = -1}, {.initial_scale = NAN}, {.initial_scale = INFINITY},
+                                              {.initial_scale = 1, .min_scale = 2}, {.min_scale = -1}, {.growth = 0.5f},
+                                              {.growth = INFINITY}, {.backoff = 2}, {.backoff = -0.5f},
+                                              {.growth_interval = -1}, {.hysteresis = -1}};
+    static const char *const words[] = {"initial_scale -1", "initial_scale", "initial_scale inf", "min_scale 2", "min_scale -1",
+                                        "growth 0.5", "growth inf", "backoff 2", "backoff -0.5", "growth_interval -1",
+                                        "hysteresis -1"};
+    mt_context *ctx = NULL;
+    mt_loss_scaler s;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        REFUSED(ctx, MT_ERR_ARGUMENT, words[i], mt_loss_scaler_create(ctx, &bad[i], &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_loss_scaler_create(ctx, NULL, NULL));
+    assert_int_equal(mt_loss_scaler_create(NULL, NULL, &s), MT_ERR_ARGUMENT);
+    mt_context_destroy(ctx);
+}
+
+/* One rank of 2 x 2 has a gradient that is not finite: all leave the step out, and nothing but the scaler has changed. */
+static mt_status state_hash(test_rank *r, const mt_optimizer *o, uint64_t *hash) {
+    *hash = (uint64_t)o->step;
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        mt_tensor all[4];
+        MT_TRY(mt_optimizer_moments(r->ctx, o, p, &all[0], &all[1]));
+        MT_TRY(mt_optimizer_master(r->ctx, o, p, &all[2]));
+        all[3] = p->value;
+        for (int t = 0; t < 4; t++) MT_TRY(mt_hash(r->ctx, all[t], 10 * k + t, 0, 1000, hash));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status overflow_step(test_rank *r, mt_optimizer *o, mt_loss_scaler *s, int bad_rank, float bad, float *unscale) {
+    float norm, g[MOST];
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    for (int k = 0; k < KINDS; k++) {
+        mt_param *p = mt_params_at(r->params, k);
+        whole_gradient(k, 1, g);
+        for (int64_t i = 0; i < kind_elements(k); i++) g[i] *= s->scale / 2; /* two data ranks */
+        MT_TRY(mt_param_scatter(r->ctx, p, g, p->grad));
+    }
+    if (mt_comm_rank(r->world) == bad_rank) ((float *)mt_params_at(r->params, 1)->grad.data)[2] = bad;
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+    *unscale = mt_loss_scaler_update(s, &norm);
+    if (*unscale > 0) MT_TRY(mt_optimizer_step(r->ctx, o, 1e-2f, *unscale * mt_clip_coefficient(norm, 1.0f)));
+    return MT_SUCCESS;
+}
+
+static mt_status overflow_body(test_rank *r, mt_optimizer *o) {
+    mt_loss_scaler_desc d = {.initial_scale = 1024, .hysteresis = 1};
+    mt_loss_scaler s;
+    uint64_t before, after;
+    float unscale;
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
+    MT_TRY(mt_loss_scaler_create(r->ctx, &d, &s));
+    MT_TRY(overflow_step(r, o, &s, -1, 0, &unscale));
+    CHECK(unscale == 1 / 1024.0f && o->step == 1);
+    MT_TRY(state_hash(r, o, &before));
+    for (int bad = 0; bad < 4; bad++) {
+        MT_TRY(overflow_step(r, o, &s, bad, bad % 2 ? NAN : -INFINITY, &unscale));
+        MT_TRY(state_hash(r, o, &after));
+        CHECK(unscale == 0 && before == after && o->step == 1 && s.skipped == bad + 1);
+    }
+    CHECK(s.scale == 64.0f);
+    MT_TRY(overflow_step(r, o, &s, -1, 0, &unscale));
+    MT_TRY(state_hash(r, o, &after));
+    CHECK(unscale == 1 / 64.0f && o->step == 2 && before != after);
+    return MT_SUCCESS;
+}
+
+static mt_status overflow_rank(mt_comm *world, void *user) {
+    mt_grid_desc shape = {.tensor = 2, .data = 2};
+    mt_optimizer o = {0};
+    test_rank r;
+    mt_status status = registry_open(world, *(const mt_dtype *)user, shape, &r);
+    if (status == MT_SUCCESS) status = overflow_body(&r, &o);
+    mt_optimizer_destroy(r.ctx, &o);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_one_rank_overflows(void **state) {
+    mt_dtype dtype;
+    (void)state;
+    for (int h = 0; h < 2; h++) {
+        dtype = halves[h];
+        test_launch(4, overflow_rank, &dtype);
+    }
+}
+
+/* ---- what is held, saved and sent -------------------------------------------------------------------------------- */
+
+static mt_transformer_layer_desc layer_desc(int sequence_parallel) {
+    mt_transformer_layer_desc d = {.hidden = 64, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f,
+                                   .sequence_parallel = sequence_parallel};
+    return d;
+}
+
+typedef struct layer_case {
+    mt_dtype dtype;
+    int sequence_parallel;
+    size_t saved;         /* arena bytes that a forward leaves */
+    mt_ledger tensor;     /* of a forward and a backward */
+} layer_case;
+
+static mt_status layer_body(test_rank *r, layer_case *c) {
+    mt_transformer_layer_desc d = layer_desc(c->sequence_parallel);
+    mt_batch batch = {.sequences = 2, .seq = 16};
+    int64_t rows = 32 / (c->sequence_parallel ? r->grid.tensor_size : 1);
+    mt_transformer_layer layer;
+    mt_transformer_layer_saved saved;
+    mt_tensor x, y, dx;
+    size_t mark;
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, c->dtype));
+    MT_TRY(mt_transformer_layer_create(r->ctx, r->params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    MT_TRY(mt_arena_tensor(r->ctx, c->dtype, rows, 64, &x));
+    MT_TRY(mt_arena_tensor(r->ctx, c->dtype, rows, 64, &y));
+    MT_TRY(mt_arena_tensor(r->ctx, c->dtype, rows, 64, &dx));
+    MT_TRY(mt_fill(r->ctx, x, 0.25f));
+    mt_comm_ledger_reset(r->grid.tensor);
+    mark = mt_arena_mark(r->ctx);
+    MT_TRY(mt_transformer_layer_forward(r->ctx, &layer, &batch, x, y, &saved));
+    if (mt_comm_rank(r->world) == 0) c->saved = mt_arena_mark(r->ctx) - mark;
+    MT_TRY(mt_transformer_layer_backward(r->ctx, &layer, y, dx, &saved));
+    if (mt_comm_rank(r->world) == 0) c->tensor = mt_comm_ledger(r->grid.tensor);
+    return MT_SUCCESS;
+}
+
+static mt_status layer_rank(mt_comm *world, void *user) {
+    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    test_rank r;
+    mt_status status = test_rank_open(world, all, NULL, &r);
+    if (status == MT_SUCCESS) status = layer_body(&r, (layer_case *)user);
+    test_rank_close(&r);
+    return status;
+}
+
+/* Half the bytes between tensor ranks, in as many calls; half the activations, statistics (two norms' mean and rstd, and the
+   log of the sums of attention) apart. */
+static void test_layer_moves_and_saves_half(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 4; ranks *= 2)
+        for (int sp = 0; sp < 2; sp++)
+            for (int h = 0; h < 2; h++) {
+                layer_case f32 = {MT_F32, sp, 0, {{0}, {0}}}, half = {halves[h], sp, 0, {{0}, {0}}};
+                size_t rows = 32u / (sp ? (unsigned)ranks : 1), stats = 2 * rows * 2 * 4 + 4u / (unsigned)ranks * 32 * 4;
+                test_launch(ranks, layer_rank, &f32);
+                test_launch(ranks, layer_rank, &half);
+                assert_int_equal(half.saved - stats, (f32.saved - stats) / 2);
+                for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) {
+                    assert_int_equal(half.tensor.calls[k], f32.tensor.calls[k]);
+                    assert_int_equal(2 * half.tensor.bytes[k], f32.tensor.bytes[k]);
+                }
+                assert_true(ranks == 1 || half.tensor.bytes[sp ? MT_REDUCE_SCATTER : MT_ALL_REDUCE] > 0);
+            }
+}
+
+/* Bytes for each parameter, on the CPU as in a plan: value, gradient, two moments, and a master where there is one. */
+static void test_bytes_of_a_parameter(void **state) {
+    static const struct {
+        mt_dtype dtype;
+        int stochastic;
+        size_t bytes;
+    } cases[] = {{MT_F32, 0, 16}, {MT_BF16, 0, 18}, {MT_F16, 0, 18}, {MT_BF16, 1, 14}, {MT_F16, 1, 14}};
+    mt_param_desc desc = {.name = "x", .rows = 64, .cols = 128, .placement = MT_SPLIT_ROWS};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (int meta = 0; meta < 2; meta++) {
+            mt_context_desc where = {.arena_bytes = 1 << 20, .device = meta ? MT_DEVICE_META : MT_DEVICE_CPU};
+            mt_optimizer_desc adamw = {.stochastic_rounding = cases[i].stochastic};
+            mt_optimizer o = {0};
+            mt_param *p;
+            test_rank r;
+            size_t before;
+            test_paper_rank(1, 0, (mt_grid_desc){0}, &where, &r);
+            before = mt_context_allocated(r.ctx);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_set_dtype(r.ctx, r.params, cases[i].dtype));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &p));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, &adamw, &o));
+            assert_int_equal(mt_context_allocated(r.ctx) - before, cases[i].bytes * 64 * 128);
+            mt_optimizer_destroy(r.ctx, &o);
+            assert_int_equal(mt_context_allocated(r.ctx), before + (cases[i].dtype == MT_F32 ? 8u : 6u) * 64 * 128);
+            test_paper_rank_close(&r);
+        }
+}
+
+/* ---- what is refused --------------------------------------------------------------------------------------------- */
+
+static void test_refused_types(void **state) {
+    mt_linear_desc d = {.in_features = 8, .out_features = 8};
+    mt_optimizer_desc adamw = {.stochastic_rounding = 1};
+    mt_column_parallel_linear layer;
+    mt_optimizer o = {0};
+    mt_tensor x;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_params_set_dtype(r.ctx, NULL, MT_BF16));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "cannot be i32", mt_params_set_dtype(r.ctx, r.params, MT_I32));
+    assert_int_equal(mt_params_set_dtype(NULL, r.params, MT_BF16), MT_ERR_ARGUMENT);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_set_dtype(r.ctx, r.params, MT_BF16));
+    assert_int_equal(mt_params_dtype(r.params), MT_BF16);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "fc", &d, &layer));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "there are parameters", mt_params_set_dtype(r.ctx, r.params, MT_F16));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    x = test_tensor(&r, 4, 8, 0.0f);
+    REFUSED(r.ctx, MT_ERR_DTYPE, "x is f32|'fc.weight' is bf16",
+            mt_column_parallel_linear_forward(r.ctx, &layer, x, mt_tensor_make(x.data, MT_BF16, 4, 8), NULL));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "y is f16|'fc.weight' is bf16",
+            mt_column_parallel_linear_forward(r.ctx, &layer, mt_tensor_make(x.data, MT_BF16, 4, 8),
+                                              mt_tensor_make(x.data, MT_F16, 4, 8), NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no optimizer", mt_optimizer_master(r.ctx, &o, layer.weight, &x));
+    test_paper_rank_close(&r);
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "fc", &d, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stochastic_rounding|f32", mt_optimizer_create(r.ctx, r.params, &adamw, &o));
+    assert_null(o.params);
+    test_paper_rank_close(&r);
+}
+
+/* ---- a GPT ------------------------------------------------------------------------------------------------------- */
+
+/* The gradients of the same weights in f32: every parameter's within gpt_half_error of its length. */
+static mt_status compare_gradients(gpt_worker *half, gpt_worker *f32) {
+    static const float big = 1e30f;
+    double allowed = gpt_half_error(half->r->dtype);
+    float *a = (float *)malloc(2 * GPT_MAX_FLOATS * sizeof *a), *b = a + GPT_MAX_FLOATS, loss[2], norm = big;
+    mt_status status = a ? MT_SUCCESS : MT_ERR_MEMORY;
+    for (int i = 0; status == MT_SUCCESS && i < mt_params_count(half->params); i++) {
+        mt_param *p = mt_params_at(half->params, i), *q = mt_params_at(f32->params, i);
+        status = mt_param_gather(half->ctx, half->params, p, p->value, a);
+        if (status == MT_SUCCESS) status = mt_param_scatter(f32->ctx, q, a, q->value);
+    }
+    if (status == MT_SUCCESS) status = gpt_gradients(half, 0, &loss[0], &norm);
+    if (status == MT_SUCCESS) status = gpt_gradients(f32, 0, &loss[1], &norm);
+    for (int i = 0; status == MT_SUCCESS && i < mt_params_count(half->params); i++) {
+        mt_param *p = mt_params_at(half->params, i), *q = mt_params_at(f32->params, i);
+        double off = 0, whole = 0, scale = half->scaler.scale > 0 ? (double)half->scaler.scale : 1;
+        status = mt_param_gather(half->ctx, half->params, p, p->grad, a);
+        if (status == MT_SUCCESS) status = mt_param_gather(f32->ctx, f32->params, q, q->grad, b);
+        for (int64_t j = 0; status == MT_SUCCESS && j < p->desc.rows * p->desc.cols; j++) {
+            off += pow((double)a[j] / scale - (double)b[j], 2);
+            whole += pow((double)b[j], 2);
+        }
+        if (status == MT_SUCCESS && !(sqrt(off) <= allowed * sqrt(whole) && whole > 0)) {
+            fprintf(stderr, "%s: the gradient of %s is off by %.3g of its length, allowed %.3g\n", gpt_name(half->r), p->name,
+                    sqrt(off / whole), allowed);
+            status = MT_ERR_DATA;
+        }
+    }
+    free(a);
+    if (status == MT_SUCCESS) CHECK(fabs((double)loss[0] - (double)loss[1]) <= allowed * 0.12);
+    return status;
+}
+
+static mt_status gradients_rank(mt_comm *world, void *user) {
+    gpt_run r = *(const gpt_run *)user, f = r;
+    gpt_worker half, f32;
+    mt_status status;
+    f.dtype = MT_F32;
+    f.loss_scale = 0;
+    memset(&f32, 0, sizeof f32);
+    status = gpt_open(world, &r, &half);
+    if (status == MT_SUCCESS) status = gpt_open(world, &f, &f32);
+    if (status == MT_SUCCESS) status = compare_gradients(&half, &f32);
+    gpt_close(&half);
+    gpt_close(&f32);
+    return status;
+}
+
+#define F16_SCALE 1024.0f /* lifts gradients above f16's smallest numbers and leaves the largest far away */
+
+static void test_gpt_gradients(void **state) {
+    gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
+    (void)state;
+    for (r.llama = 0; r.llama < 2; r.llama++)
+        for (int h = 0; h < 2; h++)
+            for (r.tensor = 1; r.tensor <= 4; r.tensor *= 2)
+                for (r.sequence_parallel = 0; r.sequence_parallel < 2; r.sequence_parallel++) {
+                    r.dtype = halves[h];
+                    r.loss_scale = halves[h] == MT_F16 ? F16_SCALE : 0;
+                    gpt_launch(&r, gradients_rank, &r);
+                }
+}
+
+static void test_gpt_trains_as_in_f32(void **state) {
+    static gpt_result f32, half;
+    gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL}, x;
+    (void)state;
+    for (r.llama = 0; r.llama < 2; r.llama++) {
+        gpt_execute(r, &f32);
+        assert_true(f32.loss[GPT_STEPS - 1] < 0.9f * f32.loss[0]);
+        for (int h = 0; h < 2; h++)
+            for (int i = 0; i < 12; i++) {
+                x = r;
+                x.dtype = halves[h];
+                x.loss_scale = halves[h] == MT_F16 ? F16_SCALE : 0;
+                x.tensor = 1 << i % 3;
+                x.data = i < 6 ? 1 : 2;
+                x.sequence_parallel = i / 3 % 2;
+                gpt_execute(x, &half);
+                gpt_assert_near(&x, &f32, &half, gpt_half_error(x.dtype));
+                assert_int_equal(half.scaler.skipped, 0);
+                for (int64_t j = 0; j < half.count; j++) assert_true(half.weights[j] == round16(x.dtype, half.masters[j]));
+            }
+    }
+}
+
+/* From 2^32 the loss overflows until the scale fits. Skipped steps leave no trace: what follows, until the next one, has the
+   bits of a run that begins there, with that scale. */
+static void test_gpt_finds_its_scale(void **state) {
+    static gpt_result all, rest;
+    gpt_run r = {MT_DEVICE_CPU, MT_F16, 2, 2, 1, 0, 0, 0, 4294967296.0f, 0, NULL};
+    int first = 0, end, skipped = 0;
+    (void)state;
+    gpt_execute(r, &all);
+    for (int i = 0; i < GPT_STEPS; i++) skipped += isnan(all.norm[i]) != 0;
+    assert_int_equal(all.scaler.skipped, skipped);
+    assert_int_equal(all.steps, GPT_STEPS - skipped);
+    assert_true(all.scaler.scale == ldexpf(4294967296.0f, 1 - skipped)); /* the first overflow is forgiven */
+    while (first < GPT_STEPS && isnan(all.norm[first])) first++;
+    for (end = first; end < GPT_STEPS && !isnan(all.norm[end]);) end++;
+    assert_in_range(first, 5, GPT_STEPS);
+    assert_in_range(end - first, 3, GPT_STEPS);
+    r.first_step = first;
+    r.loss_scale = ldexpf(4294967296.0f, 1 - first);
+    gpt_execute(r, &rest);
+    assert_memory_equal(all.loss + first, rest.loss, (size_t)(end - first) * sizeof(float));
+    assert_memory_equal(all.norm + first, rest.norm, (size_t)(end - first) * sizeof(float));
+}
+
+/* The same bits on every split, skipped steps and stochastic rounding included. */
+static void test_gpt_invariant(void **state) {
+    static const struct {
+        int tensor, data, sequence_parallel;
+    } splits[] = {{1, 1, 0}, {2, 1, 0}, {2, 1, 1}, {4, 1, 1}, {8, 1, 0}, {4, 2, 0}, {2, 2, 1}, {1, 4, 0}};
+    static gpt_result one, many;
+    (void)state;
+    for (int kind = 0; kind < 4; kind++) /* bf16, f16; each of them also with stochastic rounding */
+        for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
+            gpt_run r = {MT_DEVICE_CPU, halves[kind % 2], splits[i].tensor, splits[i].data, splits[i].sequence_parallel, 8,
+                         kind % 2 != kind / 2, kind / 2, halves[kind % 2] == MT_F16 ? ldexpf(1, 26) : 0, 0, NULL};
+            gpt_execute(r, i ? &many : &one);
+            if (halves[kind % 2] == MT_F16) assert_true((i ? many : one).scaler.skipped > 0);
+            many.tensor = one.tensor; /* the one thing that differs */
+            if (i && memcmp(&one, &many, sizeof one) != 0) fail_msg("%s: other bits than on one rank", gpt_name(&r));
+        }
+}
+
+/* Without the mode sums of 16-bit activations are rounded on their way: other bits, so that the test above says something. */
+static void test_gpt_differs_without_the_mode(void **state) {
+    static gpt_result one, two;
+    gpt_run r = {MT_DEVICE_CPU, MT_BF16, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
+    (void)state;
+    gpt_execute(r, &one);
+    r.tensor = 2;
+    gpt_execute(r, &two);
+    assert_memory_not_equal(one.loss, two.loss, sizeof one.loss);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_initial_values),
+        cmocka_unit_test(test_masters),
+        cmocka_unit_test(test_shards),
+        cmocka_unit_test(test_hash_log),
+        cmocka_unit_test(test_stochastic_rounding_is_unbiased),
+        cmocka_unit_test(test_stochastic_rounding_rule),
+        cmocka_unit_test(test_stochastic_rounding_words),
+        cmocka_unit_test(test_stochastic_rounding_is_split_independent),
+        cmocka_unit_test(test_small_steps_are_not_lost),
+        cmocka_unit_test(test_loss_scaler),
+        cmocka_unit_test(test_loss_scaler_refuses),
+        cmocka_unit_test(test_one_rank_overflows),
+        cmocka_unit_test(test_layer_moves_and_saves_half),
+        cmocka_unit_test(test_bytes_of_a_parameter),
+        cmocka_unit_test(test_refused_types),
+        cmocka_unit_test(test_gpt_gradients),
+        cmocka_unit_test(test_gpt_trains_as_in_f32),
+        cmocka_unit_test(test_gpt_finds_its_scale),
+        cmocka_unit_test(test_gpt_invariant),
+        cmocka_unit_test(test_gpt_differs_without_the_mode),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
