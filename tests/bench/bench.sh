@@ -1,0 +1,46 @@
+#!/bin/sh
+# Builds and runs the benchmark of a device.
+#
+#   sh tests/bench/bench.sh [--device cpu|cuda] [ARGUMENTS]      cpu: bench.c (the default); cuda: bench_cuda.cu
+#
+# ARGUMENTS are the program's, see --help. On cuda the same layers in PyTorch follow, when it is installed. Exits with 77 where there is
+# no GPU.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+build=${MT_BUILD_DIR:-build}/bench
+mkdir -p "$build" || exit 1
+device=cpu
+if [ "${1:-}" = --device ]; then
+    device=${2:-}
+    shift 2
+fi
+
+bench_cpu() {
+    gemm=
+    have_package libopenblas-dev && gemm="-DMT_USE_CBLAS -lopenblas"
+    have_package libdnnl-dev && gemm="-DMT_USE_ONEDNN -ldnnl"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O3 -march=native -I. tests/bench/bench.c -o "$build/bench" $gemm -lm -lpthread && exec "$build/bench" "$@"
+}
+
+bench_cuda() {
+    if ! have_command nvcc; then
+        echo "bench_cuda: no GPU here, nothing was measured (nvcc is not here to build for one)"
+        exit 77
+    fi
+    # without a GPU, -arch=native would only warn
+    nvcc -O3 -std=c++17 -arch=native -Wno-deprecated-gpu-targets -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" -lcublasLt \
+        2>"$build/nvcc.log" || { cat "$build/nvcc.log"; exit 1; }
+    "$build/bench_cuda" "$@" || exit
+    echo
+    have_command python3 && python3 tests/bench/peer_pytorch_cuda.py
+    return 0
+}
+
+case $device in
+cpu) bench_cpu "$@" ;;
+cuda) bench_cuda "$@" ;;
+*) echo "bench.sh: --device is '$device', must be cpu or cuda" >&2; exit 2 ;;
+esac
