@@ -596,6 +596,16 @@ static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size
     return MT_SUCCESS;
 }
 
+/* Rows of bytes between any two places; one call, whatever the leading dimensions. */
+static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                    size_t row_bytes, int64_t rows) {
+    if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
+                                        ctx->stream));
+    return MT_SUCCESS;
+}
+
 static mt_status mti_cuda_synchronize(mt_context *ctx) {
     MT_TRY(mti_cuda_enter(ctx));
     MTI_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
@@ -640,6 +650,10 @@ static mt_status mti_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
 }
 static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
     return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                    size_t row_bytes, int64_t rows) {
+    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_fork(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
@@ -2431,8 +2445,11 @@ static size_t mti_elements(mt_tensor t) { return (size_t)t.rows * (size_t)t.cols
 
 /* Between whole [rows, parts * cols] and part [rows, cols]: columns [index * cols, ...) of each row. */
 static mt_status mti_copy_columns(mt_context *ctx, mt_tensor to, mt_tensor from) {
-    size_t bytes = (size_t)to.cols * mt_dtype_size(to.dtype);
+    size_t size = mt_dtype_size(to.dtype), bytes = (size_t)to.cols * size;
     int64_t r;
+    if (ctx->device == MT_DEVICE_CUDA)
+        return mti_cuda_copy_rows(ctx, to.data, (size_t)mti_ld(to) * size, from.data, (size_t)mti_ld(from) * size, bytes,
+                                  to.rows);
     for (r = 0; bytes && r < to.rows; r++)
         MT_TRY(mti_bytes_copy(ctx, mt_tensor_rows(to, r, 1).data, mt_tensor_rows(from, r, 1).data, bytes));
     return MT_SUCCESS;

@@ -2976,33 +2976,23 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
 
 /* ---- >>cuda-memory ------------------------------------------------------------------------------------------------------- */
 
-/* Rows of bytes between any two places; one call, whatever the leading dimensions. */
-static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, int64_t to_ld, const void *from, int64_t from_ld, int64_t rows,
-                                    int64_t cols, size_t size, cudaMemcpyKind kind) {
-    if (rows == 0 || cols == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, (size_t)to_ld * size, from, (size_t)from_ld * size, (size_t)cols * size,
-                                        (size_t)rows,
-                                        kind, ctx->stream));
-    return MT_SUCCESS;
-}
-
 static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
     if (x.data == y.data) return MT_SUCCESS;
-    return mti_cuda_copy_rows(ctx, y.data, mti_ld(y), x.data, mti_ld(x), x.rows, x.cols, mt_dtype_size(x.dtype),
-                              cudaMemcpyDeviceToDevice);
+    size_t size = mt_dtype_size(x.dtype);
+    return mti_cuda_copy_rows(ctx, y.data, (size_t)mti_ld(y) * size, x.data, (size_t)mti_ld(x) * size, (size_t)x.cols * size,
+                              x.rows);
 }
 
 /* The caller may use `host` again at once: pageable memory is copied before the call returns, pinned memory waited for. */
 static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
-    MT_TRY(mti_cuda_copy_rows(ctx, y.data, mti_ld(y), host, y.cols, y.rows, y.cols, mt_dtype_size(y.dtype),
-                              cudaMemcpyHostToDevice));
+    size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
+    MT_TRY(mti_cuda_copy_rows(ctx, y.data, (size_t)mti_ld(y) * size, host, row, row, y.rows));
     return mti_cuda_synchronize(ctx);
 }
 
 static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
-    MT_TRY(mti_cuda_copy_rows(ctx, host, x.cols, x.data, mti_ld(x), x.rows, x.cols, mt_dtype_size(x.dtype),
-                              cudaMemcpyDeviceToHost));
+    size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
+    MT_TRY(mti_cuda_copy_rows(ctx, host, row, x.data, (size_t)mti_ld(x) * size, row, x.rows));
     return mti_cuda_synchronize(ctx);
 }
 
