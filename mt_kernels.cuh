@@ -212,6 +212,11 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
 
+/* The three in one pass over the logits, for a shard that is the whole vocabulary (first_col 0): loss [1, tokens], and in place
+   of the logits scale * dloss[i] * their gradient. */
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+                                                   const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss);
+
 /* ---- optimizer ---------------------------------------------------------------------------------------------------- */
 
 /* AdamW, decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW): with g = grad_scale * grad,
@@ -1704,6 +1709,20 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
     }
 }
 
+/* Row by row, while the row is in the cache. */
+static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets, mt_tensor dloss,
+                                  float scale, mt_tensor loss) {
+    float four[4], two[2];
+    mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
+    int64_t i;
+    for (i = 0; i < logits.rows; i++) {
+        mt_tensor row = mt_tensor_rows(logits, i, 1);
+        mti_cpu_cross_entropy_stats(s, row, targets + i, stats);
+        mti_cpu_cross_entropy_combine(s, stats, 1, targets + i, mt_tensor_cols(loss, i, 1), lse);
+        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.data ? mt_tensor_cols(dloss, i, 1) : dloss, scale);
+    }
+}
+
 /* ---- >>cpu-adamw ------------------------------------------------------------------------------------------------ */
 
 /* As torch.optim.AdamW: the bias corrections are folded into the step size and into the root. */
@@ -1989,15 +2008,38 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_columns_kernel
     }
 }
 
-/* out [1, cols] += sum s over the strips, in their order. */
-static __global__ void __launch_bounds__(256) mti_strips_kernel(const float *partial, int64_t strips, int sums, int s,
-                                                                int64_t cols,
-                                                                mti_view out) {
-    int64_t col = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    float sum = 0.0f;
-    if (col >= cols) return;
-    for (int64_t i = 0; i < strips; i++) sum += partial[(i * sums + s) * cols + col];
+/* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d, d + MTI_DEEP, ..., with
+   eight loads on their way, and what they have meets in the order of d. */
+static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_strips_kernel(const float *partial, int64_t strips,
+                                                                                int64_t cols, mti_view first,
+                                                                                mti_view second) {
+    MTI_SHARED(float, shared, MTI_DEEP * MTI_LANES);
+    int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
+    int64_t col = (int64_t)blockIdx.x * MTI_LANES + lane, sums = gridDim.y, s = blockIdx.y;
+    mti_view out = s == 0 ? first : second;
+    float sum = 0.0f, next[8];
+    for (int64_t i = deep; i < strips && col < cols; i += 8 * MTI_DEEP) {
+        MTI_DEVICE_UNROLL
+        for (int j = 0; j < 8; j++) {
+            int64_t strip = i + j * MTI_DEEP;
+            next[j] = strip < strips ? partial[(strip * sums + s) * cols + col] : 0.0f;
+        }
+        MTI_DEVICE_UNROLL
+        for (int j = 0; j < 8; j++) sum += next[j];
+    }
+    shared[threadIdx.x] = sum;
+    __syncthreads();
+    if (deep != 0 || col >= cols || !out.data) return;
+    for (int d = 1; d < MTI_DEEP; d++) sum += shared[d * MTI_LANES + lane];
     mti_put(out, 0, col, mti_get(out, 0, col) + sum);
+}
+
+/* The sums, one or two, that kernels left in partial [strips, sums, cols] go to outs[s], where that is there. */
+static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums, int64_t cols,
+                            const mt_tensor *outs) {
+    MTI_LAUNCH(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums), MTI_LANES * MTI_DEEP, 0,
+               ctx->stream, (const float *)partial, strips, cols, mti_view_of(outs[0]), mti_view_of(outs[sums - 1]));
+    return mti_cuda_launched(ctx, name);
 }
 
 /* Adds the column sums to outs[s] where that is there. Scratch: [strips, SUMS, cols] floats in the arena. */
@@ -2019,12 +2061,7 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
     else MTI_LAUNCH((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows, cols,
                     (float *)memory);
     MT_TRY(mti_cuda_launched(ctx, name));
-    for (int s = 0; s < SUMS; s++) {
-        if (!outs[s].data) continue;
-        MTI_LAUNCH(mti_strips_kernel, mti_grid(cols, 256), 256, 0, ctx->stream, (const float *)memory, strips, SUMS, s, cols,
-                   mti_view_of(outs[s]));
-        MT_TRY(mti_cuda_launched(ctx, name));
-    }
+    MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
     mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
     return MT_SUCCESS;
 }
@@ -2248,71 +2285,176 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     return mti_cuda_launched(ctx, "mt_norm_forward");
 }
 
-/* Means over a row of g = dy * gain and of g * xhat, which the gradient needs: means [rows, 2]. */
-struct mti_norm_backward_op {
-    mti_view x, gain, stats, dy, dresidual, dx, means;
-    int centered;
+/* What every GPU from sm_75 on grants a block, and what this one grants, beside what a kernel declares itself. The size of the
+   arena depends on the former only, so that it can be planned. */
+#define MTI_SHARED_LEAST ((size_t)62 << 10)
 
-    __device__ void row_of(int64_t row, float *mean, float *rstd) const {
-        *mean = centered ? mti_get(stats, row, 0) : 0.0f;
-        *rstd = mti_get(stats, row, 1);
-    }
-    /* dx, and what the row adds to dgain (x[0]) and dbias (x[1]) */
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*out)[MTI_CHUNK]) const {
-        float v[MTI_CHUNK], g[MTI_CHUNK], r[MTI_CHUNK], mean, rstd;
-        float mean_g = centered ? mti_get(means, row, 0) : 0.0f, mean_gx = mti_get(means, row, 1);
-        row_of(row, &mean, &rstd);
-        mti_load<WIDE>(x, row, col, n, v);
-        mti_load<WIDE>(gain, 0, col, n, g);
-        mti_load<WIDE>(dy, row, col, n, out[1]);
-        if (dresidual.data) mti_load<WIDE>(dresidual, row, col, n, r);
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            float xhat = (v[j] - mean) * rstd;
-            out[0][j] = out[1][j] * xhat;
-            v[j] = rstd * (out[1][j] * g[j] - mean_g - xhat * mean_gx) + (dresidual.data ? r[j] : 0.0f);
-        }
-        mti_store<WIDE>(dx, row, col, n, v);
+static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
+    int most = 0;
+    MTI_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx->ordinal));
+    *bytes = (size_t)most - 2048;
+    return MT_SUCCESS;
+}
+
+/* A kernel must say so when it is going to ask for more than 48 KiB. */
+template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
+    if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
+    MTI_CUDA_TRY(ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    return MT_SUCCESS;
+}
+
+/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then of dbias,
+   each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one thread. */
+struct mti_norm_sums {
+    float4 *data;
+    int chunks;
+    __device__ void add(int part, int i, const float *x) const {
+        float4 *p = data + part * chunks + i, v = *p;
+        *p = make_float4(v.x + x[0], v.y + x[1], v.z + x[2], v.w + x[3]);
     }
 };
 
-template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_means_kernel(mti_norm_backward_op op, int64_t cols) {
-    MTI_SHARED(float, shared, 64);
-    int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    float sum_g = 0.0f, sum_gx = 0.0f, mean, rstd;
-    op.row_of(row, &mean, &rstd);
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
-        float v[MTI_CHUNK], g[MTI_CHUNK], d[MTI_CHUNK];
-        mti_row_chunk<WIDE>(op.x, row, cols, i, v);
-        mti_row_chunk<WIDE>(op.gain, 0, cols, i, g);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, d);
+struct mti_norm_means {
+    float mean, rstd;       /* of x */
+    float mean_g, mean_gx; /* of g = dy * gain, and of g * xhat */
+};
+
+struct mti_norm_backward_op {
+    mti_view x, gain, stats, dy, dresidual, dx;
+    int centered;
+
+    /* Adds up g and g * xhat over a chunk of a row; what is past its end is 0. */
+    template <bool WIDE> __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d,
+                                              float *sum_g, float *sum_gx) const {
+        float g[MTI_CHUNK];
+        mti_load<WIDE>(gain, 0, col, n, g);
         for (int j = 0; j < MTI_CHUNK; j++) {
-            sum_g += d[j] * g[j];
-            sum_gx += d[j] * g[j] * ((v[j] - mean) * rstd);
+            *sum_g += d[j] * g[j];
+            *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
         }
     }
-    float2 sums = mti_block_sums(sum_g, sum_gx, shared);
-    if (threadIdx.x != 0) return;
-    mti_put(op.means, row, 0, sums.x / (float)cols);
-    mti_put(op.means, row, 1, sums.y / (float)cols);
+    /* dx of a chunk of x (v) and dy (d), and what it adds to the sums */
+    template <bool WIDE> __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n,
+                                               float *v, const float *d) const {
+        float g[MTI_CHUNK], r[MTI_CHUNK], dg[MTI_CHUNK];
+        mti_load<WIDE>(gain, 0, (int64_t)i * MTI_CHUNK, n, g);
+        if (dresidual.data) mti_load<WIDE>(dresidual, row, (int64_t)i * MTI_CHUNK, n, r);
+        MTI_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float xhat = (v[j] - m.mean) * m.rstd;
+            dg[j] = d[j] * xhat;
+            v[j] = m.rstd * (d[j] * g[j] - m.mean_g - xhat * m.mean_gx) + (dresidual.data ? r[j] : 0.0f);
+        }
+        mti_store<WIDE>(dx, row, (int64_t)i * MTI_CHUNK, n, v);
+        sums.add(0, i, dg);
+        sums.add(1, i, dg + 4);
+        sums.add(2, i, d);
+        sums.add(3, i, d + 4);
+    }
+};
+
+#define MTI_NORM_STRIP 16
+#define MTI_NORM_THREADS 512
+#define MTI_NORM_KEPT 2
+
+/* A row: x and dy are read once and stay in registers, except for what is wider than MTI_NORM_KEPT chunks per thread. */
+template <bool WIDE> static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row,
+                                                                                  int64_t cols, const mti_norm_sums &sums,
+                                                                                  float *shared) {
+    int rest = MTI_NORM_KEPT * (int)blockDim.x + (int)threadIdx.x;
+    float v[MTI_NORM_KEPT][MTI_CHUNK], d[MTI_NORM_KEPT][MTI_CHUNK], wide_v[MTI_CHUNK], wide_d[MTI_CHUNK];
+    float sum_g = 0.0f, sum_gx = 0.0f;
+    mti_norm_means m = {op.centered ? mti_get(op.stats, row, 0) : 0.0f, mti_get(op.stats, row, 1), 0.0f, 0.0f};
+    MTI_DEVICE_UNROLL
+    for (int q = 0; q < MTI_NORM_KEPT; q++) {
+        int i = q * (int)blockDim.x + (int)threadIdx.x;
+        if (i >= sums.chunks) continue;
+        mti_row_chunk<WIDE>(op.x, row, cols, i, v[q]);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, d[q]);
+        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q], &sum_g, &sum_gx);
+    }
+    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
+        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
+        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d, &sum_g, &sum_gx);
+    }
+    float2 total = mti_block_sums(sum_g, sum_gx, shared);
+    m.mean_g = op.centered ? total.x / (float)cols : 0.0f;
+    m.mean_gx = total.y / (float)cols;
+    MTI_DEVICE_UNROLL
+    for (int q = 0; q < MTI_NORM_KEPT; q++) {
+        int i = q * (int)blockDim.x + (int)threadIdx.x;
+        if (i < sums.chunks) op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q]);
+    }
+    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
+        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
+        op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d);
+    }
+}
+
+/* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too wide for
+   that; partial [strips, 2, cols]. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_NORM_THREADS) mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows,
+                                                                                    int64_t cols, float *partial,
+                                                                                    float4 *spare) {
+    MTI_SHARED(float, shared, 64);
+    MTI_DYN_SHARED(float4, room);
+    int chunks = (int)((cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    int64_t first = (int64_t)blockIdx.x * MTI_NORM_STRIP;
+    mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * chunks : room, chunks};
+    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) sums.data[part * chunks + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int64_t row = first; row < rows && row < first + MTI_NORM_STRIP; row++)
+        mti_norm_backward_row<WIDE>(op, row, cols, sums, shared);
+    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) {
+            float4 v = sums.data[part * chunks + i];
+            float x[4] = {v.x, v.y, v.z, v.w};
+            int64_t col = (int64_t)i * MTI_CHUNK + part % 2 * 4, to = ((int64_t)blockIdx.x * 2 + part / 2) * cols + col;
+            MTI_DEVICE_UNROLL
+            for (int j = 0; j < 4; j++)
+                if (col + j < cols) partial[to + j] = x[j];
+        }
+}
+
+/* Two chunks for a thread, so that more blocks fit, but at least 128 threads where the row has work for them. */
+static unsigned mti_norm_threads(int64_t cols) {
+    int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
+    return (unsigned)mti_round_up(mti_min(MTI_NORM_THREADS, mti_max(chunks / MTI_NORM_KEPT, mti_min(chunks, 128))), 32);
+}
+
+template <bool WIDE> static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows,
+                                                               int64_t cols, size_t bytes, void *partial, void *spare) {
+    size_t most = 0;
+    MT_TRY(mti_shared_most(ctx, &most));
+    if (bytes <= most) spare = NULL;
+    if (spare) bytes = 0;
+    MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<WIDE>, bytes));
+    MTI_LAUNCH(mti_norm_backward_kernel<WIDE>, (unsigned)((rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP),
+               mti_norm_threads(cols), bytes, ctx->stream, op, rows, cols, (float *)partial, (float4 *)spare);
+    return mti_cuda_launched(ctx, "mt_norm_backward");
 }
 
 static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                         mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor means, outs[2];
+    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mti_round_up(x.cols, MTI_CHUNK) * 2 * sizeof(float);
+    int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
     int wide = mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(dy) && mti_is_wide(dresidual) && mti_is_wide(dx);
-    if (x.rows == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, 2, &means));
     mti_norm_backward_op op = {mti_view_of(x), mti_view_of(gain), mti_view_of(stats), mti_view_of(dy), mti_view_of(dresidual),
-                               mti_view_of(dx), mti_view_of(means), kind == MT_LAYER_NORM};
-    MT_TRY(mti_cuda_enter(ctx));
-    if (wide) MTI_LAUNCH(mti_norm_means_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
-    else MTI_LAUNCH(mti_norm_means_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
-    MT_TRY(mti_cuda_launched(ctx, "mt_norm_backward"));
+                               mti_view_of(dx), kind == MT_LAYER_NORM};
+    mt_tensor outs[2];
+    void *partial = NULL, *spare = NULL;
     outs[0] = dgain;
     outs[1] = dbias;
-    MT_TRY(mti_columns<2>(ctx, "mt_norm_backward", op, wide, x.rows, x.cols, outs));
+    if (x.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
+    if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, (size_t)strips * bytes, &spare));
+    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY((wide ? mti_norm_backward_launch<true> : mti_norm_backward_launch<false>)(ctx, op, x.rows, x.cols, bytes, partial,
+                                                                                     spare));
+    MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips, 2, x.cols, outs));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -2541,50 +2683,90 @@ struct mti_ce {
         int64_t col = (int64_t)targets[row] - shape.first_col;
         return targets[row] != ignore && col >= 0 && col < real ? col : -1;
     }
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const { /* logits become their gradient */
+    __device__ float loss_of(int64_t row, float top, float log_sum, float target, float plain) const {
+        float value = log_sum + (1.0f - shape.label_smoothing) * (top - target);
+        if (shape.label_smoothing > 0.0f) value += shape.label_smoothing * (top - plain / (float)shape.vocab);
+        return targets[row] == ignore ? 0.0f : value;
+    }
+    /* The logits of row, which are in `row_from` of `from`, become their gradient. */
+    template <bool WIDE> __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n,
+                                                  float top, float log_sum) const {
         float x[MTI_CHUNK], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
-        float top = mti_get(lse, 0, row), log_sum = mti_get(lse, 1, row);
         float even = shape.label_smoothing / (float)shape.vocab;
         int64_t target = target_of(row);
-        int ignored = targets[row] == ignore;
-        mti_load<WIDE>(logits, row, col, n, x);
+        int ignored = targets[row] == ignore, count = col >= real ? 0 : col + n <= real ? n : (int)(real - col);
+        mti_load<WIDE>(from, row_from, col, count, x);
         for (int j = 0; j < MTI_CHUNK; j++) {
             float g = factor * (expf((x[j] - top) - log_sum) - even);
             if (col + j == target) g -= factor * (1.0f - shape.label_smoothing);
-            x[j] = ignored || col + j >= real ? 0.0f : g;
+            x[j] = ignored || j >= count ? 0.0f : g;
         }
         mti_store<WIDE>(logits, row, col, n, x);
     }
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        gradient<WIDE>(logits, row, row, col, n, mti_get(lse, 0, row), mti_get(lse, 1, row));
+    }
 };
 
-/* One pass: each thread keeps a running maximum, and its sum of exponentials against it. */
-template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_ce_stats_kernel(mti_ce c) {
+#define MTI_CE_THREADS 1024 /* at most; rows are wide, and one may take a multiprocessor's shared memory for itself */
+
+static unsigned mti_ce_threads(int64_t cols) {
+    return (unsigned)mti_min(MTI_CE_THREADS, mti_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+}
+
+/* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of exponentials
+   against it. The row stays in kept, when that is there. */
+template <bool WIDE> static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
     MTI_SHARED(float, shared, 64);
     MTI_SHARED(float, tops, 32);
-    int64_t row = blockIdx.x, chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK;
+    MTI_SHARED(float, hit, 1);
+    int64_t chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK, target = c.target_of(row);
     float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
         float before = top;
         int n = mti_chunk(c.real, i * MTI_CHUNK);
         mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
-        for (int j = 0; j < n; j++) top = fmaxf(top, x[j]);
+        if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_CHUNK, n, x);
+        MTI_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
         if (before != -INFINITY) sum *= expf(before - top);
-        for (int j = 0; j < n; j++) {
-            sum += top == -INFINITY ? 0.0f : expf(x[j] - top);
+        MTI_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            sum += top == -INFINITY || j >= n ? 0.0f : expf(x[j] - top);
             plain += x[j];
         }
     }
     float all = mti_warp_max(top);
     if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
+    if (threadIdx.x == 0) *hit = target >= 0 ? mti_get(c.logits, row, target) : 0.0f; /* before gradients are written */
     __syncthreads();
     for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
     float2 sums = mti_block_sums(top == -INFINITY ? 0.0f : sum * expf(top - all), plain, shared);
+    return make_float4(all, sums.x, *hit, sums.y);
+}
+
+template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti_ce c) {
+    mti_view none = {NULL, 0, 0};
+    float4 s = mti_ce_row<WIDE>(c, blockIdx.x, none);
     if (threadIdx.x != 0) return;
-    int64_t target = c.target_of(row);
-    mti_put(c.stats, row, 0, all);
-    mti_put(c.stats, row, 1, sums.x);
-    mti_put(c.stats, row, 2, target >= 0 ? mti_get(c.logits, row, target) : 0.0f);
-    mti_put(c.stats, row, 3, sums.y);
+    mti_put(c.stats, blockIdx.x, 0, s.x);
+    mti_put(c.stats, blockIdx.x, 1, s.y);
+    mti_put(c.stats, blockIdx.x, 2, s.z);
+    mti_put(c.stats, blockIdx.x, 3, s.w);
+}
+
+/* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is read
+   again, while it is in the L2 cache. A thread reads back what it wrote itself. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
+    MTI_DYN_SHARED(char, room);
+    int64_t row = blockIdx.x, row_from = keep ? 0 : row;
+    mti_view kept = {keep ? room : NULL, 0, c.logits.dtype}, from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
+    float4 s = mti_ce_row<WIDE>(c, row, kept);
+    float log_sum = logf(s.y);
+    if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
+    for (int64_t col = (int64_t)threadIdx.x * MTI_CHUNK; col < cols; col += (int64_t)blockDim.x * MTI_CHUNK)
+        c.gradient<WIDE>(from, row_from, row, col, mti_chunk(cols, col), s.x, log_sum);
 }
 
 static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets) {
@@ -2604,16 +2786,37 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
     c.stats = mti_view_of(stats);
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mti_cuda_enter(ctx));
-    if (mti_is_wide(logits)) MTI_LAUNCH(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_row_threads(logits.cols), 0,
+    if (mti_is_wide(logits)) MTI_LAUNCH(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0,
                                         ctx->stream, c);
-    else MTI_LAUNCH(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_row_threads(logits.cols), 0, ctx->stream, c);
+    else MTI_LAUNCH(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream, c);
     return mti_cuda_launched(ctx, "mt_cross_entropy_stats");
+}
+
+template <bool WIDE> static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
+    size_t bytes = (size_t)mti_round_up(logits.cols, MTI_CHUNK) * mt_dtype_size(logits.dtype), most = 0;
+    MT_TRY(mti_shared_most(ctx, &most));
+    int keep = bytes <= most;
+    if (!keep) bytes = 0;
+    MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
+    MTI_LAUNCH(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes, ctx->stream, c, logits.cols,
+               mti_view_of(loss), keep);
+    return mti_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
+}
+
+static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+                                        const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
+    mti_ce c = mti_ce_of(s, logits, targets);
+    c.dloss = mti_view_of(dloss);
+    c.scale = scale;
+    if (logits.rows == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
 }
 
 /* A thread for each token joins the shards in the tree of mti_stats_tree: a binary counter of subtrees. */
 static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    float stack[MTI_TREE_DEPTH][4], x[4], a = c.shape.label_smoothing;
+    float stack[MTI_TREE_DEPTH][4], x[4];
     int depth = 0;
     if (i >= tokens) return;
     for (int64_t s = 0; s <= shards; s++) {
@@ -2634,9 +2837,8 @@ static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, in
         for (int q = 0; q < 4 && s < shards; q++) stack[depth][q] = x[q];
         if (s < shards) depth++;
     }
-    float log_sum = logf(x[1]), value = log_sum + (1.0f - a) * (x[0] - x[2]);
-    if (a > 0.0f) value += a * (x[0] - x[3] / (float)c.shape.vocab);
-    mti_put(loss, 0, i, c.targets[i] == c.ignore ? 0.0f : value);
+    float log_sum = logf(x[1]);
+    mti_put(loss, 0, i, c.loss_of(i, x[0], log_sum, x[2], x[3]));
     mti_put(c.lse, 0, i, x[0]);
     mti_put(c.lse, 1, i, log_sum);
 }
@@ -3919,6 +4121,25 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_backward(ctx, shape, logits, targets, lse, dloss, scale)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+                                                   const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
+    static const char *const where = "mt_cross_entropy_forward_backward";
+    mti_wide w;
+    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mti_expect_float(ctx, where, "logits", logits));
+    if (shape->first_col != 0 || logits.cols < shape->vocab)
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: columns %lld to %lld of a vocabulary of %lld are a part of it", where,
+                        (long long)shape->first_col, (long long)(shape->first_col + logits.cols), (long long)shape->vocab);
+    MT_TRY(mti_expect_shape(ctx, where, "loss", loss, 1, logits.rows));
+    MT_TRY(mti_expect_optional(ctx, where, "dloss", dloss, 1, logits.rows));
+    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy(ctx, shape, logits, targets, dloss, scale, loss)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy(shape, logits, targets, dloss, scale, loss);
     return mti_wide_end(&w, MT_SUCCESS);
 }
 

@@ -274,6 +274,13 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss, float scale,
                                                           const mt_cross_entropy_saved *saved);
 
+/* Both in one call, for a loop that knows dloss and scale beforehand: loss, and the logits' gradient in their place. Where one
+   rank has the whole vocabulary, the logits are read once. */
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tensor,
+                                                                  const mt_cross_entropy_desc *desc, mt_tensor logits,
+                                                                  const int32_t *targets, mt_tensor dloss, float scale,
+                                                                  mt_tensor loss);
+
 /* ---- gradients ---------------------------------------------------------------------------------------------------- */
 
 /* After the backward of every micro-batch, the last one included. In invariant mode the gradients of micro-batches meet in a
@@ -1959,6 +1966,15 @@ static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, con
     return mt_cross_entropy_combine(ctx, &shape, all, all_shards, targets, loss, lse);
 }
 
+/* What forward is given. */
+static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function, mt_comm *tensor,
+                                          const mt_cross_entropy_desc *desc, mt_tensor logits, const int32_t *targets,
+                                          mt_tensor loss) {
+    MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
+    MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
+    return mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_ignore_index(desc->ignore_index));
+}
+
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
                                                          mt_tensor logits, const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved) {
@@ -1966,9 +1982,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     mt_tensor lse;
     size_t keep, mark;
     mt_status status;
-    MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
-    MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
-    MT_TRY(mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_ignore_index(desc->ignore_index)));
+    MT_TRY(mti_cross_entropy_expect(ctx, function, tensor, desc, logits, targets, loss));
     keep = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     mark = mt_arena_mark(ctx);
@@ -1981,21 +1995,47 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     return MT_SUCCESS;
 }
 
+static mt_status mti_cross_entropy_backward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
+                                            mt_tensor logits, const int32_t *targets, mt_tensor lse, mt_tensor dloss,
+                                            float scale) {
+    int s, shards = mti_shards(ctx, tensor);
+    for (s = 0; s < shards; s++) {
+        mt_cross_entropy_shape shape = mti_cross_entropy_shape(tensor, desc, logits.cols / shards, s, shards);
+        MT_TRY(mt_cross_entropy_backward(ctx, &shape, mt_shard_cols(logits, s, shards), targets, lse, dloss, scale));
+    }
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tensor,
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss, float scale,
                                                           const mt_cross_entropy_saved *saved) {
     static const char *const function = "mt_vocab_parallel_cross_entropy_backward";
-    int s, shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, saved->logits));
-    shards = mti_shards(ctx, tensor);
-    for (s = 0; s < shards; s++) {
-        mt_cross_entropy_shape shape = mti_cross_entropy_shape(tensor, desc, saved->logits.cols / shards, s, shards);
-        MT_TRY(mt_cross_entropy_backward(ctx, &shape, mt_shard_cols(saved->logits, s, shards), saved->targets, saved->lse,
-                                         dloss, scale));
+    return mti_cross_entropy_backward(ctx, tensor, desc, saved->logits, saved->targets, saved->lse, dloss, scale);
+}
+
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tensor,
+                                                                  const mt_cross_entropy_desc *desc, mt_tensor logits,
+                                                                  const int32_t *targets, mt_tensor dloss, float scale,
+                                                                  mt_tensor loss) {
+    static const char *const function = "mt_vocab_parallel_cross_entropy_forward_backward";
+    mt_tensor lse;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_cross_entropy_expect(ctx, function, tensor, desc, logits, targets, loss));
+    if (dloss.data) MT_TRY(mti_expect_shape(ctx, function, "dloss", dloss, 1, logits.rows));
+    if (mt_comm_size(tensor) == 1 && mti_shards(ctx, tensor) == 1) {
+        mt_cross_entropy_shape whole = mti_cross_entropy_shape(tensor, desc, logits.cols, 0, 1);
+        return mt_cross_entropy_forward_backward(ctx, &whole, logits, targets, dloss, scale, loss);
     }
-    return MT_SUCCESS;
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
+    status = mti_cross_entropy_forward(ctx, tensor, desc, logits, targets, loss, lse);
+    if (status == MT_SUCCESS) status = mti_cross_entropy_backward(ctx, tensor, desc, logits, targets, lse, dloss, scale);
+    mt_arena_release(ctx, mark);
+    return status;
 }
 
 /* ---- >>sync ------------------------------------------------------------------------------------------------------- */

@@ -199,6 +199,20 @@ static void norm(shape s) {
         }
 }
 
+/* Rows that do not fit into a thread's registers, nor, the last ones, into shared memory. */
+static void test_wide_norm(void **state) {
+    static const shape wide_rows[] = {{37, 1100, {0, 0}}, {3, 8301, {0, 0}}, {18, 8304, {8, 0}}, {2, 30008, {0, 0}}};
+    (void)state;
+    for (size_t i = 0; i < 3 * 4; i++) {
+        static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = types[i / 4];
+        norm(wide_rows[i % 4]);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 static mt_random place(int64_t cols) {
     mt_random at;
     memset(&at, 0, sizeof at);
@@ -290,6 +304,120 @@ static void cross_entropy(shape s) {
     }
 }
 
+/* In double precision, from the logits x as they are stored. */
+static void cross_entropy_expected(const mt_cross_entropy_shape *shape, const float *x, int64_t cols, int32_t target, double factor,
+                                   double *loss, float *gradient) {
+    double top = -INFINITY, sum = 0, mean = 0, a = (double)shape->label_smoothing;
+    for (int64_t j = 0; j < shape->vocab; j++) top = fmax(top, (double)x[j]);
+    for (int64_t j = 0; j < shape->vocab; j++) sum += exp((double)x[j] - top), mean += (double)x[j] / (double)shape->vocab;
+    *loss = log(sum) + (1 - a) * (top - (double)x[target]) + a * (top - mean);
+    for (int64_t j = 0; j < cols; j++) {
+        double hot = (j == target ? 1 - a : 0) + a / (double)shape->vocab;
+        gradient[j] = j < shape->vocab ? (float)(factor * (exp((double)x[j] - top) / sum - hot)) : 0.0f;
+    }
+}
+
+/* One call, and the trio, against double precision; the CPU's one call has the bits of its trio. */
+static void cross_entropy_at_once(shape s, float smoothing, int padding, int with_dloss) {
+    mt_cross_entropy_shape shape = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing, 1};
+    pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l), stats = pair_f32(s.rows, 4);
+    pair dloss = noise_f32(1, s.rows, 9, 1.0f), loss = pair_f32(1, s.rows), loss2 = pair_f32(1, s.rows);
+    pair lse = pair_f32(2, s.rows), expected = pair_new(s.rows, s.cols, dense), losses = pair_f32(1, s.rows);
+    float *host = download(cpu, x.cpu), *factor = download(cpu, dloss.cpu), *g = (float *)calloc((size_t)(s.rows * s.cols), 4);
+    float *l = (float *)calloc((size_t)s.rows, 4);
+    int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
+    if (!with_dloss) dloss = none();
+    for (int64_t i = 0; i < s.rows; i++) {
+        double value = 0;
+        targets[i] = (int32_t)(i * 7 % shape.vocab);
+        if (targets[i] == shape.ignore_index) continue;
+        cross_entropy_expected(&shape, host + i * s.cols, s.cols, targets[i], 0.3 * (with_dloss ? (double)factor[i] : 1.0),
+                               &value, g + i * s.cols);
+        l[i] = (float)value;
+    }
+    on_gpu = ids_on_gpu(targets, s.rows);
+    size_t mark = mt_arena_mark(cpu);
+    mt_tensor f = tensor_new(cpu, MT_F32, s.rows, s.cols, dense);
+    OK(mt_upload(cpu, g, f));
+    OK(mt_convert(cpu, f, expected.cpu));
+    mt_arena_release(cpu, mark);
+    OK(mt_upload(cpu, l, losses.cpu));
+    BOTH(mt_copy(cpu, x.cpu, again.cpu), mt_copy(gpu, x.gpu, again.gpu));
+    BOTH(mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, dloss.cpu, 0.3f, loss.cpu),
+         mt_cross_entropy_forward_backward(gpu, &shape, x.gpu, on_gpu, dloss.gpu, 0.3f, loss.gpu));
+    for (int device = 0; device < 2; device++) {
+        pair gradient = {expected.cpu, x.gpu}, value = {losses.cpu, loss.gpu};
+        if (device == 0) {
+            float *on_host = download(cpu, x.cpu), *loss_host = download(cpu, loss.cpu);
+            mt_tensor moved = tensor_new(gpu, MT_F32, s.rows, s.cols, dense), moved_loss = tensor_new(gpu, MT_F32, 1, s.rows,
+                                                                                                      dense);
+            OK(mt_upload(gpu, on_host, moved));
+            OK(mt_upload(gpu, loss_host, moved_loss));
+            gradient.gpu = moved;
+            value.gpu = moved_loss;
+            free(on_host);
+            free(loss_host);
+        }
+        same(device ? "one pass" : "one pass on the CPU", gradient, 2e-6);
+        same("loss", value, 1e-6);
+    }
+    BOTH(mt_cross_entropy_stats(cpu, &shape, again.cpu, targets, stats.cpu),
+         mt_cross_entropy_stats(gpu, &shape, again.gpu, on_gpu, stats.gpu));
+    BOTH(mt_cross_entropy_combine(cpu, &shape, stats.cpu, 1, targets, loss2.cpu, lse.cpu),
+         mt_cross_entropy_combine(gpu, &shape, stats.gpu, 1, on_gpu, loss2.gpu, lse.gpu));
+    BOTH(mt_cross_entropy_backward(cpu, &shape, again.cpu, targets, lse.cpu, dloss.cpu, 0.3f),
+         mt_cross_entropy_backward(gpu, &shape, again.gpu, on_gpu, lse.gpu, dloss.gpu, 0.3f));
+    for (int device = 0; device < 2; device++) {
+        uint64_t a[2] = {0, 0}, b[2] = {0, 0};
+        mt_context *ctx = device ? gpu : cpu;
+        OK(mt_hash(ctx, device ? x.gpu : x.cpu, 0, 0, s.cols, &a[0]));
+        OK(mt_hash(ctx, device ? again.gpu : again.cpu, 0, 0, s.cols, &b[0]));
+        OK(mt_hash(ctx, device ? loss.gpu : loss.cpu, 0, 0, s.rows, &a[1]));
+        OK(mt_hash(ctx, device ? loss2.gpu : loss2.cpu, 0, 0, s.rows, &b[1]));
+#if !defined(MT_CUDA_ENGINE)
+        if (device) continue; /* nvcc may contract the two kernels differently */
+#endif
+        if (memcmp(a, b, sizeof a) != 0) fail_msg("one pass and three calls differ on device %d, %s", device, mt_dtype_name(type));
+    }
+    free(host), free(factor), free(g), free(l), free(targets);
+}
+
+static void cross_entropy_one_pass(shape s) {
+    for (int how = 0; how < 4; how++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        cross_entropy_at_once(s, how & 1 ? 0.1f : 0.0f, how & 2 ? 3 : 0, how & 1);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* A row for which shared memory is too small, even of the biggest GPU and in 16 bits. */
+static void test_wide_cross_entropy(void **state) {
+    static const shape big = {3, 120003, {5, 0}}, medium = {2, 20000, {0, 0}};
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = i & 1 ? MT_BF16 : MT_F32;
+        cross_entropy_at_once(i & 2 ? big : medium, 0.1f, 700, 1);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+static void test_cross_entropy_refuses(void **state) {
+    mt_cross_entropy_shape shape = {10, 0, 0.0f, 0};
+    pair x = pair_f32(2, 8), loss = pair_f32(1, 2);
+    int32_t targets[2] = {0, 1};
+    (void)state;
+    ASSERT_STATUS(cpu, MT_ERR_SHAPE,
+                  mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
+    assert_non_null(strstr(mt_last_error(cpu), "columns 0 to 8 of a vocabulary of 10"));
+    shape.vocab = 8;
+    shape.first_col = 1;
+    ASSERT_STATUS(cpu, MT_ERR_SHAPE,
+                  mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
+}
+
 static void embedding(shape s) {
     int64_t vocab = 9, tokens = s.rows;
     int32_t *ids = (int32_t *)malloc((size_t)tokens * sizeof *ids), *on_gpu;
@@ -324,6 +452,7 @@ TEST_EACH(norm)
 TEST_EACH(dropout)
 TEST_EACH(adamw)
 TEST_EACH(cross_entropy)
+TEST_EACH(cross_entropy_one_pass)
 TEST_EACH(embedding)
 
 /* ---- products and attention ---------------------------------------------------------------------------------------------- */
@@ -604,7 +733,9 @@ int main(void) {
         cmocka_unit_test(test_norm),       cmocka_unit_test(test_dropout), cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_embedding), cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),     cmocka_unit_test(test_context),
-        cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),
+        cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),   cmocka_unit_test(test_wide_norm),
+        cmocka_unit_test(test_cross_entropy_one_pass), cmocka_unit_test(test_wide_cross_entropy),
+        cmocka_unit_test(test_cross_entropy_refuses),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

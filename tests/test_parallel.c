@@ -948,13 +948,29 @@ static void loss_inputs(const loss_case *c, float *logits, int32_t *targets) {
     }
 }
 
+/* Loss and gradient in one call have the bits, and the ledger, of the two calls. */
+static mt_status loss_at_once(test_rank *r, const mt_cross_entropy_desc *d, mt_tensor logits, const int32_t *targets,
+                              mt_tensor dloss, mt_tensor loss, mt_tensor gradient) {
+    mt_tensor value = test_tensor(r, 1, TOKENS, NAN);
+    mt_ledger want = {{0}, {0}};
+    size_t mark = mt_arena_mark(r->ctx);
+    mt_comm_ledger_reset(r->grid.tensor);
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward_backward(r->ctx, r->grid.tensor, d, logits, targets, dloss, 0.5f, value));
+    CHECK(mt_arena_mark(r->ctx) == mark);
+    count(&want, MT_ALL_GATHER, r->grid.tensor_size * TOKENS * 4);
+    MT_TRY(check_ledger(r, "cross-entropy at once", want));
+    CHECK(memcmp(value.data, loss.data, TOKENS * sizeof(float)) == 0);
+    CHECK(memcmp(logits.data, gradient.data, (size_t)(logits.rows * logits.cols) * sizeof(float)) == 0);
+    return MT_SUCCESS;
+}
+
 static mt_status loss_check(test_rank *r, loss_case *c) {
     mt_cross_entropy_desc d = {.vocab = c->vocab, .label_smoothing = c->smoothing, .ignore_index = c->ignore};
     int ranks = r->grid.tensor_size;
     int64_t local = test_ceil(c->vocab, ranks), first = local * r->grid.tensor_rank;
     float *logits = test_floats(r, TOKENS * c->vocab, 0.0f), *dloss = test_noise(r, TOKENS, 3, 1.0f);
     mt_tensor mine = test_tensor(r, TOKENS, local, 1e30f); /* padding may hold anything */
-    mt_tensor loss = test_tensor(r, 1, TOKENS, NAN);
+    mt_tensor loss = test_tensor(r, 1, TOKENS, NAN), again = test_tensor(r, TOKENS, local, NAN);
     mt_cross_entropy_saved saved;
     mt_ledger want = {{0}, {0}};
     int32_t targets[TOKENS];
@@ -968,6 +984,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
             ((float *)mine.data)[i * local + j] = logits[i * c->vocab + first + j];
     }
     loss_reference_of(c, logits, targets, factor, ref);
+    MT_TRY(mt_copy(r->ctx, mine, again));
     mt_comm_ledger_reset(r->grid.tensor);
     MT_TRY(mt_vocab_parallel_cross_entropy_forward(r->ctx, r->grid.tensor, &d, mine, targets, loss, NULL));
     CHECK(mt_arena_mark(r->ctx) == mark);
@@ -995,7 +1012,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
             if (ranks == 1) c->dlogits[e] = *got;
             MT_TRY(test_near_f32("dlogits against one rank", got, &c->dlogits[e], 1, 1e-6));
         }
-    return MT_SUCCESS;
+    return loss_at_once(r, &d, again, targets, mt_tensor_f32(dloss, 1, TOKENS), loss, mine);
 }
 
 #define LOSS_CASES 10
@@ -1635,6 +1652,11 @@ static void test_cross_entropy_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(r.ctx, tensor, &d, with_shape(loss, 1, 2, 0), 1.0f, &good));
     REFUSED(r.ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(r.ctx, tensor, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
 #undef BACKWARD
+#define AT_ONCE(targets, dloss) \
+    mt_vocab_parallel_cross_entropy_forward_backward(r.ctx, tensor, &d, x, targets, dloss, 1.0f, loss)
+    REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", AT_ONCE(worse, mt_none()));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", AT_ONCE(targets, with_shape(loss, 1, 2, 0)));
+#undef AT_ONCE
     assert_null(saved.targets);
     assert_int_equal(mt_arena_mark(r.ctx), mark);
     assert_int_equal(mt_comm_ledger(tensor).calls[MT_ALL_GATHER], 0);
