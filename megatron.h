@@ -1320,7 +1320,7 @@ static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     MT_TRY(mti_all_tokens(ctx, gpt->head.tensor, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
     if (gather) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, gpt->head.local_features, &local));
-    MT_TRY(mti_column_product(ctx, gpt->head.weight, x, local));
+    MT_TRY(mti_column_product(ctx, gpt->head.weight, NULL, x, local));
     return gather ? mti_gather_features(ctx, gpt->head.tensor, gpt->head.weight, local, logits) : MT_SUCCESS;
 }
 

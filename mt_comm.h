@@ -144,6 +144,17 @@ typedef enum mt_overlap {
 
 #define MT_OVERLAP_CHUNKS_MAX 8
 
+/* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product of that
+   shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or that first. The
+   former needs spare room in the arena, and takes the latter where there is none, for small products, in invariant mode and
+   while a stream is being captured. */
+typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
+
+/* Whether the operators mt_linear_* run as a product and kernels of their own, or as one product with an epilogue where
+   cuBLASLt has it. They round differently in 16 bits. MEASURED takes the faster one, as measured once for each shape: two runs
+   may then differ in the last place. Invariant mode is always separate. */
+typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
+
 /* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. */
 typedef struct mt_context_desc {
     size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
@@ -156,6 +167,9 @@ typedef struct mt_context_desc {
     int no_overlap;         /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
     int overlap_chunks;     /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
                                each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
+    mt_gemm_choice gemm_choice; /* MT_DEVICE_CUDA */
+    mt_epilogue epilogue;       /* MT_DEVICE_CUDA */
+    mt_device planned;      /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -409,7 +423,10 @@ struct mt_context {
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
     struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
-    int ordinal, owns_stream;     /* CUDA */
+    mt_device planned;            /* META */
+    mt_gemm_choice gemm_choice;   /* CUDA */
+    mt_epilogue epilogue;
+    int ordinal, owns_stream;
     int no_overlap, overlap_chunks;
     struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
     struct CUevent_st *events[MT_OVERLAP_CHUNKS_MAX + 1];
@@ -513,6 +530,8 @@ static void mti_host_free(void *ptr) { free(ptr); }
 #define MTI_HOST_DEVICE
 #endif
 
+#define MTI_PLANNED ((mt_status)1) /* never leaves the library, see mti_cuda_enter */
+
 #if MTI_CUDA
 /* An error of CUDA becomes a sentence that names the call. */
 static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
@@ -541,8 +560,10 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     cudaFree(ptr);
 }
 
-/* A context's thread may have used another GPU in the meantime. */
+/* Before anything is given to the GPU: a context's thread may have used another one in the meantime. A meta context that plans
+   for CUDA goes no further; by then its operator has taken what it needs from the arena. */
 static mt_status mti_cuda_enter(mt_context *ctx) {
+    if (ctx->device == MT_DEVICE_META) return MTI_PLANNED;
     MTI_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
     return MT_SUCCESS;
 }
@@ -681,15 +702,23 @@ static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc,
     return status;
 }
 
+static int mti_is_built(mt_device device) { return device == MT_DEVICE_CPU || (MTI_CUDA && device == MT_DEVICE_CUDA); }
+
 static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
 
 static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
     char text[192];
-    if (desc->device != MT_DEVICE_CPU && desc->device != MT_DEVICE_META && !(MTI_CUDA && desc->device == MT_DEVICE_CUDA)) {
+    if ((desc->device != MT_DEVICE_META && !mti_is_built(desc->device)) || !mti_is_built(desc->planned)) {
         snprintf(text, sizeof text, "mt_context_create: device %d is not built into this program: it has MT_DEVICE_CPU (0) and "
                  "MT_DEVICE_META (2); for MT_DEVICE_CUDA (1) compile the implementation with nvcc, as a .cu file",
-                 (int)desc->device);
+                 mti_is_built(desc->planned) ? (int)desc->device : (int)desc->planned);
         return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
+    }
+    if (desc->gemm_choice < MT_GEMM_MEASURED || desc->gemm_choice > MT_GEMM_HEURISTIC ||
+        desc->epilogue < MT_EPILOGUE_SEPARATE || desc->epilogue > MT_EPILOGUE_MEASURED) {
+        snprintf(text, sizeof text, "mt_context_create: gemm_choice is %d, epilogue %d: must be at most %d and %d",
+                 (int)desc->gemm_choice, (int)desc->epilogue, MT_GEMM_HEURISTIC, MT_EPILOGUE_MEASURED);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
@@ -719,6 +748,9 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
     ctx->no_overlap = d->no_overlap;
     ctx->overlap_chunks = d->overlap_chunks;
+    ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
+    ctx->gemm_choice = d->gemm_choice;
+    ctx->epilogue = d->invariant ? MT_EPILOGUE_SEPARATE : d->epilogue;
     ctx->world = world;
     ctx->allocator = d->allocator;
     ctx->logger = d->logger;

@@ -88,6 +88,24 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias);
 
+/* ---- linear layers ------------------------------------------------------------------------------------------------ */
+
+/* A product and what goes with it. On a GPU mt_context_desc.epilogue decides whether that is one call of cuBLASLt; otherwise each
+   of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h [tokens, out].
+
+   forward:             y = x weight^T + bias [1, out] (optional)                            mt_gemm, mt_bias_forward
+   activation_forward:  h = x weight^T + bias (optional), y = act(h)                         mt_gemm, mt_activation_forward
+   activation_backward: the input gradient of the layer after the activation, taken through it: dh [tokens, w] = (dy weight)
+                        act'(h), dy [tokens, out], weight [out, f]; dbias [1, w] += column sums of dh (optional)
+                                                                                             mt_gemm, mt_activation_backward
+   gradients:           dweight += dy^T x, dbias [1, out] += column sums of dy (optional)    mt_bias_backward, mt_gemm */
+MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
+MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                              mt_tensor bias, mt_tensor h, mt_tensor y);
+MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight, mt_tensor h,
+                                               mt_tensor dh, mt_tensor dbias);
+MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias);
+
 /* ---- normalisation ------------------------------------------------------------------------------------------------ */
 
 typedef enum mt_norm_kind {
@@ -1791,6 +1809,36 @@ static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor mast
     }
 }
 
+/* ---- >>linear: a product and what goes with it, as operators of their own --------------------------------------- */
+
+static mt_status mti_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
+    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, y));
+    return bias.data ? mt_bias_forward(ctx, y, bias) : MT_SUCCESS;
+}
+
+static mt_status mti_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                               mt_tensor bias, mt_tensor h, mt_tensor y) {
+    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, h));
+    return mt_activation_forward(ctx, kind, h, bias, y);
+}
+
+static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight, mt_tensor h,
+                                                mt_tensor dh, mt_tensor dbias) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor dact;
+    mt_status status;
+    MT_TRY(mt_arena_tensor(ctx, dh.dtype, dy.rows, weight.cols, &dact));
+    status = mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, dy, weight, 0.0f, dact);
+    if (status == MT_SUCCESS) status = mt_activation_backward(ctx, kind, h, dact, dh, dbias);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    if (dbias.data) MT_TRY(mt_bias_backward(ctx, dy, dbias));
+    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, dweight);
+}
+
 /* ---- >>cuda ------------------------------------------------------------------------------------------------------- */
 
 #if MTI_CUDA
@@ -3264,8 +3312,8 @@ static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t
 /* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its leading
    dimensions are ours. */
 typedef struct mti_lt_key {
-    int64_t m, n, k, lda, ldb, ldc;
-    int trans_a, trans_b, a_type, b_type, c_type;
+    int64_t m, n, k, lda, ldb, ldc, ld_aux;
+    int trans_a, trans_b, a_type, b_type, c_type, epilogue;
 } mti_lt_key;
 
 typedef struct mti_lt_plan {
@@ -3274,18 +3322,31 @@ typedef struct mti_lt_plan {
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t algo;
     size_t workspace; /* bytes that the algorithm wants */
+    int fused;        /* of a key with an epilogue: whether it is used */
 } mti_lt_plan;
 
 #define MTI_LT_PLANS 512
 #define MTI_LT_WORKSPACE ((size_t)32 << 20)
+#define MTI_LT_CANDIDATES 8 /* algorithms that are looked at */
+#define MTI_LT_RUNS 5       /* times that something is measured */
+#define MTI_LT_LEAST 65536  /* elements of a product by which one sees whether two algorithms round alike */
 
 /* Of one context: made by its first product. */
 typedef struct mti_lt {
     cublasLtHandle_t handle;
     void *workspace;
+    cudaEvent_t begin, end;
     int count;
     mti_lt_plan plans[MTI_LT_PLANS];
 } mti_lt;
+
+/* A product to be run. bias and aux are the epilogue's. */
+typedef struct mti_lt_call {
+    mti_lt_key key;
+    float alpha, beta;
+    mt_tensor a, b, c;
+    void *bias, *aux;
+} mti_lt_call;
 
 static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char *call) {
     if (status == CUBLAS_STATUS_SUCCESS) return MT_SUCCESS;
@@ -3295,15 +3356,19 @@ static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char
 }
 #define MTI_LT_TRY(ctx, call) MT_TRY(mti_lt_check(ctx, (call), #call))
 
+static void mti_lt_forget(mti_lt_plan *p) {
+    cublasLtMatrixLayoutDestroy(p->c);
+    cublasLtMatrixLayoutDestroy(p->b);
+    cublasLtMatrixLayoutDestroy(p->a);
+    cublasLtMatmulDescDestroy(p->desc);
+}
+
 static void mti_lt_destroy(mt_context *ctx) {
     mti_lt *lt = (mti_lt *)ctx->gemm;
     if (!lt) return;
-    for (int i = 0; i < lt->count; i++) {
-        cublasLtMatrixLayoutDestroy(lt->plans[i].c);
-        cublasLtMatrixLayoutDestroy(lt->plans[i].b);
-        cublasLtMatrixLayoutDestroy(lt->plans[i].a);
-        cublasLtMatmulDescDestroy(lt->plans[i].desc);
-    }
+    for (int i = 0; i < lt->count; i++) mti_lt_forget(&lt->plans[i]);
+    if (lt->begin) cudaEventDestroy(lt->begin);
+    if (lt->end) cudaEventDestroy(lt->end);
     if (lt->handle) cublasLtDestroy(lt->handle);
     if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
     mti_host_free(lt);
@@ -3319,6 +3384,8 @@ static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
     ctx->gemm_destroy = mti_lt_destroy;
     MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
     MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
+    MTI_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
+    MTI_CUDA_TRY(ctx, cudaEventCreate(&(*out)->end));
     return MT_SUCCESS;
 }
 
@@ -3332,14 +3399,14 @@ static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int
     return MT_SUCCESS;
 }
 
-/* The heuristic's first choice: it depends on the key only, so that the same product always has the same bits. */
-static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
+/* What the heuristic proposes, the best first, as the key says. None where cuBLASLt has no such product. */
+static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p, cublasLtMatmulHeuristicResult_t *results,
+                                int *found) {
     cublasLtMatmulPreference_t preference;
-    cublasLtMatmulHeuristicResult_t result;
     size_t workspace = MTI_LT_WORKSPACE;
     uint32_t alignment = 16; /* mti_lt_operand sees to it */
-    int found = 0;
     cublasStatus_t status;
+    *found = 0;
     MTI_LT_TRY(ctx, cublasLtMatmulPreferenceCreate(&preference));
     status = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
                                                   sizeof workspace);
@@ -3350,63 +3417,227 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
         status = cublasLtMatmulPreferenceSetAttribute(preference, which[i], &alignment, sizeof alignment);
     }
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference, 1, &result, &found);
+        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference, MTI_LT_CANDIDATES,
+                                                results, found);
     cublasLtMatmulPreferenceDestroy(preference);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return MT_SUCCESS;
     MTI_LT_TRY(ctx, status);
-    if (!found) return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
-                                (long long)p->key.m, (long long)p->key.n, (long long)p->key.k);
-    p->algo = result.algo;
-    p->workspace = result.workspaceSize;
     return MT_SUCCESS;
 }
 
-static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p) {
+static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
+    if (g->bias)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    if (g->aux)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
+                                                       sizeof g->aux));
+    MTI_LT_TRY(ctx, cublasLtMatmul(lt->handle, p->desc, &g->alpha, g->b.data, p->a, g->a.data, p->b, &g->beta, g->c.data, p->c,
+                                   g->c.data, p->c, &p->algo, lt->workspace, p->workspace, ctx->stream));
+    return MT_SUCCESS;
+}
+
+/* Milliseconds that run() takes on the GPU: the median of some, after one that does not count. */
+template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt, const Run &run, float *ms) {
+    float all[MTI_LT_RUNS];
+    MT_TRY(run());
+    for (int i = 0; i < MTI_LT_RUNS; i++) {
+        float x = 0.0f;
+        int at = i;
+        MTI_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
+        MT_TRY(run());
+        MTI_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
+        MTI_CUDA_TRY(ctx, cudaEventSynchronize(lt->end));
+        MTI_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
+        for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
+        all[at] = x;
+    }
+    *ms = all[MTI_LT_RUNS / 2];
+    return MT_SUCCESS;
+}
+
+/* Measuring waits for the stream, which must not be while one is being captured. */
+static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    MTI_CUDA_TRY(ctx, cudaStreamIsCapturing(ctx->stream, &capture));
+    *yes = capture == cudaStreamCaptureStatusNone;
+    return MT_SUCCESS;
+}
+
+struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order of a sum is seen in its bits */
+    mti_view y;
+    uint64_t seed;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK];
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float v = (float)(mti_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
+            x[j] = v * v * v;
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+/* A stand-in for an operand: the same layout, other values; in *t the room for it, while there is any. */
+static mt_status mti_lt_noise(mt_context *ctx, uint64_t seed, mt_tensor *t) {
+    mt_tensor whole;
+    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mti_ld(*t), &whole));
+    mti_noise_op op = {mti_view_of(whole), seed};
+    *t = mt_tensor_cols(whole, 0, t->cols);
+    return mti_map(ctx, "mt_gemm", op, mti_is_wide(whole), whole.rows, whole.cols);
+}
+
+static size_t mti_lt_bytes(mt_tensor t) { return mti_align_up((size_t)(t.rows * mti_ld(t)) * mt_dtype_size(t.dtype)); }
+
+/* Whether the product of g by the plan's algorithm has the bits of *hash, or, with first, which bits it has. */
+static mt_status mti_lt_same(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, uint64_t *hash, int first,
+                             int *same) {
+    uint64_t bits = 0;
+    mti_noise_op op = {mti_view_of(g->c), 3};
+    MT_TRY(mti_map(ctx, "mt_gemm", op, 0, g->c.rows, g->c.cols));
+    MT_TRY(mti_lt_matmul(ctx, lt, p, g));
+    MT_TRY(mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, &bits));
+    if (first) *hash = bits;
+    *same = bits == *hash;
+    return MT_SUCCESS;
+}
+
+/* The fastest of the candidates that round as the first one does: all multiply the same noise, since zeros, say, would tell
+   nothing about how they round. */
+static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
+                                const cublasLtMatmulHeuristicResult_t *results, int found) {
+    uint64_t hash = 0;
+    float best = 0.0f, ms = 0.0f;
+    int chosen = 0, same = 0;
+    MT_TRY(mti_lt_noise(ctx, 1, &g.a));
+    MT_TRY(mti_lt_noise(ctx, 2, &g.b));
+    MT_TRY(mti_lt_noise(ctx, 3, &g.c));
+    g.alpha = g.beta = 1.0f;
+    for (int i = 0; i < found; i++) {
+        if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        p->algo = results[i].algo;
+        p->workspace = results[i].workspaceSize;
+        MT_TRY(mti_lt_same(ctx, lt, p, &g, &hash, i == 0, &same));
+        if (!same) continue;
+        MT_TRY(mti_lt_time(ctx, lt, [&]() { return mti_lt_matmul(ctx, lt, p, &g); }, &ms));
+        if (i > 0 && ms >= best) continue;
+        best = ms;
+        chosen = i;
+    }
+    p->algo = results[chosen].algo;
+    p->workspace = results[chosen].workspaceSize;
+    return MT_SUCCESS;
+}
+
+/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the same product
+   always has the same bits. What is measured takes only room that nobody asked for. */
+static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
+                               const cublasLtMatmulHeuristicResult_t *results, int found) {
+    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
+    size_t bytes = mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MTI_ALIGNMENT; /* the last for the hash */
+    int may_wait = 0;
+    p->algo = results[0].algo;
+    p->workspace = results[0].workspaceSize;
+    if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 || p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT ||
+        p->key.m * p->key.n < MTI_LT_LEAST || bytes > ctx->arena_bytes - ctx->arena_used)
+        return MT_SUCCESS;
+    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
+    if (!may_wait) return MT_SUCCESS;
+    MT_TRY(mti_lt_fastest(ctx, lt, p, *g, results, found));
+    mt_arena_release(ctx, mark);
+    ctx->arena_peak = peak;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_call *g) {
+    const mti_lt_key *q = &p->key;
+    uint32_t epilogue = (uint32_t)q->epilogue;
+    if (epilogue == CUBLASLT_EPILOGUE_DEFAULT) return MT_SUCCESS;
+    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    if (g->aux)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &q->ld_aux,
+                                                       sizeof q->ld_aux));
+    if (g->aux)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
+                                                       sizeof g->aux));
+    if (g->bias) /* the heuristic looks at its alignment */
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    return MT_SUCCESS;
+}
+
+/* Leaves *found at 0 where cuBLASLt has no such product. */
+static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *found) {
     const mti_lt_key *q = &p->key;
     cublasOperation_t first = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtMatmulHeuristicResult_t results[MTI_LT_CANDIDATES];
     MTI_LT_TRY(ctx, cublasLtMatmulDescCreate(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
     MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    MT_TRY(mti_lt_epilogue(ctx, p, g));
     MT_TRY(mti_lt_layout(ctx, &p->a, q->b_type, q->trans_b ? q->k : q->n, q->trans_b ? q->n : q->k, q->ldb));
     MT_TRY(mti_lt_layout(ctx, &p->b, q->a_type, q->trans_a ? q->m : q->k, q->trans_a ? q->k : q->m, q->lda));
     MT_TRY(mti_lt_layout(ctx, &p->c, q->c_type, q->n, q->m, q->ldc));
-    return mti_lt_choose(ctx, lt, p);
+    MT_TRY(mti_lt_propose(ctx, lt, p, results, found));
+    return *found ? mti_lt_choose(ctx, lt, p, g, results, *found) : MT_SUCCESS;
 }
 
-/* The plan of a product, made once for each shape. */
-static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_key *key, mti_lt_plan **out) {
+/* The plan of a product, made once for each shape; *made says how many algorithms there are if that was now, else -1. A product
+   with an epilogue may have none. */
+static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
+    *made = -1;
     for (int i = 0; i < lt->count; i++) {
         *out = &lt->plans[i];
-        if (memcmp(&(*out)->key, key, sizeof *key) == 0) return MT_SUCCESS;
+        if (memcmp(&(*out)->key, &g->key, sizeof g->key) == 0) return MT_SUCCESS;
     }
     if (lt->count == MTI_LT_PLANS)
         return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: more than %d different products on one context", MTI_LT_PLANS);
     *out = &lt->plans[lt->count];
     memset(*out, 0, sizeof **out);
-    (*out)->key = *key;
+    (*out)->key = g->key;
     lt->count++;
-    return mti_lt_plan_make(ctx, lt, *out);
+    mt_status status = mti_lt_plan_make(ctx, lt, *out, g, made);
+    if (status == MT_SUCCESS && (*made > 0 || g->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) return MT_SUCCESS;
+    mti_lt_forget(*out);
+    lt->count--;
+    if (status != MT_SUCCESS) return status;
+    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
+                    (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
 }
 
-static mt_status mti_lt_run(mt_context *ctx, const mti_lt_key *key, float alpha, mt_tensor a, mt_tensor b, float beta,
-                            mt_tensor c) {
+/* A product without an epilogue. */
+static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
+    int made = 0;
     MT_TRY(mti_cuda_enter(ctx));
     MT_TRY(mti_lt_open(ctx, &lt));
-    MT_TRY(mti_lt_plan_of(ctx, lt, key, &p));
-    MTI_LT_TRY(ctx, cublasLtMatmul(lt->handle, p->desc, &alpha, b.data, p->a, a.data, p->b, &beta, c.data, p->c, c.data, p->c,
-                                   &p->algo, lt->workspace, p->workspace, ctx->stream));
-    return MT_SUCCESS;
+    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
+    return mti_lt_matmul(ctx, lt, p, g);
 }
 
-/* t in this type, aligned: itself, or a copy in the arena. */
-static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, int fill, mt_tensor *out) {
+static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_tensor c, int epilogue, mti_lt_call *g) {
+    mti_lt_key *key = &g->key;
+    memset(g, 0, sizeof *g);
+    key->m = m->m, key->n = m->n, key->k = m->k;
+    key->trans_a = m->trans_a, key->trans_b = m->trans_b;
+    key->lda = mti_ld(a), key->ldb = mti_ld(b), key->ldc = mti_ld(c);
+    key->a_type = (int)a.dtype, key->b_type = (int)b.dtype, key->c_type = (int)c.dtype;
+    key->epilogue = epilogue;
+    g->alpha = m->alpha, g->beta = m->beta;
+    g->a = a, g->b = b, g->c = c;
+}
+
+/* t in this type, aligned: itself, or room in the arena. */
+static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt_tensor *out) {
     *out = t;
     if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
     int64_t pitch = mti_round_up(t.cols, 8);
     MT_TRY(mt_arena_tensor(ctx, dtype, t.rows, pitch, out));
     *out = mt_tensor_cols(*out, 0, t.cols);
-    return fill ? mti_cuda_add(ctx, t, mt_none(), *out) : MT_SUCCESS;
+    return MT_SUCCESS;
+}
+
+/* Brings a value from its one place to the other, if these are two. */
+static mt_status mti_lt_fill(mt_context *ctx, mt_tensor from, mt_tensor to) {
+    return from.data == to.data ? MT_SUCCESS : mti_cuda_add(ctx, from, mt_none(), to);
 }
 
 struct mti_scale_op { /* y *= factor; with factor 0, y is not read */
@@ -3430,23 +3661,148 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
     size_t mark = mt_arena_mark(ctx);
     mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
     mt_dtype c_type = c.dtype == MT_F32 || c.dtype == type ? c.dtype : MT_F32;
-    mti_lt_key key;
-    mt_tensor room;
+    mti_lt_call call;
+    mt_tensor own_a, own_b, own_c;
     if (g->m == 0 || g->n == 0) return MT_SUCCESS;
     if (g->k == 0 || g->alpha == 0.0f) return g->beta == 1.0f ? MT_SUCCESS : mti_cuda_scale(ctx, c, g->beta);
-    MT_TRY(mti_lt_operand(ctx, a, type, 1, &a));
-    MT_TRY(mti_lt_operand(ctx, b, type, 1, &b));
-    MT_TRY(mti_lt_operand(ctx, c, c_type, g->beta != 0.0f, &room));
-    memset(&key, 0, sizeof key);
-    key.m = g->m, key.n = g->n, key.k = g->k;
-    key.trans_a = g->trans_a, key.trans_b = g->trans_b;
-    key.lda = mti_ld(a), key.ldb = mti_ld(b), key.ldc = mti_ld(room);
-    key.a_type = key.b_type = (int)type;
-    key.c_type = (int)c_type;
-    MT_TRY(mti_lt_run(ctx, &key, g->alpha, a, b, g->beta, room));
-    if (room.data != c.data) MT_TRY(mti_cuda_add(ctx, room, mt_none(), c));
+    MT_TRY(mti_lt_operand(ctx, a, type, &own_a));
+    MT_TRY(mti_lt_operand(ctx, b, type, &own_b));
+    MT_TRY(mti_lt_operand(ctx, c, c_type, &own_c));
+    MT_TRY(mti_lt_fill(ctx, a, own_a));
+    MT_TRY(mti_lt_fill(ctx, b, own_b));
+    if (g->beta != 0.0f) MT_TRY(mti_lt_fill(ctx, c, own_c));
+    mti_lt_call_make(g, own_a, own_b, own_c, CUBLASLT_EPILOGUE_DEFAULT, &call);
+    MT_TRY(mti_lt_run(ctx, &call));
+    MT_TRY(mti_lt_fill(ctx, own_c, c));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
+}
+
+/* ---- >>cuda-linear: a product with an epilogue --------------------------------------------------------------------------- */
+
+/* Whether cuBLASLt can take these as they are. */
+static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
+    return a.dtype == b.dtype && (c.dtype == MT_F32 || c.dtype == a.dtype) && mti_is_wide(a) && mti_is_wide(b) &&
+           mti_is_wide(c) && a.rows > 0 && a.cols > 0 && b.rows > 0 && b.cols > 0;
+}
+
+/* The leading dimension of an auxiliary matrix; 0 when it cannot be one. */
+static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
+    int64_t ld = aux.rows <= 1 ? mti_round_up(aux.cols, 8) : mti_ld(aux);
+    return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
+}
+
+/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there; that of a
+   16-bit C is summed up in fp32 by a kernel instead. */
+static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
+    MT_TRY(mti_lt_matmul(ctx, lt, p, g));
+    if (!dbias.data) return MT_SUCCESS;
+    if (!g->bias) return mti_cuda_bias_backward(ctx, g->c, dbias);
+    return mti_cuda_add(ctx, dbias, mt_tensor_f32((const float *)g->bias, 1, dbias.cols), dbias);
+}
+
+/* Zeros in the arena, of the layout of t. */
+static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
+    mt_tensor whole;
+    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mti_ld(*t), &whole));
+    *t = mt_tensor_cols(whole, 0, t->cols);
+    return mti_cuda_fill(ctx, whole, 0.0f);
+}
+
+/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait: separate. */
+template <typename Separate>
+static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
+                               const Separate &separate) {
+    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
+    size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
+    float fused = 0.0f, apart = 0.0f;
+    int may_wait = 0;
+    p->fused = ctx->epilogue == MT_EPILOGUE_FUSED;
+    if (p->fused || bytes > ctx->arena_bytes - ctx->arena_used) return MT_SUCCESS;
+    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
+    if (!may_wait) return MT_SUCCESS;
+    if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));
+    if (dbias.data) MT_TRY(mti_lt_zeros(ctx, &dbias));
+    MT_TRY(mti_lt_time(ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias); }, &fused));
+    MT_TRY(mti_lt_time(ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
+    p->fused = fused < apart;
+    mt_arena_release(ctx, mark);
+    ctx->arena_peak = peak;
+    return MT_SUCCESS;
+}
+
+/* The one or the other. separate(c, dbias) writes or adds to what it is given. */
+template <typename Separate>
+static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
+    mti_lt *lt;
+    mti_lt_plan *p = NULL;
+    int made = 0;
+    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mti_lt_open(ctx, &lt));
+    if (dbias.data && g->c.dtype == MT_F32) MT_TRY(mt_arena_alloc(ctx, (size_t)dbias.cols * sizeof(float), &g->bias));
+    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
+    if (made > 0) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
+    return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
+}
+
+static mti_matmul mti_lt_sizes(int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float beta) {
+    mti_matmul s;
+    memset(&s, 0, sizeof s);
+    s.trans_a = trans_a, s.trans_b = trans_b;
+    s.m = m, s.n = n, s.k = k;
+    s.alpha = 1.0f, s.beta = beta;
+    return s;
+}
+
+static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
+    mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
+    auto separate = [&](mt_tensor c, mt_tensor) { return mti_linear_forward(ctx, x, weight, bias, c); };
+    mti_lt_call g;
+    if (!bias.data || bias.dtype != y.dtype || !mti_is_wide(bias) || !mti_lt_is_direct(x, weight, y))
+        return separate(y, mt_none());
+    mti_lt_call_make(&s, x, weight, y, CUBLASLT_EPILOGUE_BIAS, &g);
+    g.bias = bias.data;
+    return mti_lt_linear(ctx, &g, mt_none(), separate);
+}
+
+/* cuBLASLt's GELU is the one with tanh. */
+static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                                    mt_tensor bias, mt_tensor h, mt_tensor y) {
+    mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
+    auto separate = [&](mt_tensor c, mt_tensor) { return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, c); };
+    int64_t ld_aux = mti_lt_ld_aux(h, y);
+    mti_lt_call g;
+    if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(x, weight, y) ||
+        (bias.data && (bias.dtype != y.dtype || !mti_is_wide(bias))))
+        return separate(y, mt_none());
+    mti_lt_call_make(&s, x, weight, y, bias.data ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX, &g);
+    g.key.ld_aux = ld_aux;
+    g.bias = bias.data;
+    g.aux = h.data;
+    return mti_lt_linear(ctx, &g, mt_none(), separate);
+}
+
+static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
+                                                     mt_tensor h, mt_tensor dh, mt_tensor dbias) {
+    mti_matmul s = mti_lt_sizes(0, 0, dy.rows, weight.cols, dy.cols, 0.0f);
+    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_activation_backward(ctx, kind, dy, weight, h, c, db); };
+    int64_t ld_aux = mti_lt_ld_aux(h, dh);
+    int sums = dbias.data && dh.dtype == MT_F32;
+    mti_lt_call g;
+    if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(dy, weight, dh)) return separate(dh, dbias);
+    mti_lt_call_make(&s, dy, weight, dh, sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU, &g);
+    g.key.ld_aux = ld_aux;
+    g.aux = h.data;
+    return mti_lt_linear(ctx, &g, dbias, separate);
+}
+
+static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, 1.0f);
+    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
+    mti_lt_call g;
+    if (!dbias.data || dweight.dtype != MT_F32 || !mti_lt_is_direct(dy, x, dweight)) return separate(dweight, dbias);
+    mti_lt_call_make(&s, dy, x, dweight, CUBLASLT_EPILOGUE_BGRADB, &g); /* our first operand is cuBLASLt's second */
+    return mti_lt_linear(ctx, &g, dbias, separate);
 }
 
 } /* extern "C++" */
@@ -3455,7 +3811,7 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
 /* ---- >>dispatch ------------------------------------------------------------------------------------------------- */
 
 /* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA, or the
-   loop of the CPU. A meta context has none.
+   loop of the CPU. A meta context has none; where it plans for CUDA, MTI_ON_CUDA lets the operator take its scratch memory.
 
    The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands for
    each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT). An f32 view
@@ -3463,7 +3819,13 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
 #if MTI_CUDA
 #define MTI_ON_CUDA(ctx, call)                                                                                         \
     do {                                                                                                               \
-        if ((ctx)->device == MT_DEVICE_CUDA) return (call);                                                            \
+        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
+        mt_status mti_status;                                                                                          \
+        if ((ctx)->planned != MT_DEVICE_CUDA) break;                                                                   \
+        mti_status = (call);                                                                                           \
+        if (mti_status != MTI_PLANNED) return mti_status;                                                              \
+        mt_arena_release(ctx, mti_mark);                                                                               \
+        return MT_SUCCESS;                                                                                             \
     } while (0)
 #else
 #define MTI_ON_CUDA(ctx, call) ((void)0) /* no context is on MT_DEVICE_CUDA */
@@ -3513,7 +3875,7 @@ static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
 
 /* *t becomes an f32 view; where that fails, nothing is left to end. */
 MTI_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
-    return t->dtype == MT_F32 || w->ctx->device == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
+    return t->dtype == MT_F32 || w->ctx->planned == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
 }
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
@@ -3577,9 +3939,9 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
     MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
     MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
     bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
+    if (ctx->device == MT_DEVICE_META && bytes > 0) memset(host, 0, bytes);
     MTI_ON_CUDA(ctx, mti_cuda_download(ctx, x, host));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
-    else if (bytes > 0) memset(host, 0, bytes);
     return MT_SUCCESS;
 }
 
@@ -3743,6 +4105,82 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias)));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
     return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* Where products are fused with what goes with them; what they take from the arena is given back. */
+#if MTI_CUDA
+#define MTI_FUSED(ctx, call)                                                                                           \
+    do {                                                                                                               \
+        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
+        mt_status mti_status;                                                                                          \
+        if ((ctx)->epilogue == MT_EPILOGUE_SEPARATE || (ctx)->device != MT_DEVICE_CUDA) break;                         \
+        mti_status = (call);                                                                                           \
+        mt_arena_release(ctx, mti_mark);                                                                               \
+        return mti_status;                                                                                             \
+    } while (0)
+#else
+#define MTI_FUSED(ctx, call) ((void)0)
+#endif
+
+/* out = x weight^T, or x weight where weight is not transposed. */
+static mt_status mti_expect_linear(mt_context *ctx, const char *where, const char *x_name, mt_tensor x, mt_transpose trans,
+                                  mt_tensor weight, const char *out_name, mt_tensor out) {
+    int64_t inner = trans ? weight.cols : weight.rows, width = trans ? weight.rows : weight.cols;
+    MT_TRY(mti_expect_float(ctx, where, x_name, x));
+    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
+    MT_TRY(mti_expect_size(ctx, where, x_name, x, x.rows, inner));
+    MT_TRY(mti_expect_float_shape(ctx, where, out_name, out, x.rows, width));
+    return mti_expect_apart(ctx, where, out_name, out, x_name, x);
+}
+
+MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
+    static const char *const where = "mt_linear_forward";
+    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "y", y));
+    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, y.cols));
+    MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y));
+    return mti_linear_forward(ctx, x, weight, bias, y);
+}
+
+MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                              mt_tensor bias, mt_tensor h, mt_tensor y) {
+    static const char *const where = "mt_linear_activation_forward";
+    int64_t width = 0;
+    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "h", h));
+    MT_TRY(mti_expect_float(ctx, where, "y", y));
+    MT_TRY(mti_expect_activation(ctx, where, kind, y, &width));
+    MT_TRY(mti_expect_size(ctx, where, "h", h, y.rows, width));
+    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
+    MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
+    return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y);
+}
+
+MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight, mt_tensor h,
+                                               mt_tensor dh, mt_tensor dbias) {
+    static const char *const where = "mt_linear_activation_backward";
+    int64_t width = 0;
+    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
+    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
+    MT_TRY(mti_expect_size(ctx, where, "dy", dy, dy.rows, weight.rows));
+    MT_TRY(mti_expect_activation(ctx, where, kind, weight, &width));
+    MT_TRY(mti_expect_float_shape(ctx, where, "h", h, dy.rows, width));
+    MT_TRY(mti_expect_float_shape(ctx, where, "dh", dh, dy.rows, width));
+    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
+    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "h", h));
+    MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
+    return mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias);
+}
+
+MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    static const char *const where = "mt_linear_gradients";
+    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
+    MT_TRY(mti_expect_float(ctx, where, "x", x));
+    MT_TRY(mti_expect_size(ctx, where, "x", x, dy.rows, x.cols));
+    MT_TRY(mti_expect_shape(ctx, where, "dweight", dweight, dy.cols, x.cols));
+    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, dy.cols));
+    MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias));
+    return mti_linear_gradients(ctx, dy, x, dweight, dbias);
 }
 
 static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,

@@ -1494,7 +1494,7 @@ static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tensor, int sequ
     int ranks = mt_comm_size(tensor), pieces = sequence_parallel ? ranks : 1;
     int64_t count = ctx->overlap_chunks;
     mti_chunks c;
-    if (count == 0) count = ctx->device == MT_DEVICE_CUDA ? mti_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
+    if (count == 0) count = ctx->planned == MT_DEVICE_CUDA ? mti_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
     if (ranks == 1 || !travel || ctx->invariant) count = 1;
     c.count = (int)mti_max(mti_min(count, rows), 1);
     c.pieces = c.count == 1 ? 1 : pieces;
@@ -1588,15 +1588,6 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
     return MT_SUCCESS;
 }
 
-/* y [tokens, local features] = x W^T */
-static mt_status mti_column_product(mt_context *ctx, const mt_param *w, mt_tensor x, mt_tensor y) {
-    int s;
-    MT_TRY(mti_canonical(ctx, x, &x)); /* once for all shards */
-    for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mt_shard_cols(y, s, w->shards)));
-    return MT_SUCCESS;
-}
-
 /* The bias operator `op` on y or dy, with the bias or its gradient. */
 static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tensor y,
                                  mt_status (*op)(mt_context *ctx, mt_tensor y, mt_tensor bias), int backward) {
@@ -1605,6 +1596,16 @@ static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tenso
     for (s = 0; s < bias->shards; s++)
         MT_TRY(op(ctx, mt_shard_cols(y, s, bias->shards), mt_shard_cols(b, s, bias->shards)));
     return MT_SUCCESS;
+}
+
+/* y [tokens, local features] = x W^T + bias, which may be NULL */
+static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x, mt_tensor y) {
+    int s;
+    if (!ctx->invariant) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
+    MT_TRY(mti_canonical(ctx, x, &x)); /* once for all shards */
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mt_shard_cols(y, s, w->shards)));
+    return bias ? mti_column_bias(ctx, bias, y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
 /* A product whose inner dimension is the split one: each shard of W [rows, cols] gives a partial sum. */
@@ -1630,6 +1631,10 @@ static mt_status mti_partial_product(mt_context *ctx, const mt_param *w, mt_tran
     return mti_shard_tree(ctx, mti_partial_leaf, &p, 0, w->shards, out);
 }
 
+static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *layer) {
+    return layer->desc.skip_bias_add ? NULL : layer->bias;
+}
+
 static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     mt_tensor all, local = y;
     int gather = layer->desc.gather_output && !mti_is_whole(layer->weight), sp = layer->desc.sequence_parallel, i, j;
@@ -1639,9 +1644,9 @@ static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_li
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (j = 0; j < c.pieces; j++)
-            MT_TRY(mti_column_product(ctx, layer->weight, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j)));
+            MT_TRY(mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), mti_piece(&c, all, i, j),
+                                      mti_piece(&c, local, i, j)));
     }
-    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mti_column_bias(ctx, layer->bias, local, mt_bias_forward, 0));
     return gather ? mti_gather_features(ctx, layer->tensor, layer->weight, local, y) : MT_SUCCESS;
 }
 
@@ -1672,9 +1677,12 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
     return mti_log(ctx, layer->name, 0, "output", y, 0, layer->desc.gather_output ? NULL : layer->weight);
 }
 
-/* dW += dy^T x, dy [tokens, local features] */
-static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+/* dW += dy^T x, dy [tokens, local features], and the gradient of the bias, which may be NULL */
+static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor dy,
+                                            mt_tensor x) {
     int s;
+    if (!ctx->invariant) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
+    if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
     MT_TRY(mti_canonical(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f, mti_param_shard(w, w->grad, s)));
@@ -1700,9 +1708,8 @@ static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_l
     MT_TRY(mt_overlap_begin(ctx, layer->tensor, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
     MT_TRY(mt_overlap_end(ctx, 1, mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, layer, local, dx));
-    if (layer->bias && !layer->desc.skip_bias_add) MT_TRY(mti_column_bias(ctx, layer->bias, local, mt_bias_backward, 1));
     MT_TRY(mt_overlap_wait(ctx, 1));
-    return mti_column_weight_gradient(ctx, layer->weight, local, all);
+    return mti_column_weight_gradient(ctx, layer->weight, mti_column_own_bias(layer), local, all);
 }
 
 MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,

@@ -7,8 +7,9 @@
 //   Compute     CUBLAS_COMPUTE_32F, _32F_PEDANTIC, and for f32 matrices _32F_FAST_TF32 (inputs rounded to 10 bits).
 //   Epilogues   DEFAULT, RELU, BIAS, RELU_BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, DGELU_BGRAD, BGRADA, BGRADB;
 //               all but DEFAULT only with four column-major matrices.
-//   Algorithms  four, with different orders of summation, alignments and workspaces.  The heuristic's order depends on the
-//               problem, so that a program whose result must not depend on the shape cannot take what comes first.
+//   Algorithms  four, with different orders of summation, alignments and workspaces; some in two tiles that round alike.  The
+//               heuristic's order depends on the problem, so that a program whose result must not depend on the shape cannot
+//               take what comes first.  How long each takes is up to the test (gemm_time).
 //   Workspace   all that is given is overwritten with NaN, also when the algorithm needs none.
 //
 // MTE_BLASLT_LOG=1 in the environment prints why a call was refused.  What is not modelled is reported.
@@ -462,9 +463,9 @@ uint64_t types_of(const Problem &p) {
     return types_of(p.desc.compute, p.desc.scale, p.a.type, p.b.type, p.c.type, p.d.type);
 }
 
-Algorithm new_algorithm(int id, int splits, uint64_t types) {
+Algorithm new_algorithm(int id, int splits, uint32_t tile, uint64_t types) {
     const uint32_t reduction = splits > 1 ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
-    return Algorithm{kAlgorithmMagic, id, splits, reduction, 0, 0, 0, 0, types};
+    return Algorithm{kAlgorithmMagic, id, splits, reduction, tile, 0, 0, 0, types};
 }
 
 cublasLtMatmulAlgo_t pack(const Algorithm &algorithm) {
@@ -531,7 +532,7 @@ uint64_t cost(const Problem &p, const Algorithm &algorithm) {
     for (uint64_t fact : {p.m, p.n, p.k, static_cast<uint64_t>(p.d.batch), static_cast<uint64_t>(p.desc.trans_a)})
         hash = mix(hash, fact);
     hash = mix(hash, static_cast<uint64_t>(p.desc.trans_b));
-    return mix(hash, static_cast<uint64_t>(algorithm.id * 64 + algorithm.splits));
+    return mix(hash, static_cast<uint64_t>(algorithm.id * 64 + algorithm.splits) * 8 + algorithm.tile);
 }
 
 std::vector<Algorithm> candidates(const Problem &p, const Preference &preference) {
@@ -539,9 +540,10 @@ std::vector<Algorithm> candidates(const Problem &p, const Preference &preference
     const Alignments have = {preference.align_a, preference.align_b, preference.align_c, preference.align_d,
                              alignment_of(p.desc.bias)};
     std::vector<Algorithm> found;
-    const int forms[][2] = {{kForward, 1}, {kInterleaved, 1}, {kSplit, 2}, {kSplit, 4}, {kBackward, 1}};
+    const int forms[][3] = {{kForward, 1, 0}, {kForward, 1, 1}, {kInterleaved, 1, 0}, {kInterleaved, 1, 1},
+                            {kSplit, 2, 0},   {kSplit, 2, 1},   {kSplit, 4, 0},       {kBackward, 1, 0}};
     for (const int *form : forms) {
-        const Algorithm algorithm = new_algorithm(form[0], form[1], types);
+        const Algorithm algorithm = new_algorithm(form[0], form[1], static_cast<uint32_t>(form[2]), types);
         if (static_cast<uint64_t>(algorithm.splits) > p.k || !aligned_for(p, algorithm, have)) continue;
         if (workspace_of(p, algorithm) > preference.workspace) continue;
         if ((algorithm.reduction & ~preference.reductions) != 0) continue;
@@ -727,8 +729,16 @@ void multiply(const Run &r, int batch) {
     if (p.epilogue.sum_b) store_sums(r, b);
 }
 
+// What tests want to know of the products that ran, and say of their time.
+std::function<double(const GemmCall &)> time_of_gemm;
+GemmCall last_gemm = {-1, 0, 0, 0};
+long gemms = 0;
+
 void execute(const Run &r) {
     if (!announce_all(r)) return;
+    last_gemm = GemmCall{r.algorithm.id, r.algorithm.splits, static_cast<int>(r.algorithm.tile), r.p.desc.epilogue};
+    gemms++;
+    if (time_of_gemm) spend(time_of_gemm(last_gemm));
     if (r.workspace_bytes > 0) memset(r.workspace, 0xff, r.workspace_bytes);
     for (int batch = 0; batch < r.p.d.batch; batch++) multiply(r, batch);
 }
@@ -867,6 +877,22 @@ cublasStatus_t check_type_set(int compute, int scale, int a, int b, int c, int d
 }
 
 }  // namespace
+
+void gemm_time(std::function<double(const GemmCall &)> seconds) {
+    Guard guard;
+    time_of_gemm = std::move(seconds);
+}
+
+GemmCall gemm_last() {
+    Guard guard;
+    return last_gemm;
+}
+
+long gemm_count() {
+    Guard guard;
+    return gemms;
+}
+
 }  // namespace mte
 
 using namespace mte;
@@ -1017,7 +1043,7 @@ cublasStatus_t cublasLtMatmulAlgoInit(cublasLtHandle_t handle, cublasComputeType
     if (!algo || id < 0 || id >= kAlgorithms) return invalid("null algorithm or unknown id");
     const cublasStatus_t status = check_type_set(compute, scale, a, b, c, d);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
-    *algo = pack(new_algorithm(id, id == kSplit ? 2 : 1, types_of(compute, scale, a, b, c, d)));
+    *algo = pack(new_algorithm(id, id == kSplit ? 2 : 1, 0, types_of(compute, scale, a, b, c, d)));
     return CUBLAS_STATUS_SUCCESS;
 }
 

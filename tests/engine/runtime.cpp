@@ -1203,7 +1203,19 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return result(cudaSuccess);
 }
 
+static bool capturing = false;
+
+void mte::set_capturing(bool on) {
+    Guard guard;
+    capturing = on;
+}
+
+static void forbid_in_capture(const char *what) {
+    if (capturing) report("%s while a stream is being captured", what);
+}
+
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    forbid_in_capture("cudaStreamSynchronize");
     Call call("cudaStreamSynchronize");
     Stream *s = stream_of(stream);
     if (!s) return result(cudaErrorInvalidResourceHandle);
@@ -1253,8 +1265,10 @@ cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device) {
     return result(cudaSuccess);
 }
 
+// Nothing is recorded; but what a capture forbids, waiting, is found.
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
+    Guard guard;
+    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
@@ -1294,9 +1308,16 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return result(cudaSuccess);
 }
 
+static double spent = 0.0; // by operations that were told to take long
+
+void mte::spend(double seconds) {
+    Guard guard;
+    spent += seconds;
+}
+
 static double now() {
     auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(since).count();
+    return std::chrono::duration<double>(since).count() + spent;
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -1326,6 +1347,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     Call call("cudaEventSynchronize");
+    forbid_in_capture("cudaEventSynchronize");
     Event *e = event_of(event);
     if (!e) return result(cudaErrorInvalidResourceHandle);
     if (e->recorded) wait_for(e->recorded);

@@ -47,6 +47,22 @@ void check_global(const void *p, size_t bytes, int alignment, const char *what);
 // Tells the checker that the running operation reads or writes a whole range of device memory.
 void access_range(const void *p, size_t bytes, bool write);
 
+// The operation that runs takes that much longer, by the clock of cudaEventElapsedTime.
+void spend(double seconds);
+
+// For tests: whether streams say that they are being captured.
+void set_capturing(bool on);
+
+// For tests: how long a product takes, as cudaEventElapsedTime sees it (by default no time at all), the last one that ran,
+// and how many did.
+struct GemmCall {
+    int id, splits, tile;
+    unsigned epilogue;
+};
+void gemm_time(std::function<double(const GemmCall &)> seconds);
+GemmCall gemm_last();
+long gemm_count();
+
 // Counts an error and prints "ENGINE: ..." to stderr.
 #if defined(__GNUC__)
 __attribute__((format(printf, 1, 2)))

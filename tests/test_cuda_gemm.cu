@@ -1,0 +1,455 @@
+/* test_cuda_gemm.cu - products on MT_DEVICE_CUDA: every epilogue of cuBLASLt in every layout that is used, the choice of an
+   algorithm by measurement, and what a meta context plans for a GPU. Small, and among the first to run on a GPU.
+
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt -lcmocka
+   Without one:   tests/engine/ runs the same file on a CPU, see there; how long a product takes is then up to the test. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test.h"
+
+#include <math.h>
+#if defined(MT_CUDA_ENGINE)
+#include "runtime.h"
+#endif
+
+static mt_context *cpu, *separate, *fused; /* fused never asks how long something takes */
+
+#define OK(ctx, call) ASSERT_STATUS(ctx, MT_SUCCESS, call)
+
+static mt_context *context_of(mt_device device, mt_gemm_choice choice, mt_epilogue epilogue, size_t arena) {
+    mt_context_desc where;
+    mt_context *ctx = NULL;
+    memset(&where, 0, sizeof where);
+    where.device = device;
+    where.arena_bytes = arena;
+    where.gemm_choice = choice;
+    where.epilogue = epilogue;
+    if (mt_context_create(NULL, &where, &ctx) != MT_SUCCESS) fail_msg("no context");
+    return ctx;
+}
+
+/* Rows of cols elements with a gap of `more` between them, noise from seed. */
+static mt_tensor noise(mt_context *ctx, mt_dtype type, int64_t rows, int64_t cols, int64_t more, uint64_t seed, float scale) {
+    mt_tensor whole, f, t;
+    float *x = (float *)malloc((size_t)(rows * cols + 1) * sizeof *x);
+    for (int64_t i = 0; i < rows * cols; i++) x[i] = scale * test_float(&seed);
+    OK(ctx, mt_arena_tensor(ctx, type, rows, cols + more, &whole));
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, rows, cols, &f));
+    t = mt_tensor_cols(whole, 0, cols);
+    OK(ctx, mt_upload(ctx, x, f));
+    OK(ctx, mt_convert(ctx, f, t));
+    free(x);
+    return t;
+}
+
+static float *values(mt_context *ctx, mt_tensor t) {
+    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor f;
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, t.rows, t.cols, &f));
+    OK(ctx, mt_convert(ctx, t, f));
+    OK(ctx, mt_download(ctx, f, x));
+    mt_arena_release(ctx, mark);
+    return x;
+}
+
+static uint64_t hash_of(mt_context *ctx, mt_tensor t) {
+    uint64_t hash = 0;
+    OK(ctx, mt_hash(ctx, t, 0, 0, t.cols, &hash));
+    return hash;
+}
+
+/* Within `places` units of the last place of the largest element, in the type of t. */
+static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tensor t, double places) {
+    float *a = values(cpu, expected), *b = values(ctx, t);
+    double unit = t.dtype == MT_F32 ? 1.0 / (1 << 23) : t.dtype == MT_F16 ? 1.0 / (1 << 10) : 1.0 / (1 << 7), most = 0;
+    for (int64_t i = 0; i < t.rows * t.cols; i++) most = fmax(most, fabs((double)a[i]));
+    for (int64_t i = 0; i < t.rows * t.cols; i++)
+        if (!(fabs((double)a[i] - (double)b[i]) <= places * unit * most))
+            fail_msg("%s, %s: [%lld, %lld] is %.9g, must be %.9g", what, mt_dtype_name(t.dtype), (long long)(i / t.cols),
+                     (long long)(i % t.cols), (double)b[i], (double)a[i]);
+    free(a);
+    free(b);
+}
+
+/* ---- each epilogue, each type, sizes that are odd -------------------------------------------------------------------- */
+
+typedef struct sizes {
+    int64_t tokens, in, out, more; /* more: gap behind each row of what is written */
+} sizes;
+
+typedef struct tensors {
+    mt_tensor x, weight, bias, h, y, z, dy, dh, dweight, dbias, dbias_in;
+} tensors;
+
+static tensors tensors_of(mt_context *ctx, mt_dtype type, mt_dtype wide, sizes s) {
+    tensors t;
+    t.x = noise(ctx, type, s.tokens, s.in, 0, 1, 1.0f);
+    t.weight = noise(ctx, type, s.out, s.in, 0, 2, 1.0f);
+    t.bias = noise(ctx, wide, 1, s.out, 0, 3, 1.0f);
+    t.h = noise(ctx, wide, s.tokens, s.out, s.more, 4, 1.0f);
+    t.y = noise(ctx, wide, s.tokens, s.out, s.more, 5, 1.0f);
+    t.z = noise(ctx, wide, s.tokens, s.out, s.more, 5, 1.0f);
+    t.dy = noise(ctx, type, s.tokens, s.out, 0, 6, 1.0f);
+    t.dh = noise(ctx, wide, s.tokens, s.in, s.more, 7, 1.0f);
+    t.dweight = noise(ctx, MT_F32, s.out, s.in, 0, 8, 1.0f);
+    t.dbias = noise(ctx, MT_F32, 1, s.out, 0, 9, 1.0f);
+    t.dbias_in = noise(ctx, MT_F32, 1, s.in, 0, 10, 1.0f);
+    return t;
+}
+
+/* What the operators compute; h_in is what the layer before the second product left behind. */
+static void operators(mt_context *ctx, tensors t, mt_activation kind, int with_bias, mt_tensor h_in) {
+    mt_tensor bias = with_bias ? t.bias : mt_none(), dbias = with_bias ? t.dbias : mt_none();
+    OK(ctx, mt_linear_activation_forward(ctx, kind, t.x, t.weight, bias, t.h, t.y));
+    OK(ctx, mt_linear_forward(ctx, t.x, t.weight, bias, t.z));
+    OK(ctx, mt_linear_activation_backward(ctx, kind, t.dy, t.weight, h_in, t.dh, with_bias ? t.dbias_in : mt_none()));
+    OK(ctx, mt_linear_gradients(ctx, t.dy, t.x, t.dweight, dbias));
+}
+
+#if defined(MT_CUDA_ENGINE)
+static int epilogues_seen[1024];
+static double note_epilogue(const mte::GemmCall &call) {
+    epilogues_seen[call.epilogue % 1024] = 1;
+    return 0;
+}
+static void start_noting(void) {
+    memset(epilogues_seen, 0, sizeof epilogues_seen);
+    mte::gemm_time(note_epilogue);
+}
+#define SEEN(name) (epilogues_seen[(name) % 1024])
+#endif
+
+static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation kind, int with_bias) {
+    mt_context *gpu[2] = {separate, fused};
+    size_t on_cpu = mt_arena_mark(cpu);
+    tensors want = tensors_of(cpu, type, wide, s);
+    mt_tensor h_in = noise(cpu, wide, s.tokens, s.in, s.more, 11, 2.0f);
+    operators(cpu, want, kind, with_bias, h_in);
+    for (int i = 0; i < 2; i++) {
+        const char *name = i ? "fused" : "separate";
+        size_t mark = mt_arena_mark(gpu[i]);
+        tensors t = tensors_of(gpu[i], type, wide, s);
+        mt_tensor h = noise(gpu[i], wide, s.tokens, s.in, s.more, 11, 2.0f);
+        size_t used = mt_arena_mark(gpu[i]);
+        operators(gpu[i], t, kind, with_bias, h);
+        assert_int_equal(mt_arena_mark(gpu[i]), used);
+        near(name, want.h, gpu[i], t.h, wide == MT_F32 ? 64 : 1.01);
+        near(name, want.y, gpu[i], t.y, wide == MT_F32 ? 64 : 2.02);
+        near(name, want.dh, gpu[i], t.dh, wide == MT_F32 ? 64 : 2.02);
+        near(name, want.dweight, gpu[i], t.dweight, 64);
+        near(name, want.dbias, gpu[i], t.dbias, 64);
+        /* of a 16-bit dh the fused sum is over rounded values */
+        near(name, want.dbias_in, gpu[i], t.dbias_in, wide == MT_F32 ? 64 : wide == MT_BF16 ? 1 << 16 : 1 << 13);
+        near(name, want.z, gpu[i], t.z, wide == MT_F32 ? 64 : 2.02);
+        mt_arena_release(gpu[i], mark);
+    }
+    mt_arena_release(cpu, on_cpu);
+}
+
+static void test_epilogues(void **state) {
+    static const mt_dtype types[][2] = {{MT_F32, MT_F32}, {MT_BF16, MT_BF16}, {MT_F16, MT_F16}, {MT_BF16, MT_F32}};
+    static const sizes shapes[] = {{8, 16, 24, 0}, {1, 8, 8, 0}, {13, 40, 16, 0}, {33, 24, 72, 8}, {5, 7, 9, 0}, {6, 8, 12, 3}};
+    (void)state;
+    for (int i = 0; i < 4; i++)
+        for (size_t j = 0; j < sizeof shapes / sizeof *shapes; j++)
+            for (int how = 0; how < 6; how++)
+                check_operators(types[i][0], types[i][1], shapes[j], (mt_activation)(how / 2 == 2 ? MT_GELU_ERF : MT_GELU_TANH),
+                                how & 1);
+}
+
+/* Shapes that cuBLASLt can take are fused, others are not, and neither is anything that does not ask for it. */
+static void test_what_is_fused(void **state) {
+    (void)state;
+#if defined(MT_CUDA_ENGINE)
+    sizes s = {16, 24, 40, 0}, crooked = {16, 23, 41, 0};
+    for (int how = 0; how < 5; how++) {
+        mt_context *ctx = how == 3 ? separate : fused;
+        size_t mark = mt_arena_mark(ctx);
+        mt_dtype type = how == 1 ? MT_BF16 : MT_F32;
+        tensors t = tensors_of(ctx, type, type, how == 2 ? crooked : s);
+        mt_tensor h = noise(ctx, type, t.dh.rows, t.dh.cols, 0, 11, 2.0f);
+        int expected = how < 2;
+        start_noting();
+        operators(ctx, t, how == 4 ? MT_GELU_ERF : MT_GELU_TANH, 1, h);
+        OK(ctx, mt_context_synchronize(ctx));
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_GELU_AUX_BIAS), expected);
+        assert_int_equal(SEEN(how == 1 ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DGELU_BGRAD), expected);
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BGRADB), expected || how == 4);
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BIAS), expected || how == 4);
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_DEFAULT), !expected);
+        mt_arena_release(ctx, mark);
+    }
+    mte::gemm_time(nullptr);
+#endif
+}
+
+/* A forward of the one kind goes with a backward of the other: both leave the same h. */
+static void test_mixed(void **state) {
+    sizes s = {24, 32, 32, 0};
+    size_t mark[2] = {mt_arena_mark(separate), mt_arena_mark(fused)};
+    tensors a = tensors_of(separate, MT_F32, MT_F32, s), b = tensors_of(fused, MT_F32, MT_F32, s);
+    (void)state;
+    OK(separate, mt_linear_activation_forward(separate, MT_GELU_TANH, a.x, a.weight, a.bias, a.h, a.y));
+    OK(fused, mt_linear_activation_forward(fused, MT_GELU_TANH, b.x, b.weight, b.bias, b.h, b.y));
+    size_t on_cpu = mt_arena_mark(cpu);
+    tensors want = tensors_of(cpu, MT_F32, MT_F32, s);
+    OK(cpu, mt_linear_activation_forward(cpu, MT_GELU_TANH, want.x, want.weight, want.bias, want.h, want.y));
+    OK(cpu, mt_linear_activation_backward(cpu, MT_GELU_TANH, want.dy, want.weight, want.h, want.dh, want.dbias_in));
+    OK(fused, mt_context_synchronize(fused));
+    OK(separate, mt_context_synchronize(separate));
+    OK(separate, mt_linear_activation_backward(separate, MT_GELU_TANH, a.dy, a.weight, b.h, a.dh, a.dbias_in));
+    OK(fused, mt_linear_activation_backward(fused, MT_GELU_TANH, b.dy, b.weight, a.h, b.dh, b.dbias_in));
+    near("fused, then separate", want.dh, separate, a.dh, 64);
+    near("separate, then fused", want.dh, fused, b.dh, 64);
+    near("fused, then separate", want.dbias_in, separate, a.dbias_in, 64);
+    near("separate, then fused", want.dbias_in, fused, b.dbias_in, 64);
+    mt_arena_release(cpu, on_cpu);
+    mt_arena_release(separate, mark[0]);
+    mt_arena_release(fused, mark[1]);
+}
+
+static void test_refusals(void **state) {
+    sizes s = {4, 8, 16, 0};
+    size_t mark = mt_arena_mark(fused);
+    tensors t = tensors_of(fused, MT_F32, MT_F32, s);
+    (void)state;
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.x, t.weight, t.bias, t.x));
+    assert_non_null(strstr(mt_last_error(fused), "mt_linear_forward: y is [4, 8], must be [4, 16]"));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.dy, t.weight, t.bias, t.y));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.x, t.weight, t.dbias_in, t.y));
+    ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
+                  mt_linear_activation_forward(fused, (mt_activation)7, t.x, t.weight, t.bias, t.h, t.y));
+    ASSERT_STATUS(fused, MT_ERR_ARGUMENT, mt_linear_activation_forward(fused, MT_GELU_TANH, t.x, t.weight, t.bias, t.h, t.h));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_forward(fused, MT_SWIGLU, t.x, t.weight, t.bias, t.h, t.y));
+    ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
+                  mt_linear_activation_backward(fused, MT_GELU_TANH, t.dy, t.weight, t.dh, t.dh, mt_none()));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_backward(fused, MT_GELU_TANH, t.dy, t.weight, t.h, t.dh, mt_none()));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_gradients(fused, t.dy, t.dy, t.dweight, mt_none()));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_gradients(fused, t.dy, t.x, t.dweight, t.dbias_in));
+    mt_arena_release(fused, mark);
+}
+
+/* ---- the choice of an algorithm ----------------------------------------------------------------------------------------- */
+
+/* Whatever is chosen, the bits are those of the heuristic's first choice. */
+static void test_measured_has_the_same_bits(void **state) {
+    mt_context *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    mt_context *best = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    mt_context *both[2] = {first, best};
+    (void)state;
+    for (int how = 0; how < 8; how++) {
+        mt_dtype type = how & 4 ? MT_BF16 : MT_F32;
+        float beta = how & 2 ? 1.0f : 0.0f;
+        uint64_t hash[2];
+        for (int i = 0; i < 2; i++) {
+            size_t mark = mt_arena_mark(both[i]), peak;
+            mt_tensor a = noise(both[i], type, 264, 72, 0, 1, 1.0f), b = noise(both[i], type, 72, 256, 0, 2, 1.0f);
+            mt_tensor c = noise(both[i], how & 1 ? type : MT_F32, 264, 256, 0, 3, 1.0f);
+            peak = mt_arena_peak(both[i]);
+            for (int again = 0; again < 2; again++)
+                OK(both[i], mt_gemm(both[i], MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, beta, c));
+            assert_int_equal(mt_arena_peak(both[i]), peak); /* what is measured does not count */
+            hash[i] = hash_of(both[i], c);
+            mt_arena_release(both[i], mark);
+        }
+        assert_true(hash[0] == hash[1]);
+    }
+    mt_context_destroy(best);
+    mt_context_destroy(first);
+}
+
+#if defined(MT_CUDA_ENGINE)
+static mte::GemmCall favourite;
+static double by_favour(const mte::GemmCall &call) {
+    if (call.id != favourite.id || call.splits != favourite.splits) return 1.0; /* fast, with other bits */
+    return call.tile == favourite.tile ? 1000.0 : 100.0;
+}
+
+/* One product [m, 256]; the bits. Zeros, by which nobody can see how an algorithm rounds. */
+static uint64_t product(mt_context *ctx, int64_t m, int zeros) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor a = noise(ctx, MT_F32, m, 96, 0, 1, zeros ? 0.0f : 1.0f), b = noise(ctx, MT_F32, 96, 256, 0, 2, 1.0f), c;
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, m, 256, &c));
+    OK(ctx, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, 0.0f, c));
+    uint64_t hash = hash_of(ctx, c);
+    mt_arena_release(ctx, mark);
+    return hash;
+}
+
+static int same_call(mte::GemmCall a, mte::GemmCall b) { return a.id == b.id && a.splits == b.splits && a.tile == b.tile; }
+
+/* The twin of the heuristic's first choice is faster, what rounds differently is faster still: the twin is taken. */
+static void test_the_fastest_of_those_that_round_alike(void **state) {
+    int twins = 0;
+    (void)state;
+    for (int64_t m = 256; m <= 320; m += 8) {
+        mt_context *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+        mt_context *best = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+        mte::gemm_time(nullptr);
+        long before = mte::gemm_count();
+        uint64_t expected = product(first, m, 0);
+        assert_int_equal(mte::gemm_count(), before + 1);
+        favourite = mte::gemm_last();
+        mte::gemm_time(by_favour);
+        product(best, m, 1);
+        assert_true(product(best, m, 0) == expected);
+        before = mte::gemm_count();
+        assert_true(product(best, m, 0) == expected);
+        assert_int_equal(mte::gemm_count(), before + 1); /* measured once */
+        mte::GemmCall taken = mte::gemm_last();
+        assert_true(taken.id == favourite.id && taken.splits == favourite.splits);
+        twins += taken.tile != favourite.tile;
+        if (favourite.id == 0 || favourite.id == 1 || (favourite.id == 2 && favourite.splits == 2))
+            assert_true(taken.tile != favourite.tile);
+        mt_context_destroy(best);
+        mt_context_destroy(first);
+    }
+    assert_true(twins >= 3);
+    mte::gemm_time(nullptr);
+}
+
+/* Where nothing may be measured, the heuristic's first is taken, and that is all that runs. */
+static void test_when_nothing_is_measured(void **state) {
+    (void)state;
+    mte::gemm_time(by_favour);
+    for (int how = 0; how < 4; how++) {
+        mt_context_desc where;
+        mt_context *ctx, *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+        int64_t m = how == 2 ? 248 : 256; /* too small to see */
+        memset(&where, 0, sizeof where);
+        where.device = MT_DEVICE_CUDA;
+        where.arena_bytes = how == 0 ? (size_t)1 << 19 : (size_t)16 << 20;
+        where.invariant = how == 1 ? 2 : 0;
+        OK(first, mt_context_create(NULL, &where, &ctx));
+        product(first, m, 0);
+        favourite = mte::gemm_last();
+        size_t mark = mt_arena_mark(ctx);
+        mt_tensor a = noise(ctx, MT_F32, m, 96, 0, 1, 1.0f), b = noise(ctx, MT_F32, 96, 256, 0, 2, 1.0f), c;
+        mt_arena_release(ctx, mark);
+        OK(ctx, mt_arena_tensor(ctx, MT_F32, m, 96, &a));
+        OK(ctx, mt_arena_tensor(ctx, MT_F32, 96, 256, &b));
+        OK(ctx, mt_arena_tensor(ctx, MT_F32, m, 256, &c));
+        OK(ctx, mt_context_synchronize(ctx));
+        long before = mte::gemm_count();
+        mte::set_capturing(how == 3);
+        OK(ctx, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, 0.0f, c));
+        mte::set_capturing(false);
+        OK(ctx, mt_context_synchronize(ctx));
+        assert_int_equal(mte::gemm_count(), before + 1);
+        assert_true(same_call(mte::gemm_last(), favourite));
+        mt_context_destroy(ctx);
+        mt_context_destroy(first);
+    }
+    mte::gemm_time(nullptr);
+}
+
+static int plain_is_slow;
+static double by_epilogue(const mte::GemmCall &call) {
+    return (call.epilogue == CUBLASLT_EPILOGUE_DEFAULT) == (plain_is_slow != 0) ? 1000.0 : 0.0;
+}
+
+/* The faster of the two ways is pinned; what is added up while measuring goes nowhere. */
+static void test_epilogues_measured(void **state) {
+    sizes s = {24, 32, 40, 0};
+    (void)state;
+    for (int how = 0; how < 4; how++) {
+        mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_MEASURED, (size_t)16 << 20);
+        mt_dtype type = how & 2 ? MT_BF16 : MT_F32;
+        size_t on_cpu = mt_arena_mark(cpu);
+        tensors want = tensors_of(cpu, type, type, s), t = tensors_of(ctx, type, type, s);
+        mt_tensor h = noise(cpu, type, s.tokens, s.in, 0, 11, 2.0f), on_gpu = noise(ctx, type, s.tokens, s.in, 0, 11, 2.0f);
+        plain_is_slow = how & 1;
+        mte::gemm_time(by_epilogue);
+        operators(cpu, want, MT_GELU_TANH, 1, h);
+        operators(ctx, t, MT_GELU_TANH, 1, on_gpu);
+        near("h", want.h, ctx, t.h, type == MT_F32 ? 64 : 1.01);
+        near("y", want.y, ctx, t.y, type == MT_F32 ? 64 : 2.02);
+        near("dh", want.dh, ctx, t.dh, type == MT_F32 ? 64 : 2.02);
+        near("dweight", want.dweight, ctx, t.dweight, 64);
+        near("dbias", want.dbias, ctx, t.dbias, 64);
+        near("dbias of the layer before", want.dbias_in, ctx, t.dbias_in, type == MT_F32 ? 64 : 1 << 16);
+        start_noting();
+        long before = mte::gemm_count();
+        operators(ctx, t, MT_GELU_TANH, 1, on_gpu);
+        OK(ctx, mt_context_synchronize(ctx));
+        assert_int_equal(mte::gemm_count(), before + 4); /* measured once */
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_DEFAULT), !(how & 1));
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BGRADB), how & 1);
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_GELU_AUX_BIAS), how & 1);
+        mt_arena_release(cpu, on_cpu);
+        mt_context_destroy(ctx);
+    }
+    mte::gemm_time(nullptr);
+}
+
+/* No waiting while a stream is captured: separate, and pinned. */
+static void test_epilogues_captured(void **state) {
+    mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_MEASURED, (size_t)16 << 20);
+    sizes s = {24, 32, 40, 0};
+    tensors t = tensors_of(ctx, MT_F32, MT_F32, s);
+    (void)state;
+    plain_is_slow = 1;
+    start_noting();
+    mte::set_capturing(true);
+    OK(ctx, mt_linear_forward(ctx, t.x, t.weight, t.bias, t.y));
+    mte::set_capturing(false);
+    OK(ctx, mt_linear_forward(ctx, t.x, t.weight, t.bias, t.y));
+    OK(ctx, mt_context_synchronize(ctx));
+    assert_true(SEEN(CUBLASLT_EPILOGUE_DEFAULT) && !SEEN(CUBLASLT_EPILOGUE_BIAS));
+    mte::gemm_time(nullptr);
+    mt_context_destroy(ctx);
+}
+#endif
+
+static void test_switches(void **state) {
+    mt_context_desc where;
+    mt_context *ctx = NULL;
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.gemm_choice = (mt_gemm_choice)2;
+    assert_int_equal(mt_context_create(NULL, &where, &ctx), MT_ERR_ARGUMENT);
+    where.gemm_choice = MT_GEMM_HEURISTIC;
+    where.epilogue = (mt_epilogue)3;
+    assert_int_equal(mt_context_create(NULL, &where, &ctx), MT_ERR_ARGUMENT);
+    where.epilogue = MT_EPILOGUE_FUSED;
+    where.planned = MT_DEVICE_META;
+    assert_int_equal(mt_context_create(NULL, &where, &ctx), MT_ERR_UNSUPPORTED);
+    assert_null(ctx);
+}
+
+static int open_contexts(void **state) {
+    (void)state;
+    cpu = context_of(MT_DEVICE_CPU, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    separate = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    fused = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_FUSED, (size_t)16 << 20);
+    return 0;
+}
+
+static int close_contexts(void **state) {
+    (void)state;
+    mt_context_destroy(fused);
+    mt_context_destroy(separate);
+    mt_context_destroy(cpu);
+    return 0;
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_epilogues),
+        cmocka_unit_test(test_what_is_fused),
+        cmocka_unit_test(test_mixed),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_switches),
+        cmocka_unit_test(test_measured_has_the_same_bits),
+#if defined(MT_CUDA_ENGINE)
+        cmocka_unit_test(test_the_fastest_of_those_that_round_alike),
+        cmocka_unit_test(test_when_nothing_is_measured),
+        cmocka_unit_test(test_epilogues_measured),
+        cmocka_unit_test(test_epilogues_captured),
+#endif
+    };
+    return cmocka_run_group_tests(tests, open_contexts, close_contexts);
+}
