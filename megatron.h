@@ -331,17 +331,29 @@ static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
 static mt_tensor mti_bias_value(const mt_param *bias) { return bias ? bias->value : mt_none(); }
 static mt_tensor mti_bias_grad(const mt_param *bias) { return bias ? bias->grad : mt_none(); }
 
-static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
-                                 int training) {
-    int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
+/* act = activation(h), h = x W1^T + bias: in one operator where epilogues are wanted. */
+static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor act, mt_mlp_saved *saved,
+                                    int training) {
     int s, shards = mlp->fc1.weight->shards;
-    mt_tensor act;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
+    if (ctx->epilogue != MT_EPILOGUE_SEPARATE) {
+        mti_activation_after at_once = {mlp->desc.activation, mti_bias_value(mlp->fc1.bias), act};
+        saved->fc1.x = x;
+        return mti_column_run(ctx, &mlp->fc1, x, saved->h, &at_once);
+    }
     MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, training ? &saved->fc1 : NULL));
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
                                      mt_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards), mt_shard_cols(act, s, shards)));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
+                                 int training) {
+    int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
+    mt_tensor act;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
+    MT_TRY(mti_mlp_activation(ctx, mlp, x, act, saved, training));
     if (training) MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
@@ -367,16 +379,33 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     return status;
 }
 
-static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved) {
+/* dh from dy, through fc2 and the activation, with the gradients of fc2 and of fc1's bias. */
+static mt_status mti_mlp_activation_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dh,
+                                             const mt_mlp_saved *saved) {
     int s, shards = mlp->fc1.weight->shards;
-    mt_tensor dact, dh;
+    mt_tensor dact;
+    if (ctx->epilogue != MT_EPILOGUE_SEPARATE) {
+        mti_activation_before act = {mlp->desc.activation, saved->h, mti_bias_grad(mlp->fc1.bias)};
+        return mti_row_run_backward(ctx, &mlp->fc2, dy, dh, saved->fc2.x, &act);
+    }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc2.local_features, &dact));
-    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc1.local_features, &dh));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &mlp->fc2, dy, dact, &saved->fc2));
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
                                       mt_shard_cols(dact, s, shards), mt_shard_cols(dh, s, shards),
                                       mt_shard_cols(mti_bias_grad(mlp->fc1.bias), s, shards)));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved) {
+    mt_tensor dh;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc1.local_features, &dh));
+    mark = mt_arena_mark(ctx);
+    status = mti_mlp_activation_backward(ctx, mlp, dy, dh, saved);
+    mt_arena_release(ctx, mark);
+    if (status != MT_SUCCESS) return status;
     MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }

@@ -1635,7 +1635,20 @@ static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *laye
     return layer->desc.skip_bias_add ? NULL : layer->bias;
 }
 
-static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y) {
+/* The activation behind a column-parallel layer, where one operator computes both: y becomes h, and out act(h + bias). */
+typedef struct mti_activation_after {
+    mt_activation kind;
+    mt_tensor bias, out;
+} mti_activation_after;
+
+static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_linear *layer, const mti_activation_after *act,
+                                  mt_tensor x, mt_tensor y, mt_tensor out) {
+    if (act) return mt_linear_activation_forward(ctx, act->kind, x, layer->weight->value, act->bias, y, out);
+    return mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
+}
+
+static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y,
+                                    const mti_activation_after *act) {
     mt_tensor all, local = y;
     int gather = layer->desc.gather_output && !mti_is_whole(layer->weight), sp = layer->desc.sequence_parallel, i, j;
     mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, x.rows);
@@ -1644,10 +1657,20 @@ static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_li
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (j = 0; j < c.pieces; j++)
-            MT_TRY(mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), mti_piece(&c, all, i, j),
-                                      mti_piece(&c, local, i, j)));
+            MT_TRY(mti_column_piece(ctx, layer, act, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j),
+                                    act ? mti_piece(&c, act->out, i, j) : mt_none()));
     }
     return gather ? mti_gather_features(ctx, layer->tensor, layer->weight, local, y) : MT_SUCCESS;
+}
+
+/* Checked, act may be NULL. */
+static mt_status mti_column_run(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y,
+                                const mti_activation_after *act) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_status status = mti_column_forward(ctx, layer, x, y, act);
+    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
+    mt_arena_release(ctx, mark);
+    return status;
 }
 
 /* The checks that forward and backward share; in is what the caller calls x or dx, out what it calls y or dy. */
@@ -1663,16 +1686,11 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
 
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    mt_tensor y, mt_linear_saved *saved) {
-    size_t mark;
-    mt_status status;
     MT_TRY(mti_column_check(ctx, "mt_column_parallel_linear_forward", layer, "x", x, "y", y));
     MT_TRY(mti_expect_travel(ctx, "mt_column_parallel_linear_forward", layer->tensor, layer->desc.sequence_parallel, "x", x,
                              "y", mt_none()));
-    mark = mt_arena_mark(ctx);
-    status = mti_column_forward(ctx, layer, x, y);
-    MT_KEEP(status, mt_overlap_wait_all(ctx));
-    mt_arena_release(ctx, mark);
-    if (status != MT_SUCCESS || !saved) return status;
+    MT_TRY(mti_column_run(ctx, layer, x, y, NULL));
+    if (!saved) return MT_SUCCESS;
     saved->x = x;
     return mti_log(ctx, layer->name, 0, "output", y, 0, layer->desc.gather_output ? NULL : layer->weight);
 }
@@ -1791,9 +1809,17 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     return mti_log(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
-/* dx [tokens, local features] = dy W */
-static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor dx) {
+/* The activation before a row-parallel layer, where the gradient is taken through it, too. */
+typedef struct mti_activation_before {
+    mt_activation kind;
+    mt_tensor h, dbias;
+} mti_activation_before;
+
+/* dx [tokens, local features] = dy W; with act, and h for its h, through the activation. */
+static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, const mti_activation_before *act, mt_tensor dy,
+                                        mt_tensor h, mt_tensor dx) {
     int s;
+    if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
                         mt_shard_cols(dx, s, w->shards)));
@@ -1816,7 +1842,7 @@ static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t
 }
 
 static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
-                                  mt_tensor x) {
+                                  mt_tensor x, const mti_activation_before *act) {
     int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight), i, j;
     mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, dy.rows);
     mt_tensor all, local = dx;
@@ -1829,17 +1855,26 @@ static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear 
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (j = 0; j < c.pieces && dx.data; j++)
-            MT_TRY(mti_row_input_gradient(ctx, layer->weight, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j)));
+            MT_TRY(mti_row_input_gradient(ctx, layer->weight, act, mti_piece(&c, all, i, j),
+                                          act ? mti_piece(&c, act->h, i, j) : mt_none(), mti_piece(&c, local, i, j)));
     }
     MT_TRY(mti_row_weight_gradient(ctx, layer->weight, all, x));
     return gather && dx.data ? mti_gather_features(ctx, layer->tensor, layer->weight, local, dx) : MT_SUCCESS;
 }
 
+/* Checked, act may be NULL. */
+static mt_status mti_row_run_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
+                                      mt_tensor x, const mti_activation_before *act) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_status status = mti_row_backward(ctx, layer, dy, dx, x, act);
+    MT_KEEP(status, mt_overlap_wait_all(ctx));
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved) {
     static const char *const function = "mt_row_parallel_linear_backward";
-    size_t mark;
-    mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
@@ -1847,11 +1882,7 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     if (layer->bias && !layer->desc.skip_bias_add)
         MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
-    mark = mt_arena_mark(ctx);
-    status = mti_row_backward(ctx, layer, dy, dx, saved->x);
-    MT_KEEP(status, mt_overlap_wait_all(ctx));
-    mt_arena_release(ctx, mark);
-    if (status != MT_SUCCESS) return status;
+    MT_TRY(mti_row_run_backward(ctx, layer, dy, dx, saved->x, NULL));
     return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);
 }
 

@@ -23,12 +23,15 @@
 typedef struct result {
     float loss[GPT_STEPS], norm[GPT_STEPS], weights[MAX_FLOATS];
     int64_t count;
+    size_t arena_peak, allocated;
 } result;
 
 typedef struct run {
     mt_device device;
     int tensor, data, sequence_parallel, invariant, llama;
     result *out;
+    mt_epilogue epilogue;
+    mt_device planned;
 } run;
 
 typedef struct worker {
@@ -54,7 +57,7 @@ static mt_gpt_desc model_of(const run *r) {
     d.layer.hidden = r->llama ? 32 : 24;
     d.layer.heads = r->llama ? 16 : 8;
     d.layer.kv_heads = 8;
-    d.layer.ffn = 44;
+    d.layer.ffn = r->epilogue == MT_EPILOGUE_SEPARATE ? 44 : 64; /* cuBLASLt wants multiples of 8 */
     d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
     d.layer.sequence_parallel = r->sequence_parallel;
     if (!r->llama) return d;
@@ -141,6 +144,8 @@ static mt_status train(worker *w) {
     where.ordinal = mt_comm_rank(w->world);
     where.arena_bytes = (size_t)4 << 20;
     where.invariant = r->invariant;
+    where.epilogue = r->epilogue;
+    where.planned = r->planned;
     MT_TRY(mt_context_create(w->world, &where, &w->ctx));
     MT_TRY(mt_grid_create(w->world, &shape, &w->grid));
     MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
@@ -151,7 +156,11 @@ static mt_status train(worker *w) {
     MT_TRY(mt_arena_alloc(w->ctx, 2 * SEQ * sizeof(int32_t), &memory));
     w->ids = (int32_t *)memory;
     MT_TRY(mt_arena_tensor(w->ctx, MT_F32, 1, SEQ, &w->losses));
-    for (int step = 0; step < GPT_STEPS; step++) MT_TRY(train_step(w, step));
+    for (int step = 0; step < (r->device == MT_DEVICE_META ? 1 : GPT_STEPS); step++) MT_TRY(train_step(w, step));
+    if (mt_comm_rank(w->world) == 0) {
+        r->out->arena_peak = mt_arena_peak(w->ctx);
+        r->out->allocated = mt_context_allocated(w->ctx);
+    }
     return keep_weights(w);
 }
 
@@ -170,17 +179,37 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
-static void execute(mt_device device, int tensor, int data, int sp, int invariant, int llama, result *out) {
-    run r = {device, tensor, data, sp, invariant, llama, out};
+static void execute_run(run r) {
     mt_launch_desc d;
     mt_status status;
+    int tensor = r.tensor, data = r.data;
     memset(&d, 0, sizeof d);
-    memset(out, 0, sizeof *out);
+    memset(r.out, 0, sizeof *r.out);
     d.ranks = tensor * data;
     d.no_pinning = 1;
     d.timeout_s = 120;
     status = mt_launch(&d, rank_main, &r);
     if (status != MT_SUCCESS) fail_msg("%d x %d: %s", tensor, data, mt_status_name(status));
+}
+
+static void execute(mt_device device, int tensor, int data, int sp, int invariant, int llama, result *out) {
+    run r = {device, tensor, data, sp, invariant, llama, out, MT_EPILOGUE_SEPARATE, MT_DEVICE_CPU};
+    execute_run(r);
+}
+
+/* What a meta context says of rank 0's memory is what it takes on that device; the arena of a CPU is another one's. */
+static void assert_planned(mt_device device, int tensor, int data, int sp, int invariant, int llama, const result *found) {
+    static result plan;
+    run r = {MT_DEVICE_META, tensor, data, sp, invariant, llama, &plan, MT_EPILOGUE_SEPARATE, device};
+    mt_comm *world = NULL;
+    memset(&plan, 0, sizeof plan);
+    assert_int_equal(mt_comm_create_meta(tensor * data, 0, &world), MT_SUCCESS);
+    mt_status status = rank_main(world, &r);
+    if (status != MT_SUCCESS) fail_msg("a plan for %d x %d: %s", tensor, data, mt_comm_last_error(world));
+    mt_comm_destroy(world);
+    if (plan.arena_peak != found->arena_peak)
+        fail_msg("device %d, %d x %d, sequence parallel %d, invariant %d, llama %d: an arena of %zu bytes was planned, %zu were used",
+                 (int)device, tensor, data, sp, invariant, llama, plan.arena_peak, found->arena_peak);
 }
 
 /* Losses within 1e-5 at every step; norms and weights with what 20 steps of AdamW make of rounding. */
@@ -206,13 +235,31 @@ static void test_training_as_on_the_cpu(void **state) {
     for (int llama = 0; llama < 2; llama++) {
         execute(MT_DEVICE_CPU, 1, 1, 0, 0, llama, &on_cpu);
         assert_true(on_cpu.loss[GPT_STEPS - 1] < on_cpu.loss[0]);
+        assert_planned(MT_DEVICE_CPU, 1, 1, 0, 0, llama, &on_cpu);
         for (size_t i = 0; i < SPLITS; i++) {
             char what[64];
             snprintf(what, sizeof what, "%s, tensor %d x data %d%s", llama ? "Llama" : "GPT-2", splits[i][0], splits[i][1],
                      splits[i][2] ? ", sequence parallel" : "");
             execute(MT_DEVICE_CUDA, splits[i][0], splits[i][1], splits[i][2], 0, llama, &on_gpu);
             assert_near(&on_cpu, &on_gpu, what);
+            assert_planned(MT_DEVICE_CUDA, splits[i][0], splits[i][1], splits[i][2], 0, llama, &on_gpu);
         }
+    }
+}
+
+/* Products with epilogues give the same model; on a CPU the same operators run one after the other. */
+static void test_epilogues(void **state) {
+    static result on_cpu, on_gpu;
+    static const int ways[][4] = {{MT_EPILOGUE_FUSED, 1, 1, 0}, {MT_EPILOGUE_MEASURED, 2, 1, 0}, {MT_EPILOGUE_FUSED, 4, 1, 1}};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        run r = {MT_DEVICE_CPU, 1, 1, 0, 0, 0, &on_cpu, (mt_epilogue)ways[i][0], MT_DEVICE_CPU};
+        if (i == 0) execute_run(r);
+        r.device = MT_DEVICE_CUDA;
+        r.tensor = ways[i][1], r.data = ways[i][2], r.sequence_parallel = ways[i][3];
+        r.out = &on_gpu;
+        execute_run(r);
+        assert_near(&on_cpu, &on_gpu, "with epilogues");
     }
 }
 
@@ -223,7 +270,7 @@ static void test_invariant_mode(void **state) {
         execute(MT_DEVICE_CUDA, 1, 1, 0, 8, llama, &one);
         for (size_t i = 1; i < SPLITS; i++) {
             execute(MT_DEVICE_CUDA, splits[i][0], splits[i][1], splits[i][2], 8, llama, &many);
-            if (memcmp(&one, &many, sizeof one) != 0)
+            if (memcmp(&one, &many, offsetof(result, arena_peak)) != 0)
                 fail_msg("tensor %d x data %d, sequence parallel %d: other bits than on one rank", splits[i][0],
                          splits[i][1], splits[i][2]);
         }
@@ -234,6 +281,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_invariant_mode),
+        cmocka_unit_test(test_epilogues),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
