@@ -374,7 +374,7 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_forward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
-    status = mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL);
+    status = MTI_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
     return status;
 }
@@ -418,7 +418,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mti_expect_like(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
-    status = mti_mlp_backward(ctx, mlp, dy, dx, saved);
+    status = MTI_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -689,7 +689,8 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     shape = mti_attention_shape(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
-    status = mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL);
+    status = MTI_RANGE("attention forward",
+                       mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL));
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
     else mt_arena_release(ctx, mark);
     return status;
@@ -720,7 +721,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     shape = mti_attention_shape(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
-    status = mti_attention_backward(ctx, attention, &shape, dy, dx, saved);
+    status = MTI_RANGE("attention backward", mti_attention_backward(ctx, attention, &shape, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -1014,7 +1015,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     if (saved) MT_TRY(mti_expect_token_shards(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
-    status = mti_layer_forward(ctx, layer, batch, x, y, saved);
+    status = MTI_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
     return status;
 }
@@ -1045,7 +1046,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     MT_TRY(mti_expect_like(ctx, function, weight, "saved->first.norm_in", saved->first.norm_in, dy.rows, dy.cols));
     MT_TRY(mti_expect_like(ctx, function, weight, "saved->second.norm_in", saved->second.norm_in, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);
-    status = mti_layer_backward(ctx, layer, dy, dx, saved);
+    status = MTI_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -1188,7 +1189,7 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     mt_dtype dtype = gpt->tokens.weight->value.dtype;
     mt_tensor x, next;
     MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &x));
-    MT_TRY(mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL));
+    MT_TRY(MTI_RANGE("embedding forward", mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL)));
     MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &next));
     for (i = 0; i < gpt->desc.layers; i++) {
         mt_tensor done = x;
@@ -1225,9 +1226,11 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     mt_tensor x, logits;
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, saved, &x));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, gpt->head.local_features, &logits));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL));
-    MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits, targets, loss,
-                                                   saved ? &saved->loss : NULL));
+    MT_TRY(MTI_RANGE("head forward",
+                     mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
+    MT_TRY(MTI_RANGE("loss forward",
+                     mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits, targets, loss,
+                                                             saved ? &saved->loss : NULL)));
     return saved ? mti_log(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
@@ -1292,7 +1295,8 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_g
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dx));
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     MT_TRY(mti_log(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, dy, &saved->head));
+    MT_TRY(MTI_RANGE("head backward",
+                     mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, dy, &saved->head)));
     if (gpt->final_norm.weight)
         MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, dy, mt_none(), dy));
     for (i = gpt->desc.layers; i-- > 0;) {
@@ -1301,7 +1305,7 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_g
         dy = dx;
         dx = done;
     }
-    return mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy);
+    return MTI_RANGE("embedding backward", mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy));
 }
 
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved) {
@@ -1313,7 +1317,8 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, &saved->batch));
     mark = mt_arena_mark(ctx);
-    status = mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss, mt_none(), scale, &saved->loss);
+    status = MTI_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss, mt_none(),
+                                                                                 scale, &saved->loss));
     if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, saved);
     mt_arena_release(ctx, mark);
     saved->ids = NULL;

@@ -21,6 +21,7 @@
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
+       MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; header-only, part of the CUDA Toolkit
 
    Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values is
    kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
@@ -376,6 +377,9 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 #if defined(__linux__)
 #include <sys/syscall.h>
 #endif
+#if defined(MT_USE_NVTX)
+#include <nvtx3/nvToolsExt.h>
+#endif
 
 /* nvcc compiles .cu files; MT_CUDA_ENGINE is defined by the tests, which run CUDA code on a CPU. */
 #if defined(__CUDACC__) || defined(MT_CUDA_ENGINE)
@@ -408,6 +412,17 @@ long syscall(long number, ...);
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "megatron.h needs infinities, NaN and the order of additions: compile its implementation without -ffast-math"
+#endif
+
+/* The status of a call that is a range in a profile, closed however the call ends. */
+#if defined(MT_USE_NVTX)
+static mt_status mti_range_end(mt_status status) {
+    nvtxRangePop();
+    return status;
+}
+#define MTI_RANGE(name, call) (nvtxRangePushA(name), mti_range_end(call))
+#else
+#define MTI_RANGE(name, call) (call)
 #endif
 
 #define MTI_ERROR_BYTES 1024
@@ -2380,39 +2395,39 @@ MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendb
                                mt_dtype dtype, mt_op op) {
     mti_call call = mti_call_make(MT_ALL_REDUCE, sendbuf, recvbuf, count, dtype);
     call.op = op;
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_all_gather(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t sendcount,
                                mt_dtype dtype) {
     mti_call call = mti_call_make(MT_ALL_GATHER, sendbuf, recvbuf, sendcount, dtype);
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_reduce_scatter(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t recvcount,
                                    mt_dtype dtype, mt_op op) {
     mti_call call = mti_call_make(MT_REDUCE_SCATTER, sendbuf, recvbuf, recvcount, dtype);
     call.op = op;
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
                               mt_dtype dtype, int root) {
     mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
     call.root = root;
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {
     mti_call call = mti_call_make(MT_BARRIER, NULL, NULL, 0, MT_U8);
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("barrier", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst) {
     mti_call call = mti_call_make(MT_SEND, sendbuf, NULL, count, dtype);
     call.root = dst;
     call.source = -1;
-    return mti_run_p2p(ctx, comm, &call);
+    return MTI_RANGE("send", mti_run_p2p(ctx, comm, &call));
 }
 
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src) {
@@ -2420,7 +2435,7 @@ MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t c
     call.recvcount = count;
     call.root = -1;
     call.source = src;
-    return mti_run_p2p(ctx, comm, &call);
+    return MTI_RANGE("recv", mti_run_p2p(ctx, comm, &call));
 }
 
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -2429,7 +2444,7 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
     call.recvcount = src == -1 ? 0 : recvcount;
     call.root = dst;
     call.source = src;
-    return mti_run_p2p(ctx, comm, &call);
+    return MTI_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
 }
 
 /* ---- >>conjugates ------------------------------------------------------------------------------------------------- */

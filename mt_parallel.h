@@ -2374,7 +2374,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optim
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
+static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
     mt_adamw hyper;
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -2392,6 +2392,10 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
     }
     optimizer->step = hyper.step;
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
+    return MTI_RANGE("optimizer step", mti_optimizer_step(ctx, optimizer, lr, grad_scale));
 }
 
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
