@@ -51,18 +51,46 @@ on_the_engine() {
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda"
     check "the same, in the checker for races and unwritten memory" checked_operators
     check "the same, address and undefined behaviour sanitizers" sanitized_operators
-    check "a GPT on 1 to 8 GPUs, as on the CPU; invariant mode" cuda_test fast "-O2 -g" "" test_cuda_gpt
+    check "products: epilogues, the choice of an algorithm" cuda_test fast "-O2 -g" "" test_cuda_gemm
+    check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda_gemm"
+    check "a GPT on 1 to 8 GPUs, as on the CPU; invariant mode; what is planned" cuda_test fast "-O2 -g" "" test_cuda_gpt
+    check "NVTX ranges nest and end" cuda_test fast "-O2 -g" "" test_cuda_nvtx
 }
 
 checked_operators() {
-    engine_objects checked "-O2 -g -DMTE_CHECK" && cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda
+    engine_objects checked "-O2 -g -DMTE_CHECK" && cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda \
+        && cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda_gemm
 }
 
-sanitized_operators() { engine_objects asan "-O1 -g $sanitize" && cuda_test asan "-O1 -g $sanitize" "" test_cuda; }
+sanitized_operators() {
+    engine_objects asan "-O1 -g $sanitize" && cuda_test asan "-O1 -g $sanitize" "" test_cuda \
+        && cuda_test asan "-O1 -g $sanitize" "" test_cuda_gemm
+}
 
 # The two lines of a user's .cu file, for every architecture that the toolkit knows.
 implementation() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/implementation.cu"
+}
+
+# What ptxas says of each kernel, the most over all architectures: registers, bytes of spills, and the architecture of each.
+kernel_report() {
+    sed -n -e "s/.*Compiling entry function '\([^']*\)' for '\([^']*\)'.*/K \1 \2/p" \
+        -e 's/.* \([0-9]*\) bytes spill stores, \([0-9]*\) bytes spill loads.*/S \1 \2/p' \
+        -e 's/.*Used \([0-9]*\) registers.*/R \1/p' "$1" | awk '
+        $1 == "K" { name = $2; arch = $3; if (!(name in registers)) { registers[name] = 0; spills[name] = 0; where[name] = "-" } }
+        $1 == "S" && $2 + $3 > spills[name] { spills[name] = $2 + $3; where[name] = arch }
+        $1 == "R" && $2 > registers[name] { registers[name] = $2; most[name] = arch }
+        END { for (name in registers) print registers[name], most[name], spills[name], where[name], name }' \
+        | c++filt | sort -k1,1nr -k5 | awk 'BEGIN { printf "%9s  %-6s %6s  %-6s %s\n", "registers", "on", "spills", "on", "kernel" }
+            { name = $0; for (i = 0; i < 4; i++) sub(/^[^ ]+ /, "", name)
+              sub(/^void /, "", name)
+              printf "%9d  %-6s %6d  %-6s %s\n", $1, $2, $3, $4, name }'
+}
+
+# One line of it: how many kernels, the most registers, and who spills.
+kernel_summary() {
+    awk 'NR > 1 { n++; if ($1 > most) most = $1; if ($3 > 0) { name = $5; sub(/[<(].*/, "", name); spill = spill " " name "(" $3 ")" } }
+        END { printf "%d kernels, at most %d registers, bytes of spills: %s\n", n, most, spill ? "none but" spill : "none" }' "$1"
 }
 
 builds_for_all() {
@@ -74,6 +102,8 @@ builds_for_all() {
     # shellcheck disable=SC2086  # a list of flags
     nvcc -O3 -I. -Werror all-warnings -Xptxas -v --threads 2 $targets -c "$build/implementation.cu" -o "$build/implementation.o" \
         >"$build/registers.log" 2>&1 || { cat "$build/registers.log"; return 1; }
+    kernel_report "$build/registers.log" >"$build/kernels.txt"
+    kernel_summary "$build/kernels.txt" >"$build/kernels.summary"
     # the plain attention kernels are not hot: they serve where the fast ones do not go
     grep -B 2 '[1-9][0-9]* bytes spill' "$build/registers.log" | grep 'Compiling entry' | grep -v mti_plain_ && return 1
     return 0
@@ -107,6 +137,7 @@ else
 fi
 if have_command nvcc; then
     check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
+    [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
     check "a C program links against nvcc's object" links_from_c
 else
     skip "nvcc: not here, nothing was built for a GPU"
