@@ -18,7 +18,8 @@
      - Input and output must not overlap unless "may be the same memory" is said; of one type then.
      - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
      - On MT_DEVICE_CUDA a call returns when its work is in the context's stream; mt_upload, mt_download, mt_hash and
-       mt_ids_check wait for it. The first GEMM of a context makes its cuBLASLt handle and a workspace of 32 MiB.
+       mt_ids_check wait for it. The first GEMM of a context makes its cuBLASLt handle and a workspace of 32 MiB, the first of a
+       shape may measure and wait (mt_context_desc.gemm_choice, .epilogue).
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
        sentence in mt_last_error(ctx); then nothing was written.
@@ -27,7 +28,7 @@
 
    Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm is
    declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
-   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>cuda (with >>cuda-views
+   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>linear >>cuda (with >>cuda-views
    >>cuda-map ...) >>dispatch                                                                                           */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
@@ -90,8 +91,8 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
 
 /* ---- linear layers ------------------------------------------------------------------------------------------------ */
 
-/* A product and what goes with it. On a GPU mt_context_desc.epilogue decides whether that is one call of cuBLASLt; otherwise each
-   of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h [tokens, out].
+/* A product and what goes with it. On a GPU mt_context_desc.epilogue decides whether that is one call of cuBLASLt; otherwise
+   each of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h [tokens, out].
 
    forward:             y = x weight^T + bias [1, out] (optional)                            mt_gemm, mt_bias_forward
    activation_forward:  h = x weight^T + bias (optional), y = act(h)                         mt_gemm, mt_activation_forward
@@ -1730,7 +1731,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
 /* Row by row, while the row is in the cache. */
 static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                   float scale, mt_tensor loss) {
-    float four[4], two[2];
+    float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
     mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
     int64_t i;
     for (i = 0; i < logits.rows; i++) {
@@ -1822,8 +1823,8 @@ static mt_status mti_linear_activation_forward(mt_context *ctx, mt_activation ki
     return mt_activation_forward(ctx, kind, h, bias, y);
 }
 
-static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight, mt_tensor h,
-                                                mt_tensor dh, mt_tensor dbias) {
+static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
+                                                mt_tensor h, mt_tensor dh, mt_tensor dbias) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor dact;
     mt_status status;
@@ -2056,8 +2057,8 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_columns_kernel
     }
 }
 
-/* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d, d + MTI_DEEP, ..., with
-   eight loads on their way, and what they have meets in the order of d. */
+/* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d,
+   d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. */
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_strips_kernel(const float *partial, int64_t strips,
                                                                                 int64_t cols, mti_view first,
                                                                                 mti_view second) {
@@ -2351,8 +2352,8 @@ template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Ke
     return MT_SUCCESS;
 }
 
-/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then of dbias,
-   each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one thread. */
+/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then of
+   dbias, each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one thread. */
 struct mti_norm_sums {
     float4 *data;
     int chunks;
@@ -3527,8 +3528,8 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
     return MT_SUCCESS;
 }
 
-/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the same product
-   always has the same bits. What is measured takes only room that nobody asked for. */
+/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the same
+   product always has the same bits. What is measured takes only room that nobody asked for. */
 static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
     size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
@@ -3692,8 +3693,8 @@ static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
     return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
 }
 
-/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there; that of a
-   16-bit C is summed up in fp32 by a kernel instead. */
+/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there; that
+   of a 16-bit C is summed up in fp32 by a kernel instead. */
 static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
     MT_TRY(mti_lt_matmul(ctx, lt, p, g));
     if (!dbias.data) return MT_SUCCESS;

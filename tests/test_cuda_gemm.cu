@@ -226,7 +226,8 @@ static void test_refusals(void **state) {
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_forward(fused, MT_SWIGLU, t.x, t.weight, t.bias, t.h, t.y));
     ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
                   mt_linear_activation_backward(fused, MT_GELU_TANH, t.dy, t.weight, t.dh, t.dh, mt_none()));
-    ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_backward(fused, MT_GELU_TANH, t.dy, t.weight, t.h, t.dh, mt_none()));
+    ASSERT_STATUS(fused, MT_ERR_SHAPE,
+                  mt_linear_activation_backward(fused, MT_GELU_TANH, t.dy, t.weight, t.h, t.dh, mt_none()));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_gradients(fused, t.dy, t.dy, t.dweight, mt_none()));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_gradients(fused, t.dy, t.x, t.dweight, t.dbias_in));
     mt_arena_release(fused, mark);
