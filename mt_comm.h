@@ -109,7 +109,8 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count); /* c
 /* ---- context: device, allocator, logger, arena -------------------------------------------------------------------- */
 
 /* MT_DEVICE_META computes shapes, memory and communication but touches no data (as PyTorch's "meta" device): run one
-   training step on it to learn exactly what that step needs on a CPU. Pointers handed out on it must not be dereferenced. */
+   training step on it to learn exactly what that step needs on the device that mt_context_desc.planned names (with separate
+   epilogues, which need most). Pointers handed out on it must not be dereferenced. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or NULL. The

@@ -2471,7 +2471,7 @@ static __global__ void __launch_bounds__(MTI_NORM_THREADS) mti_norm_backward_ker
 /* Two chunks for a thread, so that more blocks fit, but at least 128 threads where the row has work for them. */
 static unsigned mti_norm_threads(int64_t cols) {
     int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    return (unsigned)mti_round_up(mti_min(MTI_NORM_THREADS, mti_max(chunks / MTI_NORM_KEPT, mti_min(chunks, 128))), 32);
+    return (unsigned)mti_round_up(mti_min(MTI_NORM_THREADS, mti_max((chunks + 1) / MTI_NORM_KEPT, mti_min(chunks, 128))), 32);
 }
 
 template <bool WIDE> static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows,

@@ -74,6 +74,13 @@ static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tenso
     free(b);
 }
 
+/* What cuBLASLt's own GELU may be off in f32, in places: on a GPU its tanh is an approximate one. */
+#if defined(MT_CUDA_ENGINE)
+#define GELU_PLACES 64
+#else
+#define GELU_PLACES 8192
+#endif
+
 /* ---- each epilogue, each type, sizes that are odd -------------------------------------------------------------------- */
 
 typedef struct sizes {
@@ -137,12 +144,12 @@ static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation
         operators(gpu[i], t, kind, with_bias, h);
         assert_int_equal(mt_arena_mark(gpu[i]), used);
         near(name, want.h, gpu[i], t.h, wide == MT_F32 ? 64 : 1.01);
-        near(name, want.y, gpu[i], t.y, wide == MT_F32 ? 64 : 2.02);
-        near(name, want.dh, gpu[i], t.dh, wide == MT_F32 ? 64 : 2.02);
+        near(name, want.y, gpu[i], t.y, wide == MT_F32 ? GELU_PLACES : 2.02);
+        near(name, want.dh, gpu[i], t.dh, wide == MT_F32 ? GELU_PLACES : 2.02);
         near(name, want.dweight, gpu[i], t.dweight, 64);
         near(name, want.dbias, gpu[i], t.dbias, 64);
         /* of a 16-bit dh the fused sum is over rounded values */
-        near(name, want.dbias_in, gpu[i], t.dbias_in, wide == MT_F32 ? 64 : wide == MT_BF16 ? 1 << 16 : 1 << 13);
+        near(name, want.dbias_in, gpu[i], t.dbias_in, wide == MT_F32 ? GELU_PLACES : wide == MT_BF16 ? 1 << 16 : 1 << 13);
         near(name, want.z, gpu[i], t.z, wide == MT_F32 ? 64 : 2.02);
         mt_arena_release(gpu[i], mark);
     }
@@ -203,9 +210,9 @@ static void test_mixed(void **state) {
     OK(separate, mt_linear_activation_backward(separate, MT_GELU_TANH, a.dy, a.weight, b.h, a.dh, a.dbias_in));
     OK(fused, mt_linear_activation_backward(fused, MT_GELU_TANH, b.dy, b.weight, a.h, b.dh, b.dbias_in));
     near("fused, then separate", want.dh, separate, a.dh, 64);
-    near("separate, then fused", want.dh, fused, b.dh, 64);
+    near("separate, then fused", want.dh, fused, b.dh, GELU_PLACES);
     near("fused, then separate", want.dbias_in, separate, a.dbias_in, 64);
-    near("separate, then fused", want.dbias_in, fused, b.dbias_in, 64);
+    near("separate, then fused", want.dbias_in, fused, b.dbias_in, GELU_PLACES);
     mt_arena_release(cpu, on_cpu);
     mt_arena_release(separate, mark[0]);
     mt_arena_release(fused, mark[1]);
