@@ -443,6 +443,7 @@ struct mt_context {
     mt_gemm_choice gemm_choice;   /* CUDA */
     mt_epilogue epilogue;
     int ordinal, owns_stream;
+    int capability;               /* of the GPU: 90 for sm_90 */
     int no_overlap, overlap_chunks;
     struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
     struct CUevent_st *events[MT_OVERLAP_CHUNKS_MAX + 1];
@@ -585,7 +586,7 @@ static mt_status mti_cuda_enter(mt_context *ctx) {
 }
 
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0, lowest, highest, i;
+    int devices = 0, major = 0, minor = 0, lowest, highest, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
     MTI_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
@@ -593,6 +594,9 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs", desc->ordinal,
                         devices);
     MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->ordinal));
+    MTI_CUDA_TRY(ctx, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ctx->ordinal));
+    ctx->capability = 10 * major + minor;
     if (!ctx->stream) {
         MTI_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
         ctx->owns_stream = 1;
