@@ -538,12 +538,14 @@ static void mti_host_free(void *ptr) { free(ptr); }
     (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
 #define MTI_SHARED(type, name, count) __shared__ type name[count]
 #define MTI_DEVICE_UNROLL _Pragma("unroll")
+#define MTI_DEVICE_UNROLL_2 _Pragma("unroll 2") /* where all of it would take too many registers */
 #define MTI_HOST_DEVICE __host__ __device__
 #define MTI_DYN_SHARED(type, name)                                                                                     \
     extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
     type *name = reinterpret_cast<type *>(mti_dynamic_shared)
 #else
 #define MTI_DEVICE_UNROLL
+#define MTI_DEVICE_UNROLL_2
 #define MTI_HOST_DEVICE
 #endif
 

@@ -174,7 +174,9 @@ typedef struct mt_attention_shape {
 
 /* forward: out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log of the
    sum of exponentials of the scaled scores (optional: inference). backward: dqkv like qkv, recomputing the probabilities.
-   Memory: O(seq) scratch per head in the arena (a panel of query rows), never seq x seq. dout may not be out. */
+   Memory: O(seq) scratch per head in the arena (a panel of query rows), never seq x seq. dout may not be out.
+   Tensor cores (sm_80 and later) serve a call whose qkv, out, dout and dqkv are all bf16 or all f16, with head_dim 64, 96 or
+   128 and rows that begin at multiples of 16 bytes; they take probabilities and gradients of scores rounded to that type. */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
@@ -3195,6 +3197,648 @@ static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
     return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
 }
 
+/* ---- >>cuda-ptx: one wrapper for each instruction that C++ has no word for ----------------------------------------------- */
+
+#if !defined(MT_CUDA_ENGINE) /* tests/engine/ has its own */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
+#else
+#define MTI_PTX_SM80(...) __trap() /* never launched there, see mti_flash_fits */
+#endif
+
+static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* 16 bytes from global to shared memory, of which `bytes` are read and the rest is zero. */
+static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
+    MTI_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
+}
+static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
+/* Until all but the last N committed groups of this thread have arrived. */
+template <int N> static __device__ __forceinline__ void mti_cp_async_wait() {
+    MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. */
+static __device__ __forceinline__ void mti_ldmatrix_x4(uint32_t *r, const void *row) {
+    MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(mti_shared_address(row))
+                 : "memory");
+}
+static __device__ __forceinline__ void mti_ldmatrix_x4_trans(uint32_t *r, const void *row) {
+    MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(mti_shared_address(row))
+                 : "memory");
+}
+
+/* d [16, 8] += a [16, 16] b [16, 8] */
+static __device__ __forceinline__ void mti_mma_16816_bf16(float *d, const uint32_t *a, const uint32_t *b) {
+    MTI_PTX_SM80("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+static __device__ __forceinline__ void mti_mma_16816_f16(float *d, const uint32_t *a, const uint32_t *b) {
+    MTI_PTX_SM80("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* 2^x, within 2 units in the last place; subnormal results are 0. */
+static __device__ __forceinline__ float mti_ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#undef MTI_PTX_SM80
+#endif
+
+/* ---- >>cuda-tile: 16-bit tiles in shared memory, and their products on tensor cores -------------------------------------- */
+
+/* A tile is [rows, D], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r) would: the eight rows
+   that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64 and of 128 elements begin in
+   the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between two banks and it counts pairs. */
+template <int D> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
+    return row * D + (chunk ^ (D % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
+}
+
+/* From mti_tile_at(row, 0 or 1) to the place `chunk` chunks further on, for an even chunk: mostly a constant. */
+template <int D> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
+    return D % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
+}
+
+/* Lanes that move a row piece by piece: in a piece the swizzle is all that differs between rows. */
+template <int D> static __device__ __forceinline__ constexpr int mti_tile_across() { return D % 64 == 0 ? 8 : 4; }
+
+/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become zero. */
+template <int ROWS, int D, int THREADS>
+static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first, int end) {
+    constexpr int across = mti_tile_across<D>(), down = THREADS / across;
+    static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
+    int row = (int)threadIdx.x / across, chunk = (int)threadIdx.x % across;
+    tile += mti_tile_at<D>(row, chunk);
+    row += first;
+    from += row * ld + chunk * 8;
+    MTI_DEVICE_UNROLL
+    for (int r = 0; r < ROWS; r += down) {
+        MTI_DEVICE_UNROLL
+        for (int c = 0; c < D / 8; c += across)
+            mti_cp_async16(tile + r * D + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
+    }
+}
+
+template <bool BF16> static __device__ __forceinline__ void mti_mma(float *d, const uint32_t *a, const uint32_t *b) {
+    if (BF16) mti_mma_16816_bf16(d, a, b);
+    else mti_mma_16816_f16(d, a, b);
+}
+
+template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(float low, float high) {
+    uint32_t pair;
+    if (BF16) {
+        __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+        memcpy(&pair, &v, sizeof pair);
+    } else {
+        __half2 v = __floats2half2_rn(low, high);
+        memcpy(&pair, &v, sizeof pair);
+    }
+    return pair;
+}
+
+/* What a warp accumulates is [M * 16, N8 * 8]: float acc[M][N8][4]. Lane l has, of acc[m][n], rows m * 16 + l / 4 (elements 0
+   and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
+template <int M, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[M][N8][4]) {
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
+}
+
+template <int M, int N8> static __device__ __forceinline__ void mti_tile_scale(float (&acc)[M][N8][4], float factor) {
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
+}
+
+/* acc = a b^T with a tile a [M * 16, D] of the warp and a tile b [N8 * 8, D] of all. */
+template <int D, bool BF16, int M, int N8>
+static __device__ __forceinline__ void mti_tile_scores(float (&acc)[M][N8][4], const uint16_t *a, const uint16_t *b) {
+    int lane = (int)threadIdx.x & 31;
+    int a_at = mti_tile_at<D>(lane & 15, lane >> 4), b_at = mti_tile_at<D>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    mti_tile_zero(acc);
+    MTI_DEVICE_UNROLL_2
+    for (int k = 0; k < D / 8; k += 2) {
+        uint32_t x[M][4], y[4];
+        MTI_DEVICE_UNROLL
+        for (int m = 0; m < M; m++) mti_ldmatrix_x4(x[m], a + m * 16 * D + mti_tile_on<D>(a_at, k));
+        MTI_DEVICE_UNROLL
+        for (int n = 0; n < N8; n += 2) {
+            mti_ldmatrix_x4(y, b + n * 8 * D + mti_tile_on<D>(b_at, k));
+            MTI_DEVICE_UNROLL
+            for (int m = 0; m < M; m++) {
+                mti_mma<BF16>(acc[m][n], x[m], y);
+                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
+            }
+        }
+    }
+}
+
+/* acc += p b with p as mti_tile_scores leaves it, rounded to 16 bits, and a tile b [N8 * 8, D] of all: an accumulator's
+   layout is that of a first factor. */
+template <int D, bool BF16, int M, int N8>
+static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 8][4], const float (&p)[M][N8][4],
+                                                            const uint16_t *b) {
+    int lane = (int)threadIdx.x & 31, at = mti_tile_at<D>(lane & 15, lane >> 4);
+    MTI_DEVICE_UNROLL
+    for (int k = 0; k < N8; k += 2) {
+        uint32_t x[M][4], y[4];
+        MTI_DEVICE_UNROLL
+        for (int i = 0; i < M * 4; i++) {
+            const float *pair = p[i / 4][k + i % 4 / 2] + i % 2 * 2;
+            x[i / 4][i % 4] = mti_round_pair<BF16>(pair[0], pair[1]);
+        }
+        MTI_DEVICE_UNROLL
+        for (int n = 0; n < D / 8; n += 2) {
+            mti_ldmatrix_x4_trans(y, b + k * 8 * D + mti_tile_on<D>(at, n));
+            MTI_DEVICE_UNROLL
+            for (int m = 0; m < M; m++) {
+                mti_mma<BF16>(acc[m][n], x[m], y);
+                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
+            }
+        }
+    }
+}
+
+/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [M * 16, D] that only this warp uses. */
+template <int D, bool BF16, int M>
+static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 8][4], uint16_t *tile, uint16_t *to, int64_t ld,
+                                                      int rows) {
+    int lane = (int)threadIdx.x & 31, across = mti_tile_across<D>();
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < M * D / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
+        int n = i % (D / 8), half = i / (D / 8);
+        const float *pair = acc[half / 2][n] + half % 2 * 2;
+        *(uint32_t *)(tile + mti_tile_at<D>(half * 8 + lane / 4, n) + lane % 4 * 2) = mti_round_pair<BF16>(pair[0], pair[1]);
+    }
+    __syncwarp();
+    for (int row = lane / across; row < M * 16 && row < rows; row += 32 / across)
+        for (int c = lane % across; c < D / 8; c += across)
+            *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<D>(row, c));
+}
+
+/* ---- >>cuda-flash: attention on tensor cores ----------------------------------------------------------------------------- */
+
+/* FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Three kernels have the same form: a block keeps a
+   tile of its own rows in shared memory and walks along tiles of the others, which cp.async brings while the tensor cores work
+   on those before. A warp owns 16 or 32 rows and all that is accumulated for them, in registers: nothing is exchanged between
+   warps, and sums run in the order of the tiles.
+
+     forward   rows are queries, walks along keys:      s = q k^T, online softmax, out += p v
+     dq        rows are queries, walks along keys:      s = q k^T, dp = dout v^T, ds = p (dp - delta), dq += ds k
+     dkv       rows are keys, walks along the queries   s^T = k q^T, dp^T = v dout^T, dv += p^T dout, dk += ds^T q
+               of all heads of the group:
+
+   Scores are counted in powers of 2: what is multiplied by `scale` includes 1 / ln 2. Tiles that nobody sees are not visited,
+   a warp leaves out those that its rows do not see, and only tiles on an edge of the mask are masked. */
+#define MTI_FLASH_ROWS 128 /* of a block */
+#define MTI_LOG2E 1.4426950408889634f
+
+struct mti_flash {
+    mti_plain p;
+    float scale;       /* p.scale / ln 2 */
+    float *lse, *delta; /* backward: [batch, heads, pitch], lse / ln 2 (infinite for a row without keys) and rowsum(dout out) */
+    int64_t pitch;     /* seq, rounded up to whole blocks */
+
+    __device__ int causal() const { return p.s.mask == MT_MASK_CAUSAL; }
+    /* Of tiles: the last query and the first key tell whether there is anything to see, the first query and the last key
+       whether there is nothing to mask. */
+    __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
+    __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
+        return (const uint16_t *)v.data + b * p.s.seq * v.ld + col;
+    }
+    __device__ uint16_t *out(const mti_view &v, int64_t b, int64_t row, int64_t col) const {
+        return (uint16_t *)v.data + (b * p.s.seq + row) * v.ld + col;
+    }
+    __device__ int64_t stat(int64_t b, int64_t head) const { return (b * p.s.groups * p.s.heads_per_group + head) * pitch; }
+    __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const { /* of a probability */
+        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.seq + (uint64_t)key;
+    }
+};
+
+/* What is masked becomes -infinity, in scores [M * 16 queries, N8 * 8 keys] and [16 keys, N8 * 8 queries]; query and key: the
+   warp's first. Counted from the key or query that a loop is at, or the compiler keeps the limits of all rows in registers. */
+template <int M, int N8>
+static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[M][N8][4], int length, int query,
+                                                           int key) {
+    int lane = (int)threadIdx.x & 31, left = length - key - lane % 4 * 2, diagonal = query - key + lane / 4 - lane % 4 * 2;
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < M * N8 * 4; i++) {
+        int r = i % (M * 2), j = i / (M * 2), k = j / 2 * 8 + j % 2;
+        if (k >= left || (f.causal() && k > diagonal + r * 8)) s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
+    }
+}
+
+template <int N8>
+static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f, float (&s)[1][N8][4], int length, int key,
+                                                              int query) {
+    int lane = (int)threadIdx.x & 31, left = length - key - lane / 4, diagonal = key - query + lane / 4 - lane % 4 * 2;
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < N8 * 4; i++) {
+        int r = i % 2, j = i / 2, q = j / 2 * 8 + j % 2;
+        if (r * 8 >= left || (f.causal() && q < diagonal + r * 8)) s[0][j / 2][r * 2 + j % 2] = -INFINITY;
+    }
+}
+
+/* Bit k: whether the probability of element e + k stays, for four neighbours; one block of random words where e % 4 is 0. */
+static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
+    uint32_t words[4], bits = 0;
+    mti_philox(block, drop.at.stream, drop.at.seed, words);
+    MTI_DEVICE_UNROLL
+    for (int k = 0; k < 4; k++) bits |= (uint32_t)(words[k] >= drop.threshold) << k;
+    return bits;
+}
+static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, uint64_t e) {
+    uint32_t bits = mti_flash_kept_block(drop, e >> 2), skip = (uint32_t)e & 3;
+    if (skip) bits = (bits | mti_flash_kept_block(drop, (e >> 2) + 1) << 4) >> skip;
+    return bits & 15;
+}
+
+/* Zeros where probabilities of a tile [M * 16 queries, N8 * 8 keys] are dropped; row and key: the warp's first. The four lanes
+   of a row each draw half a row: of this one or of that 8 below. */
+template <int M, int N8>
+static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[M][N8][4], int64_t head, int row,
+                                                           int key) {
+    int lane = (int)threadIdx.x & 31;
+    MTI_DEVICE_UNROLL
+    for (int m = 0; m < M; m++) {
+        uint64_t e = f.element(blockIdx.z, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
+        uint32_t half = 0;
+        for (int k = 0; k < N8 * 4; k += 4) half |= mti_flash_kept(f.p.drop, e + (uint64_t)k) << k;
+        MTI_DEVICE_UNROLL
+        for (int i = 0; i < 4; i++) { /* row i % 2, half i / 2 */
+            uint32_t bits = __shfl_sync(0xffffffffu, half, (lane & ~3) + i) >> (lane % 4 * 2);
+            MTI_DEVICE_UNROLL
+            for (int j = 0; j < N8; j++)
+                if (!(bits >> (j / 2 * 8 + j % 2) & 1)) p[m][i / 2 * (N8 / 2) + j / 2][i % 2 * 2 + j % 2] = 0.0f;
+        }
+    }
+}
+
+/* Of a tile [16 keys, N8 * 8 queries]: bit n * 4 of kept[e / 2][e % 2] is whether element e of acc[n] stays. A lane draws four
+   keys of one query in eight. */
+template <int N8>
+static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f, int64_t head, int key, int query,
+                                                              uint32_t (&kept)[2][2]) {
+    int lane = (int)threadIdx.x & 31;
+    uint64_t e = f.element(blockIdx.z, head, query + lane % 8, key + lane / 8 * 4);
+    uint32_t mine = 0;
+    for (int n = 0; n < N8; n++) mine |= mti_flash_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < 4; i++) {
+        int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
+        kept[i / 2][i % 2] = __shfl_sync(0xffffffffu, mine, from) >> (lane / 4 % 4);
+    }
+}
+
+static __device__ __forceinline__ float mti_quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+static __device__ __forceinline__ float mti_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+/* Scores become exponentials against the largest so far of their row; what was summed before is rescaled to that. sum: of this
+   lane's part of a row, the four lanes of which meet at the end. The first tile has a key for every row, so `now` is finite. */
+template <int M, int N8, int D8>
+static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[M][N8][4], float (&acc)[M][D8][4],
+                                                         float (&top)[M][2], float (&sum)[M][2]) {
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < M * 2; i++) {
+        int m = i / 2, h = i % 2 * 2;
+        float now = top[m][i % 2], before, base, total = 0.0f;
+        MTI_DEVICE_UNROLL
+        for (int n = 0; n < N8; n++) now = fmaxf(now, fmaxf(s[m][n][h], s[m][n][h + 1]));
+        now = mti_quad_max(now);
+        before = mti_ex2((top[m][i % 2] - now) * scale);
+        base = now * scale;
+        MTI_DEVICE_UNROLL
+        for (int n = 0; n < N8; n++) {
+            s[m][n][h] = mti_ex2(s[m][n][h] * scale - base);
+            s[m][n][h + 1] = mti_ex2(s[m][n][h + 1] * scale - base);
+            total += s[m][n][h] + s[m][n][h + 1];
+        }
+        MTI_DEVICE_UNROLL
+        for (int d = 0; d < D8; d++) acc[m][d][h] *= before, acc[m][d][h + 1] *= before;
+        sum[m][i % 2] = sum[m][i % 2] * before + total;
+        top[m][i % 2] = now;
+    }
+}
+
+/* out = acc / sum and lse = ln sum of exponentials, both for the warp's 32 rows from `row` on. */
+template <int D, bool BF16>
+static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][D / 8][4], const float (&top)[2][2],
+                                                        const float (&sum)[2][2], int row, uint16_t *tile) {
+    int64_t b = blockIdx.z, head = blockIdx.y;
+    int lane = (int)threadIdx.x & 31;
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < 4; i++) {
+        int m = i / 2, h = i % 2 * 2, r = row + m * 16 + i % 2 * 8 + lane / 4;
+        float total = mti_quad_sum(sum[m][i % 2]), factor = total == 0.0f ? 0.0f : f.p.drop.scale / total;
+        MTI_DEVICE_UNROLL
+        for (int d = 0; d < D / 8; d++) acc[m][d][h] *= factor, acc[m][d][h + 1] *= factor;
+        if (f.p.lse.data && lane % 4 == 0 && r < f.p.s.seq)
+            mti_put(f.p.lse, head, b * f.p.s.seq + r,
+                    total == 0.0f ? -INFINITY : (top[m][i % 2] * f.scale + log2f(total)) / MTI_LOG2E);
+    }
+    mti_tile_store<D, BF16>(acc, tile, f.out(f.p.out, b, row, head * D), f.p.out.ld, (int)f.p.s.seq - row);
+}
+
+/* Tiles k0 v0 k1 v1 ... go through three places: while one is worked on, the next two are on their way. As many keys as leave
+   scores and output in registers. */
+template <int D, bool DROP> static MTI_HOST_DEVICE constexpr int mti_flash_keys() { return D < 128 ? 64 : DROP ? 32 : 48; }
+
+template <int D, bool BF16, bool DROP> static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
+    constexpr int N = mti_flash_keys<D, DROP>();
+    MTI_DYN_SHARED(uint16_t, q);
+    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld;
+    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* the longest ones begin */
+    int row = first + (int)threadIdx.x / 32 * 32;
+    int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
+    const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
+    uint16_t *k_tile = q + MTI_FLASH_ROWS * D, *v_tile = k_tile + N * D, *free_tile = v_tile + N * D;
+    float s[2][N / 8][4], acc[2][D / 8][4], top[2][2], sum[2][2] = {};
+    for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
+    mti_tile_zero(acc);
+    mti_tile_fetch<MTI_FLASH_ROWS, D, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)f.p.s.seq);
+    mti_tile_fetch<N, D, 128>(k_tile, k, ld, 0, length);
+    mti_cp_async_commit();
+    mti_tile_fetch<N, D, 128>(v_tile, k + D, ld, 0, length);
+    mti_cp_async_commit();
+    for (int key = 0; key < keys; key += N) {
+        bool seen = f.sees(row + 31, key, length);
+        uint16_t *done;
+        mti_cp_async_wait<1>();
+        __syncthreads(); /* k has arrived, and nobody reads the v before any more */
+        if (key + N < keys) mti_tile_fetch<N, D, 128>(free_tile, k, ld, key + N, length);
+        mti_cp_async_commit();
+        if (seen) {
+            mti_tile_scores<D, BF16>(s, q + (row - first) * D, k_tile);
+            if (!f.sees(row, key + N - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
+            mti_flash_softmax(f.scale, s, acc, top, sum);
+            if (DROP) mti_flash_drop_rows(f, s, head, row, key);
+        }
+        mti_cp_async_wait<1>();
+        __syncthreads(); /* v has arrived, and nobody reads k any more */
+        if (key + N < keys) mti_tile_fetch<N, D, 128>(k_tile, k + D, ld, key + N, length);
+        mti_cp_async_commit();
+        if (seen) mti_tile_add_product<D, BF16>(acc, s, v_tile);
+        done = v_tile, v_tile = k_tile, k_tile = free_tile, free_tile = done;
+    }
+    mti_cp_async_wait<0>();
+    __syncthreads();
+    mti_flash_finish<D, BF16>(f, acc, top, sum, row, q + (row - first) * D);
+}
+
+/* What the backward needs of each query: four lanes for a row. */
+static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f) {
+    int64_t b = blockIdx.z, head = blockIdx.y, i = (int64_t)blockIdx.x * 64 + threadIdx.x / 4, row = b * f.p.s.seq + i;
+    int64_t d = f.p.s.head_dim, lane = threadIdx.x % 4;
+    float x[MTI_CHUNK], y[MTI_CHUNK], sum = 0.0f, lse = -INFINITY;
+    for (int64_t c = lane * MTI_CHUNK; i < f.p.s.seq && c < d; c += 4 * MTI_CHUNK) {
+        mti_load<true>(f.p.out, row, head * d + c, MTI_CHUNK, x);
+        mti_load<true>(f.p.dout, row, head * d + c, MTI_CHUNK, y);
+        for (int j = 0; j < MTI_CHUNK; j++) sum += x[j] * y[j];
+    }
+    sum = mti_quad_sum(sum);
+    if (lane > 0) return;
+    if (i < f.p.s.seq) lse = mti_get(f.p.lse, head, row);
+    f.lse[f.stat(b, head) + i] = lse == -INFINITY ? INFINITY : lse * MTI_LOG2E;
+    f.delta[f.stat(b, head) + i] = sum;
+}
+
+/* dq: two pairs (k, v) of tiles, one that is worked on and one on its way. */
+template <int D> static MTI_HOST_DEVICE constexpr int mti_flash_dq_keys() { return D == 64 ? 64 : 32; }
+
+template <int D, int N>
+static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, int64_t ld, int key,
+                                                            int length) {
+    mti_tile_fetch<N, D, 128>(pair, k, ld, key, length);
+    mti_tile_fetch<N, D, 128>(pair + N * D, k + D, ld, key, length);
+    mti_cp_async_commit();
+}
+
+/* s becomes the gradient of the scores: p (D dp - delta), D the dropout, whose zeros dp has already. */
+template <int N8>
+static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
+                                                             const float (&dp)[2][N8][4], const float (&lse)[4],
+                                                             const float (&delta)[4]) {
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < 2 * N8 * 4; i++) {
+        int m = i / 4 / N8, n = i / 4 % N8, e = i % 4, r = m * 2 + e / 2;
+        s[m][n][e] = mti_ex2(s[m][n][e] * f.scale - lse[r]) * (dp[m][n][e] * f.p.drop.scale - delta[r]);
+    }
+}
+
+template <int D, bool BF16, bool DROP> static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
+    constexpr int N = mti_flash_dq_keys<D>();
+    MTI_DYN_SHARED(uint16_t, q);
+    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld, seq = f.p.s.seq;
+    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS;
+    int row = first + (int)threadIdx.x / 32 * 32, lane = (int)threadIdx.x % 32;
+    int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
+    const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
+    uint16_t *dout = q + MTI_FLASH_ROWS * D, *pair = dout + MTI_FLASH_ROWS * D, *other = pair + 2 * N * D, *done;
+    float s[2][N / 8][4], dp[2][N / 8][4], dq[2][D / 8][4], lse[4], delta[4];
+    mti_tile_zero(dq);
+    mti_tile_fetch<MTI_FLASH_ROWS, D, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
+    mti_tile_fetch<MTI_FLASH_ROWS, D, 128>(dout, f.in(f.p.dout, b, head * D), f.p.dout.ld, first, (int)seq);
+    mti_flash_fetch_keys<D, N>(pair, k, ld, 0, length);
+    for (int i = 0; i < 4; i++) {
+        lse[i] = f.lse[f.stat(b, head) + row + i * 8 + lane / 4];
+        delta[i] = f.delta[f.stat(b, head) + row + i * 8 + lane / 4];
+    }
+    for (int key = 0; key < keys; key += N) {
+        mti_cp_async_wait<0>();
+        __syncthreads(); /* the pair has arrived, and nobody reads the one before any more */
+        if (key + N < keys) mti_flash_fetch_keys<D, N>(other, k, ld, key + N, length);
+        if (f.sees(row + 31, key, length)) {
+            mti_tile_scores<D, BF16>(dp, dout + (row - first) * D, pair + N * D);
+            if (DROP) mti_flash_drop_rows(f, dp, head, row, key);
+            mti_tile_scores<D, BF16>(s, q + (row - first) * D, pair);
+            if (!f.sees(row, key + N - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
+            mti_flash_score_grads(f, s, dp, lse, delta);
+            mti_tile_add_product<D, BF16>(dq, s, pair);
+        }
+        done = pair, pair = other, other = done;
+    }
+    mti_cp_async_wait<0>();
+    __syncthreads();
+    mti_tile_scale(dq, f.p.scale);
+    mti_tile_store<D, BF16>(dq, q + (row - first) * D, f.out(f.p.dqkv, b, row, f.p.q_col(head)), f.p.dqkv.ld, (int)seq - row);
+}
+
+/* dk, dv: two sets of tiles (q, dout) with lse and delta of their rows. */
+template <int D> static MTI_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return D == 128 ? 32 : 64; }
+template <int D> static MTI_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
+    return mti_flash_dkv_queries<D>() * (2 * D + 4);
+}
+
+template <int D>
+static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head, int query) {
+    constexpr int N = mti_flash_dkv_queries<D>();
+    int64_t b = blockIdx.z;
+    int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
+    mti_tile_fetch<N, D, 256>(set, f.in(f.p.qkv, b, f.p.q_col(head)), f.p.qkv.ld, query, seq);
+    mti_tile_fetch<N, D, 256>(set + N * D, f.in(f.p.dout, b, head * D), f.p.dout.ld, query, seq);
+    if (i < N / 2) {
+        const float *stats = (i < N / 4 ? f.lse : f.delta) + f.stat(b, head) + query;
+        mti_cp_async16((float *)(set + 2 * N * D) + i * 4, stats + i % (N / 4) * 4, 16);
+    }
+    mti_cp_async_commit();
+}
+
+/* s^T becomes D p for dv, dp^T the gradient of the scores for dk. lse and delta: of this lane's columns. */
+template <bool DROP, int N8>
+static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float (&s)[1][N8][4], float (&dp)[1][N8][4],
+                                                       const float *lse, const float *delta, const uint32_t (&kept)[2][2]) {
+    MTI_DEVICE_UNROLL
+    for (int i = 0; i < N8 * 4; i++) {
+        int n = i / 4, e = i % 4;
+        float p = mti_ex2(s[0][n][e] * f.scale - lse[n * 8 + e % 2]);
+        int stays = !DROP || kept[e / 2][e % 2] >> (n * 4) & 1;
+        dp[0][n][e] = p * ((stays ? dp[0][n][e] * f.p.drop.scale : 0.0f) - delta[n * 8 + e % 2]);
+        s[0][n][e] = stays ? p : 0.0f;
+    }
+}
+
+template <int D, bool BF16, bool DROP>
+static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash f) {
+    constexpr int N = mti_flash_dkv_queries<D>();
+    MTI_DYN_SHARED(uint16_t, k);
+    int64_t b = blockIdx.z, ld = f.p.qkv.ld, seq = f.p.s.seq, k_col = f.p.k_col(blockIdx.y * f.p.s.heads_per_group);
+    int head = (int)(blockIdx.y * f.p.s.heads_per_group), heads = head + (int)f.p.s.heads_per_group; /* and where they end */
+    int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b);
+    int row = first + (int)threadIdx.x / 32 * 16, lane = (int)threadIdx.x % 32;
+    int begin = f.causal() ? first : 0, query = begin;
+    uint16_t *v = k + MTI_FLASH_ROWS * D, *set = v + MTI_FLASH_ROWS * D, *other = set + mti_flash_set<D>(), *done;
+    float s[1][N / 8][4], dp[1][N / 8][4], dk[1][D / 8][4], dv[1][D / 8][4];
+    uint32_t kept[2][2] = {};
+    mti_tile_zero(dk);
+    mti_tile_zero(dv);
+    mti_tile_fetch<MTI_FLASH_ROWS, D, 256>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, D, 256>(v, f.in(f.p.qkv, b, k_col + D), ld, first, length);
+    mti_flash_fetch_queries<D>(f, set, head, begin);
+    while (first < length && head < heads) {
+        int next = query + N < seq ? query + N : begin, next_head = next > query ? head : head + 1;
+        mti_cp_async_wait<0>();
+        __syncthreads(); /* the set has arrived, and nobody reads the one before any more */
+        if (next_head < heads) mti_flash_fetch_queries<D>(f, other, next_head, next);
+        if (f.sees(query + N - 1, row, length)) {
+            const float *lse = (const float *)(set + 2 * N * D) + lane % 4 * 2;
+            if (DROP) mti_flash_kept_columns<N / 8>(f, head, row, query, kept);
+            mti_tile_scores<D, BF16>(s, k + (row - first) * D, set);
+            mti_tile_scores<D, BF16>(dp, v + (row - first) * D, set + N * D);
+            if (!f.sees(query, row + 15, length)) mti_flash_mask_columns(f, s, length, row, query);
+            mti_flash_pairs<DROP>(f, s, dp, lse, lse + N, kept);
+            mti_tile_add_product<D, BF16>(dv, s, set + N * D);
+            mti_tile_add_product<D, BF16>(dk, dp, set);
+        }
+        done = set, set = other, other = done;
+        query = next, head = next_head;
+    }
+    mti_cp_async_wait<0>();
+    __syncthreads();
+    mti_tile_scale(dk, f.p.scale);
+    mti_tile_scale(dv, f.p.drop.scale);
+    mti_tile_store<D, BF16>(dk, k + (row - first) * D, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld, (int)seq - row);
+    mti_tile_store<D, BF16>(dv, v + (row - first) * D, f.out(f.p.dqkv, b, row, k_col + D), f.p.dqkv.ld, (int)seq - row);
+}
+
+template <int D, bool DROP> static constexpr int mti_flash_forward_bytes() {
+    return 2 * D * (MTI_FLASH_ROWS + 3 * mti_flash_keys<D, DROP>());
+}
+template <int D> static constexpr int mti_flash_dq_bytes() { return 2 * D * (2 * MTI_FLASH_ROWS + 4 * mti_flash_dq_keys<D>()); }
+template <int D> static constexpr int mti_flash_dkv_bytes() { return 2 * (2 * D * MTI_FLASH_ROWS + 2 * mti_flash_set<D>()); }
+
+/* 99 KiB is what a block may have on sm_86, sm_89 and sm_120. */
+template <int D> static constexpr bool mti_flash_is_small() {
+    return mti_flash_forward_bytes<D, false>() <= 99 << 10 && mti_flash_dq_bytes<D>() <= 99 << 10 &&
+           mti_flash_dkv_bytes<D>() <= 99 << 10;
+}
+static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_is_small<128>(), "shared memory");
+
+static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t heads,
+                                  unsigned threads, int bytes, const mti_flash &f) {
+    dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->shape->batch);
+    MTI_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    MTI_LAUNCH(kernel, grid, threads, (size_t)bytes, a->ctx->stream, f);
+    return mti_cuda_launched(a->ctx, name);
+}
+
+struct mti_flash_forward {
+    template <int D, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
+        return mti_flash_launch(a, "mt_attention_forward", mti_flash_forward_kernel<D, BF16, DROP>,
+                                f.p.s.groups * f.p.s.heads_per_group, 128, mti_flash_forward_bytes<D, DROP>(), f);
+    }
+};
+
+struct mti_flash_backward {
+    template <int D, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
+        const char *name = "mt_attention_backward";
+        MT_TRY(mti_flash_launch(a, name, mti_flash_dq_kernel<D, BF16, DROP>, f.p.s.groups * f.p.s.heads_per_group, 128,
+                                mti_flash_dq_bytes<D>(), f));
+        return mti_flash_launch(a, name, mti_flash_dkv_kernel<D, BF16, DROP>, f.p.s.groups, 256, mti_flash_dkv_bytes<D>(), f);
+    }
+};
+
+template <class Way, int D> static mt_status mti_flash_run_size(const mti_attention *a, const mti_flash &f) {
+    if (a->qkv.dtype == MT_BF16)
+        return f.p.drop.on ? Way::template run<D, true, true>(a, f) : Way::template run<D, true, false>(a, f);
+    return f.p.drop.on ? Way::template run<D, false, true>(a, f) : Way::template run<D, false, false>(a, f);
+}
+
+template <class Way> static mt_status mti_flash_run(const mti_attention *a, const mti_flash &f) {
+    if (f.p.s.head_dim == 64) return mti_flash_run_size<Way, 64>(a, f);
+    if (f.p.s.head_dim == 96) return mti_flash_run_size<Way, 96>(a, f);
+    return mti_flash_run_size<Way, 128>(a, f);
+}
+
+static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
+    return !t.data || (t.dtype == a->qkv.dtype && mti_is_wide(t));
+}
+
+/* A negative scale would turn the order of the scores around. Positions are counted in int. */
+static int mti_flash_fits(const mti_attention *a) {
+    const mt_attention_shape *s = a->shape;
+    return a->ctx->capability >= 80 && (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f &&
+           s->seq <= INT_MAX / 2 && a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) &&
+           mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
+}
+
+static mti_flash mti_flash_of(const mti_attention *a) {
+    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mti_round_up(a->shape->seq, MTI_FLASH_ROWS)};
+    return f;
+}
+
+/* The arena gives the two rows of numbers back when mt_attention_backward ends. */
+static mt_status mti_flash_run_backward(const mti_attention *a) {
+    const mt_attention_shape *s = a->shape;
+    mti_flash f = mti_flash_of(a);
+    int64_t heads = s->groups * s->heads_per_group, stats = s->batch * heads * f.pitch;
+    void *memory = NULL;
+    MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
+    f.lse = (float *)memory;
+    f.delta = f.lse + stats;
+    MTI_LAUNCH(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256, 0,
+               a->ctx->stream, f);
+    MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));
+    return mti_flash_run<mti_flash_backward>(a, f);
+}
+
+/* ---- >>cuda-attention, continued: which path ----------------------------------------------------------------------------- */
+
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_shape *s) {
     if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535) return MT_SUCCESS;
     return mti_fail(ctx, MT_ERR_UNSUPPORTED, "attention on a GPU: head_dim %lld (at most %d), %lld heads, batch %lld (at most "
@@ -3207,6 +3851,7 @@ static mt_status mti_cuda_attention_forward(const mti_attention *a) {
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
     MT_TRY(mti_cuda_enter(a->ctx));
+    if (mti_flash_fits(a)) return mti_flash_run<mti_flash_forward>(a, mti_flash_of(a));
     MTI_LAUNCH(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
                a->ctx->stream,
                mti_plain_of(a));
@@ -3218,6 +3863,7 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
     MT_TRY(mti_cuda_enter(a->ctx));
+    if (mti_flash_fits(a)) return mti_flash_run_backward(a);
     MTI_LAUNCH(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream,
                mti_plain_of(a));
     MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));

@@ -39,8 +39,8 @@ cuda_test() {
     timeout -k 10 600 "$build/$1/$4"
 }
 
-# An adversarial order of threads, blocks and streams.
-disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_SEED=7 && "$@"); }
+# An adversarial order of threads, blocks, streams and asynchronous copies.
+disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_CP=random MTE_SEED=7 && "$@"); }
 
 on_the_engine() {
     sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -53,6 +53,11 @@ on_the_engine() {
     check "the same, address and undefined behaviour sanitizers" sanitized_operators
     check "products: epilogues, the choice of an algorithm" cuda_test fast "-O2 -g" "" test_cuda_gemm
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda_gemm"
+    check "attention on tensor cores against the CPU" cuda_test fast "-O2 -g" "" test_cuda_flash
+    check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
+    check "the same, in the checker for races and unwritten memory" \
+        cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda_flash
+    check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_flash
     check "a GPT on 1 to 8 GPUs, as on the CPU; invariant mode; what is planned" cuda_test fast "-O2 -g" "" test_cuda_gpt
     check "NVTX ranges nest and end" cuda_test fast "-O2 -g" "" test_cuda_nvtx
 }

@@ -438,6 +438,12 @@ inline void mti_cp_async_wait() {
     ::mte::copy_wait(N);
 }
 
+// ex2.approx.ftz.f32
+inline float mti_ex2(float x) {
+    float y = ::exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+
 // ldmatrix.sync.aligned.m8n8.x4[.trans].shared.b16
 inline void mti_ldmatrix_x4(uint32_t *r, const void *row, MTE_PLACE) {
     ::mte::LdmatrixOperands operands = {r, row};

@@ -1,0 +1,423 @@
+/* test_cuda_flash.cu - attention on tensor cores against the CPU backend in f32, on the same 16-bit numbers.
+
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt -lcmocka
+   Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
+
+#define MEGATRON_IMPLEMENTATION
+#include "mt_kernels.cuh"
+
+#include "mt_test.h"
+
+#include <math.h>
+
+static mt_context *cpu, *gpu;
+
+#define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
+
+typedef struct config {
+    int64_t batch, seq, groups, per_group, dim;
+    mt_dtype type;
+    mt_mask mask;
+    int padded;
+    float p;
+} config;
+
+/* What one call reads and writes, on the GPU. Rows are 8 elements apart, which stay as they are. */
+typedef struct call {
+    mt_attention_shape s;
+    mt_tensor qkv, out, lse, dout, dqkv;
+} call;
+
+static const char *describe(const config *c) {
+    static char text[160];
+    snprintf(text, sizeof text, "%s, head_dim %d, %s, batch %d, seq %d, %d groups of %d%s, dropout %g",
+             mt_dtype_name(c->type), (int)c->dim, c->mask == MT_MASK_CAUSAL ? "causal" : "bidirectional", (int)c->batch,
+             (int)c->seq, (int)c->groups, (int)c->per_group, c->padded ? ", padded" : "", (double)c->p);
+    return text;
+}
+
+/* ---- tensors -------------------------------------------------------------------------------------------------------- */
+
+#define GAP 8
+
+/* Filled with NaN, so that what nobody writes shows. */
+static mt_tensor tensor_new(mt_dtype type, int64_t rows, int64_t cols) {
+    mt_tensor whole;
+    OK(mt_arena_tensor(gpu, type, rows, cols + GAP, &whole));
+    OK(mt_fill(gpu, whole, NAN));
+    return mt_tensor_cols(whole, 0, cols);
+}
+
+static mt_tensor noise(mt_dtype type, int64_t rows, int64_t cols, uint64_t seed, float scale) {
+    float *x = (float *)malloc((size_t)(rows * cols) * sizeof *x);
+    size_t mark;
+    mt_tensor f, t = tensor_new(type, rows, cols);
+    for (int64_t i = 0; i < rows * cols; i++) x[i] = scale * test_float(&seed);
+    mark = mt_arena_mark(gpu);
+    OK(mt_arena_tensor(gpu, MT_F32, rows, cols, &f));
+    OK(mt_upload(gpu, x, f));
+    OK(mt_convert(gpu, f, t));
+    mt_arena_release(gpu, mark);
+    free(x);
+    return t;
+}
+
+/* The same numbers in f32 in host memory: free() it. */
+static float *download(mt_tensor t) {
+    size_t mark = mt_arena_mark(gpu);
+    float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
+    mt_tensor f;
+    OK(mt_arena_tensor(gpu, MT_F32, t.rows, t.cols, &f));
+    OK(mt_convert(gpu, t, f));
+    OK(mt_download(gpu, f, x));
+    mt_arena_release(gpu, mark);
+    return x;
+}
+
+/* The same numbers in f32 on the CPU's context. */
+static mt_tensor widened(mt_tensor t) {
+    float *x = download(t);
+    mt_tensor f;
+    OK(mt_arena_tensor(cpu, MT_F32, t.rows, t.cols, &f));
+    OK(mt_upload(cpu, x, f));
+    free(x);
+    return f;
+}
+
+static mt_tensor on_cpu(int64_t rows, int64_t cols) {
+    mt_tensor t;
+    OK(mt_arena_tensor(cpu, MT_F32, rows, cols, &t));
+    return t;
+}
+
+static void gap_untouched(const char *what, mt_tensor t) {
+    float *x = download(mt_tensor_cols(mt_tensor_make(t.data, t.dtype, t.rows, t.cols + GAP), t.cols, GAP));
+    for (int64_t i = 0; i < t.rows * GAP; i++)
+        if (!isnan(x[i])) fail_msg("%s: something was written behind row %lld", what, (long long)(i / GAP));
+    free(x);
+}
+
+/* ---- calls ---------------------------------------------------------------------------------------------------------- */
+
+static call call_new(const config *c, float size) {
+    static int32_t lengths[8];
+    int64_t heads = c->groups * c->per_group, tokens = c->batch * c->seq;
+    mt_tensor ids;
+    call k;
+    memset(&k, 0, sizeof k);
+    k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group, k.s.head_dim = c->dim;
+    k.s.mask = c->mask;
+    k.s.dropout.p = c->p;
+    k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.stream = 0xfedcba987654321u;
+    k.s.dropout.at.first_row = 5, k.s.dropout.at.first_col = 3, k.s.dropout.at.global_cols = heads + 7;
+    if (c->padded) { /* full, nothing, one less, not quite half */
+        const int64_t some[4] = {c->seq, 0, c->seq - 1, c->seq * 4 / 9};
+        for (int64_t b = 0; b < c->batch; b++) lengths[b] = (int32_t)some[b % 4];
+        OK(mt_arena_tensor(gpu, MT_I32, 1, c->batch, &ids));
+        OK(mt_upload(gpu, lengths, ids));
+        k.s.lengths = (const int32_t *)ids.data;
+    }
+    k.qkv = noise(c->type, tokens, (heads + 2 * c->groups) * c->dim, 1, size);
+    k.dout = noise(c->type, tokens, heads * c->dim, 2, 1.0f);
+    k.out = tensor_new(c->type, tokens, heads * c->dim);
+    k.lse = tensor_new(MT_F32, heads, tokens);
+    k.dqkv = tensor_new(c->type, tokens, k.qkv.cols);
+    return k;
+}
+
+static void run(const call *k) {
+    OK(mt_attention_forward(gpu, &k->s, k->qkv, k->out, k->lse));
+    OK(mt_attention_backward(gpu, &k->s, k->qkv, k->out, k->lse, k->dout, k->dqkv));
+}
+
+/* ---- against the CPU ------------------------------------------------------------------------------------------------ */
+
+/* Rounding to nearest errs by up to this much of a number, by 0.42 of it in the root mean square over all mantissas. */
+static double unit_roundoff(mt_dtype type) { return type == MT_BF16 ? 1.0 / 256 : 1.0 / 2048; }
+
+/* How far a result of a head may be from the CPU's, which rounds nothing: every result is a sum over rows of a 16-bit matrix,
+   weighted by p or ds, which are rounded to 16 bits, and is then rounded itself. Errors of weights are independent, and so
+   the error of a head's vector compares to the vector as their root mean squares do: sqrt(2) 0.42 = 0.6 unit roundoffs.
+   Vectors of 64 and more numbers stay within 1.5 of that; 2 is allowed (a missing key among 200 would be 18 in bf16).
+   noise: of f32, where much cancels, and of weights so small that f16 has few bits left for them. */
+static void near(const config *c, const char *what, mt_tensor got, mt_tensor expected, double noise) {
+    float *x = download(got), *y = (float *)expected.data;
+    for (int64_t i = 0; i < got.rows * got.cols; i += c->dim) {
+        double error = 0, size = 0, bound;
+        for (int64_t d = 0; d < c->dim; d++) {
+            error += ((double)x[i + d] - (double)y[i + d]) * ((double)x[i + d] - (double)y[i + d]);
+            size += (double)y[i + d] * (double)y[i + d];
+        }
+        bound = 2 * unit_roundoff(c->type) * sqrt(size) + noise;
+        if (!(sqrt(error) <= bound))
+            fail_msg("%s: %s, row %lld, column %lld: off by %g, %g is allowed, size %g", describe(c), what,
+                     (long long)(i / got.cols), (long long)(i % got.cols), sqrt(error), bound, sqrt(size));
+    }
+    gap_untouched(what, got);
+    free(x);
+}
+
+static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
+    float *x = download(got), *y = (float *)expected.data;
+    for (int64_t i = 0; i < got.rows * got.cols; i++)
+        if (!(fabsf(x[i] - y[i]) <= 1e-5f) && x[i] != y[i]) /* -infinity without keys */
+            fail_msg("%s: lse %lld is %.9g, on the CPU %.9g", describe(c), (long long)i, (double)x[i], (double)y[i]);
+    gap_untouched("lse", got);
+    free(x);
+}
+
+/* The CPU's backward gets the out and lse that the GPU's has. A score gradient is p (dp - delta), where dp and delta are sums
+   of dim products that f32 rounds, and cancel where one key has all of p; 2^-25 is half of f16's last place for small ones. */
+static void against_cpu(config c) {
+    size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
+    call k = call_new(&c, 2.0f);
+    int32_t lengths[8];
+    mt_attention_shape s = k.s;
+    double ds = (double)c.dim * 6e-8 + sqrt((double)c.seq) / 33554432.0, size = 2.0 * sqrt((double)c.dim);
+    mt_tensor qkv = widened(k.qkv), out = on_cpu(k.out.rows, k.out.cols), lse = on_cpu(k.lse.rows, k.lse.cols);
+    mt_tensor dqkv = on_cpu(k.dqkv.rows, k.dqkv.cols);
+    if (c.padded) {
+        OK(mt_download(gpu, mt_tensor_make(k.s.lengths, MT_I32, 1, c.batch), lengths));
+        s.lengths = lengths;
+    }
+    run(&k);
+    ASSERT_STATUS(cpu, MT_SUCCESS, mt_attention_forward(cpu, &s, qkv, out, lse));
+    near(&c, "out", k.out, out, 1e-6 * size);
+    near_lse(&c, k.lse, lse);
+    ASSERT_STATUS(cpu, MT_SUCCESS,
+                  mt_attention_backward(cpu, &s, qkv, widened(k.out), widened(k.lse), widened(k.dout), dqkv));
+    near(&c, "dqkv", k.dqkv, dqkv, ds * size);
+    mt_arena_release(cpu, at_cpu);
+    mt_arena_release(gpu, at_gpu);
+}
+
+/* Every size of head and type; longer than three tiles of keys and of queries, the last of which is partial. */
+static void each(mt_mask mask, int padded, float p, int64_t batch, int64_t seq, int64_t groups, int64_t per_group) {
+    for (int i = 0; i < 6; i++) {
+        config c = {batch, seq, groups, per_group, 64 + i / 2 * 32, i % 2 ? MT_F16 : MT_BF16, mask, padded, p};
+        against_cpu(c);
+    }
+}
+
+static void test_causal(void **state) {
+    (void)state;
+    each(MT_MASK_CAUSAL, 0, 0.0f, 1, 231, 1, 1);
+}
+
+static void test_bidirectional(void **state) {
+    (void)state;
+    each(MT_MASK_BIDIRECTIONAL, 0, 0.0f, 1, 203, 1, 1);
+}
+
+static void test_groups(void **state) {
+    (void)state;
+    each(MT_MASK_CAUSAL, 0, 0.0f, 2, 70, 2, 3);
+}
+
+static void test_padding(void **state) {
+    (void)state;
+    each(MT_MASK_CAUSAL, 1, 0.0f, 4, 150, 1, 1);
+    each(MT_MASK_BIDIRECTIONAL, 1, 0.0f, 4, 140, 1, 1);
+}
+
+/* Rows of a multiple of four probabilities begin with a block of random words, others do not. */
+static void test_dropout(void **state) {
+    (void)state;
+    each(MT_MASK_CAUSAL, 0, 0.25f, 1, 140, 1, 2);
+    each(MT_MASK_BIDIRECTIONAL, 1, 0.25f, 1, 133, 1, 1);
+}
+
+static void test_short(void **state) {
+    static const int64_t lengths[] = {1, 2, 17, 64, 65, 127, 128, 129};
+    (void)state;
+    for (int i = 0; i < 16; i++) {
+        config c = {1, lengths[i / 2], 1, 1, i % 3 * 32 + 64, i & 1 ? MT_BF16 : MT_F16,
+                    i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL, 0, i & 4 ? 0.1f : 0.0f};
+        against_cpu(c);
+    }
+}
+
+/* ---- the same bits -------------------------------------------------------------------------------------------------- */
+
+static void same_bits(const char *what, mt_tensor a, mt_tensor b) {
+    float *x = download(a), *y = download(b);
+    for (int64_t i = 0; i < a.rows * a.cols; i++)
+        if (memcmp(&x[i], &y[i], sizeof x[i]) != 0)
+            fail_msg("%s: row %lld, column %lld is %.9g and %.9g", what, (long long)(i / a.cols), (long long)(i % a.cols),
+                     (double)x[i], (double)y[i]);
+    free(x);
+    free(y);
+}
+
+static const config several = {2, 137, 2, 2, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.2f};
+
+static void test_run_to_run(void **state) {
+    size_t mark = mt_arena_mark(gpu);
+    call a = call_new(&several, 2.0f), b = call_new(&several, 2.0f);
+    (void)state;
+    run(&a);
+    run(&b);
+    same_bits("out", a.out, b.out);
+    same_bits("lse", a.lse, b.lse);
+    same_bits("dqkv", a.dqkv, b.dqkv);
+    OK(mt_fill(gpu, b.out, NAN));
+    OK(mt_attention_forward(gpu, &b.s, b.qkv, b.out, mt_none())); /* inference */
+    same_bits("out without lse", a.out, b.out);
+    mt_arena_release(gpu, mark);
+}
+
+/* One group of one sequence alone: rows and columns of a bigger call, whose elements it drops. */
+static void test_split(void **state) {
+    size_t mark = mt_arena_mark(gpu);
+    call all = call_new(&several, 2.0f), part = all;
+    int64_t seq = several.seq, heads = several.per_group, width = heads * several.dim, fused = (heads + 2) * several.dim;
+    (void)state;
+    run(&all);
+    part.s.batch = part.s.groups = 1;
+    part.s.dropout.at.first_row += 1;
+    part.s.dropout.at.first_col += heads;
+    part.qkv = mt_tensor_cols(mt_tensor_rows(all.qkv, seq, seq), fused, fused);
+    part.dout = mt_tensor_cols(mt_tensor_rows(all.dout, seq, seq), width, width);
+    part.out = tensor_new(several.type, seq, width);
+    part.lse = tensor_new(MT_F32, heads, seq);
+    part.dqkv = tensor_new(several.type, seq, fused);
+    run(&part);
+    same_bits("out", part.out, mt_tensor_cols(mt_tensor_rows(all.out, seq, seq), width, width));
+    same_bits("lse", part.lse, mt_tensor_cols(mt_tensor_rows(all.lse, heads, heads), seq, seq));
+    same_bits("dqkv", part.dqkv, mt_tensor_cols(mt_tensor_rows(all.dqkv, seq, seq), fused, fused));
+    mt_arena_release(gpu, mark);
+}
+
+/* ---- which path ----------------------------------------------------------------------------------------------------- */
+
+static int differ(mt_tensor a, mt_tensor b) {
+    float *x = download(a), *y = download(b);
+    int result = memcmp(x, y, (size_t)(a.rows * a.cols) * sizeof *x) != 0;
+    free(x);
+    free(y);
+    return result;
+}
+
+/* The plain path rounds no probabilities: other bits of nearly the same numbers tell that it was taken. */
+static void test_older_chips(void **state) {
+    config c = {1, 70, 1, 2, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.2f};
+    size_t mark = mt_arena_mark(gpu);
+    call fast = call_new(&c, 2.0f), plain = call_new(&c, 2.0f), third = call_new(&c, 2.0f);
+    int capability = gpu->capability;
+    (void)state;
+    assert_true(capability >= 80);
+    run(&fast);
+    gpu->capability = 75;
+    run(&plain);
+    against_cpu(c);
+    gpu->capability = 80;
+    run(&third);
+    gpu->capability = capability;
+    assert_true(differ(fast.out, plain.out) && differ(fast.dqkv, plain.dqkv));
+    assert_false(differ(fast.out, third.out) || differ(fast.dqkv, third.dqkv));
+    mt_arena_release(gpu, mark);
+}
+
+/* Rows that are not aligned to 16 bytes, two types in one call, scores in descending order. */
+static void test_what_only_the_plain_path_does(void **state) {
+    config c = {1, 70, 1, 2, 64, MT_F16, MT_MASK_CAUSAL, 0, 0.0f};
+    size_t mark = mt_arena_mark(gpu), host_mark = mt_arena_mark(cpu);
+    call k = call_new(&c, 2.0f);
+    mt_tensor qkv = widened(k.qkv), expected = on_cpu(k.out.rows, k.out.cols), out = k.out, other;
+    (void)state;
+    ASSERT_STATUS(cpu, MT_SUCCESS, mt_attention_forward(cpu, &k.s, qkv, expected, mt_none()));
+    OK(mt_arena_tensor(gpu, c.type, out.rows, out.cols + 1, &other));
+    k.out = mt_tensor_cols(other, 1, out.cols);
+    OK(mt_attention_forward(gpu, &k.s, k.qkv, k.out, mt_none()));
+    k.out = tensor_new(MT_F32, out.rows, out.cols);
+    OK(mt_attention_forward(gpu, &k.s, k.qkv, k.out, mt_none()));
+    near(&c, "out in f32", k.out, expected, 1e-5);
+    k.s.scale = -0.3f;
+    ASSERT_STATUS(cpu, MT_SUCCESS, mt_attention_forward(cpu, &k.s, qkv, expected, mt_none()));
+    OK(mt_attention_forward(gpu, &k.s, k.qkv, out, mt_none()));
+    near(&c, "out with a negative scale", out, expected, 1e-5);
+    mt_arena_release(gpu, mark);
+    mt_arena_release(cpu, host_mark);
+}
+
+/* The backward's two numbers for each query are scratch: the arena is as before, or its lack is told. */
+static void test_arena(void **state) {
+    config c = {1, 70, 1, 1, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.0f};
+    size_t mark = mt_arena_mark(gpu), before;
+    call k = call_new(&c, 1.0f);
+    void *rest;
+    (void)state;
+    before = mt_arena_mark(gpu);
+    run(&k);
+    assert_true(mt_arena_mark(gpu) == before);
+    OK(mt_arena_alloc(gpu, gpu->arena_bytes - before - 1000, &rest)); /* 2 * 128 floats are 1024 bytes */
+    ASSERT_STATUS(gpu, MT_ERR_MEMORY, mt_attention_backward(gpu, &k.s, k.qkv, k.out, k.lse, k.dout, k.dqkv));
+    mt_arena_release(gpu, mark);
+}
+
+/* ---- tiles ---------------------------------------------------------------------------------------------------------- */
+
+template <int D> static __global__ void place_kernel(int *at, int *on) {
+    for (int i = (int)threadIdx.x; i < 16 * D / 8; i += 32) {
+        int row = i / (D / 8), chunk = i % (D / 8);
+        at[i] = mti_tile_at<D>(row, chunk);
+        on[i] = mti_tile_on<D>(mti_tile_at<D>(row, chunk % 2), chunk - chunk % 2);
+    }
+}
+
+/* Every chunk has a place of its own in its row, and eight rows below each other meet all 32 banks. */
+template <int D> static void places() {
+    int at[16 * D / 8], on[16 * D / 8], taken[16 * D / 8] = {};
+    mt_tensor t;
+    OK(mt_arena_tensor(gpu, MT_I32, 2, 16 * D / 8, &t));
+    MTI_LAUNCH(place_kernel<D>, 1, 32, 0, gpu->stream, (int *)t.data, (int *)t.data + 16 * D / 8);
+    OK(mt_download(gpu, mt_tensor_rows(t, 0, 1), at));
+    OK(mt_download(gpu, mt_tensor_rows(t, 1, 1), on));
+    for (int i = 0; i < 16 * D / 8; i++) {
+        assert_true(at[i] % 8 == 0 && at[i] / D == i / (D / 8) && taken[at[i] / 8]++ == 0);
+        assert_int_equal(on[i], at[i]);
+    }
+    for (int first = 0; first < 16; first += 8)
+        for (int chunk = 0; chunk < D / 8; chunk++) {
+            int banks = 0;
+            for (int row = first; row < first + 8; row++) banks |= 1 << at[row * (D / 8) + chunk] / 8 % 8;
+            assert_int_equal(banks, 255);
+        }
+}
+
+static void test_places(void **state) {
+    size_t mark = mt_arena_mark(gpu);
+    (void)state;
+    places<64>();
+    places<96>();
+    places<128>();
+    mt_arena_release(gpu, mark);
+}
+
+static int open_contexts(void **state) {
+    mt_context_desc where;
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.arena_bytes = (size_t)64 << 20;
+    OK(mt_context_create(NULL, &where, &cpu));
+    where.device = MT_DEVICE_CUDA;
+    return mt_context_create(NULL, &where, &gpu) == MT_SUCCESS ? 0 : 1;
+}
+
+static int close_contexts(void **state) {
+    (void)state;
+    mt_context_destroy(gpu);
+    mt_context_destroy(cpu);
+    return 0;
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_places),     cmocka_unit_test(test_short),      cmocka_unit_test(test_causal),
+        cmocka_unit_test(test_bidirectional), cmocka_unit_test(test_groups),  cmocka_unit_test(test_padding),
+        cmocka_unit_test(test_dropout),    cmocka_unit_test(test_run_to_run), cmocka_unit_test(test_split),
+        cmocka_unit_test(test_older_chips), cmocka_unit_test(test_arena),
+        cmocka_unit_test(test_what_only_the_plain_path_does),
+    };
+    return cmocka_run_group_tests(tests, open_contexts, close_contexts);
+}
