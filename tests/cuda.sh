@@ -53,6 +53,7 @@ on_the_engine() {
     check "the same, address and undefined behaviour sanitizers" sanitized_operators
     check "products: epilogues, the choice of an algorithm" cuda_test fast "-O2 -g" "" test_cuda_gemm
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda_gemm"
+    check "the models of PTX instructions, by the manual" cuda_test fast "-O2 -g" "" test_cuda_ptx
     check "attention on tensor cores against the CPU" cuda_test fast "-O2 -g" "" test_cuda_flash
     check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
     check "the same, in the checker for races and unwritten memory" \
@@ -135,6 +136,13 @@ END
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
+# What runs first on a new GPU.
+ptx_test_builds() {
+    # shellcheck disable=SC2086  # a list of flags
+    nvcc -std=c++17 -O2 -I. $cmocka_flags -gencode arch=compute_80,code=sm_80 tests/test_cuda_ptx.cu -o "$build/test_cuda_ptx" \
+        -lcublasLt
+}
+
 if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
     on_the_engine
 else
@@ -144,6 +152,7 @@ if have_command nvcc; then
     check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
     check "a C program links against nvcc's object" links_from_c
+    check "nvcc, the test of PTX instructions" ptx_test_builds
 else
     skip "nvcc: not here, nothing was built for a GPU"
 fi

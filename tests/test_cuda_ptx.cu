@@ -1,0 +1,220 @@
+/* test_cuda_ptx.cu - the wrappers of PTX instructions, against the layouts that the PTX manual (9.7) documents.
+
+   The first thing to run on a new GPU (sm_80 or later):  nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt -lcmocka
+   Without one:   tests/engine/ runs the same file on a CPU; there it tests the engine's models of them.                */
+
+#define MEGATRON_IMPLEMENTATION
+#include "mt_kernels.cuh"
+
+#include "mt_test.h"
+
+#include <math.h>
+
+#define CUDA_OK(call)                                                                                                  \
+    do {                                                                                                               \
+        cudaError_t got_ = (call);                                                                                     \
+        if (got_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(got_));                                  \
+    } while (0)
+
+static void *to_gpu(const void *host, size_t bytes) {
+    void *p = NULL;
+    CUDA_OK(cudaMalloc(&p, bytes));
+    CUDA_OK(cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice));
+    return p;
+}
+
+/* Brings a kernel's results back, and gives its memory back. */
+static void from_gpu(void *host, void *p, size_t bytes) {
+    CUDA_OK(cudaGetLastError());
+    CUDA_OK(cudaDeviceSynchronize());
+    CUDA_OK(cudaMemcpy(host, p, bytes, cudaMemcpyDeviceToHost));
+    CUDA_OK(cudaFree(p));
+}
+
+/* ---- cp.async -------------------------------------------------------------------------------------------------------- */
+
+#define COPIES 17 /* of 0 to 16 bytes */
+
+/* Thread t copies t bytes, and zeros up to 16. */
+static __global__ void copy_kernel(const unsigned char *from, unsigned char *to) {
+    MTI_SHARED(mti_words, room, COPIES);
+    int t = (int)threadIdx.x;
+    for (int i = 0; i < 4; i++) room[t].w[i] = 0xffffffffu;
+    mti_cp_async16(&room[t], from + 16 * t, t);
+    mti_cp_async_commit();
+    mti_cp_async_wait<0>();
+    *(mti_words *)(to + 16 * t) = room[t];
+}
+
+static void test_cp_async(void **state) {
+    unsigned char from[16 * COPIES], to[16 * COPIES];
+    (void)state;
+    for (size_t i = 0; i < sizeof from; i++) from[i] = (unsigned char)(1 + i % 251);
+    unsigned char *in = (unsigned char *)to_gpu(from, sizeof from), *out = (unsigned char *)to_gpu(from, sizeof from);
+    MTI_LAUNCH(copy_kernel, 1, COPIES, 0, 0, in, out);
+    from_gpu(to, out, sizeof to);
+    CUDA_OK(cudaFree(in));
+    for (int i = 0; i < 16 * COPIES; i++) assert_int_equal(to[i], i % 16 < i / 16 ? from[i] : 0);
+}
+
+/* A wait for all but the last group has what the groups before copied, from other threads too after a barrier. */
+static __global__ void groups_kernel(const mti_words *from, mti_words *to) {
+    MTI_SHARED(mti_words, first, 32);
+    MTI_SHARED(mti_words, second, 32);
+    int t = (int)threadIdx.x;
+    mti_cp_async16(&first[t], from + t, 16);
+    mti_cp_async_commit();
+    mti_cp_async16(&second[t], from + 32 + t, 16);
+    mti_cp_async_commit();
+    mti_cp_async_wait<1>();
+    __syncthreads();
+    to[t] = first[31 - t];
+    mti_cp_async_wait<0>();
+    __syncthreads();
+    to[32 + t] = second[31 - t];
+}
+
+static void test_cp_async_groups(void **state) {
+    mti_words from[64], to[64];
+    (void)state;
+    for (uint32_t i = 0; i < 64; i++)
+        for (uint32_t j = 0; j < 4; j++) from[i].w[j] = 4 * i + j;
+    mti_words *in = (mti_words *)to_gpu(from, sizeof from), *out = (mti_words *)to_gpu(from, sizeof from);
+    MTI_LAUNCH(groups_kernel, 1, 32, 0, 0, in, out);
+    from_gpu(to, out, sizeof to);
+    CUDA_OK(cudaFree(in));
+    for (int i = 0; i < 64; i++) assert_memory_equal(&to[i], &from[i / 32 * 32 + 31 - i % 32], sizeof to[i]);
+}
+
+/* ---- ldmatrix -------------------------------------------------------------------------------------------------------- */
+
+#define PITCH 24 /* of a row, in elements: 48 bytes */
+
+/* Four matrices of 8 rows lie one below the other; lane l gives the address of row l. */
+static __global__ void ldmatrix_kernel(const uint16_t *from, uint32_t *to, int trans) {
+    MTI_SHARED(mti_words, room, 32 * PITCH / 8);
+    uint16_t *tile = (uint16_t *)room;
+    int lane = (int)threadIdx.x;
+    uint32_t r[4];
+    for (int c = 0; c < PITCH / 8; c++) room[lane * (PITCH / 8) + c] = ((const mti_words *)from)[lane * (PITCH / 8) + c];
+    __syncthreads();
+    if (trans) mti_ldmatrix_x4_trans(r, tile + lane * PITCH + 8);
+    else mti_ldmatrix_x4(r, tile + lane * PITCH + 8);
+    for (int i = 0; i < 4; i++) to[lane * 4 + i] = r[i];
+}
+
+static void ldmatrix(int trans) {
+    uint16_t from[32 * PITCH];
+    uint32_t to[128];
+    for (int i = 0; i < 32 * PITCH; i++) from[i] = (uint16_t)i;
+    uint16_t *in = (uint16_t *)to_gpu(from, sizeof from);
+    uint32_t *out = (uint32_t *)to_gpu(from, sizeof to);
+    MTI_LAUNCH(ldmatrix_kernel, 1, 32, 0, 0, in, out, trans);
+    from_gpu(to, out, sizeof to);
+    CUDA_OK(cudaFree(in));
+    for (int i = 0; i < 256; i++) { /* half i % 2 of register i / 2 % 4 of lane i / 8 */
+        int lane = i / 8, matrix = i / 2 % 4, row = lane / 4, col = lane % 4 * 2 + i % 2;
+        int expected = (matrix * 8 + (trans ? col : row)) * PITCH + 8 + (trans ? row : col);
+        assert_int_equal(to[i / 2] >> (i % 2 * 16) & 0xffff, expected);
+    }
+}
+
+static void test_ldmatrix(void **state) {
+    (void)state;
+    ldmatrix(0);
+}
+
+static void test_ldmatrix_trans(void **state) {
+    (void)state;
+    ldmatrix(1);
+}
+
+/* ---- mma ------------------------------------------------------------------------------------------------------------- */
+
+static __global__ void mma_kernel(const uint32_t *a, const uint32_t *b, float *d, int bf16) {
+    int lane = (int)threadIdx.x;
+    uint32_t x[4], y[2];
+    float acc[4];
+    for (int i = 0; i < 4; i++) x[i] = a[lane * 4 + i], acc[i] = d[lane * 4 + i];
+    for (int i = 0; i < 2; i++) y[i] = b[lane * 2 + i];
+    if (bf16) mti_mma_16816_bf16(acc, x, y);
+    else mti_mma_16816_f16(acc, x, y);
+    for (int i = 0; i < 4; i++) d[lane * 4 + i] = acc[i];
+}
+
+/* Small integers have one 16-bit form each in both types, and sums of their products are exact. */
+static uint16_t small(int x, int bf16) { return bf16 ? mti_f32_to_bf16((float)x) : mti_f32_to_f16((float)x); }
+static int a_of(int row, int k) { return (row * 7 + k * 3) % 13 - 6; }
+static int b_of(int k, int col) { return (k * 5 + col * 11) % 17 - 8; }
+static int c_of(int row, int col) { return row * 8 + col; }
+
+static void mma(int bf16) {
+    uint16_t a[32 * 8], b[32 * 4];
+    float d[32 * 4];
+    for (int i = 0; i < 32 * 8; i++) { /* the manual's groupID and threadID_in_group */
+        int group = i / 8 / 4, thread = i / 8 % 4, e = i % 8;
+        int row = e < 2 || (e >= 4 && e < 6) ? group : group + 8, col = thread * 2 + (e & 1) + (e < 4 ? 0 : 8);
+        a[i] = small(a_of(row, col), bf16);
+    }
+    for (int i = 0; i < 32 * 4; i++) {
+        int group = i / 4 / 4, thread = i / 4 % 4, e = i % 4;
+        b[i] = small(b_of(thread * 2 + (e & 1) + (e < 2 ? 0 : 8), group), bf16);
+        d[i] = (float)c_of(e < 2 ? group : group + 8, thread * 2 + (e & 1));
+    }
+    uint32_t *on_a = (uint32_t *)to_gpu(a, sizeof a), *on_b = (uint32_t *)to_gpu(b, sizeof b);
+    float *on_d = (float *)to_gpu(d, sizeof d);
+    MTI_LAUNCH(mma_kernel, 1, 32, 0, 0, on_a, on_b, on_d, bf16);
+    from_gpu(d, on_d, sizeof d);
+    CUDA_OK(cudaFree(on_a));
+    CUDA_OK(cudaFree(on_b));
+    for (int i = 0; i < 32 * 4; i++) {
+        int group = i / 4 / 4, thread = i / 4 % 4, e = i % 4, row = e < 2 ? group : group + 8, col = thread * 2 + (e & 1);
+        int expected = c_of(row, col);
+        for (int k = 0; k < 16; k++) expected += a_of(row, k) * b_of(k, col);
+        assert_int_equal((int)d[i], expected);
+    }
+}
+
+static void test_mma_bf16(void **state) {
+    (void)state;
+    mma(1);
+}
+
+static void test_mma_f16(void **state) {
+    (void)state;
+    mma(0);
+}
+
+/* ---- ex2 ------------------------------------------------------------------------------------------------------------- */
+
+static __global__ void ex2_kernel(const float *x, float *y, int n) {
+    int i = (int)threadIdx.x;
+    if (i < n) y[i] = mti_ex2(x[i]);
+}
+
+static void test_ex2(void **state) {
+    float x[512], y[512];
+    (void)state;
+    for (int i = 0; i < 512; i++) x[i] = -140.0f + (float)i * 0.53f;
+    x[0] = -INFINITY, x[1] = INFINITY, x[2] = 0.0f, x[3] = -126.0f, x[4] = 10.0f;
+    float *on_x = (float *)to_gpu(x, sizeof x), *on_y = (float *)to_gpu(x, sizeof y);
+    MTI_LAUNCH(ex2_kernel, 1, 512, 0, 0, on_x, on_y, 512);
+    from_gpu(y, on_y, sizeof y);
+    CUDA_OK(cudaFree(on_x));
+    for (int i = 0; i < 512; i++) {
+        double expected = x[i] < -126.0f ? 0.0 : exp2((double)x[i]), error = fabs((double)y[i] - expected);
+        if (x[i] >= 128.0f) assert_true(isinf(y[i]) && y[i] > 0);
+        else if (!(error <= 0x1p-22 * expected))
+            fail_msg("2^%.9g is %.9g, expected %.9g", (double)x[i], (double)y[i], expected);
+    }
+    assert_true(y[0] == 0.0f && y[2] == 1.0f);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_cp_async),       cmocka_unit_test(test_cp_async_groups), cmocka_unit_test(test_ldmatrix),
+        cmocka_unit_test(test_ldmatrix_trans), cmocka_unit_test(test_mma_bf16),        cmocka_unit_test(test_mma_f16),
+        cmocka_unit_test(test_ex2),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
