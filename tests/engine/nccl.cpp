@@ -10,6 +10,8 @@
 //   blocking=0  a call returns ncclInProgress, and what it enqueues reaches the stream only when ncclCommGetAsyncError has
 //               been asked twice, as a busy helper thread may do.
 //   Mismatches  calls that do not fit together are reported with both calls; the outputs are filled with 0xff bytes.
+//   Handles     of a non-blocking split or window are filled in when ncclCommGetAsyncError says that it is done.
+//   Windows     symmetric: buffers in them lie at the same offset on every rank, or in none of them on any rank.
 //   Abort       releases the streams of this rank only, as in the library; peers wait until they abort themselves.
 //
 // Faults, also set by functions that a test declares (see below), named by device since that is one rank in all of its
@@ -51,6 +53,12 @@ void nccl_silence(int device, int after);
 void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_fail(ncclComm_t comm, ncclResult_t result);
 void nccl_reset_faults();
+void nccl_set_version(int version);  // what ncclGetVersion says; 0: that of the header
+
+struct NcclCounts {
+    int created, alive, registered, windows;  // communicators ever and now; registrations now, and windows among them
+};
+NcclCounts nccl_counts();
 }  // namespace mte
 
 constexpr uint32_t kCommMagic = 0x6e63636c;
@@ -70,11 +78,14 @@ struct ncclComm {
     std::vector<cudaStream_t> idle, streams;
     std::vector<std::shared_ptr<mte::Node>> pending;
     std::shared_ptr<mte::Round> round;              // the last one it takes part in
+    std::vector<std::function<void()>> handles;     // to be filled in when the caller's question is answered with success
     std::set<void *> registrations;
+    std::set<ncclWindow_vidmem *> windows;
 };
 
 struct ncclWindow_vidmem {
-    ncclComm *comm;
+    const char *begin;
+    size_t bytes;
 };
 
 namespace mte {
@@ -392,6 +403,37 @@ void check_overlap(const Op &op, size_t rank) {
     report("NCCL: %s of rank %zu: the buffers overlap without being in place", kind_names[op.calls[rank].kind], rank);
 }
 
+// The window of a rank that a buffer lies in, or null.
+const ncclWindow_vidmem *window_of(const Op &op, size_t rank, Range range) {
+    const uintptr_t p = reinterpret_cast<uintptr_t>(range.p);
+    for (const ncclWindow_vidmem *w : op.clique->members[rank]->windows) {
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(w->begin);
+        if (p >= begin && p + range.bytes <= begin + w->bytes) return w;
+    }
+    return nullptr;
+}
+
+// A rank computes a peer's address from its own offset.
+void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
+    const Range first = range_of(op, 0);
+    const ncclWindow_vidmem *const window = window_of(op, 0, first);
+    const Call &call = op.calls[0];
+    if (call.rooted() || first.bytes == 0) return;
+    for (size_t rank = 1; rank < op.calls.size(); rank++) {
+        const Range range = range_of(op, rank);
+        const ncclWindow_vidmem *const other = window_of(op, rank, range);
+        if (!window != !other) report("NCCL: %s: a buffer lies in a window on some ranks only", kind_names[call.kind]);
+        if (!window || !other) continue;
+        // of a reduce-scatter or all-gather in place, a part's offset includes the rank's block
+        const Range in = input_of(op, rank), out = output_of(op, rank);
+        const bool part = (call.kind == kAllGather && range.p == in.p) || (call.kind == kReduceScatter && range.p == out.p);
+        const size_t block = part && in_place(op.calls[rank], rank) ? rank * range.bytes : 0;
+        const ptrdiff_t here = static_cast<const char *>(range.p) - other->begin - static_cast<ptrdiff_t>(block);
+        if (here == static_cast<const char *>(first.p) - window->begin) continue;
+        report("NCCL: %s: buffers in a symmetric window at different offsets on ranks 0 and %zu", kind_names[call.kind], rank);
+    }
+}
+
 void poison_outputs(const Op &op) {
     for (size_t rank = 0; rank < op.calls.size(); rank++) {
         const Range out = output_of(op, rank);
@@ -421,6 +463,8 @@ void run_collective(const Op &op) {
         good = touch(output_of(op, rank), first.type, true, first.kind) && good;
     }
     if (!good) return;
+    check_windows(op, input_of);
+    check_windows(op, output_of);
     const Bytes result = result_of(first, inputs);
     for (size_t rank = 0; rank < op.calls.size(); rank++) {
         const Range out = output_of(op, rank);
@@ -599,6 +643,8 @@ ncclResult_t check_ready(const ncclComm *comm, const char *function) {
     return comm->state == ncclInProgress ? ncclInvalidArgument : comm->state;
 }
 
+int library_version = 0;
+
 ncclComm *new_comm(bool blocking) {
     all_comms.emplace_back(new ncclComm());
     ncclComm *comm = all_comms.back().get();
@@ -686,6 +732,7 @@ const char *const round_names[] = {"ncclCommSplit", "ncclCommWindowRegister"};
 struct Entry {
     int rank, color, key;
     ncclComm *child;
+    size_t bytes;
 };
 
 struct Round {
@@ -726,6 +773,8 @@ std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &
     }
     if (round->kind != kind)
         report("NCCL: mismatch: rank %d calls %s, others call %s", comm.rank, round_names[kind], round_names[round->kind]);
+    if (!round->entries.empty() && round->entries[0].bytes != entry.bytes)
+        report("NCCL: a window of %zu bytes on rank %d, of %zu on others", entry.bytes, comm.rank, round->entries[0].bytes);
     round->entries.push_back(entry);
     if (round->entries.size() < static_cast<size_t>(clique.size)) return round;
     clique.rounds.erase(number);
@@ -928,8 +977,17 @@ void free_streams(ncclComm &comm) {
     comm.idle.clear();
 }
 
+void drop_registrations(ncclComm &comm) {
+    for (void *handle : comm.registrations) delete static_cast<Range *>(handle);
+    for (ncclWindow_vidmem *window : comm.windows) delete window;
+    comm.registrations.clear();
+    comm.windows.clear();
+}
+
 void leave(ncclComm &comm) {
     comm.magic = 0;
+    comm.handles.clear();
+    drop_registrations(comm);
     if (!comm.clique || !comm.clique->settled) {
         if (comm.clique) comm.clique->broken = true;
         free_streams(comm);
@@ -968,6 +1026,18 @@ bool others_came(const ncclComm &comm) {
 
 // Memory that ncclMemAlloc gave: what the caller has, and what cudaMalloc gave for it.
 std::map<char *, std::pair<size_t, void *>> memory;
+
+// Is any of it still registered with a communicator?
+bool still_registered(const char *p, size_t bytes) {
+    const auto within = [&](const void *q) { return q >= p && q < p + bytes; };
+    for (const auto &comm : all_comms) {
+        for (const void *handle : comm->registrations)
+            if (within(static_cast<const Range *>(handle)->p)) return true;
+        for (const ncclWindow_vidmem *window : comm->windows)
+            if (within(window->begin)) return true;
+    }
+    return false;
+}
 
 bool inside_memory(const void *p, size_t bytes) {
     const char *begin = static_cast<const char *>(p);
@@ -1052,6 +1122,22 @@ void nccl_reset_faults() {
     faults.read = true;
 }
 
+void nccl_set_version(int version) {
+    Guard guard;
+    library_version = version;
+}
+
+NcclCounts nccl_counts() {
+    Guard guard;
+    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0};
+    for (const auto &comm : all_comms) {
+        counts.alive += comm->magic == kCommMagic;
+        counts.windows += static_cast<int>(comm->windows.size());
+        counts.registered += static_cast<int>(comm->windows.size() + comm->registrations.size());
+    }
+    return counts;
+}
+
 }  // namespace mte
 
 using namespace mte;
@@ -1062,7 +1148,8 @@ extern "C" {
 
 ncclResult_t ncclGetVersion(int *version) {
     if (!version) return refuse(ncclInvalidArgument, "GetVersion : version argument is NULL");
-    *version = NCCL_VERSION_CODE;
+    Guard guard;
+    *version = library_version ? library_version : NCCL_VERSION_CODE;
     return ncclSuccess;
 }
 
@@ -1128,8 +1215,9 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
         if (result != ncclSuccess) return note(result);
         DeviceScope scope(comm->device);
         if (color != NCCL_SPLIT_NOCOLOR) child = new_comm(is_blocking(config, comm->blocking));
-        *out = child;
-        round = enter_round(*comm, kSplitRound, Entry{comm->rank, color, key, child});
+        *out = comm->blocking ? child : nullptr;
+        if (!comm->blocking) comm->handles.push_back([out, child] { *out = child; });
+        round = enter_round(*comm, kSplitRound, Entry{comm->rank, color, key, child, 0});
     }
     return add_job(Job{child, child ? out : nullptr, round, child ? child->blocking : comm->blocking});
 }
@@ -1143,6 +1231,9 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     if (comm->state == ncclInProgress && others_came(*comm) && --comm->polls <= 0) {
         comm->state = ncclSuccess;
         run_deferred(*comm);
+        std::vector<std::function<void()>> handles;
+        std::swap(handles, comm->handles);
+        for (const std::function<void()> &fill : handles) fill();
     }
     *error = comm->state;
     return ncclSuccess;
@@ -1231,6 +1322,7 @@ ncclResult_t ncclMemFree(void *p) {
             report("ncclMemFree of %p, which ncclMemAlloc did not give", p);
             return refuse(ncclInvalidArgument, "ncclMemFree: not from ncclMemAlloc");
         }
+        if (still_registered(entry->first, entry->second.first)) report("ncclMemFree of %p, which is still registered", p);
         raw = entry->second.second;
         memory.erase(entry);
     }
@@ -1270,9 +1362,11 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
             result = refuse(ncclInvalidArgument, "window: buffer not aligned to %d bytes", NCCL_WIN_REQUIRED_ALIGNMENT);
         else if (!inside_memory(buffer, bytes)) result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
         if (result != ncclSuccess) return note(result);
-        *window = new ncclWindow_vidmem{comm};
-        comm->registrations.insert(*window);
-        round = enter_round(*comm, kWindowRound, Entry{comm->rank, 0, 0, nullptr});
+        ncclWindow_vidmem *const made = new ncclWindow_vidmem{static_cast<const char *>(buffer), bytes};
+        comm->windows.insert(made);
+        *window = comm->blocking ? made : nullptr;
+        if (!comm->blocking) comm->handles.push_back([window, made] { *window = made; });
+        round = enter_round(*comm, kWindowRound, Entry{comm->rank, 0, 0, nullptr, bytes});
     }
     return add_job(Job{nullptr, nullptr, round, comm->blocking});
 }
@@ -1281,7 +1375,8 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     Guard guard;
     const ncclResult_t result = check_comm(comm, "ncclCommWindowDeregister");
     if (result != ncclSuccess) return result;
-    if (comm->registrations.erase(window) == 0) return refuse(ncclInvalidArgument, "ncclCommWindowDeregister: unknown window");
+    if (!window) return ncclSuccess;
+    if (comm->windows.erase(window) == 0) return refuse(ncclInvalidArgument, "ncclCommWindowDeregister: unknown window");
     delete window;
     return ncclSuccess;
 }

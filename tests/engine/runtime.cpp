@@ -687,8 +687,26 @@ void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous) {
 
 static thread_local cudaError_t last_error;
 
+// What a test asked for: the calling thread's call of `name` that comes after so many others of it fails.
+struct Injected {
+    const char *name;
+    int after;
+    cudaError_t error;
+};
+static thread_local Injected injected;
+static thread_local const char *call_name = "";
+
+void cuda_fail_after(const char *name, int after, cudaError_t error) { injected = Injected{name, after, error}; }
+
+static bool is_injected() {
+    if (!injected.name || strcmp(injected.name, call_name) != 0 || injected.after-- > 0) return false;
+    injected.name = nullptr;
+    return true;
+}
+
 // An error that ended a kernel stays: every later call returns it.
 static cudaError_t result(cudaError_t error) {
+    if (error == cudaSuccess && is_injected()) error = injected.error;
     if (queues().sticky != cudaSuccess) error = queues().sticky;
     if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
     return error;
@@ -698,6 +716,7 @@ static cudaError_t result(cudaError_t error) {
 struct Call {
     Guard guard;
     explicit Call(const char *name) {
+        call_name = name;
         const Operation *o = queues().running;
         if (o && o->host_work) report("%s called inside a host function", name);
     }

@@ -63,6 +63,10 @@ void gemm_time(std::function<double(const GemmCall &)> seconds);
 GemmCall gemm_last();
 long gemm_count();
 
+// Makes a call of this thread return an error: the one of `name` ("cudaMemcpyAsync"; "a kernel launch") that comes after so
+// many others of it.  Copies are done all the same, a kernel is not.
+void cuda_fail_after(const char *name, int after, cudaError_t error);
+
 // Counts an error and prints "ENGINE: ..." to stderr.
 #if defined(__GNUC__)
 __attribute__((format(printf, 1, 2)))

@@ -31,6 +31,12 @@ void nccl_silence(int device, int after);
 void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_fail(ncclComm_t comm, ncclResult_t result);
 void nccl_reset_faults();
+void nccl_set_version(int version);
+void cuda_fail_after(const char *name, int after, cudaError_t error);
+struct NcclCounts {
+    int created, alive, registered, windows;
+};
+NcclCounts nccl_counts();
 }  // namespace mte
 
 namespace {
@@ -1076,7 +1082,7 @@ void check_non_blocking(Rank &r) {
     CHECK(same_bits(buffer.read(r.stream), all_reduced<float>(r.size, 8, ncclSum, false)));
     ncclComm_t child = nullptr;
     CHECK(ncclCommSplit(r.comm, 0, r.rank, &child, nullptr) == ncclInProgress);
-    CHECK(settle(r.comm, &busy) == ncclSuccess && settle(child, &busy) == ncclSuccess);
+    CHECK(child == nullptr && settle(r.comm, &busy) == ncclSuccess && child && settle(child, &busy) == ncclSuccess);
     CHECK(ncclCommFinalize(child) == ncclInProgress);
     CHECK(settle(child, &busy) == ncclSuccess && ncclCommDestroy(child) == ncclSuccess);
     CHECK(ncclCommDestroy(r.comm) == ncclSuccess);
@@ -1148,7 +1154,8 @@ void check_memory(const Rank &r) {
     CHECK(ncclCommWindowRegister(r.comm, memory, 5001, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclInvalidArgument);
     CHECK(ncclCommWindowRegister(r.comm, memory, 5000, &window, 6) == ncclInvalidArgument);
     CHECK(ncclCommWindowRegister(r.comm, memory, 5000, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
-    CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess);
+    CHECK(mte::nccl_counts().windows >= 1 && mte::nccl_counts().alive >= 1);
+    CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess && ncclCommWindowDeregister(r.comm, nullptr) == ncclSuccess);
     CHECK(ncclCommRegister(r.comm, plain, 8192, &handle) == ncclSuccess);
     CHECK(ncclCommDeregister(r.comm, handle) == ncclSuccess && ncclCommDeregister(r.comm, handle) == ncclInvalidArgument);
     CHECK(ncclCommRegister(r.comm, &handle, 8, &handle) == ncclInvalidArgument);
@@ -1268,8 +1275,65 @@ void test_states() {
     run_case("nccl a peer that never joins", check_init_abort);
     run_case("nccl version and strings", [] {
         int version = 0;
+        mte::nccl_set_version(NCCL_VERSION(2, 20, 1));
+        CHECK(ncclGetVersion(&version) == ncclSuccess && version == NCCL_VERSION(2, 20, 1));
+        mte::nccl_set_version(0);
         CHECK(ncclGetVersion(&version) == ncclSuccess && version == NCCL_VERSION_CODE);
         CHECK(!strcmp(ncclGetErrorString(ncclInProgress), "NCCL operation in progress"));
+    });
+}
+
+// Buffers of a sum inside windows, `shift` floats from each other on rank 1.
+void check_window_offsets(int shift) {
+    on_ranks(2, [shift](Rank &r) {
+        void *memory = nullptr;
+        ncclWindow_t window = nullptr;
+        CHECK(ncclMemAlloc(&memory, 8192) == ncclSuccess);
+        CHECK(cudaMemset(memory, 0, 8192) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess);
+        CHECK(ncclCommWindowRegister(r.comm, memory, 8192, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+        float *const x = static_cast<float *>(memory) + 8 + r.rank * shift;
+        CHECK(ncclAllReduce(x, x, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        // a part in place is at the offset of its rank
+        float *const whole = static_cast<float *>(memory) + 512 + r.rank * shift;
+        CHECK(ncclAllGather(whole + 8 * r.rank, whole, 8, ncclFloat, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclReduceScatter(whole, whole + 8 * r.rank, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess && ncclMemFree(memory) == ncclSuccess);
+    });
+}
+
+void test_windows() {
+    run_case("nccl windows with the same offsets", [] { check_window_offsets(0); });
+    run_reporting_case("nccl reports other offsets in a window", [] { check_window_offsets(4); });
+    run_reporting_case("nccl reports a buffer in a window on one rank only", [] {
+        on_ranks(2, [](Rank &r) {
+            void *memory = nullptr;
+            ncclWindow_t window = nullptr;
+            Buffer<float> outside(std::vector<float>(8));
+            CHECK(ncclMemAlloc(&memory, 4096) == ncclSuccess && cudaMemset(memory, 0, 4096) == cudaSuccess);
+            CHECK(cudaDeviceSynchronize() == cudaSuccess);
+            CHECK(ncclCommWindowRegister(r.comm, memory, 4096, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+            float *const x = r.rank ? outside.p : static_cast<float *>(memory);
+            CHECK(ncclAllReduce(x, x, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+            CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+            CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess && ncclMemFree(memory) == ncclSuccess);
+        });
+    });
+    run_reporting_case("nccl reports windows of different sizes, and memory freed while registered", [] {
+        on_ranks(2, [](Rank &r) {
+            void *memory = nullptr;
+            ncclWindow_t window = nullptr;
+            CHECK(ncclMemAlloc(&memory, 8192) == ncclSuccess);
+            const size_t bytes = r.rank ? 4096 : 8192;
+            CHECK(ncclCommWindowRegister(r.comm, memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+            CHECK(ncclMemFree(memory) == ncclSuccess);
+        });
+    });
+    run_case("cudart returns the error that a test asked for, once", [] {
+        mte::cuda_fail_after("cudaGetDeviceCount", 1, cudaErrorLaunchFailure);
+        int n = 0;
+        CHECK(cudaGetDeviceCount(&n) == cudaSuccess && cudaGetDeviceCount(&n) == cudaErrorLaunchFailure);
+        CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetDeviceCount(&n) == cudaSuccess);
     });
 }
 
@@ -1419,6 +1483,7 @@ int main() {
     test_collectives();
     test_groups();
     test_states();
+    test_windows();
     test_mismatches();
     test_order();
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
