@@ -979,7 +979,8 @@ typedef struct mti_slot {
     uint64_t outbox;
     const char *left; /* why this rank will never come again; NULL: it is still there */
     int inside;
-    const void *send; /* from here on valid between the two meetings of one call, or while the outbox is posted */
+    int failed;       /* from here on valid between the two meetings of one call, or while the outbox is posted */
+    const void *send;
     void *recv;
     size_t send_count;
     mt_dtype send_dtype;
@@ -1531,6 +1532,17 @@ static mt_status mti_give_up(mt_context *ctx, mt_comm *comm, mti_outcome outcome
     return mti_broken_now(ctx, comm);
 }
 
+/* This rank cannot go on with the call: its peers are told why. Returns status. */
+static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mti_text text;
+    text.used = 0;
+    mti_say(&text, "%s", mti_call_name(call->kind));
+    mti_say_where(&text, comm);
+    mti_say(&text, "rank %d failed: %s: %s", comm->rank, mt_status_name(status), mt_last_error(ctx));
+    mti_break(comm->group, MT_ERR_PEER, &text, MTI_ANY);
+    return status;
+}
+
 /* -- meetings -- */
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
@@ -1665,7 +1677,8 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
         return mti_take_mismatch(ctx, comm, call->source);
     status = mti_bytes_copy(ctx, call->recv, slot->send, bytes);
     if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
-    mti_outbox_set(g, slot, mti_outbox(comm->rank, MTI_DONE));
+    if (status != MT_SUCCESS) mti_break_failed(ctx, comm, call, status);
+    mti_outbox_set(g, slot, mti_outbox(comm->rank, status == MT_SUCCESS ? MTI_DONE : MTI_REFUSED));
     return status;
 }
 
@@ -1689,8 +1702,8 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
 }
 
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = MT_SUCCESS;
-    MT_TRY(mt_context_synchronize(ctx)); /* the receiver reads this rank's buffer */
+    mt_status status = mt_context_synchronize(ctx); /* the receiver reads this rank's buffer */
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(comm, call, MTI_IN_P2P);
     if (call->root >= 0) mti_post(comm, call);
@@ -2348,14 +2361,19 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
 }
 
 /* Ranks on GPUs, one or several, meet on the host: each has finished what is in its stream before the others look at its
-   buffers, and what it put there itself before they go on. */
+   buffers, and what it put there itself before they go on. A rank on which that fails says so before the others go on, too. */
 static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status;
-    MT_TRY(mt_context_synchronize(ctx));
+    mt_status status = mt_context_synchronize(ctx);
+    int may_fail = ctx->device == MT_DEVICE_CUDA, r;
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     MT_TRY(mti_enter(ctx, comm, call));
     status = mti_move(ctx, comm, call);
     if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
+    mti_slot_of(comm->group, comm->rank)->failed = status != MT_SUCCESS;
+    if (status != MT_SUCCESS) mti_break_failed(ctx, comm, call, status);
     mti_exit(comm);
+    for (r = 0; may_fail && status == MT_SUCCESS && r < comm->size; r++)
+        if (mti_slot_of(comm->group, r)->failed) status = mti_broken_now(ctx, comm);
     return status;
 }
 
