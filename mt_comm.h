@@ -13,15 +13,17 @@
            mt_context_destroy(ctx); return s; }
        int main(void) { mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, rank_main, NULL); }
 
-   It does not: start processes, cross machines (yet), spin while it waits for long, keep global state, exit or abort.
+   It does not: start processes, cross machines without NCCL, spin while it waits for long, keep global state, exit or abort.
 
    CUDA: put the two lines into one .cu file that nvcc compiles; other files, C or C++, need no toolkit (link with -lcudart).
+   NCCL: in that file, #define MT_USE_NCCL before the #include (or nvcc -DMT_USE_NCCL).
 
    Config macros, all optional, read by the implementation only (no macro changes a public struct):
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
        MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; header-only, part of the CUDA Toolkit
+       MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; only where nvcc compiles)
 
    Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values is
    kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
@@ -30,7 +32,7 @@
    Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
    collectives in the same order. Two contexts in one process do not see each other.
 
-   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>conjugates
+   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>conjugates
    >>launch                                                                                                             */
 
 #ifndef MT_COMM_H
@@ -172,6 +174,9 @@ typedef struct mt_context_desc {
     mt_gemm_choice gemm_choice; /* MT_DEVICE_CUDA */
     mt_epilogue epilogue;       /* MT_DEVICE_CUDA */
     mt_device planned;      /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
+    int arena_symmetric;    /* 1: every rank has an arena of the same size and allocates from it in the same order, so that NCCL
+                               may register it: see mt_comm_create_nccl. Tensors at other places on another rank would be
+                               corrupted without a word; 0: no such promise */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -186,7 +191,8 @@ MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
 /* Work on MT_DEVICE_CUDA is put into the context's stream, in the order of the calls; this waits until all of it is done, and
-   says when some of it failed. Other devices have nothing to wait for. */
+   says when some of it failed: MT_ERR_TIMEOUT or MT_ERR_PEER for a collective over NCCL that does not end. Other devices have
+   nothing to wait for. */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* NULL on other devices */
 
@@ -223,7 +229,8 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
    color < 0: *out = NULL. On a meta communicator use mt_comm_create_meta instead. The timeout is inherited. */
 MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
 
-/* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks. */
+/* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks; over NCCL it waits for
+   what the communicator has in the stream, at most for the timeout. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
@@ -232,6 +239,47 @@ MT_API int mt_comm_is_meta(const mt_comm *comm);
 MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* for messages, e.g. "tensor"; at most 15 characters kept */
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm);
+
+/* ---- communicators over NCCL: ranks with a GPU each ---------------------------------------------------------------- */
+
+/* Such a communicator belongs to one context on MT_DEVICE_CUDA, which it was made for; groups split off belong to the same.
+   Destroy it before the context, and on every rank in the same order. What differs from ranks that are threads on a CPU:
+
+   Asynchronous. A call returns when its work is in the context's stream, with the host's part done; only mt_barrier waits.
+   What happens there is told by whoever waits: mt_context_synchronize, reading a result, or the next call. A rank that does
+   not come, or is gone, is MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s of waiting, on every rank that needs it; NCCL does
+   not compare the calls of ranks, so that different ones are a timeout, too, or worse.
+
+   Broken. After those errors a communicator is good only for mt_comm_destroy. One that the library made is aborted at once,
+   which frees the stream. The caller's own is never aborted or destroyed here: when it hangs, so does the stream, until the
+   caller has called ncclCommAbort, to be done after mt_comm_destroy and before mt_context_destroy.
+
+   Order of sums. NCCL gives the same bits for the same inputs on the same machines, in an order of its own, and rounds a sum of
+   bf16 or f16 at each rank. A context in invariant mode gets the tree of the other backends, by exchange and a sum on the GPU
+   (up to 64 ranks; at most 4 MiB of the arena). So does a maximum of floats, in which NCCL would lose a NaN.
+
+   Registration. Gradients, over the data group, are registered as a symmetric window (NCCL 2.27; a registered buffer before),
+   and the context's arena on each communicator when mt_context_desc.arena_symmetric promises what that needs; only memory of
+   the library's own allocator, of at least 2 MiB, and not in a group of one.
+
+   No NCCL communicator is made for a group of one, nor for ranks on one GPU, which NCCL refuses. */
+struct ncclComm;                                      /* ncclComm_t is a pointer to it */
+typedef struct mt_nccl_id { char bytes[128]; } mt_nccl_id; /* an ncclUniqueId, made by one rank and known to all */
+
+/* In a program whose ranks are threads, also those of mt_launch: collective over `local`, a communicator of
+   mt_comm_create_local or split from it, to which *out is the same group. Over NCCL, when that is built and every rank's
+   context is on a GPU of its own; else as it was. The simplest way to several GPUs of one machine. */
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *local, mt_comm **out);
+
+/* From a communicator that the program has already made, for the device of ctx. It stays the caller's and must outlive *out.
+   Blocking or not; but NCCL waits without a timeout where a blocking one connects to its peers, at its first calls. */
+MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
+
+/* From an id: collective over `ranks` threads or processes, which wait for each other. One rank makes the id and hands it to
+   the others, by whatever started them; with NCCL_COMM_ID=host:port in the environment every rank makes the same by itself. */
+MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
+MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                        mt_comm **out);
 
 /* ---- the ledger: what a communicator was asked to move ------------------------------------------------------------ */
 
@@ -264,7 +312,7 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
 /* In place or out of place, by NCCL's rule: all_reduce and broadcast in place when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount. Other overlaps are
    not allowed. Counts are in elements. Reductions add in one fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the
-   same inputs give the same bits on every rank, always.
+   same inputs give the same bits on every rank, always. (Over NCCL: see there.)
    Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), and between ranks:
    MT_ERR_MISMATCH (ranks called different things), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER (a rank left
    the group or failed). Those three reach every rank of the group, name the ranks and their calls, and leave the
@@ -281,8 +329,9 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
                               mt_dtype dtype, int root);
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
-/* Point to point; returns when the buffers may be reused. mt_send_recv sends to dst and receives from src at the same
-   time, so that rings and pipelines do not deadlock; dst or src may be -1 for "none" (its count is then ignored). */
+/* Point to point; returns when the buffers may be reused, over NCCL by work in the stream. mt_send_recv sends to dst and
+   receives from src at the same time, so that rings and pipelines do not deadlock; dst or src may be -1 for "none" (its count
+   is then ignored). */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -392,6 +441,19 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 #define MTI_CUDA 0
 #endif
 
+#if defined(MT_USE_NCCL)
+#if !MTI_CUDA
+#error "MT_USE_NCCL: NCCL works between GPUs; compile the implementation of megatron.h with nvcc, as a .cu file"
+#endif
+#include <nccl.h>
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 19, 0)
+#error "MT_USE_NCCL needs NCCL 2.19 or later"
+#endif
+#define MTI_NCCL 1
+#else
+#define MTI_NCCL 0
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -451,6 +513,9 @@ struct mt_context {
     void *gemm;                   /* of mt_kernels.cuh, with what ends it */
     void (*gemm_destroy)(mt_context *ctx);
     struct CUstream_st *stream;
+    int arena_symmetric;
+    mt_comm *nccl;                /* the communicators over NCCL that belong to it */
+    struct mti_window *windows;   /* what is registered with them */
     char error[MTI_ERROR_BYTES];
 };
 
@@ -566,15 +631,36 @@ static mt_status mti_cuda_launched(mt_context *ctx, const char *kernel) {
     return mti_cuda_check(ctx, cudaGetLastError(), kernel);
 }
 
+#if MTI_NCCL
+#define MTI_NCCL_MEMORY ((size_t)2 << 20) /* its granularity: smaller pieces would waste most of it */
+static mt_status mti_nccl_wait(mt_context *ctx); /* >>nccl */
+static void mti_nccl_close(mt_context *ctx);
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
+#else
+static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
+static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) { (void)ctx, (void)comm, (void)memory; }
+#endif
+
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     void *ptr = NULL;
     (void)user;
     (void)alignment; /* cudaMalloc aligns to 256 bytes */
+#if MTI_NCCL
+    if (bytes >= MTI_NCCL_MEMORY) return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : NULL;
+#endif
     return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : NULL;
 }
 
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     (void)user;
+#if MTI_NCCL
+    if (bytes >= MTI_NCCL_MEMORY) {
+        cudaDeviceSynchronize(); /* as cudaFree does by itself */
+        ncclMemFree(ptr);
+        return;
+    }
+#endif
     (void)bytes;
     cudaFree(ptr);
 }
@@ -611,14 +697,26 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return MT_SUCCESS;
 }
 
+static mt_status mti_cuda_synchronize(mt_context *ctx) {
+    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mti_nccl_wait(ctx));
+    MTI_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
+    return MT_SUCCESS;
+}
+
 static void mti_cuda_close(mt_context *ctx) {
     int i;
     if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
         cudaGetLastError();
         return;
     }
-    if (ctx->stream) cudaStreamSynchronize(ctx->stream);
-    if (ctx->comm_stream) cudaStreamSynchronize(ctx->comm_stream);
+    if (ctx->comm_stream) { /* first: the other one may wait for it */
+        ctx->stream = ctx->comm_stream;
+        mti_cuda_synchronize(ctx);
+    }
+    ctx->stream = ctx->compute_stream;
+    if (ctx->stream) mti_cuda_synchronize(ctx);
+    mti_nccl_close(ctx);
     if (ctx->gemm_destroy) ctx->gemm_destroy(ctx);
     for (i = 0; i <= MT_OVERLAP_CHUNKS_MAX; i++)
         if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
@@ -649,10 +747,19 @@ static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, 
     return MT_SUCCESS;
 }
 
-static mt_status mti_cuda_synchronize(mt_context *ctx) {
+/* To the host, which waits. The wait for peers comes first: a copy to pageable memory waits, too, but without a timeout. */
+static inline mt_status mti_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
-    return MT_SUCCESS;
+    MT_TRY(mti_nccl_wait(ctx));
+    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
+    return mti_cuda_synchronize(ctx);
+}
+
+/* Before memory is freed. */
+static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
+    if (mti_cuda_enter(ctx) != MT_SUCCESS) return;
+    mti_nccl_wait(ctx);
+    mti_nccl_forget(ctx, NULL, ptr);
 }
 
 /* What is called until mti_cuda_fork_end goes to the communication stream, after all that is in the compute stream by now. */
@@ -680,6 +787,7 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
     return MT_SUCCESS;
 }
 #else /* no context is on MT_DEVICE_CUDA then: these are never called */
+static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
@@ -777,6 +885,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->allocator = d->allocator;
     ctx->logger = d->logger;
     ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
+    ctx->arena_symmetric = d->arena_symmetric;
     if (d->allocator.alloc) return;
     ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
     ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;
@@ -852,6 +961,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mti_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr) return;
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_forget(ctx, ptr);
     if (ctx->device != MT_DEVICE_META) ctx->allocator.free(ctx->allocator.user, ptr, size);
     ctx->allocated -= size;
 }
@@ -943,6 +1053,7 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 
 #define MTI_SPLIT 7     /* calls beyond mt_collective, for slots and sentences */
 #define MTI_SEND_RECV 8
+#define MTI_CREATE 9
 
 #define MTI_BROKEN ((uint64_t)1) /* group state: bit 0 broken, bits 1 to 15 arrivals, bits 16 to 63 meetings held */
 #define MTI_ARRIVAL ((uint64_t)2)
@@ -1004,9 +1115,23 @@ typedef struct mti_group {
 
 struct mti_rank;
 
+typedef struct mti_nccl {
+    struct ncclComm *handle; /* NULL: aborted */
+    mt_context *home;        /* the context it belongs to; NULL: destroyed */
+    mt_comm *next;           /* in the context's list */
+    struct CUstream_st *stream; /* of the last call */
+    mti_call last;
+    double timeout;
+    int ordinal, owned;
+    int busy;         /* has something in the stream */
+    mt_status broken; /* MT_SUCCESS: not */
+} mti_nccl;
+
 struct mt_comm {
-    mti_group *group; /* NULL: alone, or meta */
+    mti_group *group; /* NULL: alone, meta, or over NCCL */
     int rank, size, meta;
+    int on_nccl;
+    mti_nccl nccl;
     struct mti_rank *owner; /* the launched rank it belongs to, or NULL */
     mt_comm *next;          /* in the owner's list of sub-communicators */
     mt_ledger ledger;
@@ -1258,13 +1383,17 @@ MT_API void mt_comm_set_name(mt_comm *comm, const char *name) {
 
 /* -- sentences -- */
 
-static void mti_publish(mt_comm *comm, const mti_call *call, int inside) {
-    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+static void mti_slot_write(mti_slot *slot, const mti_call *call) {
     uint64_t what = (uint64_t)(call->kind + 1) | (uint64_t)call->dtype << 8 | (uint64_t)call->op << 16 |
                     (uint64_t)(call->root + 1) << 24 | (uint64_t)(call->source + 1) << 40;
     __atomic_store_n(&slot->what, what, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->count, (uint64_t)call->count, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->recvcount, (uint64_t)call->recvcount, __ATOMIC_RELAXED);
+}
+
+static void mti_publish(mt_comm *comm, const mti_call *call, int inside) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    mti_slot_write(slot, call);
     __atomic_store_n(&slot->inside, inside, __ATOMIC_RELAXED);
     slot->send = call->send;
     slot->recv = call->recv;
@@ -1275,6 +1404,7 @@ static void mti_publish(mt_comm *comm, const mti_call *call, int inside) {
 static const char *mti_call_name(int kind) {
     if (kind == MTI_SPLIT) return "split";
     if (kind == MTI_SEND_RECV) return "send_recv";
+    if (kind == MTI_CREATE) return "create";
     return mt_collective_name((mt_collective)kind);
 }
 
@@ -1715,6 +1845,16 @@ static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* -- leaving and splitting -- */
 
+#if MTI_NCCL
+static void mti_nccl_leave(mt_comm *comm); /* >>nccl */
+static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
+#else /* no communicator is over NCCL then: these are never called */
+static void mti_nccl_leave(mt_comm *comm) { (void)comm; }
+static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    return (void)comm, (void)color, (void)key, (void)out, MT_ERR_UNSUPPORTED;
+}
+#endif
+
 /* reason completes "rank 1 ..." and must outlive the group. */
 static void mti_leave(mt_comm *comm, const char *reason) {
     mti_group *g = comm->group;
@@ -1741,7 +1881,16 @@ MT_API void mt_comm_destroy(mt_comm *comm) {
         for (at = &comm->owner->children; *at != comm; at = &(*at)->next) continue;
         *at = comm->next;
     }
+    if (comm->on_nccl) mti_nccl_leave(comm);
     mti_comm_free(comm);
+}
+
+/* A communicator made from another one belongs to the same launched rank. */
+static void mti_adopt(mt_comm *parent, mt_comm *child) {
+    child->owner = parent->owner;
+    if (!parent->owner) return;
+    child->next = parent->owner->children;
+    parent->owner->children = child;
 }
 
 /* Where this rank stands among those of its color; leader: the lowest rank in comm of that color. */
@@ -1793,7 +1942,9 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
         return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
                           "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
                           comm->name);
-    if (comm->group) {
+    if (comm->on_nccl) {
+        MT_TRY(mti_nccl_split(comm, color < 0 ? -1 : color, key, out));
+    } else if (comm->group) {
         memset(&call, 0, sizeof call);
         call.kind = MTI_SPLIT;
         call.color = color < 0 ? -1 : color;
@@ -1808,11 +1959,7 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
     if (color < 0) return MT_SUCCESS;
     if (!*out)
         return mti_refuse(NULL, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for the group of color %d", color);
-    (*out)->owner = comm->owner;
-    if (comm->owner) {
-        (*out)->next = comm->owner->children;
-        comm->owner->children = *out;
-    }
+    mti_adopt(comm, *out);
     return MT_SUCCESS;
 }
 
@@ -2280,26 +2427,35 @@ template <typename T> static void mti_cuda_reduce_launch(mt_context *ctx, const 
 }
 } /* extern "C++" */
 
+static mt_status mti_cuda_check_ranks(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    if (comm->size <= MTI_CUDA_RANKS) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_%s: %d ranks on GPUs, at most %d are built to be added in a fixed order",
+                    mti_call_name(call->kind), comm->size, MTI_CUDA_RANKS);
+}
+
+/* The first n elements of all send buffers of b. */
+static mt_status mti_cuda_reduce_buffers(mt_context *ctx, const mti_cuda_buffers *b, size_t n, const mti_call *call) {
+    if (n == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    if (call->dtype == MT_F32) mti_cuda_reduce_launch<float>(ctx, *b, (int64_t)n, call->op);
+    else if (call->dtype == MT_BF16) mti_cuda_reduce_launch<__nv_bfloat16>(ctx, *b, (int64_t)n, call->op);
+    else if (call->dtype == MT_F16) mti_cuda_reduce_launch<__half>(ctx, *b, (int64_t)n, call->op);
+    else if (call->op == MT_SUM) mti_cuda_reduce_launch<uint32_t>(ctx, *b, (int64_t)n, call->op); /* wraps around */
+    else mti_cuda_reduce_launch<int32_t>(ctx, *b, (int64_t)n, call->op);
+    return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
+}
+
 static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
                                  int to_all) {
     size_t at = first * mt_dtype_size(call->dtype);
     mti_cuda_buffers b;
     int r;
-    if (comm->size > MTI_CUDA_RANKS)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_%s: %d ranks of one process on GPUs, at most %d are built",
-                        mti_call_name(call->kind), comm->size, MTI_CUDA_RANKS);
-    if (n == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
     b.ranks = comm->size;
     b.writers = to_all ? comm->size : 1;
     for (r = 0; r < comm->size; r++) b.send[r] = (const char *)mti_slot_of(comm->group, r)->send + at;
     for (r = 0; r < b.writers; r++) b.recv[r] = to_all ? (char *)mti_slot_of(comm->group, r)->recv + at : (char *)call->recv;
-    MT_TRY(mti_cuda_enter(ctx));
-    if (call->dtype == MT_F32) mti_cuda_reduce_launch<float>(ctx, b, (int64_t)n, call->op);
-    else if (call->dtype == MT_BF16) mti_cuda_reduce_launch<__nv_bfloat16>(ctx, b, (int64_t)n, call->op);
-    else if (call->dtype == MT_F16) mti_cuda_reduce_launch<__half>(ctx, b, (int64_t)n, call->op);
-    else if (call->op == MT_SUM) mti_cuda_reduce_launch<uint32_t>(ctx, b, (int64_t)n, call->op); /* wraps around */
-    else mti_cuda_reduce_launch<int32_t>(ctx, b, (int64_t)n, call->op);
-    return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
+    return mti_cuda_reduce_buffers(ctx, &b, n, call);
 }
 #else
 static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
@@ -2377,7 +2533,660 @@ static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_
     return status;
 }
 
-/* -- dispatch: alone, meta, local -- */
+/* ---- >>nccl ------------------------------------------------------------------------------------------------------- */
+
+/* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen the
+   stream empty. Whoever waits for a stream on the host asks, while it waits, how the busy communicators are, and for how long
+   already (mti_nccl_wait): nothing here waits without an end, and nothing is staged or allocated after create. */
+
+#if MTI_NCCL
+#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* bytes of the arena that an ordered reduction takes at most */
+
+static mt_status mti_nccl_status(ncclResult_t result) {
+    switch (result) {
+    case ncclSuccess: return MT_SUCCESS;
+    case ncclInvalidArgument:
+    case ncclInvalidUsage: return MT_ERR_ARGUMENT;
+    case ncclSystemError: /* a connection that the peer closed, most often */
+    case ncclRemoteError: return MT_ERR_PEER;
+    default: return MT_ERR_SYSTEM;
+    }
+}
+
+static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
+    switch (dtype) {
+    case MT_F32: return ncclFloat32;
+    case MT_BF16: return ncclBfloat16;
+    case MT_F16: return ncclFloat16;
+    case MT_I32: return ncclInt32;
+    case MT_U8: break;
+    }
+    return ncclUint8;
+}
+
+/* -- errors -- */
+
+/* all_reduce(count 4, f32, sum) on "tensor" (2 ranks) */
+static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
+    mti_slot slot;
+    memset(&slot, 0, sizeof slot);
+    mti_slot_write(&slot, &comm->nccl.last);
+    mti_say_call(text, &slot);
+    mti_say(text, " on \"%s\" (%d ranks)", comm->name, comm->size);
+}
+
+/* Leaves it good only for mt_comm_destroy. What is ours is aborted, which takes its kernels out of the stream. */
+static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    comm->nccl.broken = status;
+    if (comm->nccl.owned && comm->nccl.handle) {
+        ncclCommAbort(comm->nccl.handle);
+        comm->nccl.handle = NULL;
+    }
+    return mti_refuse(ctx, comm, status, "%s", text->data);
+}
+
+static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+    mti_text text;
+    text.used = 0;
+    mti_nccl_say(&text, comm);
+    mti_say(&text, ": rank %d: NCCL: %s: %.400s", comm->rank, ncclGetErrorString(result), ncclGetLastError(comm->nccl.handle));
+    return mti_nccl_break(ctx, comm, mti_nccl_status(result), &text);
+}
+
+/* Everything that is in a stream which did not come to its end: which of the calls hangs, NCCL does not say. */
+static mt_status mti_nccl_late(mt_context *ctx, double waited) {
+    mti_text text;
+    mt_comm *comm;
+    int said = 0;
+    text.used = 0;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
+        if (!comm->nccl.busy) continue;
+        if (said++) mti_say(&text, ", or ");
+        mti_nccl_say(&text, comm);
+    }
+    mti_say(&text, ": waited %.2f s for peers", waited);
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy) mti_nccl_break(ctx, comm, MT_ERR_TIMEOUT, &text);
+    return MT_ERR_TIMEOUT;
+}
+
+/* -- waiting -- */
+
+/* Between two questions. */
+static void mti_nccl_rest(double waited) {
+    struct timespec nap = mti_timespec(50e-6);
+    if (waited < 1e-3) sched_yield();
+    else nanosleep(&nap, NULL);
+}
+
+/* A non-blocking call is over when NCCL says so. */
+static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+    double start = mti_now(), waited;
+    mti_text text;
+    while (result == ncclInProgress) {
+        ncclResult_t asked = ncclCommGetAsyncError(comm->nccl.handle, &result);
+        if (asked != ncclSuccess) result = asked;
+        if (result != ncclInProgress) break;
+        waited = mti_now() - start;
+        if (waited > comm->nccl.timeout) {
+            text.used = 0;
+            mti_nccl_say(&text, comm);
+            mti_say(&text, ": rank %d waited %.2f s for peers", comm->rank, waited);
+            return mti_nccl_break(ctx, comm, MT_ERR_TIMEOUT, &text);
+        }
+        mti_nccl_rest(waited);
+    }
+    return result == ncclSuccess ? MT_SUCCESS : mti_nccl_fail(ctx, comm, result);
+}
+
+/* What NCCL has found out since. */
+static mt_status mti_nccl_ask(mt_context *ctx) {
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
+        ncclResult_t state = ncclSuccess, asked;
+        if (!comm->nccl.busy || comm->nccl.broken) continue;
+        asked = ncclCommGetAsyncError(comm->nccl.handle, &state);
+        if (asked != ncclSuccess) state = asked;
+        if (state != ncclSuccess && state != ncclInProgress) return mti_nccl_fail(ctx, comm, state);
+    }
+    return MT_SUCCESS;
+}
+
+static int mti_nccl_is_idle(const mt_context *ctx, const mt_comm *comm) {
+    if (comm->nccl.stream == ctx->stream || cudaStreamQuery(comm->nccl.stream) == cudaSuccess) return 1;
+    cudaGetLastError();
+    return 0;
+}
+
+/* Waits for the context's stream while something of NCCL is in it, at most for the shortest timeout of those. */
+static mt_status mti_nccl_wait(mt_context *ctx) {
+    double timeout = -1, start = mti_now(), waited;
+    cudaError_t error;
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy && (timeout < 0 || comm->nccl.timeout < timeout)) timeout = comm->nccl.timeout;
+    if (timeout < 0) return MT_SUCCESS;
+    while ((error = cudaStreamQuery(ctx->stream)) == cudaErrorNotReady) {
+        cudaGetLastError(); /* that was no error */
+        MT_TRY(mti_nccl_ask(ctx));
+        waited = mti_now() - start;
+        if (waited > timeout) return mti_nccl_late(ctx, waited);
+        mti_nccl_rest(waited);
+    }
+    MT_TRY(mti_cuda_check(ctx, error, "cudaStreamQuery"));
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy) comm->nccl.busy = !mti_nccl_is_idle(ctx, comm);
+    return MT_SUCCESS;
+}
+
+/* -- registration -- */
+
+typedef struct mti_window {
+    struct mti_window *next;
+    mt_comm *comm;
+    const void *memory;
+    void *buffer; /* one of the two */
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    ncclWindow_t window;
+#endif
+} mti_window;
+
+/* Collective over comm: memory of the library's allocator that will be sent from and received into at the same place on every
+   rank. Nothing happens where that cannot be had. */
+static mt_status mti_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    int version = 0;
+    mti_window *w;
+    if (!comm->on_nccl || ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
+    w = (mti_window *)mti_host_alloc(sizeof *w);
+    if (!w) return mti_fail(ctx, MT_ERR_MEMORY, "no memory to register %zu bytes with \"%s\"", bytes, comm->name);
+    w->comm = comm;
+    w->memory = memory;
+    w->next = ctx->windows;
+    ctx->windows = w;
+    ncclGetVersion(&version);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    if (version >= NCCL_VERSION(2, 27, 0)) {
+        ncclResult_t result = ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC);
+        return mti_nccl_settle(ctx, comm, result);
+    }
+#endif
+    return mti_nccl_settle(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
+}
+
+/* Nothing is registered where the GPU or the system cannot: the handle is NULL then. */
+static void mti_window_end(mti_window *w) {
+    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* NCCL forgets what it aborts */
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    if (handle && w->window) ncclCommWindowDeregister(handle, w->window);
+#endif
+    if (handle && w->buffer) ncclCommDeregister(handle, w->buffer);
+    mti_host_free(w);
+}
+
+/* All windows of a communicator, or all on some memory; NULL: any. */
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
+    mti_window **at = &ctx->windows, *w;
+    while ((w = *at) != NULL) {
+        if ((comm && w->comm != comm) || (memory && w->memory != memory)) {
+            at = &w->next;
+            continue;
+        }
+        *at = w->next;
+        mti_window_end(w);
+    }
+}
+
+/* -- beginning and end -- */
+
+/* A communicator without a handle yet; `call` is for the sentences. */
+static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *name, double timeout_s, int call) {
+    mt_comm *comm = mti_comm_new(rank, size, name);
+    if (!comm) return NULL;
+    comm->on_nccl = 1;
+    comm->nccl.owned = 1;
+    comm->nccl.timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
+    comm->nccl.ordinal = ctx->ordinal;
+    comm->nccl.last.kind = call;
+    return comm;
+}
+
+/* Once the handle is there: ends the creation, well or not. */
+static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, ncclResult_t result, mt_comm **out) {
+    mt_status status = mti_nccl_settle(ctx, comm, result);
+    comm->nccl.home = ctx;
+    comm->nccl.next = ctx->nccl;
+    ctx->nccl = comm;
+    if (status == MT_SUCCESS && ctx->arena_symmetric) status = mti_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes);
+    if (status == MT_SUCCESS) *out = comm;
+    else mt_comm_destroy(comm);
+    return status;
+}
+
+static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
+    mt_comm **at;
+    for (at = &ctx->nccl; *at != comm; at = &(*at)->nccl.next) continue;
+    *at = comm->nccl.next;
+}
+
+static void mti_nccl_leave(mt_comm *comm) {
+    mti_nccl *n = &comm->nccl;
+    if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
+    if (n->home) {
+        if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* if that fails, nothing is left to be saved */
+        mti_nccl_forget(n->home, comm, NULL);
+        mti_nccl_unlink(n->home, comm);
+    }
+    if (!n->owned || !n->handle) return;
+    if (mti_nccl_settle(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) ncclCommDestroy(n->handle);
+}
+
+/* The context goes; its communicators can still be destroyed. */
+static void mti_nccl_close(mt_context *ctx) {
+    mti_nccl_forget(ctx, NULL, NULL);
+    while (ctx->nccl) {
+        ctx->nccl->nccl.home = NULL;
+        ctx->nccl = ctx->nccl->nccl.next;
+    }
+}
+
+/* -- collectives -- */
+
+static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    ncclResult_t result = ncclSuccess, end;
+    ncclGroupStart(); /* an error in a group is the result of its end, too */
+    if (call->root >= 0) result = ncclSend(call->send, call->count, type, call->root, handle, ctx->stream);
+    if (call->source >= 0 && result == ncclSuccess)
+        result = ncclRecv(call->recv, call->recvcount, type, call->source, handle, ctx->stream);
+    end = ncclGroupEnd();
+    return result == ncclSuccess ? end : result;
+}
+
+/* Blocks that do not touch: each by itself, rank r the root of its own, in one group. */
+static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
+    size_t apart = call->stride * mt_dtype_size(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    ncclResult_t result = ncclSuccess, end;
+    int r;
+    ncclGroupStart();
+    for (r = 0; r < comm->size && result == ncclSuccess; r++) {
+        if (call->kind == MT_ALL_GATHER)
+            result = ncclBroadcast(call->send, (char *)call->recv + apart * (size_t)r, call->count, type, r, handle,
+                                   ctx->stream);
+        else
+            result = ncclReduce((const char *)call->send + apart * (size_t)r, call->recv, call->count, type, op, r, handle,
+                                ctx->stream);
+    }
+    end = ncclGroupEnd();
+    return result == ncclSuccess ? end : result;
+}
+
+static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
+    struct ncclComm *handle = comm->nccl.handle;
+    if ((call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) && call->stride != call->count)
+        return mti_nccl_blocks(ctx, comm, call);
+    switch (call->kind) {
+    case MT_ALL_REDUCE: return ncclAllReduce(call->send, call->recv, call->count, type, op, handle, ctx->stream);
+    case MT_REDUCE_SCATTER: return ncclReduceScatter(call->send, call->recv, call->count, type, op, handle, ctx->stream);
+    case MT_ALL_GATHER: return ncclAllGather(call->send, call->recv, call->count, type, handle, ctx->stream);
+    case MT_BROADCAST: return ncclBroadcast(call->send, call->recv, call->count, type, call->root, handle, ctx->stream);
+    default: return mti_nccl_pair(ctx, comm, call);
+    }
+}
+
+/* Is the order of the additions ours to choose, or a NaN to keep? */
+static int mti_nccl_is_ordered(const mt_context *ctx, const mti_call *call) {
+    return mti_reduces(call) && call->dtype != MT_I32 && (ctx->invariant || call->op == MT_MAX);
+}
+
+/* A buffer cut for the ranks: piece r begins stride * r elements after the first, and has n, or what is left of `whole`. */
+typedef struct mti_nccl_pieces {
+    const char *from;
+    char *to; /* where the sums go, in the same places; NULL: only this rank's, to `own` */
+    char *own;
+    size_t element, stride, n, whole;
+} mti_nccl_pieces;
+
+static size_t mti_nccl_piece(const mti_nccl_pieces *p, int rank) {
+    size_t first = p->stride * (size_t)rank;
+    if (first >= p->whole) return 0;
+    return p->whole - first < p->n ? p->whole - first : p->n;
+}
+
+/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart; else this
+   rank's piece goes to all of them, and theirs go where they belong. */
+static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_nccl_pieces *p,
+                                      char *out) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    size_t mine = mti_nccl_piece(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
+    ncclResult_t result = ncclSuccess, end;
+    int r;
+    ncclGroupStart();
+    for (r = 0; r < comm->size && result == ncclSuccess; r++) {
+        size_t theirs = mti_nccl_piece(p, r), send = out ? theirs : mine, recv = out ? mine : theirs;
+        const char *from = out ? p->from + p->stride * p->element * (size_t)r : p->own;
+        char *to = (out ? out : p->to) + apart * (size_t)r;
+        if (r == comm->rank) continue;
+        if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
+        if (recv > 0 && result == ncclSuccess) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
+    }
+    end = ncclGroupEnd();
+    return result == ncclSuccess ? end : result;
+}
+
+/* The pieces meet, are summed in the tree of the other backends, and go back to everybody if everybody wants them. */
+static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_nccl_pieces *p, char *scratch) {
+    mti_cuda_buffers b;
+    int r;
+    MT_TRY(mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, scratch)));
+    b.ranks = comm->size;
+    b.writers = 1;
+    for (r = 0; r < comm->size; r++) b.send[r] = scratch + p->n * p->element * (size_t)r;
+    b.send[comm->rank] = p->from + p->stride * p->element * (size_t)comm->rank;
+    b.recv[0] = p->own;
+    MT_TRY(mti_cuda_reduce_buffers(ctx, &b, mti_nccl_piece(p, comm->rank), call));
+    return p->to ? mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, NULL)) : MT_SUCCESS;
+}
+
+/* In chunks, each of which gives every rank a piece of up to `most` elements. */
+static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t most, char *scratch) {
+    size_t ranks = (size_t)comm->size, line = MTI_LINE / mt_dtype_size(call->dtype), done, chunk;
+    int scatter = call->kind == MT_REDUCE_SCATTER;
+    mti_nccl_pieces p;
+    memset(&p, 0, sizeof p);
+    p.element = mt_dtype_size(call->dtype);
+    for (done = 0; done < call->count; done += chunk) {
+        chunk = scatter ? most : most * ranks;
+        if (chunk > call->count - done) chunk = call->count - done;
+        p.n = scatter ? chunk : ((chunk + ranks - 1) / ranks + line - 1) / line * line;
+        p.stride = scatter ? call->stride : p.n;
+        p.whole = scatter ? call->stride * ranks : chunk;
+        p.from = (const char *)call->send + done * p.element;
+        p.to = scatter ? NULL : (char *)call->recv + done * p.element;
+        p.own = scatter ? (char *)call->recv + done * p.element : p.to + p.stride * p.element * (size_t)comm->rank;
+        MT_TRY(mti_nccl_join(ctx, comm, call, &p, scratch));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element, most;
+    size_t needed = call->kind == MT_REDUCE_SCATTER ? call->count : (call->count + ranks - 1) / ranks;
+    size_t mark = mt_arena_mark(ctx);
+    void *scratch = NULL;
+    mt_status status;
+    MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
+    most = MTI_NCCL_SCRATCH / element / ranks / line * line;
+    needed = (needed + line - 1) / line * line;
+    if (needed < most) most = needed;
+    MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
+    status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
+    mt_arena_release(ctx, mark); /* what the stream still does there comes before what others will put there */
+    return status;
+}
+
+/* Nobody goes on before everybody has come. */
+static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
+    size_t mark = mt_arena_mark(ctx);
+    void *one = NULL;
+    mt_status status;
+    MT_TRY(mt_arena_alloc(ctx, sizeof(int32_t), &one));
+    status = mti_cuda_zero(ctx, one, sizeof(int32_t));
+    if (status == MT_SUCCESS)
+        status = mti_nccl_settle(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
+    if (status == MT_SUCCESS) status = mti_cuda_synchronize(ctx);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    if (comm->nccl.home != ctx)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
+                          mti_call_name(call->kind), comm->name, comm->size);
+    if (comm->nccl.broken)
+        return mti_refuse(ctx, comm, MT_ERR_PEER,
+                          "%s on \"%s\" (%d ranks): rank %d comes after this communicator broke with %s",
+                          mti_call_name(call->kind), comm->name, comm->size, comm->rank,
+                          mt_status_name(comm->nccl.broken));
+    MT_TRY(mti_cuda_enter(ctx));
+    comm->nccl.last = *call;
+    comm->nccl.stream = ctx->stream;
+    comm->nccl.busy = 1;
+    if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
+    if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
+    return mti_nccl_settle(ctx, comm, mti_nccl_issue(ctx, comm, call));
+}
+
+/* -- splitting -- */
+
+/* The color and key of every rank: pairs [2 * size], this rank's own filled in. */
+static mt_status mti_nccl_colors(mt_context *ctx, mt_comm *comm, int32_t *pairs) {
+    size_t mark = mt_arena_mark(ctx), bytes = 2 * sizeof *pairs, at = bytes * (size_t)comm->rank;
+    void *all = NULL;
+    mti_call call;
+    mt_status status;
+    MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &all));
+    memset(&call, 0, sizeof call);
+    call.kind = MT_ALL_GATHER;
+    call.dtype = MT_I32;
+    call.count = call.stride = 2;
+    call.send = (char *)all + at;
+    call.recv = all;
+    status = mti_cuda_copy(ctx, (char *)all + at, (char *)pairs + at, bytes);
+    if (status == MT_SUCCESS) status = mti_nccl_call(ctx, comm, &call);
+    if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, pairs, all, bytes * (size_t)comm->size);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* How many ranks have r's color, and how many of them come before it. */
+static int mti_nccl_place(const int32_t *pairs, int ranks, int r, int *rank) {
+    int32_t color = pairs[2 * r], key = pairs[2 * r + 1];
+    int size = 0, other;
+    *rank = 0;
+    for (other = 0; other < ranks && color >= 0; other++) {
+        if (pairs[2 * other] != color) continue;
+        *rank += pairs[2 * other + 1] < key || (pairs[2 * other + 1] == key && other < r);
+        size++;
+    }
+    return size;
+}
+
+/* NCCL makes the groups of two and more, and wants everybody there as soon as there is one. Its handle of the child is valid
+   only when the parent has settled. */
+static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const int32_t *pairs, const char *name,
+                                 mt_comm **out) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    struct ncclComm *none = NULL;
+    mt_comm *child = NULL;
+    mt_status status;
+    int rank, ignored, r = 0, size = mti_nccl_place(pairs, comm->size, comm->rank, &rank);
+    while (r < comm->size && mti_nccl_place(pairs, comm->size, r, &ignored) < 2) r++;
+    if (size == 1) *out = mti_comm_new(0, 1, name);
+    if (r == comm->size) return MT_SUCCESS;
+    if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
+    if (size > 1 && !child) return MT_SUCCESS; /* which mt_comm_split calls by its name */
+    config.blocking = 0;
+    comm->nccl.last.kind = MTI_SPLIT;
+    status = mti_nccl_settle(ctx, comm, ncclCommSplit(comm->nccl.handle, child ? color : NCCL_SPLIT_NOCOLOR, rank,
+                                                      child ? &child->nccl.handle : &none, &config));
+    if (status == MT_SUCCESS && child) return mti_nccl_begin(ctx, child, ncclInProgress, out);
+    if (child) mti_comm_free(child);
+    return status;
+}
+
+static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mt_context *ctx = comm->nccl.home;
+    int32_t *pairs;
+    char name[32];
+    mt_status status;
+    if (!ctx)
+        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: the context of \"%s\" has been destroyed", comm->name);
+    pairs = (int32_t *)calloc((size_t)comm->size, 2 * sizeof *pairs);
+    if (!pairs) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for %d colors", comm->size);
+    pairs[2 * comm->rank] = color;
+    pairs[2 * comm->rank + 1] = key;
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    status = mti_nccl_colors(ctx, comm, pairs);
+    if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, pairs, name, out);
+    free(pairs);
+    return status == MT_SUCCESS ? status : mti_comm_keep_error(comm, status, mt_last_error(ctx));
+}
+
+/* -- creating -- */
+
+static mt_status mti_nccl_check_context(mt_context *ctx, const char *function, const void *argument, const void *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!argument || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "its argument" : "out");
+    if (ctx->device != MT_DEVICE_CUDA)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the context is on device %d; NCCL needs MT_DEVICE_CUDA", function,
+                        (int)ctx->device);
+    return mti_cuda_enter(ctx);
+}
+
+MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
+    ncclUniqueId id;
+    ncclResult_t result;
+    MT_TRY(mti_nccl_check_context(ctx, "mt_nccl_unique_id", out, out));
+    result = ncclGetUniqueId(&id);
+    if (result != ncclSuccess)
+        return mti_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s: %.400s", ncclGetErrorString(result),
+                        ncclGetLastError(NULL));
+    memcpy(out->bytes, id.internal, sizeof out->bytes);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                        mt_comm **out) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId unique;
+    ncclResult_t result;
+    mt_comm *comm;
+    if (out) *out = NULL;
+    MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
+    if (ranks < 1 || rank < 0 || rank >= ranks)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
+    if (ranks == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
+    if (!comm) return mti_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    memcpy(unique.internal, id->bytes, sizeof id->bytes);
+    config.blocking = 0;
+    result = ncclCommInitRankConfig(&comm->nccl.handle, ranks, unique, rank, &config);
+    return mti_nccl_begin(ctx, comm, result, out);
+}
+
+MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
+    int size = 0, rank = 0, device = -1;
+    ncclResult_t result;
+    mt_comm *comm;
+    if (out) *out = NULL;
+    MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl", nccl, out));
+    result = ncclCommCount(nccl, &size);
+    if (result == ncclSuccess) result = ncclCommUserRank(nccl, &rank);
+    if (result == ncclSuccess) result = ncclCommCuDevice(nccl, &device);
+    if (result != ncclSuccess)
+        return mti_fail(ctx, mti_nccl_status(result), "mt_comm_create_nccl: %s: %.400s", ncclGetErrorString(result),
+                        ncclGetLastError(nccl));
+    if (device != ctx->ordinal)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d",
+                        device, ctx->ordinal);
+    if (size == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
+    if (!comm) return mti_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
+    comm->nccl.handle = nccl;
+    comm->nccl.owned = 0;
+    return mti_nccl_begin(ctx, comm, ncclSuccess, out);
+}
+#else /* not built */
+static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
+}
+static inline mt_status mti_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
+}
+static mt_status mti_nccl_unbuilt(mt_context *ctx, const char *function, mt_comm **out) {
+    if (out) *out = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return mti_fail(ctx, MT_ERR_UNSUPPORTED,
+                    "%s: NCCL is not built into this program: compile the implementation with nvcc, as a .cu file, with "
+                    "-DMT_USE_NCCL, and link with -lnccl", function);
+}
+MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
+    return (void)out, mti_nccl_unbuilt(ctx, "mt_nccl_unique_id", NULL);
+}
+MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                        mt_comm **out) {
+    return (void)id, (void)ranks, (void)rank, (void)timeout_s, mti_nccl_unbuilt(ctx, "mt_comm_create_nccl_id", out);
+}
+MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
+    return (void)nccl, (void)timeout_s, mti_nccl_unbuilt(ctx, "mt_comm_create_nccl", out);
+}
+#endif
+
+/* What a rank says of itself when threads become ranks of NCCL; rank 0 brings the id. */
+typedef struct mti_place {
+    int device, ordinal;
+    mt_status status;
+    mt_nccl_id id;
+} mti_place;
+
+/* Shows everybody's place to everybody: can all have a GPU of their own, and what rank 0 brought. */
+static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first, int *own_gpus) {
+    mti_call call;
+    int r, other;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_CREATE;
+    call.send = mine;
+    MT_TRY(mti_enter(ctx, local, &call));
+    *own_gpus = 1;
+    for (r = 0; r < local->size; r++) {
+        const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
+        if (r == 0) *first = *p;
+        if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
+        for (other = 0; other < r; other++)
+            if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+    }
+    mti_exit(local);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *local, mt_comm **out) {
+    mti_place mine, first;
+    int own_gpus = 0;
+    if (out) *out = NULL;
+    if (!ctx || !local || !out)
+        return mti_refuse(ctx, local, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
+                          !ctx ? "ctx" : !local ? "local" : "out");
+    if (local->meta || local->on_nccl)
+        return mti_refuse(ctx, local, MT_ERR_ARGUMENT, "mt_comm_create_for: \"%s\" is no communicator between threads",
+                          local->name);
+    if (MTI_NCCL && local->size > 1) {
+        memset(&mine, 0, sizeof mine);
+        mine.device = (int)ctx->device;
+        mine.ordinal = ctx->ordinal;
+        if (local->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
+        MT_TRY(mti_meet_places(ctx, local, &mine, &first, &own_gpus));
+    }
+    if (!own_gpus) {
+        MT_TRY(mt_comm_split(local, 0, local->rank, out));
+    } else if (first.status != MT_SUCCESS) {
+        return local->rank == 0 ? first.status
+                                : mti_refuse(ctx, local, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
+    } else {
+        MT_TRY(mt_comm_create_nccl_id(ctx, &first.id, local->size, local->rank, local->group->timeout, out));
+        mti_adopt(local, *out);
+    }
+    mt_comm_set_name(*out, local->name);
+    return MT_SUCCESS;
+}
+
+/* ---- >>collectives, continued: alone, meta, local, over NCCL -------------------------------------------------------- */
 
 static mt_status mti_alone(mt_context *ctx, const mti_call *call, size_t elements) {
     return mti_bytes_copy(ctx, call->recv, call->send, elements * mt_dtype_size(call->dtype));
@@ -2398,7 +3207,8 @@ static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_ca
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
     if (comm->size == 1) return mti_alone(ctx, call, elements);
-    if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
+    if (comm->on_nccl) MT_TRY(mti_nccl_call(ctx, comm, call));
+    else if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
@@ -2409,7 +3219,8 @@ static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *cal
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
     if (call->root == comm->rank) MT_TRY(mti_alone(ctx, call, call->count)); /* to itself, checked to be both ways */
-    else if (!comm->meta && comm->group) MT_TRY(mti_local_p2p(ctx, comm, call));
+    else if (comm->on_nccl) MT_TRY(mti_nccl_call(ctx, comm, call));
+    else if (comm->group) MT_TRY(mti_local_p2p(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);

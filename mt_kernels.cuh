@@ -3883,12 +3883,14 @@ static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
 /* The caller may use `host` again at once: pageable memory is copied before the call returns, pinned memory waited for. */
 static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
     size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
+    MT_TRY(mti_cuda_synchronize(ctx)); /* for peers, with a timeout: a copy of pageable memory would wait without one */
     MT_TRY(mti_cuda_copy_rows(ctx, y.data, (size_t)mti_ld(y) * size, host, row, row, y.rows));
     return mti_cuda_synchronize(ctx);
 }
 
 static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
     size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
+    MT_TRY(mti_cuda_synchronize(ctx)); /* as above */
     MT_TRY(mti_cuda_copy_rows(ctx, host, row, x.data, (size_t)mti_ld(x) * size, row, x.rows));
     return mti_cuda_synchronize(ctx);
 }
@@ -3917,8 +3919,7 @@ static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, 
     MTI_LAUNCH(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, first_row,
                first_col, global_cols, (unsigned long long *)memory);
     MT_TRY(mti_cuda_launched(ctx, "mt_hash"));
-    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(&sum, memory, sizeof sum, cudaMemcpyDeviceToHost, ctx->stream));
-    MT_TRY(mti_cuda_synchronize(ctx));
+    MT_TRY(mti_cuda_fetch(ctx, &sum, memory, sizeof sum));
     mt_arena_release(ctx, mark);
     *hash += (uint64_t)sum;
     return MT_SUCCESS;
@@ -3945,13 +3946,11 @@ static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t
     MTI_LAUNCH(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
                (unsigned long long *)memory);
     MT_TRY(mti_cuda_launched(ctx, "mt_ids_check"));
-    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(&bad, memory, sizeof bad, cudaMemcpyDeviceToHost, ctx->stream));
-    MT_TRY(mti_cuda_synchronize(ctx));
+    MT_TRY(mti_cuda_fetch(ctx, &bad, memory, sizeof bad));
     mt_arena_release(ctx, mark);
     *index = (int64_t)bad;
     if (*index == count) return MT_SUCCESS;
-    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(id, ids + *index, sizeof *id, cudaMemcpyDeviceToHost, ctx->stream));
-    return mti_cuda_synchronize(ctx);
+    return mti_cuda_fetch(ctx, id, ids + *index, sizeof *id);
 }
 
 /* ---- >>cuda-gemm --------------------------------------------------------------------------------------------------------- */

@@ -152,7 +152,8 @@ MT_API mt_dtype mt_params_dtype(const mt_params *params);
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
 /* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed, drawn
-   in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call fills again. */
+   in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call fills again.
+   Over NCCL every rank of the data group calls it. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -960,7 +961,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
         }
         if (pass == 0) params->partial = at;
     }
-    return MT_SUCCESS;
+    return mti_comm_register(ctx, params->grid->data, params->grads, (size_t)params->elements * sizeof(float));
 }
 
 /* FNV-1a, so that a parameter's random stream depends on its name and not on what was created before it. */

@@ -156,7 +156,8 @@ file_scope_names() {
 check_names() {
     for define in "" MEGATRON_IMPLEMENTATION; do
         preprocess megatron.h "$define" | file_scope_names | awk -v define="$define" '
-            { n++ } !/^(mt_|MT_)/ && !(define != "" && /^(mti_|MTI_)/) { print "name " $0 }
+            { n++ } $0 == "ncclComm" { next } # the tag of NCCL'"'"'s ncclComm_t, declared only
+            !/^(mt_|MT_)/ && !(define != "" && /^(mti_|MTI_)/) { print "name " $0 }
             END { if (n < 100) print "only " n " names seen: the check is broken" }'
     done | sort -u | fail_on_output
 }

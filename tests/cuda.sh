@@ -61,6 +61,16 @@ on_the_engine() {
     check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_flash
     check "a GPT on 1 to 8 GPUs, as on the CPU; invariant mode; what is planned" cuda_test fast "-O2 -g" "" test_cuda_gpt
     check "NVTX ranges nest and end" cuda_test fast "-O2 -g" "" test_cuda_nvtx
+    check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O2 -g" "" test_cuda_nccl
+    check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
+    check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_nccl
+    check "the GPT over NCCL" cuda_test fast "-O2 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
+}
+
+every_order() {
+    for order in lazy greedy random; do
+        (export MTE_STREAMS=$order && "$@") || return 1
+    done
 }
 
 checked_operators() {
@@ -115,7 +125,15 @@ builds_for_all() {
     return 0
 }
 
-# A C program, compiled by a C compiler, with the object of nvcc: on a machine without a GPU it says so.
+# The same with NCCL; one architecture, for time.
+builds_with_nccl() {
+    [ -f "$cuda/include/nccl.h" ] || { echo "no nccl.h in $cuda/include"; return 1; }
+    nvcc -O3 -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
+            -o "$build/implementation_nccl.o" \
+        && links_from_c implementation_nccl.o -lnccl
+}
+
+# A C program, compiled by a C compiler, with an object of nvcc and its libraries: on a machine without a GPU it says so.
 links_from_c() {
     cat >"$build/use.c" <<'END'
 #include "megatron.h"
@@ -129,10 +147,13 @@ int main(void) {
     printf("%s: %s\n", mt_status_name(status), mt_comm_last_error(world));
     mt_context_destroy(ctx);
     mt_comm_destroy(world);
+    mt_nccl_id id;
+    if (mt_nccl_unique_id(0, &id) != MT_ERR_ARGUMENT) return 1;
     return status != MT_SUCCESS && status != MT_ERR_SYSTEM && status != MT_ERR_ARGUMENT;
 }
 END
-    "$CC" -I. "$build/use.c" "$build/implementation.o" -o "$build/use" -L"$cuda/lib64" -lcudart -lcublasLt -lstdc++ -lm -lpthread \
+    # shellcheck disable=SC2086  # none, or one
+    "$CC" -I. "$build/use.c" "$build/$1" -o "$build/use" -L"$cuda/lib64" -lcudart -lcublasLt ${2:-} -lstdc++ -lm -lpthread \
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
@@ -151,8 +172,9 @@ fi
 if have_command nvcc; then
     check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
-    check "a C program links against nvcc's object" links_from_c
+    check "a C program links against nvcc's object" links_from_c implementation.o
     check "nvcc, the test of PTX instructions" ptx_test_builds
+    check "with NCCL, too" builds_with_nccl
 else
     skip "nvcc: not here, nothing was built for a GPU"
 fi

@@ -449,6 +449,53 @@ static void test_split(void **state) {
     assert_int_equal(run_ranks(8, split_rank, &leak), MT_SUCCESS); /* the launcher frees what is left */
 }
 
+/* Threads without GPUs of their own: the same group once more. */
+static mt_status create_for_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *same = NULL, *meta = NULL;
+    float x = 1;
+    (void)user;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    MT_TRY(mt_comm_create_for(ctx, world, &same));
+    CHECK(same != world && mt_comm_rank(same) == mt_comm_rank(world) && mt_comm_size(same) == mt_comm_size(world));
+    CHECK(strcmp(mt_comm_name(same), "world") == 0);
+    MT_TRY(mt_all_reduce(ctx, same, &x, &x, 1, MT_F32, MT_SUM));
+    CHECK(x == (float)mt_comm_size(world));
+    mt_comm_destroy(same);
+    CHECK(mt_comm_create_for(NULL, world, &same) == MT_ERR_ARGUMENT && !same);
+    CHECK(strstr(mt_comm_last_error(world), "ctx is NULL"));
+    CHECK(mt_comm_create_for(ctx, NULL, &same) == MT_ERR_ARGUMENT && mt_comm_create_for(ctx, world, NULL) == MT_ERR_ARGUMENT);
+    MT_TRY(mt_comm_create_meta(2, 0, &meta));
+    CHECK(mt_comm_create_for(ctx, meta, &same) == MT_ERR_ARGUMENT);
+    mt_comm_destroy(meta);
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_create_for(void **state) {
+    (void)state;
+    assert_int_equal(run_ranks(1, create_for_rank, NULL), MT_SUCCESS);
+    assert_int_equal(run_ranks(3, create_for_rank, NULL), MT_SUCCESS);
+}
+
+/* A C compiler builds no NCCL, and says how to. */
+static void test_nccl_is_not_built(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_nccl_id id;
+    mt_comm *comm = (mt_comm *)(void *)&id;
+    (void)state;
+    memset(&id, 0, sizeof id);
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    assert_int_equal(mt_nccl_unique_id(ctx, &id), MT_ERR_UNSUPPORTED);
+    assert_int_equal(mt_comm_create_nccl_id(ctx, &id, 2, 0, 0, &comm), MT_ERR_UNSUPPORTED);
+    assert_null(comm);
+    assert_int_equal(mt_comm_create_nccl(ctx, NULL, 0, &comm), MT_ERR_UNSUPPORTED);
+    assert_non_null(strstr(mt_last_error(ctx), "-DMT_USE_NCCL"));
+    mt_context_destroy(ctx);
+}
+
 static void test_names(void **state) {
     mt_comm *comms[3];
     int r;
@@ -909,6 +956,7 @@ int main(void) {
         cmocka_unit_test(test_max_keeps_nan),    cmocka_unit_test(test_ledger),
         cmocka_unit_test(test_meta),             cmocka_unit_test(test_meta_alone),
         cmocka_unit_test(test_split),            cmocka_unit_test(test_names),
+        cmocka_unit_test(test_create_for),       cmocka_unit_test(test_nccl_is_not_built),
         cmocka_unit_test(test_p2p),              cmocka_unit_test(test_conjugates),
         cmocka_unit_test(test_conjugates_alone), cmocka_unit_test(test_allocator),
         cmocka_unit_test(test_context_arguments), cmocka_unit_test(test_arena),

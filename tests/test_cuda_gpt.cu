@@ -2,7 +2,7 @@
     gradients and weights;
    in invariant mode all of them give the same bits.
 
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt -lcmocka
+   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt -lcmocka    (and -DMT_USE_NCCL -lnccl)
    Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION
@@ -37,7 +37,7 @@ typedef struct run {
 
 typedef struct worker {
     const run *r;
-    mt_comm *world;
+    mt_comm *world, *comm; /* the launcher's; over NCCL where that is built */
     mt_grid grid;
     mt_context *ctx;
     mt_params *params;
@@ -147,8 +147,10 @@ static mt_status train(worker *w) {
     where.invariant = r->invariant;
     where.epilogue = r->epilogue;
     where.planned = r->planned;
+    where.arena_symmetric = 1;
     MT_TRY(mt_context_create(w->world, &where, &w->ctx));
-    MT_TRY(mt_grid_create(w->world, &shape, &w->grid));
+    MT_TRY(mt_comm_create_for(w->ctx, w->world, &w->comm));
+    MT_TRY(mt_grid_create(w->comm, &shape, &w->grid));
     MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
     MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
     MT_TRY(mt_params_init(w->ctx, w->params, 77));
@@ -176,6 +178,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_gpt_saved_destroy(&w.saved);
     mt_params_destroy(w.params);
     mt_grid_destroy(&w.grid);
+    mt_comm_destroy(w.comm);
     mt_context_destroy(w.ctx);
     return status;
 }

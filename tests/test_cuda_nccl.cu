@@ -1,0 +1,895 @@
+/* test_cuda_nccl.cu - communicators over NCCL against ranks that are threads on a CPU: collectives, splits, faults,
+   registration.
+
+   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl -lcmocka
+   Without:       tests/engine/ runs the same file on a CPU, see there; what a stand-in has to cause is tested only there.  */
+
+#define MEGATRON_IMPLEMENTATION
+#define MT_USE_NCCL
+#include "megatron.h"
+
+#include "mt_test.h"
+
+#include <math.h>
+
+#if defined(MT_CUDA_ENGINE)
+namespace mte {
+struct NcclCounts {
+    int created, alive, registered, windows;
+};
+NcclCounts nccl_counts();
+void nccl_silence(int device, int after);
+void nccl_fail_after(int device, int after, ncclResult_t result);
+void nccl_reset_faults();
+void nccl_set_version(int version);
+void cuda_fail_after(const char *name, int after, cudaError_t error);
+} // namespace mte
+#endif
+
+#define RANKS_MAX 8
+
+/* ---- ranks, started in every way --------------------------------------------------------------------------------- */
+
+typedef enum way {
+    ON_CPU,     /* threads on a CPU: what the others are compared with */
+    FOR_DEVICE, /* mt_comm_create_for */
+    FROM_ID,
+    FROM_CALLER, /* an ncclComm_t of the program's own */
+    WAYS
+} way;
+static const char *const way_names[] = {"on the CPU", "mt_comm_create_for", "from an id", "from the caller's communicator"};
+
+typedef struct job job;
+struct job {
+    way how;
+    int ranks;
+    mt_status (*body)(job *j, mt_context *ctx, mt_comm *comm);
+    mt_context_desc where; /* ordinal and device are set here */
+    int one_gpu;           /* all ranks share it */
+    double timeout;
+    mt_comm *threads[RANKS_MAX]; /* the launcher's */
+    mt_nccl_id id;
+    ncclComm_t callers[RANKS_MAX];
+    void *result;
+};
+
+static mt_status job_comm(job *j, mt_context *ctx, mt_comm *world, mt_comm **out) {
+    int rank = mt_comm_rank(world);
+    if (j->how == FROM_ID) return mt_comm_create_nccl_id(ctx, &j->id, j->ranks, rank, j->timeout, out);
+    if (j->how == FROM_CALLER) return mt_comm_create_nccl(ctx, j->callers[rank], j->timeout, out);
+    return mt_comm_create_for(ctx, world, out);
+}
+
+static mt_status job_rank(mt_comm *world, void *user) {
+    job *j = (job *)user;
+    mt_context_desc where = j->where;
+    mt_context *ctx = NULL;
+    mt_comm *comm = NULL;
+    mt_status status;
+    j->threads[mt_comm_rank(world)] = world;
+    where.device = j->how == ON_CPU ? MT_DEVICE_CPU : MT_DEVICE_CUDA;
+    where.ordinal = j->how == ON_CPU || j->one_gpu ? 0 : mt_comm_rank(world);
+    if (!where.arena_bytes) where.arena_bytes = (size_t)1 << 20;
+    status = mt_context_create(world, &where, &ctx);
+    if (status == MT_SUCCESS) status = job_comm(j, ctx, world, &comm);
+    if (status == MT_SUCCESS) status = j->body(j, ctx, comm);
+    mt_comm_destroy(comm);
+    if (j->how == FROM_CALLER && status != MT_SUCCESS) { /* as the header says: between the two */
+        ncclCommAbort(j->callers[mt_comm_rank(world)]);
+        j->callers[mt_comm_rank(world)] = NULL;
+    }
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void quiet(void *user, mt_log_level level, const char *message) { (void)user, (void)level, (void)message; }
+
+static mt_status job_launch(job *j, int say) {
+    mt_launch_desc d;
+    mt_context *ctx;
+    mt_context_desc where;
+    mt_status status;
+    memset(&d, 0, sizeof d);
+    memset(&where, 0, sizeof where);
+    if (j->timeout <= 0) j->timeout = 60;
+    d.ranks = j->ranks;
+    d.no_pinning = 1;
+    d.timeout_s = j->timeout;
+    if (!say) d.logger.log = quiet;
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 4096;
+    if (j->how == FROM_ID) {
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, &where, &ctx));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_nccl_unique_id(ctx, &j->id));
+        mt_context_destroy(ctx);
+    }
+    if (j->how == FROM_CALLER) assert_int_equal(ncclCommInitAll(j->callers, j->ranks, NULL), ncclSuccess);
+    status = mt_launch(&d, job_rank, j);
+    for (int r = 0; j->how == FROM_CALLER && r < j->ranks; r++)
+        if (j->callers[r]) assert_int_equal(ncclCommDestroy(j->callers[r]), ncclSuccess);
+    return status;
+}
+
+static void nothing_left(void) {
+#if defined(MT_CUDA_ENGINE)
+    assert_int_equal(mte::nccl_counts().alive, 0);
+    assert_int_equal(mte::nccl_counts().registered, 0);
+#endif
+}
+
+static void job_run(job *j) {
+    mt_status status = job_launch(j, 1);
+    if (status != MT_SUCCESS) fail_msg("%d ranks, %s: %s", j->ranks, way_names[j->how], mt_status_name(status));
+    nothing_left();
+}
+
+static job job_make(way how, int ranks, mt_status (*body)(job *, mt_context *, mt_comm *)) {
+    job j;
+    memset(&j, 0, sizeof j);
+    j.how = how;
+    j.ranks = ranks;
+    j.body = body;
+    return j;
+}
+
+static mt_status put(mt_context *ctx, const void *host, void *device, size_t bytes) {
+    return mt_upload(ctx, host, mt_tensor_make(device, MT_U8, 1, (int64_t)bytes));
+}
+
+static mt_status get(mt_context *ctx, const void *device, void *host, size_t bytes) {
+    return mt_download(ctx, mt_tensor_make(device, MT_U8, 1, (int64_t)bytes), host);
+}
+
+/* ---- every collective, type, number of ranks, in place and not --------------------------------------------------- */
+
+#define COUNT 37
+#define BYTES (RANKS_MAX * COUNT * 4)
+
+typedef enum what {
+    REDUCE_SUM, REDUCE_MAX, SCATTER_SUM, SCATTER_MAX, SCATTER_ROWS, GATHER, GATHER_ROWS, BROADCAST, RING, CHAIN, SELF, WHATS
+} what;
+static const char *const what_names[] = {"all_reduce, sum", "all_reduce, max", "reduce_scatter, sum", "reduce_scatter, max",
+                                         "reduce_scatter in chunks", "all_gather", "all_gather in chunks", "broadcast",
+                                         "send_recv", "send and recv", "send_recv to oneself"};
+#define TYPES 5 /* MT_F32 to MT_U8 */
+
+typedef struct results {
+    unsigned char bytes[RANKS_MAX][WHATS][TYPES][2][BYTES];
+    mt_ledger ledger[RANKS_MAX];
+} results;
+
+static int reduces(int w) { return w <= SCATTER_ROWS; }
+static int in_chunks(int w) { return w == SCATTER_ROWS || w == GATHER_ROWS; }
+static int has_blocks(int w) { return w >= SCATTER_SUM && w <= GATHER_ROWS; }
+
+/* Numbers of each type, among them (of those that are floats) a NaN, an infinity and a negative zero on one rank. */
+static void fill(mt_dtype dtype, int rank, int what_, unsigned char *bytes, size_t n) {
+    uint64_t seed = (uint64_t)(rank * 1000 + what_);
+    for (size_t i = 0; i < n; i++) {
+        float x = 4.0f * test_float(&seed);
+        uint16_t h;
+        if (what_ == REDUCE_MAX && rank == 1 && i == 3) x = NAN;
+        if (what_ == REDUCE_MAX && rank == 0 && i == 4) x = -INFINITY;
+        h = dtype == MT_BF16 ? mti_f32_to_bf16(x) : mti_f32_to_f16(x);
+        if (dtype == MT_F32) memcpy(bytes + 4 * i, &x, 4);
+        else if (mt_dtype_size(dtype) == 2) memcpy(bytes + 2 * i, &h, 2);
+        else for (size_t b = 0, m = mt_dtype_size(dtype); b < m; b++) bytes[i * m + b] = (unsigned char)test_random(&seed);
+    }
+}
+
+static mt_status chain(mt_context *ctx, mt_comm *comm, const void *send, void *recv, mt_dtype dtype) {
+    int rank = mt_comm_rank(comm), ranks = mt_comm_size(comm);
+    if (rank > 0) MT_TRY(mt_recv(ctx, comm, recv, COUNT, dtype, rank - 1));
+    return rank + 1 < ranks ? mt_send(ctx, comm, send, COUNT, dtype, rank + 1) : MT_SUCCESS;
+}
+
+#define ROWS 5 /* of 7 columns, in chunks of 2 and 3 */
+#define COLS 7
+
+static mt_status rows_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, const void *send, void *recv) {
+    int64_t ranks = mt_comm_size(comm);
+    mt_tensor x = mt_tensor_make(send, dtype, w == SCATTER_ROWS ? ROWS * ranks : ROWS, COLS);
+    mt_tensor y = mt_tensor_make(recv, dtype, w == SCATTER_ROWS ? ROWS : ROWS * ranks, COLS);
+    if (w == GATHER_ROWS) {
+        MT_TRY(mt_gather_rows_from_sequence_region(ctx, comm, x, y, 0, 2));
+        return mt_gather_rows_from_sequence_region(ctx, comm, x, y, 2, 3);
+    }
+    MT_TRY(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, x, y, 0, 2));
+    return mt_reduce_scatter_rows_to_sequence_region(ctx, comm, x, y, 2, 3);
+}
+
+static mt_status one_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, const void *send, void *recv) {
+    int rank = mt_comm_rank(comm), ranks = mt_comm_size(comm), next = (rank + 1) % ranks, before = (rank + ranks - 1) % ranks;
+    mt_op op = w == REDUCE_MAX || w == SCATTER_MAX ? MT_MAX : MT_SUM;
+    switch (w) {
+    case REDUCE_SUM:
+    case REDUCE_MAX: return mt_all_reduce(ctx, comm, send, recv, COUNT, dtype, op);
+    case SCATTER_SUM:
+    case SCATTER_MAX: return mt_reduce_scatter(ctx, comm, send, recv, COUNT, dtype, op);
+    case SCATTER_ROWS:
+    case GATHER_ROWS: return rows_call(ctx, comm, w, dtype, send, recv);
+    case GATHER: return mt_all_gather(ctx, comm, send, recv, COUNT, dtype);
+    case BROADCAST: return mt_broadcast(ctx, comm, send, recv, COUNT, dtype, ranks - 1);
+    case RING: return mt_send_recv(ctx, comm, send, COUNT, next, recv, COUNT, before, dtype);
+    case CHAIN: return chain(ctx, comm, send, recv, dtype);
+    default: return mt_send_recv(ctx, comm, send, COUNT, rank, recv, COUNT, rank, dtype);
+    }
+}
+
+/* Where a rank's block begins in the buffer of all. */
+static size_t block(int w, mt_dtype dtype, int rank) {
+    return (size_t)rank * (in_chunks(w) ? ROWS * COLS : COUNT) * mt_dtype_size(dtype);
+}
+
+/* Where sendbuf and recvbuf lie in one buffer, by NCCL's rule; messages have no such rule. */
+static mt_status in_one_place(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, char *x) {
+    char *mine = x + block(w, dtype, mt_comm_rank(comm));
+    if (!has_blocks(w)) return one_call(ctx, comm, w, dtype, x, x);
+    return reduces(w) ? one_call(ctx, comm, w, dtype, x, mine) : one_call(ctx, comm, w, dtype, mine, x);
+}
+
+static mt_status one_case(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, int in_place, unsigned char *out) {
+    size_t mark = mt_arena_mark(ctx);
+    unsigned char *host = (unsigned char *)malloc(BYTES);
+    void *x, *y;
+    if (!host) return MT_ERR_MEMORY;
+    fill(dtype, mt_comm_rank(comm), w, host, BYTES / mt_dtype_size(dtype));
+    MT_TRY(mt_arena_alloc(ctx, BYTES, &x));
+    MT_TRY(mt_arena_alloc(ctx, BYTES, &y));
+    MT_TRY(put(ctx, host, x, BYTES));
+    memset(host, 0xa5, BYTES);
+    MT_TRY(put(ctx, host, y, BYTES));
+    if (in_place) MT_TRY(in_one_place(ctx, comm, w, dtype, (char *)x));
+    else MT_TRY(one_call(ctx, comm, w, dtype, x, y));
+    MT_TRY(get(ctx, in_place ? x : y, out, BYTES));
+    free(host);
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+static int skipped(int w, mt_dtype dtype, int in_place) {
+    return (reduces(w) && dtype == MT_U8) || (in_place && (w == RING || w == CHAIN));
+}
+
+static mt_status all_cases(job *j, mt_context *ctx, mt_comm *comm) {
+    results *r = (results *)j->result;
+    int rank = mt_comm_rank(comm);
+    CHECK(comm->on_nccl == (j->how != ON_CPU && j->ranks > 1 && !j->one_gpu));
+    CHECK(mt_comm_size(comm) == j->ranks);
+    for (int w = 0; w < WHATS; w++)
+        for (int t = 0; t < TYPES; t++)
+            for (int in_place = 0; in_place < 2; in_place++)
+                if (!skipped(w, (mt_dtype)t, in_place))
+                    MT_TRY(one_case(ctx, comm, w, (mt_dtype)t, in_place, r->bytes[rank][w][t][in_place]));
+    MT_TRY(mt_barrier(ctx, comm));
+    r->ledger[rank] = mt_comm_ledger(comm);
+    return MT_SUCCESS;
+}
+
+static double value(mt_dtype dtype, const unsigned char *bytes, size_t i) {
+    uint16_t h;
+    float x = 0;
+    memcpy(&h, bytes + 2 * i, sizeof h);
+    if (dtype == MT_F32) memcpy(&x, bytes + 4 * i, sizeof x);
+    return dtype == MT_F32 ? x : dtype == MT_BF16 ? mti_bf16_to_f32(h) : mti_f16_to_f32(h);
+}
+
+/* NCCL's sums: each of the others' hops rounds a partial sum of at most 4 a rank. */
+static void near(const char *name, mt_dtype dtype, int ranks, const unsigned char *a, const unsigned char *b, size_t n) {
+    double last = dtype == MT_F32 ? ldexp(1, -24) : dtype == MT_BF16 ? ldexp(1, -9) : ldexp(1, -12);
+    double allowed = 2 * 4.0 * ranks * ranks * last;
+    for (size_t i = 0; i < n; i++)
+        if (!(fabs(value(dtype, a, i) - value(dtype, b, i)) <= allowed))
+            fail_msg("%s, %s, %d ranks: element %zu is %g, on the CPU %g", name, mt_dtype_name(dtype), ranks, i,
+                     value(dtype, b, i), value(dtype, a, i));
+}
+
+/* The same bits, or NaN both: which NaN a 16-bit type gets, a GPU decides. */
+static int same_bits(mt_dtype dtype, const unsigned char *a, const unsigned char *b) {
+    if (mt_dtype_size(dtype) != 2) return memcmp(a, b, BYTES) == 0;
+    for (size_t i = 0; i < BYTES / 2; i++)
+        if (memcmp(a + 2 * i, b + 2 * i, 2) != 0 && !(isnan(value(dtype, a, i)) && isnan(value(dtype, b, i)))) return 0;
+    return 1;
+}
+
+static int sums(int w) { return w == REDUCE_SUM || w == SCATTER_SUM || w == SCATTER_ROWS; }
+
+static void compare(const results *cpu, const results *gpu, const job *j) {
+    for (int rank = 0; rank < j->ranks; rank++) {
+        for (int w = 0; w < WHATS; w++)
+            for (int t = 0; t < TYPES; t++)
+                for (int in_place = 0; in_place < 2; in_place++) {
+                    const unsigned char *a = cpu->bytes[rank][w][t][in_place], *b = gpu->bytes[rank][w][t][in_place];
+                    size_t at = in_place && has_blocks(w) ? block(w, (mt_dtype)t, rank) : 0;
+                    if (sums(w) && t <= MT_F16 && !j->where.invariant && !j->one_gpu)
+                        near(what_names[w], (mt_dtype)t, j->ranks, a + at, b + at, in_chunks(w) ? ROWS * COLS : COUNT);
+                    else if (!same_bits((mt_dtype)t, a, b))
+                        fail_msg("%s of %s%s, %d ranks, %s: rank %d has other bits than on the CPU", what_names[w],
+                                 mt_dtype_name((mt_dtype)t), in_place ? ", in place" : "", j->ranks, way_names[j->how], rank);
+                }
+        if (memcmp(&cpu->ledger[rank], &gpu->ledger[rank], sizeof(mt_ledger)) != 0) fail_msg("rank %d: another ledger", rank);
+    }
+}
+
+static const int sizes[] = {1, 2, 3, 4, 8};
+
+/* One way takes all numbers of ranks, the others some. */
+static void collectives(int invariant, int one_gpu) {
+    results *cpu = (results *)calloc(1, sizeof *cpu), *gpu = (results *)calloc(1, sizeof *gpu);
+    for (int i = 0; i < 5; i++)
+        for (int how = FOR_DEVICE; how < WAYS; how++) {
+            job j = job_make(ON_CPU, sizes[i], all_cases);
+            if (how != FOR_DEVICE && (sizes[i] == 4 || sizes[i] == 8 || invariant || one_gpu)) continue;
+            memset(gpu, 0, sizeof *gpu);
+            j.result = cpu;
+            if (how == FOR_DEVICE) job_run(&j);
+            j.how = (way)how;
+            j.one_gpu = one_gpu;
+            j.where.invariant = invariant;
+            j.result = gpu;
+            job_run(&j);
+            compare(cpu, gpu, &j);
+        }
+    free(gpu);
+    free(cpu);
+}
+
+static void test_collectives(void **state) {
+    (void)state;
+    collectives(0, 0);
+}
+
+static void test_collectives_in_invariant_mode(void **state) {
+    (void)state;
+    collectives(8, 0);
+}
+
+/* NCCL would refuse them: they keep the backend of the threads. */
+static void test_ranks_on_one_gpu(void **state) {
+    (void)state;
+#if defined(MT_CUDA_ENGINE)
+    int before = mte::nccl_counts().created;
+#endif
+    collectives(0, 1);
+#if defined(MT_CUDA_ENGINE)
+    assert_int_equal(mte::nccl_counts().created, before);
+#endif
+}
+
+/* More than one chunk of scratch, and a last one that does not fill all ranks. */
+#define MANY 1049000
+
+static mt_status long_sums(job *j, mt_context *ctx, mt_comm *comm) {
+    int rank = mt_comm_rank(comm), ranks = mt_comm_size(comm);
+    float *host = (float *)malloc((size_t)MANY * 4 * 2), *kept = (float *)j->result + (size_t)rank * 2 * MANY;
+    uint64_t seed = 7 + (uint64_t)rank;
+    void *x, *y;
+    for (int i = 0; i < 2 * MANY; i++) host[i] = test_float(&seed);
+    MT_TRY(mt_context_alloc(ctx, (size_t)MANY * 8, &x));
+    MT_TRY(mt_context_alloc(ctx, (size_t)MANY * 4, &y));
+    MT_TRY(put(ctx, host, x, (size_t)MANY * 8));
+    MT_TRY(mt_all_reduce(ctx, comm, x, y, MANY, MT_F32, MT_SUM));
+    MT_TRY(get(ctx, y, kept, (size_t)MANY * 4));
+    MT_TRY(mt_reduce_scatter(ctx, comm, x, y, (size_t)(2 * MANY / ranks), MT_F32, MT_SUM));
+    MT_TRY(get(ctx, y, kept + MANY, (size_t)MANY * 4));
+    mt_context_free(ctx, y, (size_t)MANY * 4);
+    mt_context_free(ctx, x, (size_t)MANY * 8);
+    free(host);
+    return MT_SUCCESS;
+}
+
+static void test_long_sums_in_invariant_mode(void **state) {
+    float *cpu = (float *)malloc((size_t)MANY * 4 * 4), *gpu = (float *)malloc((size_t)MANY * 4 * 4);
+    job j = job_make(ON_CPU, 2, long_sums);
+    (void)state;
+    j.where.invariant = 2;
+    j.where.arena_bytes = (size_t)5 << 20;
+    j.result = cpu;
+    job_run(&j);
+    j.how = FOR_DEVICE;
+    j.result = gpu;
+    job_run(&j);
+    assert_memory_equal(cpu, gpu, (size_t)MANY * 4 * 4);
+    free(gpu);
+    free(cpu);
+}
+
+/* ---- splits ------------------------------------------------------------------------------------------------------ */
+
+typedef struct group_of {
+    int rank, size;
+    float sum;
+} group_of;
+
+#define SPLITS 6
+
+/* Rank r's color and key: rows, columns in reverse, some in none, all alone, everybody, one alone. */
+static int color_of(int split, int rank) {
+    const int colors[SPLITS] = {rank / 2, rank % 2, rank == 2 ? -5 : 3, rank, 0, rank > 0};
+    return colors[split];
+}
+
+static mt_status split_all(job *j, mt_context *ctx, mt_comm *comm) {
+    group_of *found = (group_of *)j->result + mt_comm_rank(comm) * SPLITS;
+    mt_tensor x;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 1, &x));
+    for (int s = 0; s < SPLITS; s++) {
+        int rank = mt_comm_rank(comm), color = color_of(s, rank);
+        mt_comm *part = NULL;
+        MT_TRY(mt_comm_split(comm, color, s == 1 ? -rank : 0, &part));
+        CHECK((part == NULL) == (color < 0));
+        if (!part) continue;
+        MT_TRY(mt_fill(ctx, x, (float)(1 << rank)));
+        MT_TRY(mt_all_reduce(ctx, part, x.data, x.data, 1, MT_F32, MT_SUM));
+        found[s].rank = mt_comm_rank(part);
+        found[s].size = mt_comm_size(part);
+        MT_TRY(mt_download(ctx, x, &found[s].sum));
+        CHECK(part->on_nccl == (comm->on_nccl && part->size > 1));
+        mt_comm_destroy(part);
+    }
+    return MT_SUCCESS;
+}
+
+static void test_split(void **state) {
+    (void)state;
+    for (int ranks = 2; ranks <= 6; ranks += 2)
+        for (int how = FOR_DEVICE; how < WAYS; how++) {
+            group_of cpu[RANKS_MAX * SPLITS], gpu[RANKS_MAX * SPLITS];
+            job j = job_make(ON_CPU, ranks, split_all);
+            memset(cpu, 0, sizeof cpu);
+            memset(gpu, 0, sizeof gpu);
+            j.result = cpu;
+            job_run(&j);
+            j.how = (way)how;
+            j.result = gpu;
+            job_run(&j);
+            assert_memory_equal(cpu, gpu, sizeof cpu);
+        }
+}
+
+static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_grid_desc shape = {*(const int *)j->result, 0, 0};
+    mt_grid grid;
+    (void)ctx;
+    MT_TRY(mt_grid_create(comm, &shape, &grid));
+    CHECK(grid.pipeline->on_nccl == 0 && grid.embedding->on_nccl == 0);
+    CHECK(grid.tensor->on_nccl == (grid.tensor_size > 1) && grid.data->on_nccl == (grid.data_size > 1));
+    mt_grid_destroy(&grid);
+    return MT_SUCCESS;
+}
+
+/* World, tensor, data and model; none for groups of one. */
+static void test_no_communicator_for_one(void **state) {
+    static const int cases[][3] = {{1, 1, 0}, {4, 1, 2}, {4, 2, 4}, {4, 4, 3}}; /* ranks, tensor, communicators of a rank */
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        job j = job_make(FOR_DEVICE, cases[i][0], make_grid);
+        int tensor = cases[i][1];
+#if defined(MT_CUDA_ENGINE)
+        int before = mte::nccl_counts().created;
+#endif
+        j.result = &tensor;
+        job_run(&j);
+#if defined(MT_CUDA_ENGINE)
+        assert_int_equal(mte::nccl_counts().created - before, cases[i][0] * cases[i][2]);
+#endif
+    }
+}
+
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
+
+static mt_status refusals(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_context_desc where;
+    mt_context *other = NULL;
+    mt_comm *none = (mt_comm *)(void *)&where;
+    float x = 0;
+    void *p;
+    memset(&where, 0, sizeof where);
+    MT_TRY(mt_arena_alloc(ctx, 64, &p));
+    CHECK(mt_comm_create_nccl_id(ctx, &j->id, 2, 2, 0, &none) == MT_ERR_ARGUMENT && !none);
+    CHECK(strstr(mt_last_error(ctx), "rank 2 of 2"));
+    CHECK(mt_comm_create_nccl_id(ctx, NULL, 2, 0, 0, &none) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_create_nccl_id(NULL, &j->id, 2, 0, 0, &none) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_create_nccl(ctx, NULL, 0, &none) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_create_nccl(ctx, j->callers[1 - mt_comm_rank(comm)], 0, &none) == MT_ERR_ARGUMENT && !none);
+    CHECK(strstr(mt_last_error(ctx), "the context on GPU"));
+    CHECK(mt_comm_create_for(ctx, comm, &none) == MT_ERR_ARGUMENT && !none);
+    CHECK(mt_nccl_unique_id(ctx, NULL) == MT_ERR_ARGUMENT);
+    CHECK(mt_all_reduce(ctx, comm, p, p, 4, MT_U8, MT_SUM) == MT_ERR_DTYPE);
+    CHECK(mt_broadcast(ctx, comm, p, p, 4, MT_F32, 2) == MT_ERR_ARGUMENT);
+    MT_TRY(mt_context_create(NULL, &where, &other));
+    CHECK(mt_all_reduce(other, comm, &x, &x, 1, MT_F32, MT_SUM) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(other), "another context"));
+    CHECK(mt_nccl_unique_id(other, &j->id) == MT_ERR_ARGUMENT && strstr(mt_last_error(other), "MT_DEVICE_CUDA"));
+    mt_context_destroy(other);
+    return mt_barrier(ctx, comm); /* nothing of that has harmed it */
+}
+
+static void test_refusals(void **state) {
+    job j = job_make(FROM_CALLER, 2, refusals);
+    (void)state;
+    job_run(&j);
+}
+
+static mt_status outlive(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_context_desc where;
+    mt_context *brief;
+    mt_comm *mine = NULL, *part = NULL;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 1 << 16;
+    where.ordinal = mt_comm_rank(comm);
+    MT_TRY(mt_context_create(NULL, &where, &brief));
+    MT_TRY(mt_comm_create_for(brief, j->threads[mt_comm_rank(comm)], &mine));
+    mt_context_destroy(brief); /* in the wrong order: the communicator can still be destroyed */
+    CHECK(mt_comm_split(mine, 0, 0, &part) == MT_ERR_ARGUMENT && strstr(mt_comm_last_error(mine), "has been destroyed"));
+    CHECK(mt_barrier(ctx, mine) == MT_ERR_ARGUMENT);
+    mt_comm_destroy(mine);
+    return MT_SUCCESS;
+}
+
+static void test_context_destroyed_first(void **state) {
+    job j = job_make(FOR_DEVICE, 2, outlive);
+    (void)state;
+    job_run(&j);
+}
+
+#if defined(MT_CUDA_ENGINE)
+/* ---- faults ------------------------------------------------------------------------------------------------------ */
+
+#define PATIENCE 0.4
+
+typedef struct fault {
+    mt_status status[RANKS_MAX];
+    double seconds[RANKS_MAX];
+    char text[RANKS_MAX][MTI_ERROR_BYTES];
+    int in_group;  /* 1: of two, split off, instead of everybody; 2: in that, then everybody */
+    int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: nobody waits */
+    int absent;    /* this rank does not even call; -1: nobody */
+} fault;
+
+static mt_status wait_somehow(mt_context *ctx, mt_comm *comm, int how, void *x) {
+    float back[4];
+    if (how == 1) return get(ctx, x, back, sizeof back);
+    return how == 2 ? mt_barrier(ctx, comm) : mt_context_synchronize(ctx);
+}
+
+/* What comes after the barrier goes wrong. */
+static mt_status suffer_on(job *j, mt_context *ctx, mt_comm *all, mt_comm *part, void *x) {
+    fault *f = (fault *)j->result;
+    int rank = mt_comm_rank(ctx->world);
+    double start = mti_now();
+    mt_status status = mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM);
+    if (f->how_waits == 3) return status;
+    if (f->in_group == 2) status = mt_all_reduce(ctx, all, x, x, 5, MT_F32, MT_SUM);
+    if (status == MT_SUCCESS) status = wait_somehow(ctx, part, f->how_waits, x);
+    f->seconds[rank] = mti_now() - start;
+    f->status[rank] = status;
+    snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(ctx));
+    if (status == MT_SUCCESS) return status;
+    CHECK(mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM) == MT_ERR_PEER);
+    CHECK(strstr(mt_last_error(ctx), "comes after this communicator broke"));
+    if (f->in_group == 2) CHECK(mt_barrier(ctx, all) == MT_ERR_PEER);
+    CHECK(mt_context_synchronize(ctx) == (j->how == FROM_CALLER && f->in_group != 1 ? MT_ERR_TIMEOUT : MT_SUCCESS));
+    return status;
+}
+
+static mt_status suffer(job *j, mt_context *ctx, mt_comm *comm) {
+    fault *f = (fault *)j->result;
+    int rank = mt_comm_rank(comm);
+    mt_comm *pair = NULL;
+    void *x;
+    mt_status status;
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mti_cuda_zero(ctx, x, 64));
+    if (f->in_group) MT_TRY(mt_comm_split(comm, rank / 2, rank, &pair));
+    if (pair) mt_comm_set_name(pair, "pair");
+    MT_TRY(mt_barrier(ctx, comm));
+    if (rank == f->absent) return MT_SUCCESS;
+    status = suffer_on(j, ctx, comm, pair ? pair : comm, x);
+    mt_comm_destroy(pair);
+    return status;
+}
+
+/* The ranks whose bits are set have timed out, in time, with both words; the others not. */
+static void expect(const job *j, const fault *f, unsigned ranks, const char *call, const char *name) {
+    for (int r = 0; r < j->ranks; r++) {
+        mt_status wanted = ranks >> r & 1 ? MT_ERR_TIMEOUT : MT_SUCCESS;
+        if (f->status[r] != wanted)
+            fail_msg("rank %d: %s, expected %s; %s", r, mt_status_name(f->status[r]), mt_status_name(wanted), f->text[r]);
+        if (wanted == MT_SUCCESS) continue;
+        assert_true(f->seconds[r] < PATIENCE + 2);
+        if (!strstr(f->text[r], call) || !strstr(f->text[r], name))
+            fail_msg("'%s' or '%s' is not in '%s'", call, name, f->text[r]);
+    }
+}
+
+static job fault_job(way how, int ranks, fault *f) {
+    job j = job_make(how, ranks, suffer);
+    memset(f, 0, sizeof *f);
+    f->absent = -1;
+    j.timeout = PATIENCE;
+    j.result = f;
+    return j;
+}
+
+/* A rank whose call never arrives, whoever waits in whatever way. The calls before: a barrier, and of a split one gather. */
+static void test_silent_rank(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how < WAYS; how++)
+        for (int waits = 0; waits < 3; waits++) {
+            fault f;
+            job j = fault_job((way)how, 3, &f);
+            f.how_waits = waits;
+            mte::nccl_silence(1, 1);
+            assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+            expect(&j, &f, 7, waits == 2 ? "barrier" : "all_reduce(count 4, f32, sum)", "\"world\" (3 ranks)");
+            mte::nccl_reset_faults();
+            nothing_left();
+        }
+}
+
+/* In another group nobody is disturbed. */
+static void test_silent_rank_in_a_group(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how < WAYS; how++) {
+        fault f;
+        job j = fault_job((way)how, 4, &f);
+        f.in_group = 1;
+        mte::nccl_silence(3, 2);
+        assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+        expect(&j, &f, 12, "all_reduce(count 4, f32, sum)", "\"pair\" (2 ranks)");
+        mte::nccl_reset_faults();
+        nothing_left();
+    }
+}
+
+/* Two collectives in the stream, one behind the other, and nobody knows which of them hangs. */
+static void test_two_that_hang(void **state) {
+    fault f;
+    job j = fault_job(FOR_DEVICE, 4, &f);
+    (void)state;
+    f.in_group = 2;
+    mte::nccl_silence(3, 2);
+    assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+    expect(&j, &f, 15, "all_reduce(count 4, f32, sum)", "\"pair\" (2 ranks)");
+    expect(&j, &f, 15, ", or ", "all_reduce(count 5, f32, sum) on \"world\" (4 ranks)");
+    mte::nccl_reset_faults();
+    nothing_left();
+}
+
+static void test_asynchronous_error(void **state) {
+    static const ncclResult_t errors[] = {ncclRemoteError, ncclSystemError, ncclInternalError};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        fault f;
+        job j = fault_job((way)(FOR_DEVICE + i), 2, &f);
+        mt_status status = errors[i] == ncclInternalError ? MT_ERR_SYSTEM : MT_ERR_PEER;
+        mte::nccl_fail_after(1, 1, errors[i]);
+        job_launch(&j, 0);
+        assert_int_equal(f.status[0], MT_ERR_TIMEOUT);
+        if (f.status[1] != status) fail_msg("%s, expected %s", mt_status_name(f.status[1]), mt_status_name(status));
+        assert_non_null(strstr(f.text[1], ncclGetErrorString(errors[i])));
+        assert_true(f.seconds[1] < PATIENCE);
+        mte::nccl_reset_faults();
+        nothing_left();
+    }
+}
+
+static void test_rank_that_leaves(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how < WAYS; how++) {
+        fault f;
+        job j = fault_job((way)how, 3, &f);
+        f.absent = 1;
+        assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+        expect(&j, &f, 5, "all_reduce(count 4, f32, sum)", "\"world\" (3 ranks)");
+        nothing_left();
+    }
+}
+
+static void test_destroy_waits_for_nobody_for_ever(void **state) {
+    fault f;
+    job j = fault_job(FOR_DEVICE, 3, &f);
+    (void)state;
+    f.how_waits = 3;
+    mte::nccl_silence(1, 1);
+    assert_int_equal(job_launch(&j, 0), MT_SUCCESS);
+    mte::nccl_reset_faults();
+    nothing_left();
+}
+
+/* Nobody waits for a peer that never joins. */
+static mt_status join_alone(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *pair = NULL;
+    double start = mti_now();
+    if (mt_comm_rank(comm) == 1) return MT_SUCCESS;
+    CHECK(mt_comm_create_nccl_id(ctx, (const mt_nccl_id *)j->result, 2, 0, PATIENCE, &pair) == MT_ERR_TIMEOUT && !pair);
+    CHECK(strstr(mt_last_error(ctx), "create on \"world\" (2 ranks): rank 0 waited"));
+    CHECK(mti_now() - start < PATIENCE + 2);
+    return MT_SUCCESS;
+}
+
+/* Both on GPU 0. */
+static mt_status join_on_one_gpu(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *pair = NULL;
+    const mt_nccl_id *id = (const mt_nccl_id *)j->result;
+    CHECK(mt_comm_create_nccl_id(ctx, id, 2, mt_comm_rank(comm), PATIENCE, &pair) == MT_ERR_ARGUMENT);
+    CHECK(!pair && strstr(mt_last_error(ctx), ": NCCL: invalid usage"));
+    return MT_SUCCESS;
+}
+
+static void test_ids_that_lead_nowhere(void **state) {
+    mt_nccl_id ids[2];
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        job j = job_make(FOR_DEVICE, 2, i ? join_on_one_gpu : join_alone);
+        assert_int_equal(ncclGetUniqueId((ncclUniqueId *)&ids[i]), ncclSuccess);
+        j.one_gpu = i;
+        j.result = &ids[i];
+        job_run(&j);
+    }
+}
+
+/* ---- what one rank cannot do, on ranks that share a GPU ---------------------------------------------------------- */
+
+typedef struct failure {
+    const char *call; /* of CUDA, that fails on rank 1 */
+    int after, what;
+    const char *name; /* in the sentence of the others */
+    mt_status status[RANKS_MAX];
+    char text[RANKS_MAX][MTI_ERROR_BYTES];
+} failure;
+
+static mt_status fail_alone(job *j, mt_context *ctx, mt_comm *comm) {
+    failure *f = (failure *)j->result;
+    int rank = mt_comm_rank(comm);
+    void *x, *y;
+    MT_TRY(mt_arena_alloc(ctx, BYTES, &x));
+    MT_TRY(mt_arena_alloc(ctx, BYTES, &y));
+    MT_TRY(mti_cuda_zero(ctx, x, BYTES));
+    MT_TRY(mt_barrier(ctx, comm));
+    if (rank == 1) mte::cuda_fail_after(f->call, f->after, cudaErrorLaunchFailure);
+    f->status[rank] = one_call(ctx, comm, f->what, MT_F32, x, y);
+    snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(ctx));
+    CHECK(mt_barrier(ctx, comm) == MT_ERR_PEER);
+    return MT_SUCCESS;
+}
+
+/* The others learn at once that it was rank 1, and why. */
+static void test_failure_of_one_rank_is_told(void **state) {
+    static const failure cases[] = {
+        {"cudaStreamSynchronize", 0, REDUCE_SUM, "all_reduce", {}, {}},
+        {"cudaStreamSynchronize", 1, REDUCE_SUM, "all_reduce", {}, {}},
+        {"a kernel launch", 0, SCATTER_SUM, "reduce_scatter", {}, {}},
+        {"cudaMemcpyAsync", 0, GATHER, "all_gather", {}, {}},
+        {"cudaMemcpyAsync", 0, BROADCAST, "broadcast", {}, {}},
+        {"cudaStreamSynchronize", 0, RING, "send_recv", {}, {}},
+        {"cudaMemcpyAsync", 0, RING, "send_recv", {}, {}},
+        {"cudaStreamSynchronize", 1, RING, "send_recv", {}, {}},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        failure f = cases[i];
+        job j = job_make(FOR_DEVICE, 3, fail_alone);
+        j.one_gpu = 1;
+        j.result = &f;
+        j.timeout = 20;
+        assert_int_equal(job_launch(&j, 1), MT_SUCCESS);
+        for (int r = 0; r < 3; r++) {
+            mt_status wanted = r == 1 ? MT_ERR_SYSTEM : MT_ERR_PEER;
+            if (f.what == RING && r == 2 && f.status[r] == MT_SUCCESS) continue; /* its messages have come and gone before */
+            if (f.status[r] != wanted || (r != 1 && (!strstr(f.text[r], f.name) || !strstr(f.text[r], "rank 1 failed") ||
+                                                     !strstr(f.text[r], "unspecified launch failure"))))
+                fail_msg("case %zu, rank %d: %s: %s", i, r, mt_status_name(f.status[r]), f.text[r]);
+        }
+    }
+}
+
+/* ---- registration ------------------------------------------------------------------------------------------------ */
+
+#define WIDE 768 /* 768 x 768 floats are more than 2 MiB */
+
+typedef struct registration {
+    int symmetric, version, own_allocator, communicators, windows, registered;
+} registration;
+
+static void *plain_alloc(void *user, size_t bytes, size_t alignment) {
+    void *p = NULL;
+    (void)user, (void)alignment;
+    return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+}
+
+static void plain_free(void *user, void *p, size_t bytes) {
+    (void)user, (void)bytes;
+    cudaFree(p);
+}
+
+/* The grid is 2 x 2: world, tensor, data and model hold the arena when it is symmetric, data the gradients. */
+static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
+    registration *r = (registration *)j->result;
+    mt_grid_desc shape = {2, 2, 0};
+    mt_grid grid;
+    mt_params *params = NULL;
+    mt_param_desc what;
+    mt_param *p;
+    mt_tensor x;
+    memset(&what, 0, sizeof what);
+    what.name = "wide";
+    what.rows = what.cols = WIDE;
+    what.init_value = 1.0f;
+    MT_TRY(mt_grid_create(comm, &shape, &grid));
+    MT_TRY(mt_params_create(ctx, &grid, &params));
+    MT_TRY(mt_params_add(ctx, params, &what, &p));
+    MT_TRY(mt_params_init(ctx, params, 1));
+    MT_TRY(mt_barrier(ctx, comm));
+    if (mt_comm_rank(comm) == 0) {
+        r->windows = mte::nccl_counts().windows;
+        r->registered = mte::nccl_counts().registered;
+    }
+    MT_TRY(mt_barrier(ctx, comm));
+    MT_TRY(mt_fill(ctx, p->grad, 0.5f));
+    MT_TRY(mt_accumulate_gradients(ctx, params));
+    MT_TRY(mt_sync_gradients(ctx, params));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 64, &x));
+    MT_TRY(mt_fill(ctx, x, 1.0f));
+    MT_TRY(mt_all_reduce(ctx, grid.tensor, x.data, x.data, 64, MT_F32, MT_SUM));
+    mt_params_destroy(params); /* frees what is registered, with the sum in the stream */
+    CHECK(mte::nccl_counts().windows <= r->windows);
+    mt_grid_destroy(&grid);
+    return MT_SUCCESS;
+}
+
+static void test_registration(void **state) {
+    /* symmetric, version, own allocator; communicators made; windows; registrations, of 4 ranks */
+    static const registration cases[] = {
+        {0, 0, 0, 16, 4, 4},
+        {1, 0, 0, 16, 20, 20},
+        {1, NCCL_VERSION(2, 26, 2), 0, 16, 0, 20},
+        {1, 0, 1, 16, 0, 0},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        registration r = cases[i];
+        job j = job_make(FOR_DEVICE, 4, register_all);
+        int before = mte::nccl_counts().created;
+        mte::nccl_set_version(r.version);
+        r.windows = r.registered = -1;
+        j.result = &r;
+        j.where.arena_symmetric = r.symmetric;
+        j.where.arena_bytes = (size_t)3 << 20;
+        if (r.own_allocator) j.where.allocator.alloc = plain_alloc;
+        if (r.own_allocator) j.where.allocator.free = plain_free;
+        job_run(&j);
+        assert_int_equal(mte::nccl_counts().created - before, cases[i].communicators);
+        assert_int_equal(r.windows, cases[i].windows);
+        assert_int_equal(r.registered, cases[i].registered);
+    }
+    mte::nccl_set_version(0);
+}
+#endif
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_collectives),
+        cmocka_unit_test(test_collectives_in_invariant_mode),
+        cmocka_unit_test(test_ranks_on_one_gpu),
+        cmocka_unit_test(test_long_sums_in_invariant_mode),
+        cmocka_unit_test(test_split),
+        cmocka_unit_test(test_no_communicator_for_one),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_context_destroyed_first),
+#if defined(MT_CUDA_ENGINE)
+        cmocka_unit_test(test_silent_rank),
+        cmocka_unit_test(test_silent_rank_in_a_group),
+        cmocka_unit_test(test_two_that_hang),
+        cmocka_unit_test(test_asynchronous_error),
+        cmocka_unit_test(test_rank_that_leaves),
+        cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
+        cmocka_unit_test(test_ids_that_lead_nowhere),
+        cmocka_unit_test(test_failure_of_one_rank_is_told),
+        cmocka_unit_test(test_registration),
+#endif
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
