@@ -65,12 +65,29 @@ on_the_engine() {
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
     check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_nccl
     check "the GPT over NCCL" cuda_test fast "-O2 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
+    check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
 }
 
 every_order() {
     for order in lazy greedy random; do
         (export MTE_STREAMS=$order && "$@") || return 1
     done
+}
+
+# A program's own kernels, launched in CUDA's way, which only nvcc reads.
+nccl_example() {
+    # shellcheck disable=SC2016  # a pattern
+    sed 's/\([a-z_]*\)<<<\(.*\)>>>(/MTI_LAUNCH(\1, \2, /' examples/03_nccl.cu >"$build/03_nccl.cu" || return 1
+    # shellcheck disable=SC2086  # lists of flags
+    "$CXX" -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h -I. -x c++ -c "$build/03_nccl.cu" -o "$build/fast/03_nccl.o" || return 1
+    (cd "$build/fast" && "$CXX" 03_nccl.o core.o runtime.o check.o blaslt.o nccl.o -o 03_nccl -lpthread) || return 1
+    "$CC" -O2 -I. examples/01_mlp.c -o "$build/01_mlp" -lm -lpthread && "$build/01_mlp" 2 >"$build/01_mlp.txt" \
+        && "$build/fast/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
+    paste "$build/01_mlp.txt" "$build/03_nccl.txt" | awk '
+        $1 == "step" { n++; d = $4 - $8; if (d < 0) d = -d; if ($2 != $6 || !($4 > 0) || d > 1e-4 * $4) wrong = 1; next }
+        { half = NF / 2; for (i = 1; i <= half; i++) if ($i != $(i + half)) wrong = 1; last = 1 }
+        END { exit !(n == 6 && last && !wrong) }'
 }
 
 checked_operators() {
@@ -125,11 +142,12 @@ builds_for_all() {
     return 0
 }
 
-# The same with NCCL; one architecture, for time.
+# The same with NCCL, and the example that has a communicator of its own; one architecture, for time.
 builds_with_nccl() {
     [ -f "$cuda/include/nccl.h" ] || { echo "no nccl.h in $cuda/include"; return 1; }
     nvcc -O3 -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
             -o "$build/implementation_nccl.o" \
+        && nvcc -O3 -I. -Werror all-warnings -arch=sm_90 examples/03_nccl.cu -o "$build/03_nccl" -lcublasLt -lnccl \
         && links_from_c implementation_nccl.o -lnccl
 }
 
