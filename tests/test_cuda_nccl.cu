@@ -546,6 +546,7 @@ typedef struct fault {
     int in_group;  /* 1: of two, split off, instead of everybody; 2: in that, then everybody */
     int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: nobody waits */
     int absent;    /* this rank does not even call; -1: nobody */
+    int beside;    /* 1: on the second stream; the call is waited for unless how_waits is 3 */
 } fault;
 
 static mt_status wait_somehow(mt_context *ctx, mt_comm *comm, int how, void *x) {
@@ -559,8 +560,11 @@ static mt_status suffer_on(job *j, mt_context *ctx, mt_comm *all, mt_comm *part,
     fault *f = (fault *)j->result;
     int rank = mt_comm_rank(ctx->world);
     double start = mti_now();
-    mt_status status = mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM);
+    mt_status status = f->beside ? mt_overlap_begin(ctx, part, MT_OVERLAP_ALL) : MT_SUCCESS;
+    if (status == MT_SUCCESS) status = mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM);
+    if (f->beside) status = mt_overlap_end(ctx, 0, status);
     if (f->how_waits == 3) return status;
+    if (f->beside) MT_TRY(mt_overlap_wait(ctx, 0));
     if (f->in_group == 2) status = mt_all_reduce(ctx, all, x, x, 5, MT_F32, MT_SUM);
     if (status == MT_SUCCESS) status = wait_somehow(ctx, part, f->how_waits, x);
     f->seconds[rank] = mti_now() - start;
@@ -689,12 +693,27 @@ static void test_rank_that_leaves(void **state) {
 }
 
 static void test_destroy_waits_for_nobody_for_ever(void **state) {
-    fault f;
-    job j = fault_job(FOR_DEVICE, 3, &f);
     (void)state;
-    f.how_waits = 3;
-    mte::nccl_silence(1, 1);
-    assert_int_equal(job_launch(&j, 0), MT_SUCCESS);
+    for (int beside = 0; beside < 2; beside++) {
+        fault f;
+        job j = fault_job(FOR_DEVICE, 3, &f);
+        f.how_waits = 3;
+        f.beside = beside;
+        mte::nccl_silence(1, 1);
+        assert_int_equal(job_launch(&j, 0), MT_SUCCESS);
+        mte::nccl_reset_faults();
+        nothing_left();
+    }
+}
+
+static void test_silent_rank_beside_computation(void **state) {
+    fault f;
+    job j = fault_job(FROM_ID, 2, &f);
+    (void)state;
+    f.beside = 1;
+    mte::nccl_silence(0, 1);
+    assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+    expect(&j, &f, 3, "all_reduce(count 4, f32, sum)", "\"world\" (2 ranks)");
     mte::nccl_reset_faults();
     nothing_left();
 }
@@ -886,6 +905,7 @@ int main(void) {
         cmocka_unit_test(test_asynchronous_error),
         cmocka_unit_test(test_rank_that_leaves),
         cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
+        cmocka_unit_test(test_silent_rank_beside_computation),
         cmocka_unit_test(test_ids_that_lead_nowhere),
         cmocka_unit_test(test_failure_of_one_rank_is_told),
         cmocka_unit_test(test_registration),
