@@ -840,6 +840,19 @@ static void test_context_arguments(void **state) {
     assert_non_null(strstr(mt_comm_last_error(comm), "device 9"));
     assert_string_equal(log.last, mt_comm_last_error(comm));
     d = small();
+    d.device = MT_DEVICE_META;
+    d.planned = MT_DEVICE_META; /* is none that can be planned for */
+    ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "device 2"));
+    d = small();
+    d.gemm_choice = (mt_gemm_choice)2;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "gemm_choice is 2, epilogue 0"));
+    d = small();
+    d.epilogue = (mt_epilogue)3;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "epilogue 3"));
+    d = small();
     d.allocator.alloc = count_alloc;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     d = small();
