@@ -412,6 +412,49 @@ static void test_epilogues_captured(void **state) {
 }
 #endif
 
+/* The most that operators with scratch memory take from the arena; every operand of the product has to be copied. */
+static size_t scratch_of(mt_context *ctx, int op) {
+    mt_tensor a, b, c, stats, row;
+    size_t mark = mt_arena_mark(ctx), peak;
+    OK(ctx, mt_arena_tensor(ctx, MT_BF16, 40, 23, &a));
+    OK(ctx, mt_arena_tensor(ctx, MT_F16, 23, 31, &b));
+    OK(ctx, mt_arena_tensor(ctx, MT_BF16, 40, 31, &c));
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, 40, 2, &stats));
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, 1, 31, &row));
+    OK(ctx, mt_fill(ctx, a, 0.5f));
+    OK(ctx, mt_fill(ctx, b, 0.5f));
+    OK(ctx, mt_fill(ctx, c, 0.5f));
+    OK(ctx, mt_fill(ctx, stats, 0.5f));
+    OK(ctx, mt_fill(ctx, row, 0.5f));
+    mt_arena_reset_peak(ctx);
+    if (op == 0) OK(ctx, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, 1.0f, c));
+    if (op == 1) OK(ctx, mt_bias_backward(ctx, c, row));
+    if (op == 2) OK(ctx, mt_sum(ctx, c, mt_tensor_cols(row, 0, 1)));
+    if (op == 3) OK(ctx, mt_norm_backward(ctx, MT_LAYER_NORM, mt_tensor_cols(a, 0, 23), mt_tensor_cols(row, 0, 23), stats, a,
+                                          mt_none(), mt_tensor_cols(c, 0, 23), mt_tensor_cols(row, 0, 23), mt_none()));
+    peak = mt_arena_peak(ctx) - mark;
+    mt_arena_release(ctx, mark);
+    return peak;
+}
+
+static void test_planned_scratch(void **state) {
+    mt_context_desc where;
+    mt_context *meta = NULL, *on_cpu = NULL;
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_META;
+    OK(fused, mt_context_create(NULL, &where, &on_cpu));
+    where.planned = MT_DEVICE_CUDA;
+    OK(fused, mt_context_create(NULL, &where, &meta));
+    for (int op = 0; op < 4; op++) {
+        assert_int_equal(scratch_of(meta, op), scratch_of(separate, op));
+        assert_int_equal(scratch_of(on_cpu, op), scratch_of(cpu, op));
+        assert_int_equal(mt_arena_mark(meta), 0);
+    }
+    mt_context_destroy(on_cpu);
+    mt_context_destroy(meta);
+}
+
 static int open_contexts(void **state) {
     (void)state;
     cpu = context_of(MT_DEVICE_CPU, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
@@ -434,6 +477,7 @@ int main(void) {
         cmocka_unit_test(test_what_is_fused),
         cmocka_unit_test(test_mixed),
         cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_planned_scratch),
         cmocka_unit_test(test_measured_has_the_same_bits),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_the_fastest_of_those_that_round_alike),
