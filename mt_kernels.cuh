@@ -4092,7 +4092,7 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
         MTI_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
         MT_TRY(run());
         MTI_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
-        MTI_CUDA_TRY(ctx, cudaEventSynchronize(lt->end));
+        MT_TRY(mti_cuda_synchronize(ctx)); /* for peers before it with their timeout */
         MTI_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
         for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
         all[at] = x;
