@@ -879,6 +879,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->no_overlap = d->no_overlap;
     ctx->overlap_chunks = d->overlap_chunks;
     ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
+    ctx->capability = 90; /* of a GPU that is planned: its attention takes more scratch than an older one's */
     ctx->gemm_choice = d->gemm_choice;
     ctx->epilogue = d->invariant ? MT_EPILOGUE_SEPARATE : d->epilogue;
     ctx->world = world;

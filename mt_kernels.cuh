@@ -3831,6 +3831,7 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
     f.lse = (float *)memory;
     f.delta = f.lse + stats;
+    MT_TRY(mti_cuda_enter(a->ctx));
     MTI_LAUNCH(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256, 0,
                a->ctx->stream, f);
     MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));
@@ -3862,8 +3863,8 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
     const mt_attention_shape *s = a->shape;
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(a->ctx));
     if (mti_flash_fits(a)) return mti_flash_run_backward(a);
+    MT_TRY(mti_cuda_enter(a->ctx));
     MTI_LAUNCH(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream,
                mti_plain_of(a));
     MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));

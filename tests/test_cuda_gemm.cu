@@ -414,8 +414,15 @@ static void test_epilogues_captured(void **state) {
 
 /* The most that operators with scratch memory take from the arena; every operand of the product has to be copied. */
 static size_t scratch_of(mt_context *ctx, int op) {
-    mt_tensor a, b, c, stats, row;
+    mt_tensor a, b, c, stats, row, qkv, heads;
+    mt_attention_shape shape;
     size_t mark = mt_arena_mark(ctx), peak;
+    memset(&shape, 0, sizeof shape);
+    shape.batch = 1, shape.seq = 40, shape.groups = 1, shape.heads_per_group = 1, shape.head_dim = 64;
+    OK(ctx, mt_arena_tensor(ctx, MT_BF16, 80, 3 * 64, &qkv));
+    OK(ctx, mt_arena_tensor(ctx, MT_BF16, 40, 2 * 64, &heads));
+    OK(ctx, mt_fill(ctx, qkv, 0.5f));
+    OK(ctx, mt_fill(ctx, heads, 0.5f));
     OK(ctx, mt_arena_tensor(ctx, MT_BF16, 40, 23, &a));
     OK(ctx, mt_arena_tensor(ctx, MT_F16, 23, 31, &b));
     OK(ctx, mt_arena_tensor(ctx, MT_BF16, 40, 31, &c));
@@ -432,6 +439,11 @@ static size_t scratch_of(mt_context *ctx, int op) {
     if (op == 2) OK(ctx, mt_sum(ctx, c, mt_tensor_cols(row, 0, 1)));
     if (op == 3) OK(ctx, mt_norm_backward(ctx, MT_LAYER_NORM, mt_tensor_cols(a, 0, 23), mt_tensor_cols(row, 0, 23), stats, a,
                                           mt_none(), mt_tensor_cols(c, 0, 23), mt_tensor_cols(row, 0, 23), mt_none()));
+    if (op == 4) { /* on tensor cores */
+        b = mt_tensor_make(stats.data, MT_F32, 1, 40);
+        OK(ctx, mt_attention_backward(ctx, &shape, mt_tensor_rows(qkv, 0, 40), mt_tensor_cols(heads, 0, 64), b,
+                                      mt_tensor_cols(heads, 64, 64), mt_tensor_rows(qkv, 40, 40)));
+    }
     peak = mt_arena_peak(ctx) - mark;
     mt_arena_release(ctx, mark);
     return peak;
@@ -446,7 +458,7 @@ static void test_planned_scratch(void **state) {
     OK(fused, mt_context_create(NULL, &where, &on_cpu));
     where.planned = MT_DEVICE_CUDA;
     OK(fused, mt_context_create(NULL, &where, &meta));
-    for (int op = 0; op < 4; op++) {
+    for (int op = 0; op < 5; op++) {
         assert_int_equal(scratch_of(meta, op), scratch_of(separate, op));
         assert_int_equal(scratch_of(on_cpu, op), scratch_of(cpu, op));
         assert_int_equal(mt_arena_mark(meta), 0);
