@@ -55,7 +55,7 @@ check "row-parallel bias added before the reduction" \
     's|^    MT_TRY(mti_reduce_tokens(ctx, layer->tensor, sp, partial, y));|    if (layer->bias) MT_TRY(mt_bias_forward(ctx, partial, layer->bias->value));&|'
 check "input gradient of a column-parallel layer not reduced" \
     finds "1 output_layer.input_grad" "--tp 2" mt_parallel.h \
-    's|^        else MT_TRY(mt_copy_to_tensor_region_backward(ctx, layer->tensor, dx));||'
+    's|mti_reduce_tokens(ctx, layer->tensor, sp, partial, dx))|MT_SUCCESS)|'
 check "attention dropout drawn by local head" \
     finds "1 decoder.layers.0.self_attention.core_attention.output" "--tp 4" megatron.h \
     's|^    s.dropout.at.first_col = a->first_group \* s.heads_per_group;||'
@@ -64,7 +64,7 @@ check "hidden dropout drawn by local token under sequence parallelism" \
     's|batch->first_sequence \* batch->seq + (sequence_parallel ? mt_comm_rank(tensor) \* rows : 0)|batch->first_sequence * batch->seq|'
 check "weights drawn by local element" \
     finds "1 decoder.layers.0.self_attention.linear_qkv.output" "--tp 2" mt_parallel.h \
-    's/MT_SPLIT_COLS ? 0 : b.global;/MT_SPLIT_COLS ? 0 : mti_param_block(p, 0, i).global;/'
+    's/MT_SPLIT_COLS ? 0 : b.global;/MT_SPLIT_COLS ? 0 : b.global % p->local_features;/'
 check "target looked up by local vocabulary index" \
     finds "1 loss.output" "--tp 2" mt_parallel.h \
     's|^    shape.first_col = ((int64_t)mt_comm_rank(tensor) \* shards + shard) \* shard_cols;|    shape.first_col = shard * shard_cols;|'
