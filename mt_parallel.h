@@ -1,5 +1,5 @@
 /* mt_parallel.h - process grid, parallel parameters, column- and row-parallel linear, vocabulary-parallel embedding and
-   cross-entropy, gradient sync and norm, AdamW.
+   cross-entropy, gradient sync and norm, loss scaling, AdamW.
 
    Do this (every rank; ctx from mt_comm.h):
        mt_grid grid;        mt_grid_desc shape = {.tensor = 8};             // data parallel over the rest
@@ -265,7 +265,8 @@ typedef struct mt_cross_entropy_saved {
     const int32_t *targets;
 } mt_cross_entropy_saved;
 
-/* logits [tokens, local vocabulary] as an output head without gather_output leaves them; targets [tokens]; loss [1, tokens].
+/* logits [tokens, local vocabulary], of any float type, as an output head without gather_output leaves them; targets
+   [tokens]; loss [1, tokens], MT_F32 as all between the two.
    One collective over `tensor`: an all-gather of four scalars per token (and virtual shard). backward turns the saved logits,
    in place, into scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,

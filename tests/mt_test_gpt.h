@@ -28,7 +28,9 @@ typedef struct gpt_result {
 typedef struct gpt_run {
     mt_device device;
     mt_dtype dtype;
-    int tensor, data, sequence_parallel, invariant, llama, stochastic;
+    int tensor, data, sequence_parallel, invariant;
+    int llama;        /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals */
+    int stochastic;
     float loss_scale; /* to begin with; 0: none */
     int first_step;   /* which dropout begins with */
     gpt_result *out;
@@ -55,13 +57,14 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.layers = 2;
     d.max_seq = GPT_SEQ;
     d.embedding_dropout = 0.1f;
-    d.layer.hidden = r->llama ? 32 : 24;
-    d.layer.heads = r->llama ? 16 : 8;
+    d.layer.hidden = r->llama == 1 ? 32 : 24;
+    d.layer.heads = r->llama == 1 ? 16 : 8;
     d.layer.kv_heads = 8;
     d.layer.ffn = 44;
     d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
     d.layer.sequence_parallel = r->sequence_parallel;
-    if (!r->llama) return d;
+    if (r->llama == 2) d.layer.placement = MT_POST_LN;
+    if (r->llama != 1) return d;
     d.untied_head = 1;
     d.label_smoothing = 0.1f;
     d.layer.norm = MT_RMS_NORM;
@@ -202,8 +205,9 @@ static inline mt_status gpt_rank(mt_comm *world, void *user) {
 }
 
 static inline const char *gpt_name(const gpt_run *r) {
+    static const char *const names[] = {"GPT-2", "Llama", "post-LN"};
     static char text[96];
-    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d%s", r->llama ? "Llama" : "GPT-2", mt_dtype_name(r->dtype),
+    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d%s", names[r->llama], mt_dtype_name(r->dtype),
              r->tensor, r->data, r->sequence_parallel ? ", sequence parallel" : "");
     return text;
 }

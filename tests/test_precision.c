@@ -13,6 +13,11 @@ static float round16(mt_dtype dtype, float x) { /* the conversions themselves ar
     return dtype == MT_BF16 ? mti_bf16_to_f32(mti_f32_to_bf16(x)) : dtype == MT_F16 ? mti_f16_to_f32(mti_f32_to_f16(x)) : x;
 }
 
+static float element(mt_tensor t, int64_t i) {
+    if (t.dtype == MT_F32) return ((float *)t.data)[i];
+    return t.dtype == MT_BF16 ? mti_bf16_to_f32(((uint16_t *)t.data)[i]) : mti_f16_to_f32(((uint16_t *)t.data)[i]);
+}
+
 /* ---- a registry of every kind of parameter ---------------------------------------------------------------------------- */
 
 #define KINDS 5
@@ -160,6 +165,7 @@ static mt_status shard_body(test_rank *r, mt_optimizer *o) {
     MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
     for (int k = 0; k < KINDS; k++) {
         mt_param *p = mt_params_at(r->params, k);
+        CHECK((uintptr_t)p->value.data % 64 == 0 && (uintptr_t)p->grad.data % 64 == 0);
         whole_gradient(k, 7, whole);
         MT_TRY(mt_param_scatter(r->ctx, p, whole, p->value));
         MT_TRY(mt_param_gather(r->ctx, r->params, p, p->value, back));
@@ -179,7 +185,7 @@ static mt_status shard_body(test_rank *r, mt_optimizer *o) {
                 real += block.count * (n / p->local_features);
             }
             for (int64_t i = 0; i < n; i++)
-                zero += all[t].dtype == MT_F32 ? ((float *)all[t].data)[i] == 0.0f : ((uint16_t *)all[t].data)[i] == 0;
+                zero += element(all[t], i) == 0.0f;
             if (p->desc.placement != MT_REPLICATED) CHECK(zero == n - real);
         }
     }
@@ -403,7 +409,10 @@ static mt_status small_steps_rank(mt_comm *world, void *user) {
     }
     x = test_floats(&r, 64 * 64, 0.0f);
     MT_TRY(mt_param_gather(r.ctx, r.params, p, p->value, x));
-    for (int i = 0; i < 64 * 64; i++) sum += (double)x[i];
+    for (int i = 0; i < 64 * 64; i++) {
+        sum += (double)x[i];
+        CHECK(x[i] > 0.9f); /* falls by a gap 2.6 times of 100; 25 times, or every time, is not random */
+    }
     /* 100 roundings of up to half a gap 2^-8 each, 4096 elements: five standard deviations of the mean */
     CHECK(fabs(sum / 4096 - 0.99) <= 5 * sqrt(100.0 / 4096) * ldexp(1, -9));
     mt_optimizer_destroy(r.ctx, &o);
@@ -670,6 +679,103 @@ static void test_bytes_of_a_parameter(void **state) {
         }
 }
 
+/* ---- linear layers with whole inputs and outputs ------------------------------------------------------------------------- */
+
+enum { LINEAR_TOKENS = 6, LINEAR_IN = 10, LINEAR_OUT = 13 }; /* which neither 2 nor 4 ranks divide */
+
+static mt_tensor half_noise(test_rank *r, int64_t rows, int64_t cols, uint64_t seed, float *wide) {
+    mt_dtype dtype = mt_params_dtype(r->params);
+    uint16_t *x = (uint16_t *)test_floats(r, rows * cols, 0.0f);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        wide[i] = round16(dtype, test_float(&seed));
+        x[i] = dtype == MT_BF16 ? mti_f32_to_bf16(wide[i]) : mti_f32_to_f16(wide[i]);
+    }
+    return mt_tensor_make(x, dtype, rows, cols);
+}
+
+/* c [m, n] = op(a) op(b), in double, against what a layer made of 16-bit a and b. Its sum was rounded in each of `roundings`
+   places, each time by u times the sum of all terms at most. */
+static mt_status check_product(const char *what, const float *a, int ta, const float *b, int tb, int m, int n, int k,
+                               const float *bias, mt_tensor c, double u, int roundings) {
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            double sum = bias ? (double)bias[j] : 0, size = fabs(sum), got;
+            for (int l = 0; l < k; l++) {
+                double term = (double)a[ta ? l * m + i : i * k + l] * (double)b[tb ? j * k + l : l * n + j];
+                sum += term;
+                size += fabs(term);
+            }
+            got = (double)element(c, i * n + j);
+            if (fabs(got - sum) <= (u * roundings + 1e-6) * size) continue;
+            fprintf(stderr, "%s[%d, %d] is %.9g, must be %.9g\n", what, i, j, got, sum);
+            return MT_ERR_DATA;
+        }
+    return MT_SUCCESS;
+}
+
+static mt_status linear_body(test_rank *r, int column) {
+    mt_linear_desc d = {.in_features = LINEAR_IN, .out_features = LINEAR_OUT, .init_std = 0.5f, .gather_output = column};
+    mt_column_parallel_linear c;
+    mt_row_parallel_linear w;
+    mt_param *weight, *bias;
+    mt_linear_saved saved;
+    float x[LINEAR_TOKENS * LINEAR_IN], dy[LINEAR_TOKENS * LINEAR_OUT], all[LINEAR_IN * LINEAR_OUT], b[LINEAR_OUT];
+    double u = gpt_roundoff(mt_params_dtype(r->params));
+    int ranks = mt_comm_size(r->world);
+    mt_tensor tx, ty, tdx, tdy;
+    if (column) MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "fc", &d, &c));
+    else MT_TRY(mt_row_parallel_linear_create(r->ctx, r->params, "fc", &d, &w));
+    MT_TRY(mt_params_init(r->ctx, r->params, 3));
+    weight = mt_params_find(r->params, "fc.weight");
+    bias = mt_params_find(r->params, "fc.bias");
+    for (int i = 0; i < LINEAR_OUT; i++) b[i] = 0.125f * (float)(i - 5);
+    MT_TRY(mt_param_scatter(r->ctx, bias, b, bias->value));
+    MT_TRY(mt_param_gather(r->ctx, r->params, weight, weight->value, all));
+    tx = half_noise(r, LINEAR_TOKENS, LINEAR_IN, 1, x);
+    tdy = half_noise(r, LINEAR_TOKENS, LINEAR_OUT, 2, dy);
+    MT_TRY(mt_arena_tensor(r->ctx, tx.dtype, LINEAR_TOKENS, LINEAR_IN, &tdx));
+    MT_TRY(mt_arena_tensor(r->ctx, tx.dtype, LINEAR_TOKENS, LINEAR_OUT, &ty));
+    if (column) {
+        MT_TRY(mt_column_parallel_linear_forward(r->ctx, &c, tx, ty, &saved));
+        MT_TRY(mt_column_parallel_linear_backward(r->ctx, &c, tdy, tdx, &saved));
+    } else {
+        MT_TRY(mt_row_parallel_linear_forward(r->ctx, &w, tx, ty, &saved));
+        MT_TRY(mt_row_parallel_linear_backward(r->ctx, &w, tdy, tdx, &saved));
+    }
+    /* each rank's part, where there are any, their sum, the bias */
+    MT_TRY(check_product("y", x, 0, all, 1, LINEAR_TOKENS, LINEAR_OUT, LINEAR_IN, b, ty, u, 3));
+    MT_TRY(check_product("dx", dy, 0, all, 0, LINEAR_TOKENS, LINEAR_IN, LINEAR_OUT, NULL, tdx, u, column && ranks > 1 ? 2 : 1));
+    MT_TRY(mt_param_gather(r->ctx, r->params, weight, weight->grad, all));
+    return check_product("dW", dy, 1, x, 0, LINEAR_OUT, LINEAR_IN, LINEAR_TOKENS, NULL,
+                         mt_tensor_f32(all, LINEAR_OUT, LINEAR_IN), 0, 0);
+}
+
+typedef struct linear_case {
+    mt_dtype dtype;
+    int column;
+} linear_case;
+
+static mt_status linear_rank(mt_comm *world, void *user) {
+    const linear_case *c = (const linear_case *)user;
+    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    test_rank r;
+    mt_status status = test_rank_open(world, all, NULL, &r);
+    if (status == MT_SUCCESS) status = mt_params_set_dtype(r.ctx, r.params, c->dtype);
+    if (status == MT_SUCCESS) status = linear_body(&r, c->column);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_linear_layers(void **state) {
+    (void)state;
+    for (int h = 0; h < 2; h++)
+        for (int column = 0; column < 2; column++)
+            for (int ranks = 1; ranks <= 4; ranks *= 2) {
+                linear_case c = {halves[h], column};
+                test_launch(ranks, linear_rank, &c);
+            }
+}
+
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
 
 static void test_refused_types(void **state) {
@@ -760,7 +866,7 @@ static mt_status gradients_rank(mt_comm *world, void *user) {
 static void test_gpt_gradients(void **state) {
     gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
     (void)state;
-    for (r.llama = 0; r.llama < 2; r.llama++)
+    for (r.llama = 0; r.llama < 3; r.llama++)
         for (int h = 0; h < 2; h++)
             for (r.tensor = 1; r.tensor <= 4; r.tensor *= 2)
                 for (r.sequence_parallel = 0; r.sequence_parallel < 2; r.sequence_parallel++) {
@@ -791,6 +897,38 @@ static void test_gpt_trains_as_in_f32(void **state) {
                 for (int64_t j = 0; j < half.count; j++) assert_true(half.weights[j] == round16(x.dtype, half.masters[j]));
             }
     }
+}
+
+/* Logits in f32 are what a 16-bit model rounds when it is asked for its own type. */
+static mt_status logits_rank(mt_comm *world, void *user) {
+    const gpt_run *r = (const gpt_run *)user;
+    mt_batch batch = {.sequences = 1, .seq = GPT_SEQ};
+    int32_t ids[GPT_SEQ] = {3, 1, 4, 1, 5, 9, 2, 6};
+    mt_tensor f32, half;
+    gpt_worker w;
+    mt_status status = gpt_open(world, r, &w);
+    if (status == MT_SUCCESS) status = mt_arena_tensor(w.ctx, MT_F32, GPT_SEQ, GPT_VOCAB, &f32);
+    if (status == MT_SUCCESS) status = mt_arena_tensor(w.ctx, r->dtype, GPT_SEQ, GPT_VOCAB, &half);
+    if (status == MT_SUCCESS) status = mt_gpt_logits(w.ctx, &w.gpt, &batch, ids, f32);
+    if (status == MT_SUCCESS) status = mt_gpt_logits(w.ctx, &w.gpt, &batch, ids, half);
+    for (int i = 0, exact = 0; status == MT_SUCCESS && i < GPT_SEQ * GPT_VOCAB; i++) {
+        float x = element(f32, i);
+        exact += x == round16(r->dtype, x);
+        if (element(half, i) != round16(r->dtype, x) || exact > GPT_VOCAB) status = MT_ERR_DATA;
+    }
+    gpt_close(&w);
+    return status;
+}
+
+static void test_logits(void **state) {
+    gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
+    (void)state;
+    for (int h = 0; h < 2; h++)
+        for (r.tensor = 1; r.tensor <= 4; r.tensor *= 2) {
+            r.dtype = halves[h];
+            r.llama = h;
+            gpt_launch(&r, logits_rank, &r);
+        }
 }
 
 /* From 2^32 the loss overflows until the scale fits. Skipped steps leave no trace: what follows, until the next one, has the
@@ -861,9 +999,11 @@ int main(void) {
         cmocka_unit_test(test_one_rank_overflows),
         cmocka_unit_test(test_layer_moves_and_saves_half),
         cmocka_unit_test(test_bytes_of_a_parameter),
+        cmocka_unit_test(test_linear_layers),
         cmocka_unit_test(test_refused_types),
         cmocka_unit_test(test_gpt_gradients),
         cmocka_unit_test(test_gpt_trains_as_in_f32),
+        cmocka_unit_test(test_logits),
         cmocka_unit_test(test_gpt_finds_its_scale),
         cmocka_unit_test(test_gpt_invariant),
         cmocka_unit_test(test_gpt_differs_without_the_mode),
