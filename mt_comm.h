@@ -187,6 +187,7 @@ typedef struct mt_context_desc {
 MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out);
 MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
+MT_API int mt_device_count(mt_device device); /* what mt_context_desc.ordinal counts: GPUs, 0 when not built; 1 of the others */
 MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
@@ -673,6 +674,11 @@ static mt_status mti_cuda_enter(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
+static int mti_cuda_count(void) {
+    int devices = 0;
+    return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : (cudaGetLastError(), 0);
+}
+
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     int devices = 0, major = 0, minor = 0, lowest, highest, i;
     ctx->ordinal = desc->ordinal;
@@ -792,6 +798,7 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
+static int mti_cuda_count(void) { return 0; }
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
@@ -937,6 +944,7 @@ MT_API mt_status mt_context_synchronize(mt_context *ctx) {
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx ? ctx->stream : NULL; }
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
+MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
 MT_API int mt_context_invariant_data(const mt_context *ctx) { return ctx ? ctx->invariant_data : 0; }
 MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }

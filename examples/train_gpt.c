@@ -2,10 +2,12 @@
 
    cc -O3 -march=native -I. examples/train_gpt.c -o train_gpt -lm -lpthread
    cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
+   nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt
 
    ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this project's own
                                     headers and README (run it from the checkout's root)
    ./train_gpt --data FILE --tp 4 --dp 2 --steps 1000
+   ./train_gpt --device cuda --dtype bf16      on GPUs: rank r on GPU r, or shared when there are more ranks than GPUs
    ./train_gpt --help               all flags
 
    FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
@@ -31,10 +33,13 @@ typedef struct options {
     double tp, dp, layers, hidden, heads, kv_heads, ffn, seq, batch, micro_batch, steps, warmup, seed, eval_interval;
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
     double temperature, timeout;
-    int sequence_parallel, no_pinning, rotary, swiglu, rmsnorm, untied, dry_run, help;
+    int dtype, device, sequence_parallel, no_pinning, rotary, swiglu, rmsnorm, untied, dry_run, help;
 } options;
 
-enum { TEXT, WHOLE, REAL, SWITCH };
+enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE };
+
+/* The words of mt_dtype and mt_device that can be chosen, in their order. */
+static const char *const choices[][3] = {{"f32", "bf16", "f16"}, {"cpu", "cuda", NULL}};
 
 typedef struct flag {
     const char *name;
@@ -47,6 +52,8 @@ typedef struct flag {
 #define AT(field) offsetof(options, field)
 static const flag flags[] = {
     {"data", TEXT, AT(data), 0, 0, "FILE to train on; default: this project's headers and README"},
+    {"device", DEVICE, AT(device), 0, 1, "cpu or cuda"},
+    {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations; f16 scales the loss"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"},
     {"layers", WHOLE, AT(layers), 1, 1024, "transformer layers"},
@@ -90,9 +97,20 @@ static const flag flags[] = {
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
 
+static int parse_choice(const flag *f, const char *text, options *o) {
+    for (int i = 0; i <= (int)f->high; i++) {
+        if (strcmp(text, choices[f->kind - DTYPE][i]) != 0) continue;
+        memcpy(field(f, o), &i, sizeof i);
+        return 1;
+    }
+    fprintf(stderr, "train_gpt: --%s %s: expected %s\n", f->name, text, f->help);
+    return 0;
+}
+
 static int parse_value(const flag *f, const char *text, options *o) {
     char *end;
     double x;
+    if (f->kind >= DTYPE) return parse_choice(f, text, o);
     if (f->kind == TEXT) {
         memcpy(field(f, o), &text, sizeof text);
         return 1;
@@ -121,13 +139,17 @@ static void print_help(options *o) {
 }
 
 static int parse_options(int argc, char **argv, options *o) {
-    struct option table[FLAGS + 1] = {{0}};
+    const int on = 1;
+    struct option table[FLAGS + 1];
     int index, c;
-    for (index = 0; index < FLAGS; index++)
-        table[index] = (struct option){flags[index].name, flags[index].kind != SWITCH, NULL, 0};
+    memset(table, 0, sizeof table);
+    for (index = 0; index < FLAGS; index++) {
+        table[index].name = flags[index].name;
+        table[index].has_arg = flags[index].kind != SWITCH;
+    }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
         const flag *f = &flags[index];
-        if (f->kind == SWITCH) memcpy(field(f, o), &(int){1}, sizeof(int));
+        if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
         else if (!parse_value(f, optarg, o)) return 0;
     }
     if (c != -1) return 0; /* getopt_long has said what is wrong */
@@ -176,7 +198,7 @@ static int read_file(const char *path, unsigned char **bytes, size_t *size) {
     FILE *f = fopen(path, "rb");
     size_t room = *size + (1 << 16), got = 1;
     while (f && got > 0) {
-        unsigned char *more = realloc(*bytes, room);
+        unsigned char *more = (unsigned char *)realloc(*bytes, room);
         if (!more) {
             fprintf(stderr, "train_gpt: no memory for %s (%zu bytes)\n", path, room);
             fclose(f);
@@ -226,7 +248,7 @@ static int load_data(options *o, dataset *d) {
         ok = read_file(o->data ? o->data : own[i], &bytes, &size);
     d->count = (int64_t)size;
     ok = ok && (d->text || check_bin(o->data, bytes, size, &d->count));
-    d->tokens = ok ? malloc((size_t)(d->count + 1) * sizeof *d->tokens) : NULL;
+    d->tokens = ok ? (int32_t *)malloc((size_t)(d->count + 1) * sizeof *d->tokens) : NULL;
     if (ok && !d->tokens) fprintf(stderr, "train_gpt: no memory for %lld tokens\n", (long long)d->count);
     for (int64_t i = 0; d->tokens && i < d->count; i++) d->tokens[i] = token_at(bytes, d->text, i);
     free(bytes);
@@ -259,13 +281,14 @@ typedef struct job {
 } job;
 
 typedef struct trainer {
-    const job *job;
+    const struct job *job;
     mt_context *ctx;
     mt_grid grid;
     mt_params *params;
     mt_gpt gpt;
     mt_gpt_saved saved;
     mt_optimizer optimizer;
+    mt_loss_scaler scaler;            /* of f16; of the others it is and stays 1 */
     mt_hash_log *hashes;              /* NULL without --hash-log */
     int64_t *starts;                  /* of a micro-batch's sequences in the data */
     int32_t *staging, *ids, *targets; /* one micro-batch: host, device, device */
@@ -277,42 +300,46 @@ typedef struct trainer {
 static mt_gpt_desc model_of(const options *o) {
     mt_gpt_desc d = {
         .vocab = (int64_t)o->vocab, .layers = (int64_t)o->layers, .max_seq = (int64_t)o->seq,
-        .untied_head = o->untied, .embedding_dropout = (float)o->dropout, .label_smoothing = (float)o->label_smoothing,
         .layer = {.hidden = (int64_t)o->hidden, .heads = (int64_t)o->heads, .kv_heads = (int64_t)o->kv_heads,
-                  .ffn = (int64_t)o->ffn, .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH,
-                  .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM, .rotary_base = o->rotary ? 10000.0f : 0.0f,
+                  .ffn = (int64_t)o->ffn, .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
+                  .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH, .rotary_base = o->rotary ? 10000.0f : 0.0f,
                   .attention_dropout = (float)o->dropout, .hidden_dropout = (float)o->dropout,
-                  .sequence_parallel = o->sequence_parallel}};
+                  .sequence_parallel = o->sequence_parallel},
+        .untied_head = o->untied, .embedding_dropout = (float)o->dropout, .label_smoothing = (float)o->label_smoothing};
     return d;
 }
 
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
-    mt_context_desc where = {.device = device, .arena_bytes = job->arena_bytes, .threads = (int)o->threads,
-                             .invariant = (int)o->invariant, .invariant_data = (int)o->invariant_data};
+    mt_context_desc where = {.arena_bytes = job->arena_bytes, .device = device, .threads = (int)o->threads,
+                             .invariant = (int)o->invariant, .invariant_data = (int)o->invariant_data,
+                             .ordinal = mt_comm_rank(world) % (int)fmax(1, mt_device_count(device))};
     int64_t totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
     mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp};
     mt_gpt_desc model = model_of(o);
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = (float)o->weight_decay};
+    mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
     void *memory;
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
     MT_TRY(mt_grid_create(world, &shape, &t->grid));
     MT_TRY(mt_params_create(t->ctx, &t->grid, &t->params));
+    MT_TRY(mt_params_set_dtype(t->ctx, t->params, (mt_dtype)o->dtype));
     MT_TRY(mt_gpt_create(t->ctx, t->params, &model, &t->gpt));
     MT_TRY(mt_params_init(t->ctx, t->params, (uint64_t)o->seed));
     MT_TRY(mt_optimizer_create(t->ctx, t->params, &adamw, &t->optimizer));
+    MT_TRY(mt_loss_scaler_create(t->ctx, o->dtype == MT_F16 ? NULL : &constant, &t->scaler));
     MT_TRY(mt_gpt_saved_create(t->ctx, &t->gpt, &t->saved));
     MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->micro_tokens + totals) * 4, &memory));
-    t->ids = memory;
+    t->ids = (int32_t *)memory;
     t->targets = t->ids + t->micro_tokens;
     t->loss = mt_tensor_f32((float *)memory + 2 * t->micro_tokens, 1, t->micro_tokens);
     t->totals = mt_tensor_f32((float *)memory + 3 * t->micro_tokens, totals, 1);
     if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
     if (device == MT_DEVICE_META) return MT_SUCCESS;
-    t->starts = malloc((size_t)o->micro_batch * sizeof *t->starts);
-    t->staging = malloc((size_t)t->micro_tokens * sizeof *t->staging);
+    t->starts = (int64_t *)malloc((size_t)o->micro_batch * sizeof *t->starts);
+    t->staging = (int32_t *)malloc((size_t)t->micro_tokens * sizeof *t->staging);
     if (t->starts && t->staging) return MT_SUCCESS;
     fprintf(stderr, "train_gpt: no memory for a micro-batch of %lld tokens\n", (long long)t->micro_tokens);
     return MT_ERR_MEMORY;
@@ -359,7 +386,7 @@ static mt_status run_micro_batch(trainer *t, int64_t step, int64_t first, int64_
     MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, loss, training ? &t->saved : NULL));
     MT_TRY(mt_sum(t->ctx, loss, total));
     if (!training) return MT_SUCCESS;
-    MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, (float)(1 / (o->batch * o->seq)), &t->saved));
+    MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, (float)(t->scaler.scale / (o->batch * o->seq)), &t->saved));
     mt_arena_release(t->ctx, mark);
     return mt_accumulate_gradients(t->ctx, t->params);
 }
@@ -367,7 +394,7 @@ static mt_status run_micro_batch(trainer *t, int64_t step, int64_t first, int64_
 /* This rank's part of `sequences` sequences, `micro` at a time; *loss is the mean over those of all data ranks. */
 static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
     int64_t ranks = t->grid.data_size, end = sequences * (t->grid.data_rank + 1) / ranks, n = 0;
-    float *total = t->totals.data;
+    float *total = (float *)t->totals.data;
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
     for (int64_t i = sequences * t->grid.data_rank / ranks; i < end; i += micro)
         MT_TRY(run_micro_batch(t, step, i, end - i < micro ? end - i : micro, sequences, training,
@@ -397,7 +424,7 @@ typedef struct hash_writer {
 } hash_writer;
 
 static void write_hash(void *user, const char *name, uint64_t hash, int differs) {
-    const hash_writer *w = user;
+    const hash_writer *w = (const hash_writer *)user;
     if (w->file) fprintf(w->file, "%lld %s %016llx%s\n", (long long)w->step, name, (unsigned long long)hash,
                          differs ? " ranks differ" : "");
 }
@@ -418,32 +445,40 @@ static mt_status log_weights(trainer *t, int64_t step) {
     if (!t->hashes) return MT_SUCCESS;
     for (int i = 0; i < mt_params_count(t->params); i++) {
         const mt_param *p = mt_params_at(t->params, i);
-        mt_tensor m, v;
+        mt_tensor m, v, master;
         MT_TRY(mt_optimizer_moments(t->ctx, &t->optimizer, p, &m, &v));
+        MT_TRY(mt_optimizer_master(t->ctx, &t->optimizer, p, &master));
         MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, "", p->value));
+        if (master.data != p->value.data) MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".master", master));
         MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".exp_avg", m));
         MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".exp_avg_sq", v));
     }
     return mt_hash_log_flush(t->ctx, t->hashes, write_hash, &writer);
 }
 
+/* A gradient that is not finite: f16 goes on with a smaller scale, as long as there is one. */
+static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, float norm) {
+    MT_TRY(log_weights(t, step));
+    if (scale > t->scaler.desc.min_scale) return MT_SUCCESS;
+    if (mt_comm_rank(t->grid.world) == 0)
+        fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are untouched\n",
+                (long long)step + 1, (double)loss, (double)norm);
+    return MT_ERR_DATA;
+}
+
 static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
     const options *o = &t->job->o;
+    float scale = t->scaler.scale, unscale;
     ledgers_start(t);
     MT_TRY(mt_params_zero_grad(t->ctx, t->params));
     MT_TRY(run_sequences(t, step, (int64_t)o->batch, (int64_t)o->micro_batch, 1, loss));
     MT_TRY(mt_sync_gradients(t->ctx, t->params));
     MT_TRY(mt_grad_norm(t->ctx, t->params, norm));
     ledgers_stop(t);
+    unscale = mt_loss_scaler_update(&t->scaler, norm);
     MT_TRY(log_gradients(t, *loss, *norm));
-    if (!isfinite(*norm)) {
-        MT_TRY(log_weights(t, step));
-        if (mt_comm_rank(t->grid.world) == 0)
-            fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are "
-                    "untouched\n", (long long)step + 1, (double)*loss, (double)*norm);
-        return MT_ERR_DATA;
-    }
-    MT_TRY(mt_optimizer_step(t->ctx, &t->optimizer, lr, mt_clip_coefficient(*norm, (float)o->clip)));
+    if (unscale == 0) return skip_step(t, step, scale, *loss, *norm);
+    MT_TRY(mt_optimizer_step(t->ctx, &t->optimizer, lr, unscale * mt_clip_coefficient(*norm, (float)o->clip)));
     return log_weights(t, step);
 }
 
@@ -479,11 +514,11 @@ static void print_ledgers(const trainer *t) {
 
 static void print_model(const trainer *t) {
     const options *o = &t->job->o;
-    printf("GPT: %g layers, hidden %g, heads %g, vocabulary %g, %lld parameters; %g x tensor, %g x data parallel%s\n",
-           o->layers, o->hidden, o->heads, o->vocab, (long long)mt_params_global_elements(t->params), o->tp, o->dp,
-           o->sequence_parallel ? ", sequence parallel" : "");
+    printf("GPT: %g layers, hidden %g, heads %g, vocabulary %g, %lld parameters in %s; %g x tensor, %g x data parallel%s\n",
+           o->layers, o->hidden, o->heads, o->vocab, (long long)mt_params_global_elements(t->params),
+           mt_dtype_name((mt_dtype)o->dtype), o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
     printf("data: %lld tokens, %g sequences of %g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch, o->seq,
-           mt_gemm_library());
+           o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
     fflush(stdout);
 }
 
@@ -506,6 +541,7 @@ static void report(const trainer *t, progress *p, int64_t step, double seconds, 
     p->last_print = time;
     printf("step %5lld/%g  loss %7.4f  grad norm %7.3f  %8.0f tokens/s  %d:%02d left", (long long)step + 1, o->steps,
            (double)loss, (double)norm, rate, (int)(left / 60), (int)left % 60);
+    if (o->dtype == MT_F16) printf("  loss scale %g, %lld skipped", (double)t->scaler.scale, (long long)t->scaler.skipped);
     if (val) printf("  validation %7.4f", (double)*val);
     printf("\n");
     fflush(stdout);
@@ -544,8 +580,8 @@ static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, 
     MT_TRY(mt_arena_tensor(t->ctx, MT_F32, 1, (int64_t)o->vocab, &out));
     MT_TRY(mt_upload(t->ctx, history + count - used, ids));
     MT_TRY(mt_upload(t->ctx, &used, length));
-    batch.lengths = length.data;
-    MT_TRY(mt_gpt_logits(t->ctx, &t->gpt, &batch, ids.data, out));
+    batch.lengths = (const int32_t *)length.data;
+    MT_TRY(mt_gpt_logits(t->ctx, &t->gpt, &batch, (const int32_t *)ids.data, out));
     return mt_download(t->ctx, out, logits);
 }
 
@@ -574,8 +610,8 @@ static mt_status sample(trainer *t) {
     mt_status status;
     if (o->sample == 0 || t->grid.data_rank != 0) return MT_SUCCESS;
     /* padding reads past the end */
-    history = calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
-    logits = malloc((size_t)o->vocab * sizeof *logits);
+    history = (int32_t *)calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
+    logits = (float *)malloc((size_t)o->vocab * sizeof *logits);
     for (int64_t i = 0; history && i < prompt; i++)
         history[i] = o->prompt && o->prompt[0] && d->text ? (unsigned char)o->prompt[i] : d->tokens[d->train + i];
     if (speaks) {
@@ -612,19 +648,29 @@ static mt_status train(trainer *t) {
 }
 
 static mt_status rank_main(mt_comm *world, void *user) {
-    trainer t = {0};
-    mt_status status = trainer_create(world, user, MT_DEVICE_CPU, &t);
+    const job *j = (const job *)user;
+    trainer t;
+    mt_status status;
+    memset(&t, 0, sizeof t);
+    status = trainer_create(world, j, (mt_device)j->o.device, &t);
     if (status == MT_SUCCESS) status = train(&t);
     trainer_destroy(&t);
     return status;
 }
 
+/* Arena for a step that needs `peak` bytes on a CPU, exactly. A GPU's GEMM copies what is not aligned, and kernels have scratch
+   memory of their own. */
+static size_t arena_of(const options *o, size_t peak) {
+    return o->device == MT_DEVICE_CUDA ? 2 * peak + ((size_t)64 << 20) : peak;
+}
+
 /* Runs one step on a device that computes nothing, to learn what a rank needs. */
 static mt_status plan(job *job, int speaks) {
-    trainer t = {0};
+    trainer t;
     mt_comm *world = NULL;
     float loss, norm;
     mt_status status = mt_comm_create_meta((int)(job->o.tp * job->o.dp), 0, &world);
+    memset(&t, 0, sizeof t);
     if (status == MT_SUCCESS) status = trainer_create(world, job, MT_DEVICE_META, &t);
     if (status == MT_SUCCESS) status = train_step(&t, 0, 0.0f, &loss, &norm);
     if (status == MT_SUCCESS && speaks) {
@@ -635,7 +681,7 @@ static mt_status plan(job *job, int speaks) {
     }
     if (status == MT_SUCCESS) status = evaluate(&t, &loss);
     if (status == MT_SUCCESS) status = sample(&t);
-    if (status == MT_SUCCESS) job->arena_bytes = mt_arena_peak(t.ctx);
+    if (status == MT_SUCCESS) job->arena_bytes = arena_of(&job->o, mt_arena_peak(t.ctx));
     else fprintf(stderr, "train_gpt: %s: %s\n", mt_status_name(status), world ? mt_comm_last_error(world) : "");
     trainer_destroy(&t);
     mt_comm_destroy(world);
@@ -658,8 +704,8 @@ static int close_file(const char *path, FILE *file) {
 }
 
 static mt_status run(job *job) {
-    mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .timeout_s = job->o.timeout,
-                            .no_pinning = job->o.no_pinning, .cores_per_rank = (int)job->o.threads};
+    mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .no_pinning = job->o.no_pinning,
+                            .cores_per_rank = (int)job->o.threads, .timeout_s = job->o.timeout};
     MT_TRY(plan(job, job->o.dry_run));
     if (job->o.dry_run) return MT_SUCCESS;
     if (!open_file(job->o.log, &job->log) || !open_file(job->o.hash_log, &job->hash_log)) return MT_ERR_IO;
@@ -669,8 +715,8 @@ static mt_status run(job *job) {
 
 int main(int argc, char **argv) {
     job job = {.o = {.tp = 2, .dp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 800,
-                     .lr = 3e-3, .min_lr = 3e-4, .warmup = 20, .seed = 1234, .clip = 1, .weight_decay = 0.1,
-                     .eval_interval = 100, .sample = 300, .temperature = 0.7, .threads = 1, .timeout = 600}};
+                     .warmup = 20, .seed = 1234, .eval_interval = 100, .sample = 300, .threads = 1, .lr = 3e-3,
+                     .min_lr = 3e-4, .clip = 1, .weight_decay = 0.1, .temperature = 0.7, .timeout = 600}};
     mt_status status = MT_ERR_ARGUMENT;
     if (!parse_options(argc, argv, &job.o)) return 1;
     if (job.o.help) {

@@ -193,6 +193,37 @@ static void test_invariant_any_split(void **state) {
                  "--batch 12 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3", few, COUNT(few));
 }
 
+static void test_invariant_in_bf16(void **state) {
+    static const char *const splits[] = {"--tp 4 --dp 2 --sequence-parallel"};
+    char text[1 << 16];
+    (void)state;
+    compare_bits("--dtype bf16 --layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3",
+                 splits, COUNT(splits));
+    read_text("one.hash", text, sizeof text);
+    assert_non_null(strstr(text, "1 decoder.layers.0.mlp.linear_fc1.weight.master "));
+}
+
+/* The loss scale comes down to where f16 trains, and what was skipped is counted; a model that is lost stops at scale 1. */
+static void test_f16_scales_the_loss(void **state) {
+    char text[8192];
+    (void)state;
+    assert_int_equal(run_train_gpt("--data megatron.h --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --tp 2 "
+                                   "--steps 30"), 0);
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, "parameters in f16;"));
+    assert_non_null(strstr(text, "loss scale 4.29497e+09, 1 skipped"));
+    assert_null(strstr(strstr(text, "step    30/30"), ", 1 skipped"));
+    assert_null(strstr(strstr(text, "step    30/30"), "nan"));
+    expect_error("--data megatron.h --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --lr 1000 --clip 0 "
+                 "--warmup 0 --steps 200", "not finite: stopping");
+}
+
+/* This program is a C compiler's: it has no GPU, and says how to get one. */
+static void test_device_that_is_not_built(void **state) {
+    (void)state;
+    expect_error("--data megatron.h --sample 0 --device cuda", "compile the implementation with nvcc");
+}
+
 /* The log of a step that is not finite is written before the run stops: it is the one that is looked for. */
 static void test_hash_log_of_the_last_step(void **state) {
     char words[512], text[64] = "";
@@ -358,6 +389,8 @@ static void test_absurd_flags(void **state) {
         {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
         {"--batch 8 --dp 2 --micro-batch 3", "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
+        {"--dtype f64", "--dtype f64: expected f32, bf16 or f16"},
+        {"--device tpu", "--device tpu: expected cpu or cuda"},
         {"--invariant 6", "invariant is 6, invariant_data 6: must be 0 or a power of two up to 1024"},
         {"--invariant 8 --micro-batch 2", "--invariant chooses the micro-batch"},
         {"--invariant 8", "4 kv_heads cannot be split over 8 virtual shards"},
@@ -414,6 +447,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gpt2_any_split),  cmocka_unit_test(test_llama_any_split),
         cmocka_unit_test(test_invariant_any_split), cmocka_unit_test(test_hash_log_of_the_last_step),
+        cmocka_unit_test(test_invariant_in_bf16), cmocka_unit_test(test_f16_scales_the_loss),
+        cmocka_unit_test(test_device_that_is_not_built),
         cmocka_unit_test(test_seed_and_dropout_matter), cmocka_unit_test(test_dry_run_and_ledger),
         cmocka_unit_test(test_sampling),        cmocka_unit_test(test_token_file),
         cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
