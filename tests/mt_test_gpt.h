@@ -21,9 +21,11 @@
 typedef struct gpt_result {
     float loss[GPT_STEPS], norm[GPT_STEPS], weights[GPT_MAX_FLOATS], masters[GPT_MAX_FLOATS];
     int64_t count, steps; /* of weights; of the optimizer */
-    mt_ledger tensor;     /* of the last step */
     mt_loss_scaler scaler;
+    size_t arena_peak;    /* from here on it depends on the split */
 } gpt_result;
+
+#define GPT_SAME_BYTES offsetof(gpt_result, arena_peak) /* of which invariant mode makes the same on every split */
 
 typedef struct gpt_run {
     mt_device device;
@@ -34,11 +36,14 @@ typedef struct gpt_run {
     float loss_scale; /* to begin with; 0: none */
     int first_step;   /* which dropout begins with */
     gpt_result *out;
+    mt_epilogue epilogue;
+    mt_device planned;
+    int64_t ffn;      /* 0: 44 */
 } gpt_run;
 
 typedef struct gpt_worker {
     const gpt_run *r;
-    mt_comm *world;
+    mt_comm *world, *comm; /* the launcher's; over NCCL where that is built */
     mt_grid grid;
     mt_context *ctx;
     mt_params *params;
@@ -60,7 +65,7 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.layer.hidden = r->llama == 1 ? 32 : 24;
     d.layer.heads = r->llama == 1 ? 16 : 8;
     d.layer.kv_heads = 8;
-    d.layer.ffn = 44;
+    d.layer.ffn = r->ffn ? r->ffn : 44;
     d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
     d.layer.sequence_parallel = r->sequence_parallel;
     if (r->llama == 2) d.layer.placement = MT_POST_LN;
@@ -118,13 +123,11 @@ static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, floa
 
 static inline mt_status gpt_step(gpt_worker *w, int step) {
     float loss, norm, unscale = 1.0f;
-    mt_comm_ledger_reset(w->grid.tensor);
     MT_TRY(gpt_gradients(w, w->r->first_step + step, &loss, &norm));
     if (w->r->loss_scale > 0.0f) unscale = mt_loss_scaler_update(&w->scaler, &norm);
     if (mt_comm_rank(w->world) == 0) {
         w->r->out->loss[step] = loss;
         w->r->out->norm[step] = unscale > 0.0f ? norm : (float)NAN;
-        w->r->out->tensor = mt_comm_ledger(w->grid.tensor);
     }
     if (unscale == 0.0f) return MT_SUCCESS;
     return mt_optimizer_step(w->ctx, &w->optimizer, GPT_LR, unscale * mt_clip_coefficient(norm, 1.0f));
@@ -171,10 +174,14 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     where.ordinal = r->device == MT_DEVICE_CUDA ? mt_comm_rank(w->world) : 0;
     where.arena_bytes = (size_t)4 << 20;
     where.invariant = r->invariant;
+    where.epilogue = r->epilogue;
+    where.planned = r->planned;
+    where.arena_symmetric = 1;
     adamw.stochastic_rounding = r->stochastic;
     scale.initial_scale = r->loss_scale;
     MT_TRY(mt_context_create(w->world, &where, &w->ctx));
-    MT_TRY(mt_grid_create(w->world, &shape, &w->grid));
+    if (!mt_comm_is_meta(w->world)) MT_TRY(mt_comm_create_for(w->ctx, w->world, &w->comm));
+    MT_TRY(mt_grid_create(w->comm ? w->comm : w->world, &shape, &w->grid));
     MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
     MT_TRY(mt_params_set_dtype(w->ctx, w->params, r->dtype));
     MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
@@ -192,13 +199,17 @@ static inline void gpt_close(gpt_worker *w) {
     mt_gpt_saved_destroy(&w->saved);
     mt_params_destroy(w->params);
     mt_grid_destroy(&w->grid);
+    mt_comm_destroy(w->comm);
     mt_context_destroy(w->ctx);
 }
 
 static inline mt_status gpt_rank(mt_comm *world, void *user) {
     gpt_worker w;
-    mt_status status = gpt_open(world, (const gpt_run *)user, &w);
-    for (int step = 0; status == MT_SUCCESS && step < GPT_STEPS; step++) status = gpt_step(&w, step);
+    const gpt_run *r = (const gpt_run *)user;
+    mt_status status = gpt_open(world, r, &w);
+    int steps = r->device == MT_DEVICE_META ? 1 : GPT_STEPS;
+    for (int step = 0; status == MT_SUCCESS && step < steps; step++) status = gpt_step(&w, step);
+    if (status == MT_SUCCESS && mt_comm_rank(world) == 0) r->out->arena_peak = mt_arena_peak(w.ctx);
     if (status == MT_SUCCESS) status = gpt_keep_weights(&w);
     gpt_close(&w);
     return status;

@@ -864,7 +864,7 @@ static mt_status gradients_rank(mt_comm *world, void *user) {
 #define F16_SCALE 1024.0f /* lifts gradients above f16's smallest numbers and leaves the largest far away */
 
 static void test_gpt_gradients(void **state) {
-    gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
+    gpt_run r = {.dtype = MT_F32, .tensor = 1, .data = 1};
     (void)state;
     for (r.llama = 0; r.llama < 3; r.llama++)
         for (int h = 0; h < 2; h++)
@@ -878,7 +878,7 @@ static void test_gpt_gradients(void **state) {
 
 static void test_gpt_trains_as_in_f32(void **state) {
     static gpt_result f32, half;
-    gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL}, x;
+    gpt_run r = {.dtype = MT_F32, .tensor = 1, .data = 1}, x;
     (void)state;
     for (r.llama = 0; r.llama < 2; r.llama++) {
         gpt_execute(r, &f32);
@@ -921,7 +921,7 @@ static mt_status logits_rank(mt_comm *world, void *user) {
 }
 
 static void test_logits(void **state) {
-    gpt_run r = {MT_DEVICE_CPU, MT_F32, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
+    gpt_run r = {.dtype = MT_F32, .tensor = 1, .data = 1};
     (void)state;
     for (int h = 0; h < 2; h++)
         for (r.tensor = 1; r.tensor <= 4; r.tensor *= 2) {
@@ -935,7 +935,7 @@ static void test_logits(void **state) {
    bits of a run that begins there, with that scale. */
 static void test_gpt_finds_its_scale(void **state) {
     static gpt_result all, rest;
-    gpt_run r = {MT_DEVICE_CPU, MT_F16, 2, 2, 1, 0, 0, 0, 4294967296.0f, 0, NULL};
+    gpt_run r = {.dtype = MT_F16, .tensor = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 4294967296.0f};
     int first = 0, end, skipped = 0;
     (void)state;
     gpt_execute(r, &all);
@@ -963,19 +963,19 @@ static void test_gpt_invariant(void **state) {
     (void)state;
     for (int kind = 0; kind < 4; kind++) /* bf16, f16; each of them also with stochastic rounding */
         for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
-            gpt_run r = {MT_DEVICE_CPU, halves[kind % 2], splits[i].tensor, splits[i].data, splits[i].sequence_parallel, 8,
-                         kind % 2 != kind / 2, kind / 2, halves[kind % 2] == MT_F16 ? ldexpf(1, 26) : 0, 0, NULL};
+            gpt_run r = {.dtype = halves[kind % 2], .tensor = splits[i].tensor, .data = splits[i].data,
+                         .sequence_parallel = splits[i].sequence_parallel, .invariant = 8, .llama = kind % 2 != kind / 2,
+                         .stochastic = kind / 2, .loss_scale = halves[kind % 2] == MT_F16 ? ldexpf(1, 26) : 0};
             gpt_execute(r, i ? &many : &one);
             if (halves[kind % 2] == MT_F16) assert_true((i ? many : one).scaler.skipped > 0);
-            many.tensor = one.tensor; /* the one thing that differs */
-            if (i && memcmp(&one, &many, sizeof one) != 0) fail_msg("%s: other bits than on one rank", gpt_name(&r));
+            if (i && memcmp(&one, &many, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits than on one rank", gpt_name(&r));
         }
 }
 
 /* Without the mode sums of 16-bit activations are rounded on their way: other bits, so that the test above says something. */
 static void test_gpt_differs_without_the_mode(void **state) {
     static gpt_result one, two;
-    gpt_run r = {MT_DEVICE_CPU, MT_BF16, 1, 1, 0, 0, 0, 0, 0, 0, NULL};
+    gpt_run r = {.dtype = MT_BF16, .tensor = 1, .data = 1};
     (void)state;
     gpt_execute(r, &one);
     r.tensor = 2;
