@@ -66,6 +66,7 @@ on_the_engine() {
     check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_nccl
     check "the GPT over NCCL" cuda_test fast "-O2 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
     check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
+    check "train_gpt --device cuda" trains_on_the_engine
 }
 
 every_order() {
@@ -88,6 +89,20 @@ nccl_example() {
         $1 == "step" { n++; d = $4 - $8; if (d < 0) d = -d; if ($2 != $6 || !($4 > 0) || d > 1e-4 * $4) wrong = 1; next }
         { half = NF / 2; for (i = 1; i <= half; i++) if ($i != $(i + half)) wrong = 1; last = 1 }
         END { exit !(n == 6 && last && !wrong) }'
+}
+
+few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sample 4 --no-pinning --data megatron.h"
+
+# examples/train_gpt.c as it is, on two GPUs.
+trains_on_the_engine() {
+    "$CXX" -std=c++17 -O2 -g -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h -I. -x c++ -c examples/train_gpt.c -o "$build/fast/train_gpt.o" &&
+        "$CXX" "$build/fast/train_gpt.o" "$build/fast/core.o" "$build/fast/runtime.o" "$build/fast/check.o" \
+            "$build/fast/blaslt.o" "$build/fast/nccl.o" -o "$build/fast/train_gpt" -lpthread || return 1
+    # shellcheck disable=SC2086  # a list of flags
+    for dtype in f32 bf16 f16; do
+        "$build/fast/train_gpt" $few_steps --tp 2 --device cuda --dtype $dtype || return 1
+    done
 }
 
 checked_operators() {
@@ -182,6 +197,14 @@ ptx_test_builds() {
         -lcublasLt
 }
 
+# The README's line; with a GPU it trains, without one it says so.
+builds_train_gpt() {
+    nvcc -O3 -I. -x cu examples/train_gpt.c -o "$build/train_gpt" -lcublasLt || return 1
+    # shellcheck disable=SC2086  # a list of flags
+    "$build/train_gpt" $few_steps --device cuda --dtype bf16 >"$build/train_gpt.log" 2>&1 && return 0
+    grep 'cudaGetDeviceCount' "$build/train_gpt.log" || { cat "$build/train_gpt.log"; return 1; }
+}
+
 if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
     on_the_engine
 else
@@ -193,6 +216,7 @@ if have_command nvcc; then
     check "a C program links against nvcc's object" links_from_c implementation.o
     check "nvcc, the test of PTX instructions" ptx_test_builds
     check "with NCCL, too" builds_with_nccl
+    check "train_gpt, compiled by nvcc" builds_train_gpt
 else
     skip "nvcc: not here, nothing was built for a GPU"
 fi
