@@ -2528,20 +2528,20 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The words of global elements [e, e + MTI_CHUNK). */
+/* The words of global elements [e, e + MTI_CHUNK), block by block of four: choosing them by comparison keeps them in
+   registers. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
-    uint32_t room[12] = {0};
     int skip = (int)(e & 3);
     MTI_DEVICE_UNROLL
-    for (int b = 0; b < 3; b++)
-        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, room + 4 * b);
-    MTI_DEVICE_UNROLL
-    for (int j = 0; j < MTI_CHUNK; j++) {
-        uint32_t w = 0;
+    for (int b = 0; b < 3; b++) {
+        uint32_t block[4] = {0};
+        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, block);
         MTI_DEVICE_UNROLL
-        for (int q = 0; q < 12; q++)
-            if (q == j + skip) w = room[q]; /* keeps room in registers */
-        out[j] = w;
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            int lane = j + skip - 4 * b;
+            uint32_t low = lane & 1 ? block[1] : block[0], high = lane & 1 ? block[3] : block[2];
+            if (lane >= 0 && lane < 4) out[j] = lane & 2 ? high : low;
+        }
     }
 }
 
