@@ -313,7 +313,8 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     const options *o = &job->o;
     mt_context_desc where = {.arena_bytes = job->arena_bytes, .device = device, .threads = (int)o->threads,
                              .invariant = (int)o->invariant, .invariant_data = (int)o->invariant_data,
-                             .ordinal = mt_comm_rank(world) % (int)fmax(1, mt_device_count(device))};
+                             .ordinal = mt_comm_rank(world) % (int)fmax(1, mt_device_count(device)),
+                             .planned = (mt_device)o->device};
     int64_t totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
     mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp};
     mt_gpt_desc model = model_of(o);
@@ -658,12 +659,6 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
-/* Arena for a step that needs `peak` bytes on a CPU, exactly. A GPU's GEMM copies what is not aligned, and kernels have scratch
-   memory of their own. */
-static size_t arena_of(const options *o, size_t peak) {
-    return o->device == MT_DEVICE_CUDA ? 2 * peak + ((size_t)64 << 20) : peak;
-}
-
 /* Runs one step on a device that computes nothing, to learn what a rank needs. */
 static mt_status plan(job *job, int speaks) {
     trainer t;
@@ -681,7 +676,7 @@ static mt_status plan(job *job, int speaks) {
     }
     if (status == MT_SUCCESS) status = evaluate(&t, &loss);
     if (status == MT_SUCCESS) status = sample(&t);
-    if (status == MT_SUCCESS) job->arena_bytes = arena_of(&job->o, mt_arena_peak(t.ctx));
+    if (status == MT_SUCCESS) job->arena_bytes = mt_arena_peak(t.ctx);
     else fprintf(stderr, "train_gpt: %s: %s\n", mt_status_name(status), world ? mt_comm_last_error(world) : "");
     trainer_destroy(&t);
     mt_comm_destroy(world);
