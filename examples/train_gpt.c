@@ -2,7 +2,7 @@
 
    cc -O3 -march=native -I. examples/train_gpt.c -o train_gpt -lm -lpthread
    cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
-   nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt
+   nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt             (add -DMT_USE_NCCL -lnccl for several GPUs)
 
    ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this project's own
                                     headers and README (run it from the checkout's root)
@@ -283,6 +283,7 @@ typedef struct job {
 typedef struct trainer {
     const struct job *job;
     mt_context *ctx;
+    mt_comm *comm;                    /* of all ranks: over NCCL, if it is built, when each has a GPU of its own */
     mt_grid grid;
     mt_params *params;
     mt_gpt gpt;
@@ -324,7 +325,8 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
-    MT_TRY(mt_grid_create(world, &shape, &t->grid));
+    if (device != MT_DEVICE_META) MT_TRY(mt_comm_create_for(t->ctx, world, &t->comm));
+    MT_TRY(mt_grid_create(t->comm ? t->comm : world, &shape, &t->grid));
     MT_TRY(mt_params_create(t->ctx, &t->grid, &t->params));
     MT_TRY(mt_params_set_dtype(t->ctx, t->params, (mt_dtype)o->dtype));
     MT_TRY(mt_gpt_create(t->ctx, t->params, &model, &t->gpt));
@@ -353,6 +355,7 @@ static void trainer_destroy(trainer *t) {
     mt_optimizer_destroy(t->ctx, &t->optimizer);
     mt_params_destroy(t->params);
     mt_grid_destroy(&t->grid);
+    mt_comm_destroy(t->comm);
     mt_context_destroy(t->ctx);
     free(t->starts);
     free(t->staging);
