@@ -38,6 +38,7 @@ typedef struct gpt_run {
     gpt_result *out;
     mt_epilogue epilogue;
     mt_device planned;
+    int no_overlap, overlap_chunks;
     int64_t ffn;      /* 0: 44 */
 } gpt_run;
 
@@ -176,6 +177,8 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     where.invariant = r->invariant;
     where.epilogue = r->epilogue;
     where.planned = r->planned;
+    where.no_overlap = r->no_overlap;
+    where.overlap_chunks = r->overlap_chunks;
     where.arena_symmetric = 1;
     adamw.stochastic_rounding = r->stochastic;
     scale.initial_scale = r->loss_scale;
