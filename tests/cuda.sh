@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.." || exit 1
 build=${MT_BUILD_DIR:-build}/cuda
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
+rm -f "$build"/*.out
 check_log=$build/check.log check_lines=40
 cuda=${CUDA_HOME:-/usr/local/cuda}
 cmocka_flags=-Itests/fallback
@@ -42,31 +43,40 @@ cuda_test() {
 # An adversarial order of threads, blocks, streams and asynchronous copies.
 disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_CP=random MTE_SEED=7 && "$@"); }
 
+sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
 on_the_engine() {
-    sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
     check "the engine itself, and every planted bug found" sh tests/engine/run.sh
     check "the stand-ins of cuBLASLt and NCCL" sh tests/engine/build_standins.sh
     check "the engine and the stand-ins build" engine_objects fast "-O2 -g"
-    check "operators on CUDA against the CPU" cuda_test fast "-O2 -g" "" test_cuda
+    check "the models of PTX instructions, by the manual" cuda_test fast "-O1 -g" "" test_cuda_ptx
+    check "operators on CUDA against the CPU" cuda_test fast "-O1 -g" "" test_cuda
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda"
-    check "the same, in the checker for races and unwritten memory" checked_operators
-    check "the same, address and undefined behaviour sanitizers" sanitized_operators
-    check "products: epilogues, the choice of an algorithm" cuda_test fast "-O2 -g" "" test_cuda_gemm
+    check "products: epilogues, the choice of an algorithm" cuda_test fast "-O1 -g" "" test_cuda_gemm
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda_gemm"
-    check "the models of PTX instructions, by the manual" cuda_test fast "-O2 -g" "" test_cuda_ptx
     check "attention on tensor cores against the CPU" cuda_test fast "-O2 -g" "" test_cuda_flash
     check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
-    check "the same, in the checker for races and unwritten memory" \
-        cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda_flash
-    check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_flash
-    check "a GPT on 1 to 8 GPUs, as on the CPU; invariant mode; what is planned" cuda_test fast "-O2 -g" "" test_cuda_gpt
-    check "NVTX ranges nest and end" cuda_test fast "-O2 -g" "" test_cuda_nvtx
-    check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O2 -g" "" test_cuda_nccl
+    check "a GPT on 1 to 8 GPUs, as on the CPU; overlap; invariant mode; what is planned" \
+        cuda_test fast "-O2 -g" "" test_cuda_gpt
+    check "NVTX ranges nest and end" cuda_test fast "-O1 -g" "" test_cuda_nvtx
+    check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O1 -g" "" test_cuda_nccl
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
-    check "the same, address and undefined behaviour sanitizers" cuda_test asan "-O1 -g $sanitize" "" test_cuda_nccl
     check "the GPT over NCCL" cuda_test fast "-O2 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
     check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
     check "train_gpt --device cuda" trains_on_the_engine
+    check "the benchmark of a GPU runs" bench_on_the_engine
+}
+
+# The same programs, looked at more closely.
+checked_on_the_engine() {
+    check "the engine in the checker for races and unwritten memory" engine_objects checked "-O2 -g -DMTE_CHECK"
+    for program in test_cuda test_cuda_gemm test_cuda_flash; do
+        check "$program, the same" cuda_test checked "-O1 -g -DMTE_CHECK" "-fsanitize=thread" $program
+    done
+    check "the engine, address and undefined behaviour sanitizers" engine_objects asan "-O1 -g $sanitize"
+    for program in test_cuda test_cuda_gemm test_cuda_flash test_cuda_nccl; do
+        check "$program, the same" cuda_test asan "-O1 -g $sanitize" "" $program
+    done
 }
 
 every_order() {
@@ -105,14 +115,13 @@ trains_on_the_engine() {
     done
 }
 
-checked_operators() {
-    engine_objects checked "-O2 -g -DMTE_CHECK" && cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda \
-        && cuda_test checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" test_cuda_gemm
-}
-
-sanitized_operators() {
-    engine_objects asan "-O1 -g $sanitize" && cuda_test asan "-O1 -g $sanitize" "" test_cuda \
-        && cuda_test asan "-O1 -g $sanitize" "" test_cuda_gemm
+# Shapes so small that they only show that everything runs.
+bench_on_the_engine() {
+    "$CXX" -std=c++17 -O1 -g -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h -I. -x c++ -c tests/bench/bench_cuda.cu -o "$build/fast/bench_cuda.o" || return 1
+    (cd "$build/fast" && "$CXX" bench_cuda.o core.o runtime.o check.o blaslt.o nccl.o -o bench_cuda -lpthread) || return 1
+    "$build/fast/bench_cuda" --tiny --csv >"$build/bench_cuda.csv" && cat "$build/bench_cuda.csv" || return 1
+    [ "$(grep -c '^[a-z]*,"' "$build/bench_cuda.csv")" -gt 50 ]
 }
 
 # The two lines of a user's .cu file, for every architecture that the toolkit knows.
@@ -141,14 +150,24 @@ kernel_summary() {
         END { printf "%d kernels, at most %d registers, bytes of spills: %s\n", n, most, spill ? "none but" spill : "none" }' "$1"
 }
 
+in_list() {
+    for each in $2; do
+        [ "$each" = "$1" ] && return 0
+    done
+    return 1
+}
+
 builds_for_all() {
     implementation
     targets=
-    for arch in $(nvcc --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p'); do
-        [ "$arch" -lt 75 ] || targets="$targets -gencode arch=compute_$arch,code=sm_$arch"
+    archs=$(nvcc --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p')
+    for arch in $archs; do # machine code for each, from the PTX of the first of its family
+        base=$((arch / 10 * 10))
+        in_list $base "$archs" || base=$arch
+        [ "$arch" -lt 75 ] || targets="$targets -gencode arch=compute_$base,code=sm_$arch"
     done
     # shellcheck disable=SC2086  # a list of flags
-    nvcc -O3 -I. -Werror all-warnings -Xptxas -v --threads 2 $targets -c "$build/implementation.cu" -o "$build/implementation.o" \
+    nvcc -O3 -I. -Werror all-warnings -Xptxas -v $targets -c "$build/implementation.cu" -o "$build/implementation.o" \
         >"$build/registers.log" 2>&1 || { cat "$build/registers.log"; return 1; }
     kernel_report "$build/registers.log" >"$build/kernels.txt"
     kernel_summary "$build/kernels.txt" >"$build/kernels.summary"
@@ -205,20 +224,45 @@ builds_train_gpt() {
     grep 'cudaGetDeviceCount' "$build/train_gpt.log" || { cat "$build/train_gpt.log"; return 1; }
 }
 
-if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
-    on_the_engine
-else
-    skip "CUDA on the engine: the headers of CUDA, cuBLASLt and NCCL are not in $cuda/include (CUDA_HOME)"
-fi
-if have_command nvcc; then
+by_nvcc() {
     check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
     check "a C program links against nvcc's object" links_from_c implementation.o
     check "nvcc, the test of PTX instructions" ptx_test_builds
     check "with NCCL, too" builds_with_nccl
     check "train_gpt, compiled by nvcc" builds_train_gpt
+    check "the tests and the benchmark of a GPU say that there is none" no_gpu_is_said
+}
+
+no_gpu_is_said() {
+    [ -e /dev/nvidia0 ] && return 0 # there is one
+    for command in "sh tests/gpu.sh" "sh tests/bench/bench.sh --device cuda --tiny"; do
+        code=0
+        $command >"$build/no_gpu.txt" || code=$?
+        cat "$build/no_gpu.txt"
+        [ $code -eq 77 ] && grep -i 'no gpu' "$build/no_gpu.txt" || return 1
+    done
+}
+
+# lane NAME FUNCTION: checks that run beside those of other lanes
+lane() { (check_log=$build/$1.log && "$2" && closing_line) >"$build/$1.out" 2>&1 & }
+
+if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
+    lane engine on_the_engine
+    lane checked checked_on_the_engine
+else
+    skip "CUDA on the engine: the headers of CUDA, cuBLASLt and NCCL are not in $cuda/include (CUDA_HOME)"
+fi
+if have_command nvcc; then
+    lane nvcc by_nvcc
 else
     skip "nvcc: not here, nothing was built for a GPU"
 fi
+wait
+for out in engine checked nvcc; do
+    [ -f "$build/$out.out" ] || continue
+    grep -v '^[0-9]* passed, ' "$build/$out.out"
+    tally "$build/$out.out"
+done
 closing_line
 [ "$failed" -eq 0 ]

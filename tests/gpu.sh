@@ -1,0 +1,65 @@
+#!/bin/sh
+# The CUDA tests on a real GPU: what tests/cuda.sh executes on a CPU, built by nvcc.
+#
+#   sh tests/gpu.sh             one line per program, closing line "N passed, N failed, N skipped"; 77: there is no GPU
+#   sh tests/gpu.sh --build     only builds them, for any GPU from sm_80 on, which takes none
+#
+# First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then everything else, with
+# ranks that share the GPU. Needs nvcc, cuBLASLt, NCCL and CMocka (or its stand-in).
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+build=${MT_BUILD_DIR:-build}/gpu
+mkdir -p "$build" || exit 1
+build=$(cd "$build" && pwd)
+check_log=$build/check.log check_lines=40
+cmocka_flags=-Itests/fallback
+have_package libcmocka-dev && cmocka_flags=-lcmocka
+
+no_gpu() {
+    echo "no GPU: $1; nothing was tested"
+    exit 77
+}
+
+probe_source() {
+    cat <<'END'
+#include <cstdio>
+int main() {
+    int n = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0 || cudaGetDeviceProperties(&gpu, 0) != cudaSuccess) return 1;
+    printf("%s, sm_%d%d, %d of them\n", gpu.name, gpu.major, gpu.minor, n);
+    return 0;
+}
+END
+}
+
+# gpu_build PROGRAM [FLAGS [LIBRARIES]]
+gpu_build() {
+    # shellcheck disable=SC2086  # lists of flags
+    nvcc -std=c++17 -O2 $arch -I. ${2:-} "tests/$1.cu" -o "$build/$1" $cmocka_flags -lcublasLt ${3:-}
+}
+
+gpu_test() { gpu_build "$@" && timeout -k 10 600 "$build/$1"; }
+
+have_command nvcc || no_gpu "nvcc is not here to build for one"
+if [ "${1:-}" = --build ]; then
+    each=gpu_build arch="-gencode arch=compute_80,code=compute_80" # the driver makes the rest
+else
+    each=gpu_test arch=-arch=native
+    probe_source >"$build/probe.cu"
+    nvcc "$build/probe.cu" -o "$build/probe" || exit 1
+    device=$("$build/probe") || no_gpu "CUDA finds none"
+    echo "$device"
+fi
+check "the wrappers of PTX instructions" $each test_cuda_ptx
+check "GEMM, its epilogues and the choice of algorithms" $each test_cuda_gemm
+check "operators, contexts and collectives against the CPU" $each test_cuda
+check "attention on tensor cores against the CPU" $each test_cuda_flash
+check "NCCL" $each test_cuda_nccl "" -lnccl
+check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
+closing_line
+[ "$failed" -eq 0 ]
