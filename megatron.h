@@ -1250,7 +1250,9 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(gpt->loss.ignore_index)));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
+    ctx->ids_checked = 1; /* which waits for a GPU */
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, loss, saved);
+    ctx->ids_checked = 0;
     if (status != MT_SUCCESS || !saved) {
         mt_arena_release(ctx, mark);
         return status;
@@ -1319,7 +1321,9 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
     mark = mt_arena_mark(ctx);
     status = MTI_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss, mt_none(),
                                                                                  scale, &saved->loss));
+    ctx->ids_checked = 1;
     if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, saved);
+    ctx->ids_checked = 0;
     mt_arena_release(ctx, mark);
     saved->ids = NULL;
     return status;

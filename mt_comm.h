@@ -376,7 +376,8 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
 /* Communication beside computation, on a GPU; elsewhere everything happens in the order of the calls. Collectives called
    between begin and end go to the context's second stream, after all that was called before; what is called after end does
    not wait for them, until mt_overlap_wait with the ticket (0 to MT_OVERLAP_CHUNKS_MAX - 1) of the end. Their buffers must
-   stay as they are for so long, those in the arena included.
+   stay as they are for so long, those in the arena included: mark it before begin and release it after the wait, between begin
+   and end mt_arena_release does nothing.
    kind: a bit of mt_overlap, whose switch counts; 0: no overlap. end takes the status of the collectives, and returns the
    first error. Nothing overlaps in a group of one or in invariant mode. */
 MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind);
@@ -502,6 +503,7 @@ struct mt_context {
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
     struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
+    int ids_checked;              /* by a block, so that its layers need not */
     mt_device planned;            /* META */
     mt_gemm_choice gemm_choice;   /* CUDA */
     mt_epilogue epilogue;
@@ -511,6 +513,7 @@ struct mt_context {
     struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
     struct CUevent_st *events[MT_OVERLAP_CHUNKS_MAX + 1];
     unsigned pending;             /* events that the compute stream has not waited for, as bits */
+    uint64_t reached;             /* other GPUs whose memory this one reads, as bits */
     void *gemm;                   /* of mt_kernels.cuh, with what ends it */
     void (*gemm_destroy)(mt_context *ctx);
     struct CUstream_st *stream;
@@ -648,9 +651,9 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     (void)user;
     (void)alignment; /* cudaMalloc aligns to 256 bytes */
 #if MTI_NCCL
-    if (bytes >= MTI_NCCL_MEMORY) return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : NULL;
+    if (bytes >= MTI_NCCL_MEMORY) return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
 #endif
-    return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : NULL;
+    return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
 }
 
 static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
@@ -670,6 +673,7 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
    for CUDA goes no further; by then its operator has taken what it needs from the arena. */
 static mt_status mti_cuda_enter(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_META) return MTI_PLANNED;
+    cudaGetLastError(); /* what the program left there is not ours, see mti_cuda_launched */
     MTI_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
     return MT_SUCCESS;
 }
@@ -763,8 +767,7 @@ static inline mt_status mti_cuda_fetch(mt_context *ctx, void *to, const void *fr
 
 /* Before memory is freed. */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    if (mti_cuda_enter(ctx) != MT_SUCCESS) return;
-    mti_nccl_wait(ctx);
+    if (mti_cuda_synchronize(ctx) != MT_SUCCESS) return;
     mti_nccl_forget(ctx, NULL, ptr);
 }
 
@@ -794,6 +797,7 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
 }
 #else /* no context is on MT_DEVICE_CUDA then: these are never called */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
+static mt_status mti_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
@@ -958,10 +962,16 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     if (ctx->device == MT_DEVICE_META) {
         *out = mti_meta_address(ctx->allocated);
     } else {
-        *out = ctx->allocator.alloc(ctx->allocator.user, size, MTI_ALIGNMENT);
-        if (!*out) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
-        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_zero(ctx, *out, size));
-        else memset(*out, 0, size);
+        mt_status status = MT_SUCCESS;
+        void *ptr;
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter(ctx)); /* the allocator takes the current device's */
+        ptr = ctx->allocator.alloc(ctx->allocator.user, size, MTI_ALIGNMENT);
+        if (!ptr) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
+        if (ctx->device == MT_DEVICE_CUDA) status = mti_cuda_zero(ctx, ptr, size);
+        else memset(ptr, 0, size);
+        if (status != MT_SUCCESS) ctx->allocator.free(ctx->allocator.user, ptr, size);
+        MT_TRY(status);
+        *out = ptr;
     }
     ctx->allocated += size;
     return MT_SUCCESS;
@@ -970,7 +980,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mti_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr) return;
-    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_forget(ctx, ptr);
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_forget(ctx, ptr); /* no kernel still uses it, whose allocator it may be */
     if (ctx->device != MT_DEVICE_META) ctx->allocator.free(ctx->allocator.user, ptr, size);
     ctx->allocated -= size;
 }
@@ -980,7 +990,7 @@ MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx ? ctx->al
 MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx ? ctx->arena_used : 0; }
 
 MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
-    if (ctx && mark < ctx->arena_used) ctx->arena_used = mark;
+    if (ctx && mark < ctx->arena_used && ctx->stream == ctx->compute_stream) ctx->arena_used = mark;
 }
 
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
@@ -1104,6 +1114,7 @@ typedef struct mti_slot {
     void *recv;
     size_t send_count;
     mt_dtype send_dtype;
+    int ordinal; /* of the GPU that send and recv are on */
     int color, key;
     mt_comm **family; /* split: the new group's communicators, made by its leader */
 } mti_slot;
@@ -2454,12 +2465,30 @@ static mt_status mti_cuda_reduce_buffers(mt_context *ctx, const mti_cuda_buffers
     return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
 }
 
+/* Kernels of this context's GPU read and write the memory of another one. */
+static mt_status mti_cuda_reach(mt_context *ctx, int ordinal) {
+    cudaError_t error;
+    int can = 0;
+    if (ordinal == ctx->ordinal || (ordinal < 64 && ctx->reached >> ordinal & 1)) return MT_SUCCESS;
+    MT_TRY(mti_cuda_enter(ctx));
+    MTI_CUDA_TRY(ctx, cudaDeviceCanAccessPeer(&can, ctx->ordinal, ordinal));
+    if (!can)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "GPU %d does not reach the memory of GPU %d: ranks on them need NCCL "
+                        "(MT_USE_NCCL and mt_comm_create_for)", ctx->ordinal, ordinal);
+    error = cudaDeviceEnablePeerAccess(ordinal, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) error = (cudaGetLastError(), cudaSuccess);
+    MT_TRY(mti_cuda_check(ctx, error, "cudaDeviceEnablePeerAccess"));
+    if (ordinal < 64) ctx->reached |= (uint64_t)1 << ordinal;
+    return MT_SUCCESS;
+}
+
 static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
                                  int to_all) {
     size_t at = first * mt_dtype_size(call->dtype);
     mti_cuda_buffers b;
     int r;
     MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
+    for (r = 0; r < comm->size; r++) MT_TRY(mti_cuda_reach(ctx, mti_slot_of(comm->group, r)->ordinal));
     b.ranks = comm->size;
     b.writers = to_all ? comm->size : 1;
     for (r = 0; r < comm->size; r++) b.send[r] = (const char *)mti_slot_of(comm->group, r)->send + at;
@@ -2531,6 +2560,7 @@ static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_
     mt_status status = mt_context_synchronize(ctx);
     int may_fail = ctx->device == MT_DEVICE_CUDA, r;
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    mti_slot_of(comm->group, comm->rank)->ordinal = ctx->ordinal;
     MT_TRY(mti_enter(ctx, comm, call));
     status = mti_move(ctx, comm, call);
     if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
@@ -2800,16 +2830,19 @@ static void mti_nccl_close(mt_context *ctx) {
 
 /* -- collectives -- */
 
+/* Of a call in a group: a communicator that does not block says "in progress", which the end of the group says again. */
+static int mti_nccl_goes_on(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
+
 static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     struct ncclComm *handle = comm->nccl.handle;
     ncclResult_t result = ncclSuccess, end;
     ncclGroupStart(); /* an error in a group is the result of its end, too */
     if (call->root >= 0) result = ncclSend(call->send, call->count, type, call->root, handle, ctx->stream);
-    if (call->source >= 0 && result == ncclSuccess)
+    if (call->source >= 0 && mti_nccl_goes_on(result))
         result = ncclRecv(call->recv, call->recvcount, type, call->source, handle, ctx->stream);
     end = ncclGroupEnd();
-    return result == ncclSuccess ? end : result;
+    return mti_nccl_goes_on(result) ? end : result;
 }
 
 /* Blocks that do not touch: each by itself, rank r the root of its own, in one group. */
@@ -2821,7 +2854,7 @@ static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_ca
     ncclResult_t result = ncclSuccess, end;
     int r;
     ncclGroupStart();
-    for (r = 0; r < comm->size && result == ncclSuccess; r++) {
+    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
         if (call->kind == MT_ALL_GATHER)
             result = ncclBroadcast(call->send, (char *)call->recv + apart * (size_t)r, call->count, type, r, handle,
                                    ctx->stream);
@@ -2830,7 +2863,7 @@ static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_ca
                                 ctx->stream);
     }
     end = ncclGroupEnd();
-    return result == ncclSuccess ? end : result;
+    return mti_nccl_goes_on(result) ? end : result;
 }
 
 static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -2877,16 +2910,16 @@ static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_
     ncclResult_t result = ncclSuccess, end;
     int r;
     ncclGroupStart();
-    for (r = 0; r < comm->size && result == ncclSuccess; r++) {
+    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
         size_t theirs = mti_nccl_piece(p, r), send = out ? theirs : mine, recv = out ? mine : theirs;
         const char *from = out ? p->from + p->stride * p->element * (size_t)r : p->own;
         char *to = (out ? out : p->to) + apart * (size_t)r;
         if (r == comm->rank) continue;
         if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
-        if (recv > 0 && result == ncclSuccess) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
+        if (recv > 0 && mti_nccl_goes_on(result)) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
     }
     end = ncclGroupEnd();
-    return result == ncclSuccess ? end : result;
+    return mti_nccl_goes_on(result) ? end : result;
 }
 
 /* The pieces meet, are summed in the tree of the other backends, and go back to everybody if everybody wants them. */
@@ -2936,7 +2969,7 @@ static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call 
     if (needed < most) most = needed;
     MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
     status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
-    mt_arena_release(ctx, mark); /* what the stream still does there comes before what others will put there */
+    mt_arena_release(ctx, mark); /* what the stream still does there comes before what is put there next, by the same stream */
     return status;
 }
 
@@ -3441,7 +3474,7 @@ MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *c
     MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
     MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
     call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -3450,7 +3483,7 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
     call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first, int64_t rows) {
@@ -3458,7 +3491,7 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
     call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
-    return mti_run_collective(ctx, comm, &call);
+    return MTI_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
 }
 
 /* -- beside the computation -- */

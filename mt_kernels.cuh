@@ -18,7 +18,7 @@
      - Input and output must not overlap unless "may be the same memory" is said; of one type then.
      - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
      - On MT_DEVICE_CUDA a call returns when its work is in the context's stream; mt_upload, mt_download, mt_hash and
-       mt_ids_check wait for it. The first GEMM of a context makes its cuBLASLt handle and a workspace of 32 MiB, the first of a
+       mt_ids_check wait for it. The first GEMM of a
        shape may measure and wait (mt_context_desc.gemm_choice, .epilogue).
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
@@ -68,6 +68,10 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 /* C [m, n] = alpha op(A) op(B) + beta C, op(A) [m, k], op(B) [k, n]. With beta == 0, C is not read. */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a, mt_tensor b,
                          float beta, mt_tensor c);
+
+/* On a GPU, makes what the first product of a context would make otherwise: cuBLASLt's handle and a workspace of 32 MiB.
+   mt_params_create does it. */
+MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 MT_API const char *mt_gemm_library(void); /* "oneDNN 2.6.3", "CBLAS", "built-in" */
 
 /* ---- bias and activations ----------------------------------------------------------------------------------------- */
@@ -4652,6 +4656,18 @@ static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_
                         "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
                         "supported",
                         (long long)g->m, (long long)g->n, (long long)g->k, (long long)ld, INT_MAX);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+#if MTI_CUDA
+    if (ctx->device == MT_DEVICE_CUDA) {
+        mti_lt *lt;
+        MT_TRY(mti_cuda_enter(ctx));
+        return mti_lt_open(ctx, &lt);
+    }
+#endif
     return MT_SUCCESS;
 }
 

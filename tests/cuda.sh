@@ -58,6 +58,8 @@ on_the_engine() {
     check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
     check "a GPT on 1 to 8 GPUs, as on the CPU; overlap; invariant mode; what is planned" \
         cuda_test fast "-O2 -g" "" test_cuda_gpt
+    check "several GPUs in one process" cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_devices
+    check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_devices"
     check "NVTX ranges nest and end" cuda_test fast "-O1 -g" "" test_cuda_nvtx
     check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O1 -g" "" test_cuda_nccl
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
@@ -70,7 +72,7 @@ on_the_engine() {
 # The same programs, looked at more closely.
 checked_on_the_engine() {
     check "the engine in the checker for races and unwritten memory" engine_objects checked "-O2 -g -DMTE_CHECK"
-    for program in test_cuda test_cuda_gemm test_cuda_flash; do
+    for program in test_cuda test_cuda_gemm test_cuda_flash test_cuda_devices; do
         check "$program, the same" cuda_test checked "-O1 -g -DMTE_CHECK" "-fsanitize=thread" $program
     done
     check "the engine, address and undefined behaviour sanitizers" engine_objects asan "-O1 -g $sanitize"
@@ -103,15 +105,21 @@ nccl_example() {
 
 few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sample 4 --no-pinning --data megatron.h"
 
-# examples/train_gpt.c as it is, on two GPUs.
+# examples/train_gpt.c as it is, on two GPUs over NCCL: in f32 the losses of the CPU, in the others losses that fall.
 trains_on_the_engine() {
-    "$CXX" -std=c++17 -O2 -g -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I. -x c++ -c examples/train_gpt.c -o "$build/fast/train_gpt.o" &&
-        "$CXX" "$build/fast/train_gpt.o" "$build/fast/core.o" "$build/fast/runtime.o" "$build/fast/check.o" \
-            "$build/fast/blaslt.o" "$build/fast/nccl.o" -o "$build/fast/train_gpt" -lpthread || return 1
+    "$CXX" -std=c++17 -O2 -g -Wno-deprecated-declarations -DMT_USE_NCCL -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h -I. -x c++ -c examples/train_gpt.c -o "$build/fast/train_gpt.o" || return 1
+    (cd "$build/fast" && "$CXX" train_gpt.o core.o runtime.o check.o blaslt.o nccl.o -o train_gpt -lpthread) || return 1
+    "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt_cpu" -lm -lpthread || return 1
     # shellcheck disable=SC2086  # a list of flags
+    "$build/train_gpt_cpu" $few_steps --tp 2 --log "$build/cpu.csv" || return 1
     for dtype in f32 bf16 f16; do
-        "$build/fast/train_gpt" $few_steps --tp 2 --device cuda --dtype $dtype || return 1
+        # shellcheck disable=SC2086
+        "$build/fast/train_gpt" $few_steps --tp 2 --device cuda --dtype $dtype --log "$build/$dtype.csv" || return 1
+        paste -d , "$build/cpu.csv" "$build/$dtype.csv" >"$build/both.csv"
+        awk -F, -v allowed="$([ $dtype = f32 ] && echo 1e-5 || echo 2e-2)" 'NR == 1 { half = NF / 2; next }
+            { n++; d = $2 - $(2 + half); if (d < 0) d = -d; if (!($2 > 0) || d > allowed * $2) wrong = 1 }
+            END { exit !(n == 4 && !wrong) }' "$build/both.csv" || { cat "$build/both.csv"; return 1; }
     done
 }
 
@@ -209,16 +217,9 @@ END
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
-# What runs first on a new GPU.
-ptx_test_builds() {
-    # shellcheck disable=SC2086  # a list of flags
-    nvcc -std=c++17 -O2 -I. $cmocka_flags -gencode arch=compute_80,code=sm_80 tests/test_cuda_ptx.cu -o "$build/test_cuda_ptx" \
-        -lcublasLt
-}
-
 # The README's line; with a GPU it trains, without one it says so.
 builds_train_gpt() {
-    nvcc -O3 -I. -x cu examples/train_gpt.c -o "$build/train_gpt" -lcublasLt || return 1
+    nvcc -O3 -I. -x cu examples/train_gpt.c -o "$build/train_gpt" -DMT_USE_NCCL -lcublasLt -lnccl || return 1
     # shellcheck disable=SC2086  # a list of flags
     "$build/train_gpt" $few_steps --device cuda --dtype bf16 >"$build/train_gpt.log" 2>&1 && return 0
     grep 'cudaGetDeviceCount' "$build/train_gpt.log" || { cat "$build/train_gpt.log"; return 1; }
@@ -228,7 +229,7 @@ by_nvcc() {
     check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
     check "a C program links against nvcc's object" links_from_c implementation.o
-    check "nvcc, the test of PTX instructions" ptx_test_builds
+    check "tests/gpu.sh builds its programs" sh tests/gpu.sh --build
     check "with NCCL, too" builds_with_nccl
     check "train_gpt, compiled by nvcc" builds_train_gpt
     check "the tests and the benchmark of a GPU say that there is none" no_gpu_is_said
@@ -238,14 +239,14 @@ no_gpu_is_said() {
     [ -e /dev/nvidia0 ] && return 0 # there is one
     for command in "sh tests/gpu.sh" "sh tests/bench/bench.sh --device cuda --tiny"; do
         code=0
-        $command >"$build/no_gpu.txt" || code=$?
+        $command >"$build/no_gpu.txt" 2>&1 || code=$?
         cat "$build/no_gpu.txt"
         [ $code -eq 77 ] && grep -i 'no gpu' "$build/no_gpu.txt" || return 1
     done
 }
 
 # lane NAME FUNCTION: checks that run beside those of other lanes
-lane() { (check_log=$build/$1.log && "$2" && closing_line) >"$build/$1.out" 2>&1 & }
+lane() { (check_log=$build/$1.log passed=0 failed=0 skipped=0; "$2"; closing_line) >"$build/$1.out" 2>&1 & }
 
 if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
     lane engine on_the_engine

@@ -59,6 +59,7 @@ check "the wrappers of PTX instructions" $each test_cuda_ptx
 check "GEMM, its epilogues and the choice of algorithms" $each test_cuda_gemm
 check "operators, contexts and collectives against the CPU" $each test_cuda
 check "attention on tensor cores against the CPU" $each test_cuda_flash
+check "several GPUs in one process" $each test_cuda_devices
 check "NCCL" $each test_cuda_nccl "" -lnccl
 check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
 closing_line

@@ -14,7 +14,7 @@
 #define GPT_SEQ 8
 #define GPT_BATCH 4
 #define GPT_VOCAB 37
-#define GPT_MAX_FLOATS 32768
+#define GPT_MAX_FLOATS (1 << 19)
 #define GPT_LR 1e-2f
 
 /* Loss and norm of every step (NaN is a skipped one), and at the end all parameters and what the optimizer keeps of them. */
@@ -40,6 +40,7 @@ typedef struct gpt_run {
     mt_device planned;
     int no_overlap, overlap_chunks;
     int64_t ffn;      /* 0: 44 */
+    int wide;         /* 1: heads of 64 features, as tensor cores want them */
 } gpt_run;
 
 typedef struct gpt_worker {
@@ -69,6 +70,10 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.layer.ffn = r->ffn ? r->ffn : 44;
     d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
     d.layer.sequence_parallel = r->sequence_parallel;
+    if (r->wide) {
+        d.layer.hidden = d.layer.ffn = 128;
+        d.layer.heads = d.layer.kv_heads = 2;
+    }
     if (r->llama == 2) d.layer.placement = MT_POST_LN;
     if (r->llama != 1) return d;
     d.untied_head = 1;
@@ -172,7 +177,7 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     memset(&adamw, 0, sizeof adamw);
     memset(&scale, 0, sizeof scale);
     where.device = r->device;
-    where.ordinal = r->device == MT_DEVICE_CUDA ? mt_comm_rank(w->world) : 0;
+    where.ordinal = r->device == MT_DEVICE_CUDA ? mt_comm_rank(w->world) % mt_device_count(MT_DEVICE_CUDA) : 0;
     where.arena_bytes = (size_t)4 << 20;
     where.invariant = r->invariant;
     where.epilogue = r->epilogue;

@@ -128,6 +128,22 @@ static void test_half_as_on_the_cpu(void **state) {
         }
 }
 
+/* Heads of 64 features: attention runs on tensor cores, which round probabilities to 16 bits, too. */
+static void test_attention_on_tensor_cores(void **state) {
+    static gpt_result on_cpu, on_gpu;
+    (void)state;
+    for (int dtype = MT_BF16; dtype <= MT_F16; dtype++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, (mt_dtype)dtype, dtype == MT_F16, 0, 0), c;
+        r.wide = 1;
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &on_gpu);
+        gpt_assert_near(&r, &on_cpu, &on_gpu, gpt_half_error(r.dtype));
+        assert_planned(r, &on_gpu);
+    }
+}
+
 /* Tokens in chunks, communication beside products or not: the same bits, and what the CPU makes of the same chunks. Over NCCL
    the two streams really run side by side; ranks that are threads on one GPU wait for each other on the host. */
 static void test_overlap(void **state) {
@@ -178,6 +194,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_half_as_on_the_cpu),
+        cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),

@@ -68,7 +68,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
     mt_status status;
     j->threads[mt_comm_rank(world)] = world;
     where.device = j->how == ON_CPU ? MT_DEVICE_CPU : MT_DEVICE_CUDA;
-    where.ordinal = j->how == ON_CPU || j->one_gpu ? 0 : mt_comm_rank(world);
+    where.ordinal = j->how == ON_CPU || j->one_gpu ? 0 : mt_comm_rank(world) % mt_device_count(MT_DEVICE_CUDA);
     if (!where.arena_bytes) where.arena_bytes = (size_t)1 << 20;
     status = mt_context_create(world, &where, &ctx);
     if (status == MT_SUCCESS) status = job_comm(j, ctx, world, &comm);
@@ -92,6 +92,11 @@ static mt_status job_launch(job *j, int say) {
     memset(&d, 0, sizeof d);
     memset(&where, 0, sizeof where);
     if (j->timeout <= 0) j->timeout = 60;
+    if ((j->how == FROM_ID || j->how == FROM_CALLER) && j->ranks > mt_device_count(MT_DEVICE_CUDA)) {
+        printf("      %d ranks share %d GPUs, which NCCL refuses: not %s\n", j->ranks, mt_device_count(MT_DEVICE_CUDA),
+               way_names[j->how]);
+        j->how = FOR_DEVICE;
+    }
     d.ranks = j->ranks;
     d.no_pinning = 1;
     d.timeout_s = j->timeout;
