@@ -4,6 +4,7 @@
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program: a .c, .cpp or .cu
        #include "megatron.h"                // in every other file the #include alone
        cc -O3 -march=native -I. yours.c -lm -lpthread          (add -DMT_USE_ONEDNN -ldnnl for a fast GEMM)
+       nvcc -O3 -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs: mt_context_desc.device = MT_DEVICE_CUDA)
 
    A tensor-parallel MLP, [tokens, hidden] -> [tokens, hidden]; every rank runs this (examples/01_mlp.c is the whole program):
        mt_context *ctx;   MT_TRY(mt_context_create(world, NULL, &ctx));      // NULL: CPU, defaults
@@ -41,9 +42,9 @@
 #define MEGATRON_H
 
 #define MT_VERSION_MAJOR 0
-#define MT_VERSION_MINOR 2
+#define MT_VERSION_MINOR 3
 #define MT_VERSION_PATCH 0
-#define MT_VERSION "0.2.0"
+#define MT_VERSION "0.3.0"
 
 #ifdef __cplusplus
 extern "C" {
