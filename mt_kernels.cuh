@@ -3974,9 +3974,13 @@ typedef struct mti_lt_plan {
     cublasLtMatmulAlgo_t algo;
     size_t workspace; /* bytes that the algorithm wants */
     int fused;        /* of a key with an epilogue: whether it is used */
+    int stays;        /* never forgotten: measured again, it could be decided otherwise, with other bits */
+    uint64_t used;    /* when it was asked for last */
+    struct mti_lt_plan *next; /* in its bucket */
 } mti_lt_plan;
 
-#define MTI_LT_PLANS 512
+#define MTI_LT_PLANS 512 /* that are kept; half of them may stay */
+#define MTI_LT_BUCKETS 1024
 #define MTI_LT_WORKSPACE ((size_t)32 << 20)
 #define MTI_LT_CANDIDATES 8 /* algorithms that are looked at */
 #define MTI_LT_RUNS 5       /* times that something is measured */
@@ -3987,8 +3991,9 @@ typedef struct mti_lt {
     cublasLtHandle_t handle;
     void *workspace;
     cudaEvent_t begin, end;
-    int count;
-    mti_lt_plan plans[MTI_LT_PLANS];
+    uint64_t clock; /* counts what is asked for */
+    int count, stay;
+    mti_lt_plan plans[MTI_LT_PLANS], *buckets[MTI_LT_BUCKETS];
 } mti_lt;
 
 /* A product to be run. bias and aux are the epilogue's. */
@@ -4230,27 +4235,51 @@ static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, c
     return *found ? mti_lt_choose(ctx, lt, p, g, results, *found) : MT_SUCCESS;
 }
 
-/* The plan of a product, made once for each shape; *made says how many algorithms there are if that was now, else -1. A product
-   with an epilogue may have none. */
+static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
+    uint32_t words[sizeof *key / sizeof(uint32_t)];
+    uint64_t hash = 0;
+    memcpy(words, key, sizeof words);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mti_hash_element(hash, words[i]);
+    return &lt->buckets[hash % MTI_LT_BUCKETS];
+}
+
+/* A place for one more plan: the least recently used one of those that need not stay is forgotten for it. */
+static mti_lt_plan *mti_lt_place(mti_lt *lt) {
+    mti_lt_plan *oldest = NULL, **link;
+    if (lt->count < MTI_LT_PLANS) return &lt->plans[lt->count++];
+    for (int i = 0; i < MTI_LT_PLANS; i++)
+        if (!lt->plans[i].stays && (!oldest || lt->plans[i].used < oldest->used)) oldest = &lt->plans[i];
+    for (link = mti_lt_bucket(lt, &oldest->key); *link != oldest; link = &(*link)->next) continue;
+    *link = oldest->next;
+    mti_lt_forget(oldest);
+    return oldest;
+}
+
+/* The plan of a product, made once while it is kept; *made says how many algorithms there are if that was now, else -1. A
+   product with an epilogue may have none. */
 static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
+    mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
     *made = -1;
-    for (int i = 0; i < lt->count; i++) {
-        *out = &lt->plans[i];
-        if (memcmp(&(*out)->key, &g->key, sizeof g->key) == 0) return MT_SUCCESS;
+    for (*out = *bucket; *out; *out = (*out)->next)
+        if (memcmp(&(*out)->key, &g->key, sizeof g->key) == 0) {
+            (*out)->used = ++lt->clock;
+            return MT_SUCCESS;
+        }
+    memset(&fresh, 0, sizeof fresh);
+    fresh.key = g->key;
+    mt_status status = mti_lt_plan_make(ctx, lt, &fresh, g, made);
+    if (status != MT_SUCCESS || (*made == 0 && g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT)) {
+        mti_lt_forget(&fresh);
+        if (status != MT_SUCCESS) return status;
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
+                        (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
     }
-    if (lt->count == MTI_LT_PLANS)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: more than %d different products on one context", MTI_LT_PLANS);
-    *out = &lt->plans[lt->count];
-    memset(*out, 0, sizeof **out);
-    (*out)->key = g->key;
-    lt->count++;
-    mt_status status = mti_lt_plan_make(ctx, lt, *out, g, made);
-    if (status == MT_SUCCESS && (*made > 0 || g->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) return MT_SUCCESS;
-    mti_lt_forget(*out);
-    lt->count--;
-    if (status != MT_SUCCESS) return status;
-    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
-                    (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
+    *out = mti_lt_place(lt);
+    fresh.used = ++lt->clock;
+    fresh.next = *bucket;
+    **out = fresh;
+    *bucket = *out;
+    return MT_SUCCESS;
 }
 
 /* A product without an epilogue. */
@@ -4360,7 +4389,8 @@ static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     return mti_cuda_fill(ctx, whole, 0.0f);
 }
 
-/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait: separate. */
+/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait: separate. What
+   is decided here stays, since a GELU has other bits in the other way; once half of the plans do, new products are separate. */
 template <typename Separate>
 static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
                                const Separate &separate) {
@@ -4369,7 +4399,10 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     float fused = 0.0f, apart = 0.0f;
     int may_wait = 0;
     p->fused = ctx->epilogue == MT_EPILOGUE_FUSED;
-    if (p->fused || bytes > ctx->arena_bytes - ctx->arena_used) return MT_SUCCESS;
+    if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
+    p->stays = 1;
+    lt->stay++;
+    if (bytes > ctx->arena_bytes - ctx->arena_used) return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
     if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));

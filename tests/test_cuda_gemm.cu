@@ -467,6 +467,83 @@ static void test_planned_scratch(void **state) {
     mt_context_destroy(meta);
 }
 
+/* ---- more products than plans are kept ---------------------------------------------------------------------------------- */
+
+#define PRODUCTS 600 /* of which 512 plans are kept */
+
+static uint64_t small_product(mt_context *ctx, int64_t m) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor a = noise(ctx, MT_F32, m, 24, 0, 1, 1.0f), b = noise(ctx, MT_F32, 24, 8, 0, 2, 1.0f), c;
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, m, 8, &c));
+    OK(ctx, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, 0.0f, c));
+    uint64_t hash = hash_of(ctx, c);
+    mt_arena_release(ctx, mark);
+    return hash;
+}
+
+/* What was not used for longest is forgotten and, made again, has the same bits. What is used again and again is kept. */
+static void test_more_products_than_plans(void **state) {
+    static uint64_t hash[PRODUCTS + 1];
+    mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    (void)state;
+    for (int64_t m = 1; m <= PRODUCTS; m++) {
+        hash[m] = small_product(ctx, m);
+        assert_true(small_product(ctx, 1) == hash[1]);
+    }
+#if defined(MT_CUDA_ENGINE)
+    long before = mte::gemm_choices();
+    small_product(ctx, 1);
+    for (int64_t m = PRODUCTS; m > PRODUCTS - 511; m--) small_product(ctx, m);
+    assert_int_equal(mte::gemm_choices(), before);
+    small_product(ctx, PRODUCTS - 511);
+    assert_int_equal(mte::gemm_choices(), before + 1);
+#endif
+    for (int64_t m = 1; m <= PRODUCTS; m++) assert_true(small_product(ctx, m) == hash[m]);
+    mt_context_destroy(ctx);
+}
+
+#if defined(MT_CUDA_ENGINE)
+/* 1 when the epilogue ran, 0 when it was apart; *count: products that ran for it. */
+static int small_linear(mt_context *ctx, int64_t m, long *count) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor x = noise(ctx, MT_F32, m, 8, 0, 1, 1.0f), w = noise(ctx, MT_F32, 8, 8, 0, 2, 1.0f);
+    mt_tensor bias = noise(ctx, MT_F32, 1, 8, 0, 3, 1.0f), y;
+    OK(ctx, mt_arena_tensor(ctx, MT_F32, m, 8, &y));
+    *count = -mte::gemm_count();
+    OK(ctx, mt_linear_forward(ctx, x, w, bias, y));
+    OK(ctx, mt_context_synchronize(ctx));
+    *count += mte::gemm_count();
+    mt_arena_release(ctx, mark);
+    return mte::gemm_last().epilogue == CUBLASLT_EPILOGUE_BIAS;
+}
+
+/* A decision between fused and separate, which have other bits, is made once in the life of a context. */
+static void test_a_measured_epilogue_stays(void **state) {
+    mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_MEASURED, (size_t)16 << 20);
+    static int fused_before[PRODUCTS + 1];
+    int fused_ones = 0;
+    long ran;
+    (void)state;
+    mte::gemm_time(by_epilogue);
+    for (int64_t m = 1; m <= PRODUCTS; m++) {
+        plain_is_slow = m % 2 != 0;
+        small_linear(ctx, m, &ran); /* the last one that ran may have been one that was measured */
+        fused_before[m] = small_linear(ctx, m, &ran);
+        assert_int_equal(ran, 1);
+        assert_int_equal(fused_before[m], m <= 256 && m % 2);
+        fused_ones += fused_before[m];
+    }
+    assert_int_equal(fused_ones, 128);
+    for (int64_t m = 1; m <= PRODUCTS; m++) {
+        plain_is_slow = m % 2 == 0;
+        assert_int_equal(small_linear(ctx, m, &ran), fused_before[m]);
+        assert_int_equal(ran, 1);
+    }
+    mte::gemm_time(nullptr);
+    mt_context_destroy(ctx);
+}
+#endif
+
 static int open_contexts(void **state) {
     (void)state;
     cpu = context_of(MT_DEVICE_CPU, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
@@ -491,11 +568,13 @@ int main(void) {
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_planned_scratch),
         cmocka_unit_test(test_measured_has_the_same_bits),
+        cmocka_unit_test(test_more_products_than_plans),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_the_fastest_of_those_that_round_alike),
         cmocka_unit_test(test_when_nothing_is_measured),
         cmocka_unit_test(test_epilogues_measured),
         cmocka_unit_test(test_epilogues_captured),
+        cmocka_unit_test(test_a_measured_epilogue_stays),
 #endif
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);

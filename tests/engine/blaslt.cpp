@@ -9,7 +9,7 @@
 //               all but DEFAULT only with four column-major matrices.
 //   Algorithms  four, with different orders of summation, alignments and workspaces; some in two tiles that round alike.  The
 //               heuristic's order depends on the problem, so that a program whose result must not depend on the shape cannot
-//               take what comes first.  How long each takes is up to the test (gemm_time).
+//               take what comes first.  How long each takes, and whether it fails, is up to the test (gemm_time, gemm_fail).
 //   Workspace   all that is given is overwritten with NaN, also when the algorithm needs none.
 //
 // MTE_BLASLT_LOG=1 in the environment prints why a call was refused.  What is not modelled is reported.
@@ -731,12 +731,17 @@ void multiply(const Run &r, int batch) {
 
 // What tests want to know of the products that ran, and say of their time.
 std::function<double(const GemmCall &)> time_of_gemm;
+std::function<bool(const GemmCall &)> gemm_fails;
 GemmCall last_gemm = {-1, 0, 0, 0};
-long gemms = 0;
+long gemms = 0, choices = 0;
+
+GemmCall call_of(const Run &r) {
+    return GemmCall{r.algorithm.id, r.algorithm.splits, static_cast<int>(r.algorithm.tile), r.p.desc.epilogue};
+}
 
 void execute(const Run &r) {
     if (!announce_all(r)) return;
-    last_gemm = GemmCall{r.algorithm.id, r.algorithm.splits, static_cast<int>(r.algorithm.tile), r.p.desc.epilogue};
+    last_gemm = call_of(r);
     gemms++;
     if (time_of_gemm) spend(time_of_gemm(last_gemm));
     if (r.workspace_bytes > 0) memset(r.workspace, 0xff, r.workspace_bytes);
@@ -893,6 +898,16 @@ long gemm_count() {
     return gemms;
 }
 
+void gemm_fail(std::function<bool(const GemmCall &)> which) {
+    Guard guard;
+    gemm_fails = std::move(which);
+}
+
+long gemm_choices() {
+    Guard guard;
+    return choices;
+}
+
 }  // namespace mte
 
 using namespace mte;
@@ -1017,6 +1032,10 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (!wishes || !results || !returned || requested <= 0) return invalid("null argument or no result requested");
     if (wishes->search != CUBLASLT_SEARCH_BEST_FIT) return unsupported("search mode not modelled");
     const std::vector<Algorithm> found = candidates(p, *wishes);
+    {
+        Guard guard;
+        choices++;
+    }
     if (found.empty()) return unsupported("no algorithm within the preference");
     *returned = std::min(requested, static_cast<int>(found.size()));
     for (int i = 0; i < *returned; i++) results[i] = result_of(p, found[static_cast<size_t>(i)]);
@@ -1117,6 +1136,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     if (status == CUBLAS_STATUS_SUCCESS) status = check_pointers(run);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     Guard guard;
+    if (gemm_fails && gemm_fails(call_of(run))) return refuse(CUBLAS_STATUS_EXECUTION_FAILED, "the test wants it");
     enqueue(stream, "cublasLtMatmul", [run] { execute(run); });
     return CUBLAS_STATUS_SUCCESS;
 }

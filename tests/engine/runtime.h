@@ -62,6 +62,9 @@ struct GemmCall {
 void gemm_time(std::function<double(const GemmCall &)> seconds);
 GemmCall gemm_last();
 long gemm_count();
+// Which products fail when they are called, and how often the heuristic was asked.
+void gemm_fail(std::function<bool(const GemmCall &)> which);
+long gemm_choices();
 
 // Makes a call of this thread return an error: the one of `name` ("cudaMemcpyAsync"; "a kernel launch") that comes after so
 // many others of it.  Copies are done all the same, a kernel is not.
