@@ -4062,6 +4062,7 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
     size_t workspace = MTI_LT_WORKSPACE;
     uint32_t alignment = 16; /* mti_lt_operand sees to it */
     cublasStatus_t status;
+    int proposed = 0;
     *found = 0;
     MTI_LT_TRY(ctx, cublasLtMatmulPreferenceCreate(&preference));
     status = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
@@ -4074,11 +4075,18 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
     }
     if (status == CUBLAS_STATUS_SUCCESS)
         status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference, MTI_LT_CANDIDATES,
-                                                results, found);
+                                                results, &proposed);
+    for (int i = 0; i < proposed; i++)
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*found)++] = results[i];
     cublasLtMatmulPreferenceDestroy(preference);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return MT_SUCCESS;
     MTI_LT_TRY(ctx, status);
     return MT_SUCCESS;
+}
+
+static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
+    return cublasLtMatmul(lt->handle, p->desc, &g->alpha, g->b.data, p->a, g->a.data, p->b, &g->beta, g->c.data, p->c,
+                          g->c.data, p->c, &p->algo, lt->workspace, p->workspace, ctx->stream);
 }
 
 static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
@@ -4087,8 +4095,7 @@ static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     if (g->aux)
         MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
                                                        sizeof g->aux));
-    MTI_LT_TRY(ctx, cublasLtMatmul(lt->handle, p->desc, &g->alpha, g->b.data, p->a, g->a.data, p->b, &g->beta, g->c.data, p->c,
-                                   g->c.data, p->c, &p->algo, lt->workspace, p->workspace, ctx->stream));
+    MTI_LT_TRY(ctx, mti_lt_enqueue(ctx, lt, p, g));
     return MT_SUCCESS;
 }
 
@@ -4143,43 +4150,39 @@ static mt_status mti_lt_noise(mt_context *ctx, uint64_t seed, mt_tensor *t) {
 
 static size_t mti_lt_bytes(mt_tensor t) { return mti_align_up((size_t)(t.rows * mti_ld(t)) * mt_dtype_size(t.dtype)); }
 
-/* Whether the product of g by the plan's algorithm has the bits of *hash, or, with first, which bits it has. */
-static mt_status mti_lt_same(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, uint64_t *hash, int first,
-                             int *same) {
-    uint64_t bits = 0;
+/* Whether the plan's algorithm runs; the bits of the product of g by it. */
+static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs, uint64_t *bits) {
     mti_noise_op op = {mti_view_of(g->c), 3};
+    *bits = 0;
     MT_TRY(mti_map(ctx, "mt_gemm", op, 0, g->c.rows, g->c.cols));
-    MT_TRY(mti_lt_matmul(ctx, lt, p, g));
-    MT_TRY(mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, &bits));
-    if (first) *hash = bits;
-    *same = bits == *hash;
-    return MT_SUCCESS;
+    *runs = mti_lt_enqueue(ctx, lt, p, g) == CUBLAS_STATUS_SUCCESS;
+    return *runs ? mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, bits) : MT_SUCCESS;
 }
 
-/* The fastest of the candidates that round as the first one does: all multiply the same noise, since zeros, say, would tell
-   nothing about how they round. */
+/* The fastest of the candidates that round as the first one that runs does: all multiply the same noise, since zeros, say,
+   would tell nothing about how they round. If none runs, the first one will say why. */
 static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
                                 const cublasLtMatmulHeuristicResult_t *results, int found) {
-    uint64_t hash = 0;
+    uint64_t first = 0, bits = 0;
     float best = 0.0f, ms = 0.0f;
-    int chosen = 0, same = 0;
+    int chosen = -1, runs = 0;
     MT_TRY(mti_lt_noise(ctx, 1, &g.a));
     MT_TRY(mti_lt_noise(ctx, 2, &g.b));
     MT_TRY(mti_lt_noise(ctx, 3, &g.c));
     g.alpha = g.beta = 1.0f;
     for (int i = 0; i < found; i++) {
-        if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
         p->algo = results[i].algo;
         p->workspace = results[i].workspaceSize;
-        MT_TRY(mti_lt_same(ctx, lt, p, &g, &hash, i == 0, &same));
-        if (!same) continue;
+        MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &bits));
+        if (chosen < 0) first = bits;
+        if (!runs || bits != first) continue;
         MT_TRY(mti_lt_time(ctx, lt, [&]() { return mti_lt_matmul(ctx, lt, p, &g); }, &ms));
-        if (i > 0 && ms >= best) continue;
+        if (chosen >= 0 && ms >= best) continue;
         best = ms;
         chosen = i;
     }
-    p->algo = results[chosen].algo;
-    p->workspace = results[chosen].workspaceSize;
+    p->algo = results[chosen < 0 ? 0 : chosen].algo;
+    p->workspace = results[chosen < 0 ? 0 : chosen].workspaceSize;
     return MT_SUCCESS;
 }
 

@@ -319,6 +319,35 @@ static void test_the_fastest_of_those_that_round_alike(void **state) {
     mte::gemm_time(nullptr);
 }
 
+/* An algorithm that does not run is passed over; the first that does says what the bits are. */
+static void test_a_candidate_that_fails(void **state) {
+    (void)state;
+    mt_context *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    product(first, 256, 0);
+    favourite = mte::gemm_last();
+    for (int how = 0; how < 2; how++) { /* the first one fails, then all but the first and those that round alike */
+        mt_context *best = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+        mte::gemm_fail([how](const mte::GemmCall &call) {
+            return (call.id == favourite.id && call.splits == favourite.splits) == (how == 0);
+        });
+        uint64_t hash = product(best, 256, 0);
+        mte::GemmCall taken = mte::gemm_last();
+        assert_true((taken.id == favourite.id && taken.splits == favourite.splits) == (how == 1));
+        mt_context_destroy(best);
+        mte::gemm_fail(nullptr);
+        if (how == 1) assert_true(hash == product(first, 256, 0));
+    }
+    mt_context *none = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
+    mt_tensor a = noise(none, MT_F32, 256, 96, 0, 1, 1.0f), b = noise(none, MT_F32, 96, 256, 0, 2, 1.0f), c;
+    OK(none, mt_arena_tensor(none, MT_F32, 256, 256, &c));
+    mte::gemm_fail([](const mte::GemmCall &) { return true; });
+    ASSERT_STATUS(none, MT_ERR_SYSTEM, mt_gemm(none, MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, 0.0f, c));
+    assert_non_null(strstr(mt_last_error(none), "cuBLASLt status 13"));
+    mte::gemm_fail(nullptr);
+    mt_context_destroy(none);
+    mt_context_destroy(first);
+}
+
 /* Where nothing may be measured, the heuristic's first is taken, and that is all that runs. */
 static void test_when_nothing_is_measured(void **state) {
     (void)state;
@@ -571,6 +600,7 @@ int main(void) {
         cmocka_unit_test(test_more_products_than_plans),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_the_fastest_of_those_that_round_alike),
+        cmocka_unit_test(test_a_candidate_that_fails),
         cmocka_unit_test(test_when_nothing_is_measured),
         cmocka_unit_test(test_epilogues_measured),
         cmocka_unit_test(test_epilogues_captured),
