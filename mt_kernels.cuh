@@ -1979,9 +1979,14 @@ template <bool WIDE, typename Op> static __global__ void __launch_bounds__(256) 
     }
 }
 
+/* Kernels walk through what is more than their grid: it has at most so many blocks. */
+#ifndef MTI_GRID_MAX
+#define MTI_GRID_MAX 65535
+#endif
+
 static unsigned mti_grid(int64_t items, int64_t per_block) {
     int64_t blocks = (items + per_block - 1) / per_block;
-    return (unsigned)(blocks < 1 ? 1 : blocks > 65535 ? 65535 : blocks);
+    return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
 }
 
 template <typename Op> static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows,
@@ -2667,13 +2672,16 @@ static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, in
 }
 
 /* next[i]: the next token with the id of token i, or count; first[i]: no earlier token has it. */
-static __global__ void __launch_bounds__(256) mti_chain_kernel(const int32_t *ids, int count, int32_t *next, int32_t *first) {
-    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), j;
-    if (i >= count) return;
-    for (j = 0; j < i && ids[j] != ids[i]; j++) continue;
-    first[i] = j == i;
-    for (j = i + 1; j < count && ids[j] != ids[i]; j++) continue;
-    next[i] = j;
+static __global__ void __launch_bounds__(256) mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next,
+                                                               int32_t *first) {
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+        int64_t j = 0;
+        while (j < i && ids[j] != ids[i]) j++;
+        first[i] = j == i;
+        for (j = i + 1; j < count && ids[j] != ids[i]; j++) continue;
+        next[i] = (int32_t)j;
+    }
 }
 
 /* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row. */
@@ -2713,8 +2721,8 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 }
 
 static __global__ void __launch_bounds__(256) mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) ids[i] = (int32_t)((first + i) % seq);
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < count; i += step) ids[i] = (int32_t)((first + i) % seq);
 }
 
 static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
@@ -2868,12 +2876,10 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
 }
 
-/* A thread for each token joins the shards in the tree of mti_stats_tree: a binary counter of subtrees. */
-static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+/* Joins the shards of token i in the tree of mti_stats_tree: a binary counter of subtrees. */
+static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i, const mti_view &loss) {
     float stack[MTI_TREE_DEPTH][4], x[4];
     int depth = 0;
-    if (i >= tokens) return;
     for (int64_t s = 0; s <= shards; s++) {
         int64_t joins = s;
         if (s < shards)
@@ -2896,6 +2902,11 @@ static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, in
     mti_put(loss, 0, i, c.loss_of(i, x[0], log_sum, x[2], x[3]));
     mti_put(c.lse, 0, i, x[0]);
     mti_put(c.lse, 1, i, log_sum);
+}
+
+static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < tokens; i += step) mti_ce_combine(c, shards, tokens, i, loss);
 }
 
 static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor gathered,
@@ -3029,11 +3040,13 @@ static __global__ void __launch_bounds__(256) mti_rotary_kernel(mti_view qkv, mt
 }
 
 static __global__ void __launch_bounds__(256) mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / half, j = i % half;
-    if (row >= rows) return;
-    double angle = (double)row * pow(base, -2.0 * (double)j / (double)(2 * half));
-    mti_put(table, row, j, (float)cos(angle));
-    mti_put(table, row, half + j, (float)sin(angle));
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < rows * half; i += step) {
+        int64_t row = i / half, j = i % half;
+        double angle = (double)row * pow(base, -2.0 * (double)j / (double)(2 * half));
+        mti_put(table, row, j, (float)cos(angle));
+        mti_put(table, row, half + j, (float)sin(angle));
+    }
 }
 
 static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor table) {

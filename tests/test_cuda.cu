@@ -4,6 +4,7 @@
    Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION
+#define MTI_GRID_MAX 2 /* blocks of the grids of one dimension, so that small tensors are more than a grid */
 #include "megatron.h"
 
 #include "mt_test.h"
@@ -530,6 +531,37 @@ static void test_attention(void **state) {
     }
 }
 
+/* What has an item for each token, beyond the grid. */
+static void test_many_tokens(void **state) {
+    enum { TOKENS = 1100 };
+    static int32_t a[TOKENS], b[TOKENS];
+    mt_tensor on_gpu;
+    size_t mark[2] = {mt_arena_mark(cpu), mt_arena_mark(gpu)};
+    mt_cross_entropy_shape s = {9, 0, 0.1f, 1};
+    (void)state;
+    type = MT_F32;
+    OK(mt_arena_tensor(gpu, MT_I32, 1, TOKENS, &on_gpu));
+    BOTH(mt_position_ids(cpu, 3, 5, a, TOKENS), mt_position_ids(gpu, 3, 5, (int32_t *)on_gpu.data, TOKENS));
+    OK(mt_download(gpu, on_gpu, b));
+    assert_memory_equal(a, b, sizeof a);
+    const int32_t *ids = (const int32_t *)on_gpu.data;
+    pair logits = noise_f32(TOKENS, 9, 1, 5.0f), stats = pair_f32(TOKENS, 4), loss = pair_f32(1, TOKENS);
+    pair lse = pair_f32(2, TOKENS), table = pair_f32(TOKENS, 4), dtable = noise_f32(9, 4, 2, 1.0f);
+    BOTH(mt_cross_entropy_stats(cpu, &s, logits.cpu, a, stats.cpu),
+         mt_cross_entropy_stats(gpu, &s, logits.gpu, ids, stats.gpu));
+    BOTH(mt_cross_entropy_combine(cpu, &s, stats.cpu, 1, a, loss.cpu, lse.cpu),
+         mt_cross_entropy_combine(gpu, &s, stats.gpu, 1, ids, loss.gpu, lse.gpu));
+    same("mt_cross_entropy_combine", loss, 1e-6);
+    same("lse", lse, 1e-6);
+    BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
+    same("mt_rotary_table", table, 1e-6);
+    BOTH(mt_embedding_backward(cpu, table.cpu, 0, a, dtable.cpu),
+         mt_embedding_backward(gpu, table.gpu, 0, ids, dtable.gpu));
+    same("mt_embedding_backward", dtable, 2e-6);
+    mt_arena_release(cpu, mark[0]);
+    mt_arena_release(gpu, mark[1]);
+}
+
 static void test_ids(void **state) {
     int32_t ids[300];
     (void)state;
@@ -736,7 +768,7 @@ int main(void) {
         cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),     cmocka_unit_test(test_context),
         cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),   cmocka_unit_test(test_wide_norm),
         cmocka_unit_test(test_cross_entropy_one_pass), cmocka_unit_test(test_wide_cross_entropy),
-        cmocka_unit_test(test_cross_entropy_refuses),
+        cmocka_unit_test(test_cross_entropy_refuses), cmocka_unit_test(test_many_tokens),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
