@@ -1873,6 +1873,11 @@ static mti_view mti_view_of(mt_tensor t) {
    aligned for that, and the ends of rows, go element by element in the same kernel. */
 #define MTI_CHUNK 8
 
+/* i / n, in 32 bits where both fit: a GPU has no instruction for either, and 64 bits take several times as many. */
+static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
+    return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
+}
+
 /* Elements of the chunk that begins at col < cols. */
 static __device__ __forceinline__ int mti_chunk(int64_t cols, int64_t col) {
     return (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK);
@@ -1974,7 +1979,7 @@ template <bool WIDE, typename Op> static __global__ void __launch_bounds__(256) 
                                                                                                int64_t cols) {
     int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = i / per_row, col = (i - row * per_row) * MTI_CHUNK;
+        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
         op.template run<WIDE>(row, col, mti_chunk(cols, col));
     }
 }
@@ -3919,7 +3924,7 @@ static __global__ void __launch_bounds__(256) mti_hash_kernel(mti_view x, int64_
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     unsigned long long mine = 0;
     for (; i < rows * cols; i += step) {
-        int64_t row = i / cols, col = i % cols, at = row * x.ld + col;
+        int64_t row = mti_divide(i, cols), col = i - row * cols, at = row * x.ld + col;
         uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
         mine += mti_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
     }
