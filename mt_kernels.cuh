@@ -2981,7 +2981,7 @@ template <bool STOCHASTIC> static mt_status mti_cuda_adamw(mt_context *ctx, cons
 
 /* ---- >>cuda-sum ---------------------------------------------------------------------------------------------------------- */
 
-#define MTI_SUM_BLOCKS 64 /* at most; as the size says, not the GPU: the same bits on each */
+#define MTI_SUM_BLOCKS 1024 /* at most; as the size says, not the GPU: the same bits on each */
 
 /* The sum over the block in double, for thread 0. */
 static __device__ __forceinline__ double mti_block_sum_double(double x, double *shared) {
@@ -2994,35 +2994,47 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
     return shared[0];
 }
 
-static __global__ void __launch_bounds__(256) mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares,
-                                                             double *partial) {
+/* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take longer than
+   its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody may contract with an
+   addition has the same bits whether chunks are wide or not. */
+template <bool WIDE> static __global__ void __launch_bounds__(256) mti_sum_kernel(mti_view x, int64_t rows, int64_t cols,
+                                                                                  int squares, double *partial) {
     MTI_SHARED(double, shared, 256);
+    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
     double sum = 0.0;
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * cols; i += step) {
-        double v = (double)mti_get(x, i / cols, i % cols);
-        sum += squares ? v * v : v;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
+        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
+        float c[MTI_CHUNK];
+        mti_load<WIDE>(x, row, col, mti_chunk(cols, col), c);
+        for (int j = 0; j < MTI_CHUNK; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
+        sum += (double)(((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])));
     }
     sum = mti_block_sum_double(sum, shared);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-static __global__ void mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
-    double sum = (double)mti_get(out, 0, 0);
-    for (int i = 0; i < blocks; i++) sum += partial[i];
-    mti_put(out, 0, 0, (float)sum);
+static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
+    MTI_SHARED(double, shared, 256);
+    double sum = 0.0;
+    for (int i = (int)threadIdx.x; i < blocks; i += 256) sum += partial[i];
+    sum = mti_block_sum_double(sum, shared);
+    if (threadIdx.x == 0) mti_put(out, 0, 0, (float)((double)mti_get(out, 0, 0) + sum));
 }
 
 static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
-    unsigned blocks = (unsigned)mti_min(MTI_SUM_BLOCKS, mti_grid(x.rows * x.cols, 2048));
+    int64_t chunks = x.rows * ((x.cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    unsigned blocks = (unsigned)mti_min(MTI_SUM_BLOCKS, (chunks + 255) / 256);
     void *partial = NULL;
-    if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
+    if (chunks == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
     MT_TRY(mti_cuda_enter(ctx));
-    MTI_LAUNCH(mti_sum_kernel, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares, (double *)partial);
+    if (mti_is_wide(x)) MTI_LAUNCH(mti_sum_kernel<true>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
+                                   (double *)partial);
+    else MTI_LAUNCH(mti_sum_kernel<false>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
+                    (double *)partial);
     MT_TRY(mti_cuda_launched(ctx, "mt_sum"));
-    MTI_LAUNCH(mti_sum_end_kernel, 1, 1, 0, ctx->stream, (const double *)partial, (int)blocks, mti_view_of(out));
+    MTI_LAUNCH(mti_sum_end_kernel, 1, 256, 0, ctx->stream, (const double *)partial, (int)blocks, mti_view_of(out));
     mt_arena_release(ctx, mark);
     return mti_cuda_launched(ctx, "mt_sum");
 }

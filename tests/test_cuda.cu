@@ -531,6 +531,39 @@ static void test_attention(void **state) {
     }
 }
 
+/* More chunks than the largest grid has threads, in rows that end within a chunk. The bits are those of the shape and of the
+   values, wherever they are. */
+static void test_sum(void **state) {
+    static const layout places[] = {{0, 0}, {7, 0}, {3, 1}};
+    static const shape sizes[] = {{1021, 2065, {0, 0}}, {700, 24, {0, 0}}, {1, 5000, {0, 0}}};
+    (void)state;
+    for (size_t i = 0; i < 9; i++) {
+        static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+        int64_t rows = sizes[i / 3].rows, cols = sizes[i / 3].cols;
+        float first[2] = {0, 0}, *now;
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = types[i % 3];
+        pair x = pair_noise(rows, cols, dense, 1, 1.0f), sum = pair_f32(1, 2);
+        for (size_t p = 0; p < 3; p++) {
+            pair y = {x.cpu, tensor_new(gpu, type, rows, cols, places[p])};
+            pair plain = {mt_tensor_cols(sum.cpu, 0, 1), mt_tensor_cols(sum.gpu, 0, 1)};
+            pair squares = {mt_tensor_cols(sum.cpu, 1, 1), mt_tensor_cols(sum.gpu, 1, 1)};
+            OK(mt_copy(gpu, x.gpu, y.gpu));
+            BOTH(mt_fill(cpu, sum.cpu, 2000.0f), mt_fill(gpu, sum.gpu, 2000.0f));
+            BOTH(mt_sum(cpu, y.cpu, plain.cpu), mt_sum(gpu, y.gpu, plain.gpu));
+            same("mt_sum", plain, 1e-6);
+            BOTH(mt_sum_of_squares(cpu, y.cpu, squares.cpu), mt_sum_of_squares(gpu, y.gpu, squares.gpu));
+            same("mt_sum_of_squares", squares, 1e-6);
+            now = download(gpu, sum.gpu);
+            if (p == 0) memcpy(first, now, sizeof first);
+            assert_memory_equal(first, now, sizeof first);
+            free(now);
+        }
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 /* What has an item for each token, beyond the grid. */
 static void test_many_tokens(void **state) {
     enum { TOKENS = 1100 };
@@ -768,7 +801,7 @@ int main(void) {
         cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),     cmocka_unit_test(test_context),
         cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),   cmocka_unit_test(test_wide_norm),
         cmocka_unit_test(test_cross_entropy_one_pass), cmocka_unit_test(test_wide_cross_entropy),
-        cmocka_unit_test(test_cross_entropy_refuses), cmocka_unit_test(test_many_tokens),
+        cmocka_unit_test(test_cross_entropy_refuses), cmocka_unit_test(test_many_tokens), cmocka_unit_test(test_sum),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
