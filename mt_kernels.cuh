@@ -3041,18 +3041,32 @@ static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tens
 
 /* ---- >>cuda-rotary ------------------------------------------------------------------------------------------------------- */
 
-static __global__ void __launch_bounds__(256) mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s,
-                                                                int64_t rows,
-                                                                float sign) {
-    int64_t half = s.head_dim / 2, turned = s.heads_per_group + 1, per_row = s.groups * turned * half;
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = i / per_row, j = i % half, head = i % per_row / half;
-        int64_t col = (head / turned * (s.heads_per_group + 2) + head % turned) * s.head_dim + j;
-        float c = mti_get(table, row % s.seq, j), t = sign * mti_get(table, row % s.seq, half + j);
-        float low = mti_get(qkv, row, col), high = mti_get(qkv, row, col + half);
-        mti_put(qkv, row, col, low * c - high * t);
-        mti_put(qkv, row, col + half, high * c + low * t);
+/* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. */
+template <bool WIDE> static __global__ void __launch_bounds__(256) mti_rotary_kernel(mti_view qkv, mti_view table,
+                                                                                     mt_attention_shape s, int64_t rows,
+                                                                                     float sign) {
+    unsigned half = (unsigned)s.head_dim / 2, chunks = (half + MTI_CHUNK - 1) / MTI_CHUNK;
+    unsigned turned = (unsigned)s.heads_per_group + 1, items = (unsigned)s.groups * turned * chunks; /* all but the values */
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        int64_t position = row % s.seq;
+        for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
+            unsigned head = i / chunks, j = (i - head * chunks) * MTI_CHUNK, group = head / turned;
+            int64_t col = (int64_t)(head + group) * s.head_dim + j; /* a group has one head more */
+            float cosine[MTI_CHUNK], sine[MTI_CHUNK], low[MTI_CHUNK], high[MTI_CHUNK];
+            int n = mti_chunk(half, j);
+            mti_load<WIDE>(table, position, j, n, cosine);
+            mti_load<WIDE>(table, position, half + j, n, sine);
+            mti_load<WIDE>(qkv, row, col, n, low);
+            mti_load<WIDE>(qkv, row, col + half, n, high);
+            MTI_DEVICE_UNROLL
+            for (int e = 0; e < MTI_CHUNK; e++) {
+                float x = low[e], y = high[e], t = sign * sine[e];
+                low[e] = x * cosine[e] - y * t;
+                high[e] = y * cosine[e] + x * t;
+            }
+            mti_store<WIDE>(qkv, row, col, n, low);
+            mti_store<WIDE>(qkv, row, col + half, n, high);
+        }
     }
 }
 
@@ -3077,11 +3091,15 @@ static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor ta
 }
 
 static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign, mt_tensor qkv) {
-    int64_t items = qkv.rows * s->groups * (s->heads_per_group + 1) * (s->head_dim / 2);
-    if (items == 0) return MT_SUCCESS;
+    int64_t half = s->head_dim / 2, items = s->groups * (s->heads_per_group + 1) * ((half + MTI_CHUNK - 1) / MTI_CHUNK);
+    unsigned threads = (unsigned)mti_min(256, mti_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
+    int wide = half % MTI_CHUNK == 0 && mti_is_wide(qkv) && mti_is_wide(table);
+    if (qkv.rows * items == 0) return MT_SUCCESS;
     MT_TRY(mti_cuda_enter(ctx));
-    MTI_LAUNCH(mti_rotary_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table), *s,
-               qkv.rows, sign);
+    if (wide) MTI_LAUNCH(mti_rotary_kernel<true>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table), *s,
+                         qkv.rows, sign);
+    else MTI_LAUNCH(mti_rotary_kernel<false>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table), *s,
+                    qkv.rows, sign);
     return mti_cuda_launched(ctx, "mt_rotary");
 }
 

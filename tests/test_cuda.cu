@@ -564,6 +564,30 @@ static void test_sum(void **state) {
     }
 }
 
+/* Halves of a head that are whole chunks and others, moved wide or not; there and back. */
+static void test_rotary(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    static const layout places[] = {{0, 0}, {8, 0}, {3, 1}};
+    static const int64_t dims[] = {2, 16, 20, 48, 64};
+    (void)state;
+    for (int i = 0; i < 3 * 3 * 5; i++) {
+        mt_attention_shape s;
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        memset(&s, 0, sizeof s);
+        s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3, s.head_dim = dims[i / 9];
+        type = types[i % 3];
+        pair qkv = pair_noise(14, s.groups * (s.heads_per_group + 2) * s.head_dim, places[i / 3 % 3], 1, 1.0f);
+        pair table = pair_of(MT_F32, 7, s.head_dim, places[i % 2]);
+        BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
+        BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &s, table.gpu, qkv.gpu));
+        same("mt_rotary_forward", qkv, 1e-6);
+        BOTH(mt_rotary_backward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_backward(gpu, &s, table.gpu, qkv.gpu));
+        same("mt_rotary_backward", qkv, 1e-6);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 /* What has an item for each token, beyond the grid. */
 static void test_many_tokens(void **state) {
     enum { TOKENS = 1100 };
@@ -802,6 +826,7 @@ int main(void) {
         cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),   cmocka_unit_test(test_wide_norm),
         cmocka_unit_test(test_cross_entropy_one_pass), cmocka_unit_test(test_wide_cross_entropy),
         cmocka_unit_test(test_cross_entropy_refuses), cmocka_unit_test(test_many_tokens), cmocka_unit_test(test_sum),
+        cmocka_unit_test(test_rotary),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
