@@ -3122,7 +3122,9 @@ struct mti_plain {
     __device__ int64_t k_col(int64_t head) const {
         return (head / s.heads_per_group * (s.heads_per_group + 2) + s.heads_per_group) * s.head_dim;
     }
-    __device__ int64_t length(int64_t b) const { return s.lengths ? s.lengths[b] : s.seq; }
+    __device__ int64_t length(int64_t b) const { /* within the sequence, which nobody checks on a GPU */
+        return s.lengths ? min((int64_t)s.lengths[b], s.seq) : s.seq;
+    }
     __device__ int64_t visible(int64_t b, int64_t i) const { /* keys that query i sees */
         int64_t n = length(b);
         return s.mask == MT_MASK_CAUSAL && i + 1 < n ? i + 1 : n;

@@ -588,6 +588,33 @@ static void test_rotary(void **state) {
     }
 }
 
+/* A length that is more than the sequence is the sequence, and does not look into the next one; plain and on tensor cores. */
+static void test_lengths_too_long(void **state) {
+    int32_t exact[2] = {40, 40}, over[2] = {90, 1 << 30};
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        mt_attention_shape s, t;
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        memset(&s, 0, sizeof s);
+        s.batch = 2, s.seq = 40, s.groups = 2, s.heads_per_group = 1, s.head_dim = 64;
+        s.mask = i & 2 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+        type = i & 1 ? MT_BF16 : MT_F32;
+        t = s;
+        s.lengths = exact, t.lengths = ids_on_gpu(over, 2);
+        pair qkv = pair_noise(80, 384, dense, 1, 1.0f), out = pair_new(80, 128, dense), lse = pair_f32(2, 80);
+        pair dout = pair_noise(80, 128, dense, 2, 1.0f), dqkv = pair_new(80, 384, dense);
+        BOTH(mt_attention_forward(cpu, &s, qkv.cpu, out.cpu, lse.cpu),
+             mt_attention_forward(gpu, &t, qkv.gpu, out.gpu, lse.gpu));
+        same("mt_attention_forward", out, type == MT_F32 ? 5e-6 : 0.01);
+        same("lse", lse, 5e-6);
+        BOTH(mt_attention_backward(cpu, &s, qkv.cpu, out.cpu, lse.cpu, dout.cpu, dqkv.cpu),
+             mt_attention_backward(gpu, &t, qkv.gpu, out.gpu, lse.gpu, dout.gpu, dqkv.gpu));
+        same("mt_attention_backward", dqkv, type == MT_F32 ? 1e-5 : 0.02);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 /* What has an item for each token, beyond the grid. */
 static void test_many_tokens(void **state) {
     enum { TOKENS = 1100 };
@@ -827,6 +854,7 @@ int main(void) {
         cmocka_unit_test(test_cross_entropy_one_pass), cmocka_unit_test(test_wide_cross_entropy),
         cmocka_unit_test(test_cross_entropy_refuses), cmocka_unit_test(test_many_tokens), cmocka_unit_test(test_sum),
         cmocka_unit_test(test_rotary),
+        cmocka_unit_test(test_lengths_too_long),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
