@@ -12,7 +12,9 @@
 #include "megatron.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,7 @@ static struct options {
     std::string only;
 } opt = {0, 15, 0, ""};
 
+static mt_comm *world;
 static mt_context *ctx;
 static mt_grid grid;
 
@@ -127,6 +130,7 @@ static mt_tensor noise(mt_dtype dtype, int64_t rows, int64_t cols, float std = 1
 
 static double bytes(mt_tensor t) { return (double)t.rows * (double)t.cols * (double)mt_dtype_size(t.dtype); }
 
+static size_t other_arena; /* bytes, of a second context */
 static double copy_rate, gemm_rate; /* the limits: bytes, floating-point operations per second */
 
 /* ---- limits ------------------------------------------------------------------------------------------------------- */
@@ -197,22 +201,55 @@ static void memory_of_type(mt_dtype dtype) {
     mt_arena_release(ctx, mark);
 }
 
+/* Turns the queries and keys of MHA, two thirds of qkv. */
+static void memory_of_rotary(mt_dtype dtype) {
+    int64_t tokens = opt.tiny ? 9 : 16384, h = opt.tiny ? 40 : 4096, dim = opt.tiny ? 20 : 128, seq = opt.tiny ? 9 : 2048;
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor qkv = noise(dtype, tokens, 3 * h), table = noise(MT_F32, seq, dim);
+    mt_attention_shape s;
+    memset(&s, 0, sizeof s);
+    s.batch = tokens / seq, s.seq = seq, s.groups = h / dim, s.heads_per_group = 1, s.head_dim = dim;
+    DO(mt_rotary_table(ctx, 10000.0f, table));
+    memory_row(std::string(mt_dtype_name(dtype)) + " rotary", 4.0 / 3.0 * bytes(qkv), [&] {
+        DO(mt_rotary_forward(ctx, &s, table, qkv));
+    });
+    mt_arena_release(ctx, mark);
+}
+
+/* Ids as frequent as words, the k-th most frequent one 1 / k as much as the first; *distinct: how many there are. */
+static int32_t *zipf_ids(int64_t vocab, int64_t tokens, size_t *distinct) {
+    std::vector<int32_t> ids;
+    uint64_t state = 1;
+    mt_tensor t;
+    for (int64_t i = 0; i < tokens; i++) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        ids.push_back((int32_t)std::pow((double)vocab, (double)(state >> 11) / (double)(1ull << 53)) - 1);
+    }
+    *distinct = std::set<int32_t>(ids.begin(), ids.end()).size();
+    DO(mt_arena_tensor(ctx, MT_I32, 1, tokens, &t));
+    DO(mt_upload(ctx, ids.data(), t));
+    return (int32_t *)t.data;
+}
+
 static void memory_of_vocabulary() {
     int64_t tokens = opt.tiny ? 5 : 8192, h = opt.tiny ? 24 : 4096, vocab = opt.tiny ? 100 : 50304;
     size_t mark = mt_arena_mark(ctx);
     mt_tensor table = noise(MT_BF16, vocab, h), y = noise(MT_BF16, tokens, h), dtable = noise(MT_F32, vocab, h);
-    mt_tensor logits = noise(MT_BF16, tokens, vocab), stats = noise(MT_F32, tokens, 4), lse = noise(MT_F32, 2, tokens),
-              loss = noise(MT_F32, 1, tokens);
+    mt_tensor logits = noise(MT_BF16, tokens, vocab), loss = noise(MT_F32, 1, tokens);
     mt_cross_entropy_shape shape = {vocab, 0, 0.0f, 0};
-    int32_t *ids;
+    size_t distinct;
+    int32_t *ids, *words = zipf_ids(vocab, tokens, &distinct);
     DO(mt_arena_alloc(ctx, (size_t)tokens * sizeof *ids, (void **)&ids));
     DO(mt_position_ids(ctx, 0, vocab, ids, tokens));
     memory_row("bf16 embedding", 2 * bytes(y), [&] { DO(mt_embedding_forward(ctx, table, 0, ids, 0.0f, y)); });
-    memory_row("bf16 embedding backward", 5 * bytes(y), [&] { DO(mt_embedding_backward(ctx, y, 0, ids, dtable)); });
+    memory_row("bf16 embedding backward, distinct ids", 5 * bytes(y), [&] {
+        DO(mt_embedding_backward(ctx, y, 0, ids, dtable));
+    });
+    memory_row("bf16 embedding backward, Zipf's ids", bytes(y) + 8.0 * (double)distinct * (double)h, [&] {
+        DO(mt_embedding_backward(ctx, y, 0, words, dtable));
+    });
     memory_row("bf16 cross-entropy, forward and backward", 2 * bytes(logits), [&] {
-        DO(mt_cross_entropy_stats(ctx, &shape, logits, ids, stats));
-        DO(mt_cross_entropy_combine(ctx, &shape, stats, 1, ids, loss, lse));
-        DO(mt_cross_entropy_backward(ctx, &shape, logits, ids, lse, mt_none(), 1e-6f));
+        DO(mt_cross_entropy_forward_backward(ctx, &shape, logits, ids, mt_none(), 1e-6f, loss));
     });
     mt_arena_release(ctx, mark);
 }
@@ -237,6 +274,8 @@ static void item_memory() {
     if (!wanted("memory", "operators that move more than they compute")) return;
     memory_of_type(MT_BF16);
     memory_of_type(MT_F32);
+    memory_of_rotary(MT_BF16);
+    memory_of_rotary(MT_F32);
     memory_of_vocabulary();
     memory_of_optimizer();
 }
@@ -364,7 +403,7 @@ static void item_attention() {
 /* ---- layers ------------------------------------------------------------------------------------------------------- */
 
 /* GFLOP as in bench.c: 72 tokens h^2 of GEMMs and the causal half of attention's products; recomputation does not count. */
-static void layer_row(const shape &s) {
+static void layer_row(const shape &s, const std::string &how) {
     size_t mark = mt_arena_mark(ctx);
     mt_params *params;
     mt_transformer_layer layer;
@@ -390,15 +429,36 @@ static void layer_row(const shape &s) {
         DO(mt_transformer_layer_backward(ctx, &layer, dy, dx, &saved));
         mt_arena_release(ctx, inner);
     });
-    row("layer", std::string(s.name) + ", forward + backward", t, 1e-12 * flop, "TFLOP/s",
+    row("layer", s.name + how + ", forward + backward", t, 1e-12 * flop, "TFLOP/s",
         flop / gemm_rate / t.median, "large GEMM");
     mt_params_destroy(params);
     mt_arena_release(ctx, mark);
 }
 
+/* The same in a context of its own, on the same stream, whose epilogues are not separate. */
+static void layer_row_with(const shape &s, mt_epilogue epilogue, const std::string &how) {
+    mt_context *separate = ctx, *other = NULL;
+    mt_context_desc where;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = other_arena;
+    where.stream = mt_context_stream(ctx);
+    where.epilogue = epilogue;
+    DO(mt_context_create(world, &where, &other));
+    ctx = other;
+    layer_row(s, how);
+    mt_context_destroy(other);
+    ctx = separate;
+}
+
 static void item_layer() {
     if (!wanted("layer", "one pre-LN GPT layer, bf16, one rank, no dropout")) return;
-    for (const shape &s : the_shapes()) layer_row(s);
+    for (const shape &s : the_shapes()) {
+        layer_row(s, "");
+        if (!opt.tiny && (s.hidden < 3072 || s.hidden > 4096 || s.seq > 2048)) continue; /* two of them are enough */
+        layer_row_with(s, MT_EPILOGUE_FUSED, ", epilogues fused");
+        layer_row_with(s, MT_EPILOGUE_MEASURED, ", epilogues measured");
+    }
 }
 
 /* ---- main --------------------------------------------------------------------------------------------------------- */
@@ -423,7 +483,6 @@ static int parse(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-    mt_comm *world = NULL;
     mt_context_desc where;
     mt_grid_desc one = {1, 1, 1};
     cudaDeviceProp gpu;
@@ -439,6 +498,7 @@ int main(int argc, char **argv) {
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = opt.tiny ? (size_t)256 << 20 : memory / 10 * 8;
+    other_arena = opt.tiny ? (size_t)256 << 20 : memory / 10;
     if (mt_comm_create_local(1, 0, &world) != MT_SUCCESS || mt_context_create(world, &where, &ctx) != MT_SUCCESS ||
         mt_grid_create(world, &one, &grid) != MT_SUCCESS) {
         fprintf(stderr, "bench_cuda: %s\n", world ? mt_comm_last_error(world) : "no communicator");
