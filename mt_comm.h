@@ -166,7 +166,7 @@ typedef struct mt_context_desc {
     int threads;            /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
     int invariant;          /* V: splits up to V tensor ranks compute the same bits, see mt_parallel.h; 0: off */
     int invariant_data;     /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
-    int ordinal;            /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts */
+    int ordinal;            /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts; calls leave it the thread's current one */
     struct CUstream_st *stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
     int no_overlap;         /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
     int overlap_chunks;     /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
