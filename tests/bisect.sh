@@ -52,7 +52,7 @@ finds() {
 check "no bug: no difference" finds "" "--tp 2 --dp 2 --sequence-parallel" "" ""
 check "row-parallel bias added before the reduction" \
     finds "2 decoder.layers.0.self_attention.linear_proj.output" "--tp 2" mt_parallel.h \
-    's|^    MT_TRY(mti_reduce_tokens(ctx, layer->tensor, sp, partial, y));|    if (layer->bias) MT_TRY(mt_bias_forward(ctx, partial, layer->bias->value));&|'
+    's|^        MT_TRY(mt_overlap_begin(ctx, layer->tensor, c.count > 1|        if (layer->bias) MT_TRY(mt_bias_forward(ctx, partial, layer->bias->value));&|'
 check "input gradient of a column-parallel layer not reduced" \
     finds "1 output_layer.input_grad" "--tp 2" mt_parallel.h \
     's|mti_reduce_tokens(ctx, layer->tensor, sp, partial, dx))|MT_SUCCESS)|'
