@@ -44,6 +44,8 @@ cuda_test() {
 disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_CP=random MTE_SEED=7 && "$@"); }
 
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+ASAN_OPTIONS=detect_stack_use_after_return=0 # whose second stack for each of a hundred thousand fibers takes minutes
+export ASAN_OPTIONS
 
 on_the_engine() {
     check "the engine itself, and every planted bug found" sh tests/engine/run.sh
