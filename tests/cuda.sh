@@ -37,7 +37,7 @@ cuda_test() {
     # shellcheck disable=SC2086
     "$CXX" $2 "$build/$1/$4.o" "$build/$1/core.o" "$build/$1/runtime.o" "$build/$1/check.o" "$build/$1/blaslt.o" \
         "$build/$1/nccl.o" -o "$build/$1/$4" $cmocka_flags -lpthread || return 1
-    timeout -k 10 600 "$build/$1/$4"
+    timeout -k 10 1500 "$build/$1/$4"
 }
 
 # An adversarial order of threads, blocks, streams and asynchronous copies.
