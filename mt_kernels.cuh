@@ -3935,19 +3935,24 @@ static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
                               x.rows);
 }
 
-/* The caller may use `host` again at once: pageable memory is copied before the call returns, pinned memory waited for. */
+/* Between the host and a GPU, done when it returns. The wait for peers comes first: a copy of pageable memory waits, too, but
+   without a timeout. */
+static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                    size_t row_bytes, int64_t rows) {
+    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mti_nccl_wait(ctx));
+    MT_TRY(mti_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
+    return mti_cuda_synchronize(ctx);
+}
+
 static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
     size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
-    MT_TRY(mti_cuda_synchronize(ctx)); /* for peers, with a timeout: a copy of pageable memory would wait without one */
-    MT_TRY(mti_cuda_copy_rows(ctx, y.data, (size_t)mti_ld(y) * size, host, row, row, y.rows));
-    return mti_cuda_synchronize(ctx);
+    return mti_cuda_host_rows(ctx, y.data, (size_t)mti_ld(y) * size, host, row, row, y.rows);
 }
 
 static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
     size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
-    MT_TRY(mti_cuda_synchronize(ctx)); /* as above */
-    MT_TRY(mti_cuda_copy_rows(ctx, host, row, x.data, (size_t)mti_ld(x) * size, row, x.rows));
-    return mti_cuda_synchronize(ctx);
+    return mti_cuda_host_rows(ctx, host, row, x.data, (size_t)mti_ld(x) * size, row, x.rows);
 }
 
 /* Adds the hashes of the elements; the order does not matter to integers. */

@@ -17,8 +17,8 @@ build=$(cd "$build" && pwd)
 rm -f "$build"/*.out
 check_log=$build/check.log check_lines=40
 cuda=${CUDA_HOME:-/usr/local/cuda}
-cmocka_flags=-Itests/fallback
-have_package libcmocka-dev && cmocka_flags=-lcmocka
+cmocka_include=-Itests/fallback cmocka_link=
+have_package libcmocka-dev && cmocka_include='' cmocka_link=-lcmocka
 
 # engine_objects VARIANT FLAGS: the engine and the stand-ins
 engine_objects() {
@@ -29,16 +29,17 @@ engine_objects() {
     done
 }
 
-# cuda_test VARIANT FLAGS KERNEL_FLAGS PROGRAM: builds and runs it on the engine
-cuda_test() {
+# engine_program VARIANT FLAGS KERNEL_FLAGS SOURCE NAME: compiled and linked against the engine
+engine_program() {
     # shellcheck disable=SC2086  # lists of flags
-    "$CXX" -std=c++17 $2 $3 -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h $cmocka_flags -I. -x c++ -c "tests/$4.cu" -o "$build/$1/$4.o" || return 1
+    "$CXX" -std=c++17 $2 -Wall -Wextra -Werror -Wno-deprecated-declarations $3 -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h -I. -x c++ -c "$4" -o "$build/$1/$5.o" || return 1
     # shellcheck disable=SC2086
-    "$CXX" $2 "$build/$1/$4.o" "$build/$1/core.o" "$build/$1/runtime.o" "$build/$1/check.o" "$build/$1/blaslt.o" \
-        "$build/$1/nccl.o" -o "$build/$1/$4" $cmocka_flags -lpthread || return 1
-    timeout -k 10 1500 "$build/$1/$4"
+    (cd "$build/$1" && "$CXX" $2 "$5.o" core.o runtime.o check.o blaslt.o nccl.o -o "$5" $cmocka_link -lpthread)
 }
+
+# cuda_test VARIANT FLAGS KERNEL_FLAGS PROGRAM: builds and runs it on the engine
+cuda_test() { engine_program "$1" "$2" "$3 $cmocka_include" "tests/$4.cu" "$4" && timeout -k 10 1500 "$build/$1/$4"; }
 
 # An adversarial order of threads, blocks, streams and asynchronous copies.
 disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_CP=random MTE_SEED=7 && "$@"); }
@@ -93,10 +94,7 @@ every_order() {
 nccl_example() {
     # shellcheck disable=SC2016  # a pattern
     sed 's/\([a-z_]*\)<<<\(.*\)>>>(/MTI_LAUNCH(\1, \2, /' examples/03_nccl.cu >"$build/03_nccl.cu" || return 1
-    # shellcheck disable=SC2086  # lists of flags
-    "$CXX" -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I. -x c++ -c "$build/03_nccl.cu" -o "$build/fast/03_nccl.o" || return 1
-    (cd "$build/fast" && "$CXX" 03_nccl.o core.o runtime.o check.o blaslt.o nccl.o -o 03_nccl -lpthread) || return 1
+    engine_program fast "-O2 -g" "" "$build/03_nccl.cu" 03_nccl || return 1
     "$CC" -O2 -I. examples/01_mlp.c -o "$build/01_mlp" -lm -lpthread && "$build/01_mlp" 2 >"$build/01_mlp.txt" \
         && "$build/fast/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
     paste "$build/01_mlp.txt" "$build/03_nccl.txt" | awk '
@@ -109,9 +107,7 @@ few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sampl
 
 # examples/train_gpt.c as it is, on two GPUs over NCCL: in f32 the losses of the CPU, in the others losses that fall.
 trains_on_the_engine() {
-    "$CXX" -std=c++17 -O2 -g -Wno-deprecated-declarations -DMT_USE_NCCL -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I. -x c++ -c examples/train_gpt.c -o "$build/fast/train_gpt.o" || return 1
-    (cd "$build/fast" && "$CXX" train_gpt.o core.o runtime.o check.o blaslt.o nccl.o -o train_gpt -lpthread) || return 1
+    engine_program fast "-O2 -g" "-DMT_USE_NCCL -w" examples/train_gpt.c train_gpt || return 1
     "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt_cpu" -lm -lpthread || return 1
     # shellcheck disable=SC2086  # a list of flags
     "$build/train_gpt_cpu" $few_steps --tp 2 --log "$build/cpu.csv" || return 1
@@ -127,9 +123,7 @@ trains_on_the_engine() {
 
 # Shapes so small that they only show that everything runs.
 bench_on_the_engine() {
-    "$CXX" -std=c++17 -O1 -g -Wall -Wextra -Werror -Wno-deprecated-declarations -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I. -x c++ -c tests/bench/bench_cuda.cu -o "$build/fast/bench_cuda.o" || return 1
-    (cd "$build/fast" && "$CXX" bench_cuda.o core.o runtime.o check.o blaslt.o nccl.o -o bench_cuda -lpthread) || return 1
+    engine_program fast "-O1 -g" "" tests/bench/bench_cuda.cu bench_cuda || return 1
     "$build/fast/bench_cuda" --tiny --csv >"$build/bench_cuda.csv" && cat "$build/bench_cuda.csv" || return 1
     [ "$(grep -c '^[a-z]*,"' "$build/bench_cuda.csv")" -gt 50 ]
 }
