@@ -13,10 +13,14 @@
            mt_context_destroy(ctx); return s; }
        int main(void) { mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, rank_main, NULL); }
 
-   It does not: start processes, cross machines without NCCL, spin while it waits for long, keep global state, exit or abort.
+   Ranks that are processes, on one machine or many, are started by torchrun, srun or mpirun: call mt_world_from_env instead of
+   mt_launch, and the same program also runs as threads.
+
+   It does not: start processes, spin while it waits for long, keep global state, exit or abort.
 
    CUDA: put the two lines into one .cu file that nvcc compiles; other files, C or C++, need no toolkit (link with -lcudart).
    NCCL: in that file, #define MT_USE_NCCL before the #include (or nvcc -DMT_USE_NCCL).
+   MPI: in the file of the two lines, #define MT_USE_MPI before the #include (or mpicc -DMT_USE_MPI); other files need no mpi.h.
 
    Config macros, all optional, read by the implementation only (no macro changes a public struct):
        MT_API              linkage of the public functions (default: extern)
@@ -24,6 +28,7 @@
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
        MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; header-only, part of the CUDA Toolkit
        MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; only where nvcc compiles)
+       MT_USE_MPI          collectives between processes  compile with mpicc     (MPI 3.0 or later)
 
    Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values is
    kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
@@ -32,8 +37,8 @@
    Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
    collectives in the same order. Two contexts in one process do not see each other.
 
-   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>conjugates
-   >>launch                                                                                                             */
+   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
+   >>conjugates >>launch                                                                                                */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -136,17 +141,19 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* What a GPU computes while tensor-parallel layers communicate on a second stream: bits of mt_context_desc.no_overlap, which
-   turns it off. Results are the same to the last bit. Not in invariant mode, and not on other devices. */
+/* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of mt_context_desc.no_overlap,
+   which turns it off. Results are the same to the last bit. Not in invariant mode, and not on other devices. */
 typedef enum mt_overlap {
     MT_OVERLAP_COLUMN_BACKWARD = 1, /* the weight gradient, under the reduction of the input gradient; with sequence
                                        parallelism the input gradient, too, under the all-gather of the input */
     MT_OVERLAP_ROW_FORWARD = 2,     /* the product of a chunk of tokens, under the reduction of the chunk before */
     MT_OVERLAP_ALL_GATHER = 4,      /* sequence parallelism: the product of a chunk, under the all-gather of the next */
-    MT_OVERLAP_ALL = 7
+    MT_OVERLAP_GRADIENTS = 8,       /* the rest of the backward, under the reduction of gradients over the data group */
+    MT_OVERLAP_ALL = 15
 } mt_overlap;
 
 #define MT_OVERLAP_CHUNKS_MAX 8
+#define MT_OVERLAP_BUCKETS MT_OVERLAP_CHUNKS_MAX /* the ticket of MT_OVERLAP_GRADIENTS, see mt_overlap_begin */
 
 /* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product of that
    shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or that first. The
@@ -231,7 +238,7 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
 
 /* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks; over NCCL it waits for
-   what the communicator has in the stream, at most for the timeout. */
+   what the communicator has in the stream, over MPI the last one of a world for the other ranks, at most for the timeout. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
@@ -240,6 +247,10 @@ MT_API int mt_comm_is_meta(const mt_comm *comm);
 MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* for messages, e.g. "tensor"; at most 15 characters kept */
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm);
+
+/* The number of this rank among those of its machine, in which ranks take GPUs: what the launcher says, see mt_world_from_env;
+   the rank in the world where it says nothing, or where ranks are threads. The same for every communicator of a rank. */
+MT_API int mt_comm_local_rank(const mt_comm *comm);
 
 /* ---- communicators over NCCL: ranks with a GPU each ---------------------------------------------------------------- */
 
@@ -251,8 +262,9 @@ MT_API const char *mt_comm_last_error(const mt_comm *comm);
    not come, or is gone, is MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s of waiting, on every rank that needs it; NCCL does
    not compare the calls of ranks, so that different ones are a timeout, too, or worse.
 
-   Broken. After those errors a communicator is good only for mt_comm_destroy. One that the library made is aborted at once,
-   which frees the stream. The caller's own is never aborted or destroyed here: when it hangs, so does the stream, until the
+   Broken. After those errors a communicator is good only for mt_comm_destroy, and so are the others of its context that had
+   work in the stream, which would go on with what the broken one left there. What the library made is aborted at once, which
+   frees the stream. The caller's own is never aborted or destroyed here: when it hangs, so does the stream, until the
    caller has called ncclCommAbort, to be done after mt_comm_destroy and before mt_context_destroy.
 
    Order of sums. NCCL gives the same bits for the same inputs on the same machines, in an order of its own, and rounds a sum of
@@ -267,10 +279,11 @@ MT_API const char *mt_comm_last_error(const mt_comm *comm);
 struct ncclComm;                                      /* ncclComm_t is a pointer to it */
 typedef struct mt_nccl_id { char bytes[128]; } mt_nccl_id; /* an ncclUniqueId, made by one rank and known to all */
 
-/* In a program whose ranks are threads, also those of mt_launch: collective over `local`, a communicator of
-   mt_comm_create_local or split from it, to which *out is the same group. Over NCCL, when that is built and every rank's
-   context is on a GPU of its own; else as it was. The simplest way to several GPUs of one machine. */
-MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *local, mt_comm **out);
+/* Collective over `world`, of mt_world_from_env, mt_launch or mt_comm_create_local, or split from one of these; *out is the
+   same group, by the fastest way between the devices of its contexts. Ranks that are threads, or processes over MPI: over NCCL,
+   when that is built and every rank's context is on a GPU of its own; else as it was. Ranks that are processes, without MPI:
+   over NCCL, by what mt_world_from_env found in the environment; MT_ERR_UNSUPPORTED where a context is not on a GPU. */
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
 /* From a communicator that the program has already made, for the device of ctx. It stays the caller's and must outlive *out.
    Blocking or not; but NCCL waits without a timeout where a blocking one connects to its peers, at its first calls. */
@@ -281,6 +294,28 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                         mt_comm **out);
+
+/* ---- communicators over MPI: ranks that are processes, on CPUs ----------------------------------------------------- */
+
+/* mpi_comm: the address of the caller's MPI_Comm, whatever type that is; collective over it. It is duplicated, and stays the
+   caller's. MPI must be initialized, with MPI_THREAD_FUNNELED or more, and this and all calls on *out come from the thread that
+   may call MPI. mt_world_from_env does all this by itself. What differs from ranks that are threads:
+
+   Data. Up to some 4 KB travel with the header that every collective exchanges; more follow when all ranks are there. Sums are
+   those of threads, to the last bit; MPI's own reductions are not used.
+
+   Faults. A rank that was killed, or stopped, or is stuck elsewhere, is MT_ERR_TIMEOUT after timeout_s; one that has left or
+   failed, MT_ERR_PEER at once, by a message of its own; as is an error of MPI, where MPI survives the loss. After an error in
+   the middle of a transfer MPI may still hold the buffers of the call: they must not be freed before the process ends. Then
+   leave without MPI_Finalize, which waits for all ranks, or by MPI_Abort.
+
+   End. The last mt_comm_destroy, of *out and all groups split from it, waits for the other ranks to do the same, at most for
+   timeout_s, or for 2 s after an error. It frees the duplicate when they all have, and there was none.
+
+   Errors, for which there is no communicator yet that could keep a sentence: MT_ERR_UNSUPPORTED (not built: compile the
+   implementation with -DMT_USE_MPI by mpicc; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not
+   initialized or already finalized), MT_ERR_TIMEOUT (not all ranks came), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
+MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
 /* ---- the ledger: what a communicator was asked to move ------------------------------------------------------------ */
 
@@ -379,7 +414,9 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
    stay as they are for so long, those in the arena included: mark it before begin and release it after the wait, between begin
    and end mt_arena_release does nothing.
    kind: a bit of mt_overlap, whose switch counts; 0: no overlap. end takes the status of the collectives, and returns the
-   first error. Nothing overlaps in a group of one or in invariant mode. */
+   first error. Nothing overlaps in a group of one or in invariant mode.
+   MT_OVERLAP_GRADIENTS alone has a stream of its own, behind which no layer's collectives queue up, and a ticket of its own,
+   MT_OVERLAP_BUCKETS, for which mt_overlap_wait_all does not wait: layers wait for what is theirs. */
 MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind);
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
@@ -389,12 +426,13 @@ MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
 
 /* Zero-initialised means: one rank, pinned, MT_TIMEOUT_DEFAULT, errors to stderr. */
 typedef struct mt_launch_desc {
-    int ranks;          /* 0: 1 */
+    int ranks;          /* 0: 1, or as many as a launcher has started, see mt_world_from_env */
     int no_pinning;     /* 1: leave threads to the scheduler; by default each rank is pinned to cores of its own when there
                            are two or more ranks and the process is allowed enough cores */
     int cores_per_rank; /* 0: 1; more when a rank's GEMM library has threads: what mt_context_desc.threads says */
     double timeout_s;   /* of every communicator; 0: MT_TIMEOUT_DEFAULT */
     mt_logger logger;   /* gets one sentence per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
+    void (*stuck)(void *user); /* called when a thread does not come back, with mt_launch's user; NULL: that is waited for */
 } mt_launch_desc;
 
 /* world belongs to the launcher and ends with the rank's function. */
@@ -402,8 +440,44 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
 
 /* Runs rank_main once per rank, each on a thread of its own, and waits for all of them. A rank that returns while others
    wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or the status of the lowest rank that failed by itself (not
-   merely because a peer did). desc may be NULL. */
+   merely because a peer did). desc may be NULL.
+   A thread cannot be ended from outside. When a rank fails and another one has not returned 5 seconds later, the logger gets
+   the sentences that there are, and one for each rank that is missing, and this goes on waiting. When desc->stuck is set and
+   a rank is still missing timeout_s after that failure, or 5 seconds if that is longer, the logger gets what there is by
+   then, and stuck is called: nothing is left but to leave the process, with _exit, since exit ends what that thread may be
+   using. Should stuck return, this goes on waiting. A single rank runs on the caller's thread, and nobody watches it. */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
+
+/* ---- launch: ranks as processes that somebody else started --------------------------------------------------------- */
+
+/* The same where a launcher has started this program once per rank, as its environment says; mt_launch where none has.
+
+   launcher         rank                   size                                 local rank
+   torchrun         RANK                   WORLD_SIZE                           LOCAL_RANK
+   Open MPI         OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE                 OMPI_COMM_WORLD_LOCAL_RANK
+   MPICH, Hydra     PMI_RANK               PMI_SIZE                             MPI_LOCALRANKID
+   Slurm (srun)     SLURM_PROCID           SLURM_STEP_NUM_TASKS, SLURM_NTASKS   SLURM_LOCALID
+
+   The first in this order counts, because the later ones start the earlier ones (srun torchrun, srun mpirun). Slurm counts in a
+   step of srun only, which has a SLURM_STEP_ID: the shell of salloc and the script of sbatch are no ranks. srun --mpi=pmi2
+   gives its tasks a PMI_RANK and a PMI_SIZE, too; so in a step they are Hydra's only beside an MPI_LOCALRANKID, which Hydra
+   alone sets. An environment that is there by half, is no number, or says that rank >= size, is MT_ERR_ARGUMENT, with
+   variables and values, never threads.
+   desc->ranks: 0, or how many ranks the program wants, which a launcher must then have started. Pinning is the launcher's.
+
+   Under a launcher this process runs rank_main once, on its own thread, and returns the rank's status. world knows its rank and
+   size; what else it can do depends on what the implementation was compiled with:
+   MT_USE_MPI   started by mpirun or srun, world has all collectives, on CPUs, over MPI.
+   else         ranks meet by mt_comm_create_for over NCCL, each on a GPU of its own; before that, and on CPUs, collectives and
+                mt_comm_split answer MT_ERR_UNSUPPORTED.
+   A world of one rank can do everything everywhere.
+
+   NCCL's rendezvous: rank 0 listens at NCCL_COMM_ID=host:port, the others connect to it; host must be an address of a network
+   that they share. Where NCCL_COMM_ID is not set, but MT_USE_NCCL is, this function sets it, with setenv, in the environment of
+   this process, since NCCL reads it nowhere else: host is MASTER_ADDR, or, under srun, the first of SLURM_STEP_NODELIST or
+   SLURM_JOB_NODELIST; port is MASTER_PORT + 1 (torchrun itself listens on MASTER_PORT), or, under srun, 61440 + (SLURM_JOB_ID +
+   SLURM_STEP_ID) % 4096. So call it before other threads read the environment. */
+MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 #ifdef __cplusplus
 }
@@ -456,6 +530,24 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 #define MTI_NCCL 0
 #endif
 
+#if defined(MT_USE_MPI)
+#if !defined(OMPI_SKIP_MPICXX) && !defined(MPICH_SKIP_MPICXX) /* C++ bindings of old, which want a library of their own */
+#define OMPI_SKIP_MPICXX 1
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+#undef OMPI_SKIP_MPICXX
+#undef MPICH_SKIP_MPICXX
+#else
+#include <mpi.h>
+#endif
+#if MPI_VERSION < 3
+#error "MT_USE_MPI needs MPI 3.0 or later"
+#endif
+#define MTI_MPI 1
+#else
+#define MTI_MPI 0
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -463,6 +555,7 @@ extern "C" {
 /* A strict -std=c99 hides these names of POSIX and Linux; C++ never does. */
 #if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
 int posix_memalign(void **ptr, size_t alignment, size_t bytes);
+int nanosleep(const struct timespec *time, struct timespec *left);
 #if defined(__linux__)
 long syscall(long number, ...);
 #endif
@@ -491,6 +584,7 @@ static mt_status mti_range_end(mt_status status) {
 #endif
 
 #define MTI_ERROR_BYTES 1024
+#define MTI_EVENTS (MT_OVERLAP_BUCKETS + 2)
 #define MTI_ALIGNMENT ((size_t)64)
 
 struct mt_context {
@@ -502,6 +596,7 @@ struct mt_context {
     mt_logger logger;
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
+    size_t region_end, region_top; /* of mti_arena_region */
     struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
     int ids_checked;              /* by a block, so that its layers need not */
     mt_device planned;            /* META */
@@ -511,7 +606,8 @@ struct mt_context {
     int capability;               /* of the GPU: 90 for sm_90 */
     int no_overlap, overlap_chunks;
     struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
-    struct CUevent_st *events[MT_OVERLAP_CHUNKS_MAX + 1];
+    struct CUstream_st *bucket_stream;
+    struct CUevent_st *events[MTI_EVENTS]; /* of each ticket, and of what a fork comes after */
     unsigned pending;             /* events that the compute stream has not waited for, as bits */
     uint64_t reached;             /* other GPUs whose memory this one reads, as bits */
     void *gemm;                   /* of mt_kernels.cuh, with what ends it */
@@ -519,6 +615,7 @@ struct mt_context {
     struct CUstream_st *stream;
     int arena_symmetric;
     mt_comm *nccl;                /* the communicators over NCCL that belong to it */
+    uint64_t nccl_calls;
     struct mti_window *windows;   /* what is registered with them */
     char error[MTI_ERROR_BYTES];
 };
@@ -702,7 +799,8 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     ctx->compute_stream = ctx->stream;
     MTI_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     MTI_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->comm_stream, cudaStreamNonBlocking, highest));
-    for (i = 0; i <= MT_OVERLAP_CHUNKS_MAX; i++)
+    MTI_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->bucket_stream, cudaStreamNonBlocking, highest));
+    for (i = 0; i < MTI_EVENTS; i++)
         MTI_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
     return MT_SUCCESS;
 }
@@ -724,12 +822,17 @@ static void mti_cuda_close(mt_context *ctx) {
         ctx->stream = ctx->comm_stream;
         mti_cuda_synchronize(ctx);
     }
+    if (ctx->bucket_stream) {
+        ctx->stream = ctx->bucket_stream;
+        mti_cuda_synchronize(ctx);
+    }
     ctx->stream = ctx->compute_stream;
     if (ctx->stream) mti_cuda_synchronize(ctx);
     mti_nccl_close(ctx);
     if (ctx->gemm_destroy) ctx->gemm_destroy(ctx);
-    for (i = 0; i <= MT_OVERLAP_CHUNKS_MAX; i++)
+    for (i = 0; i < MTI_EVENTS; i++)
         if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
+    if (ctx->bucket_stream) cudaStreamDestroy(ctx->bucket_stream);
     if (ctx->comm_stream) cudaStreamDestroy(ctx->comm_stream);
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }
@@ -771,20 +874,21 @@ static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
     mti_nccl_forget(ctx, NULL, ptr);
 }
 
-/* What is called until mti_cuda_fork_end goes to the communication stream, after all that is in the compute stream by now. */
-static mt_status mti_cuda_fork(mt_context *ctx) {
-    struct CUevent_st *now = ctx->events[MT_OVERLAP_CHUNKS_MAX];
+/* What is called until mti_cuda_fork_end goes to stream `side`, after all that is in the compute stream by now. */
+static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
+    struct CUevent_st *now = ctx->events[MTI_EVENTS - 1];
     MT_TRY(mti_cuda_enter(ctx));
     MTI_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
-    MTI_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->comm_stream, now, 0));
-    ctx->stream = ctx->comm_stream;
+    MTI_CUDA_TRY(ctx, cudaStreamWaitEvent(side, now, 0));
+    ctx->stream = side;
     return MT_SUCCESS;
 }
 
 static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
+    struct CUstream_st *side = ctx->stream;
     ctx->stream = ctx->compute_stream;
     MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], ctx->comm_stream));
+    MTI_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
     ctx->pending |= 1u << ticket;
     return MT_SUCCESS;
 }
@@ -818,7 +922,9 @@ static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, 
     return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
-static mt_status mti_cuda_fork(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
+    return (void)ctx, (void)side, MT_ERR_UNSUPPORTED;
+}
 static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_join(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
 #endif
@@ -993,18 +1099,34 @@ MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
     if (ctx && mark < ctx->arena_used && ctx->stream == ctx->compute_stream) ctx->arena_used = mark;
 }
 
+/* A stack with a hole: what is allocated from now on lies at `first` and behind as long as it ends before `end`, then at `top`
+   and behind. Several things of the same size, allocated alike, can so be in flight without being released in the order of a
+   stack: each is kept in its own [first, end), while scratch memory, which comes and goes on top of it, lies where all have
+   theirs. end == 0: no hole. */
+static inline void mti_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
+    ctx->arena_used = first;
+    ctx->region_end = end;
+    ctx->region_top = top;
+}
+
+/* Bytes that can still be had in one piece, or in several. */
+static inline size_t mti_arena_room(const mt_context *ctx) {
+    return ctx->arena_bytes - (ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used);
+}
+
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
-    size_t size = mti_align_up(bytes);
+    size_t size = mti_align_up(bytes), at;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_alloc: out is NULL");
     *out = NULL;
-    if (size < bytes || size > ctx->arena_bytes - ctx->arena_used)
+    at = ctx->arena_used <= ctx->region_end && size > ctx->region_end - ctx->arena_used ? ctx->region_top : ctx->arena_used;
+    if (size < bytes || size > ctx->arena_bytes - at)
         return mti_fail(ctx, MT_ERR_MEMORY,
                         "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
                         "least %zu, or release a mark",
-                        bytes, ctx->arena_used, ctx->arena_bytes, ctx->arena_used + size);
-    *out = ctx->arena + ctx->arena_used;
-    ctx->arena_used += size;
+                        bytes, at, ctx->arena_bytes, at + size);
+    *out = ctx->arena + at;
+    ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;
 }
@@ -1141,6 +1263,7 @@ typedef struct mti_nccl {
     mt_comm *next;           /* in the context's list */
     struct CUstream_st *stream; /* of the last call */
     mti_call last;
+    uint64_t number; /* of the last call, among those of the context */
     double timeout;
     int ordinal, owned;
     int busy;         /* has something in the stream */
@@ -1148,24 +1271,31 @@ typedef struct mti_nccl {
 } mti_nccl;
 
 struct mt_comm {
-    mti_group *group; /* NULL: alone, meta, or over NCCL */
+    mti_group *group; /* NULL: alone, meta, or over NCCL; over MPI: this process's own picture of the group */
+    struct mti_mpi *mpi; /* NULL: not over MPI */
     int rank, size, meta;
     int on_nccl;
     mti_nccl nccl;
     struct mti_rank *owner; /* the launched rank it belongs to, or NULL */
     mt_comm *next;          /* in the owner's list of sub-communicators */
+    int local_rank;         /* on its machine */
+    const char *launcher;   /* of processes that nothing connects yet; NULL: of all others */
+    double timeout;         /* for what will connect them */
     mt_ledger ledger;
     char name[16];
     mt_status error_status; /* the status that `error` belongs to */
     char error[MTI_ERROR_BYTES];
 };
 
-/* A rank that mt_launch started. */
+/* A rank that mt_launch or mt_world_from_env runs. */
 typedef struct mti_rank {
     mt_comm *world, *children;
     mt_rank_function run;
     void *user;
     int rank, started;
+    int leaving;     /* a communicator: if that fails, it is not what the rank failed with */
+    int ended, told; /* its function has returned; the logger knows why */
+    struct mti_watch *watch;
     const int *core; /* the cores it is pinned to ... */
     int cores;       /* ... and how many; 0: not pinned */
     mt_status status;
@@ -1193,6 +1323,7 @@ static void mti_say(mti_text *text, const char *format, ...) {
 
 static mt_status mti_comm_keep_error(mt_comm *comm, mt_status status, const char *text) {
     size_t n = strlen(text);
+    if (comm->owner && comm->owner->leaving) return status;
     if (n >= sizeof comm->error) n = sizeof comm->error - 1;
     memmove(comm->error, text, n); /* text may be comm->error itself */
     comm->error[n] = '\0';
@@ -1303,6 +1434,15 @@ static void mti_pin(const int *core, int count) {
 #endif
 }
 
+#if MTI_NCCL || MTI_MPI
+/* Between two questions whether something has come: lets others run, and sleeps once it has lasted for `soon` seconds. */
+static void mti_rest(double waited, double soon) {
+    struct timespec nap = mti_timespec(50e-6);
+    if (waited < soon) sched_yield();
+    else nanosleep(&nap, NULL);
+}
+#endif
+
 /* -- groups -- */
 
 static mti_slot *mti_slot_of(const mti_group *g, int rank) {
@@ -1312,7 +1452,7 @@ static mti_slot *mti_slot_of(const mti_group *g, int rank) {
 static mt_comm *mti_comm_new(int rank, int size, const char *name) {
     mt_comm *comm = (mt_comm *)calloc(1, sizeof *comm);
     if (!comm) return NULL;
-    comm->rank = rank;
+    comm->rank = comm->local_rank = rank;
     comm->size = size;
     mt_comm_set_name(comm, name);
     return comm;
@@ -1389,6 +1529,7 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
 
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
 MT_API int mt_comm_size(const mt_comm *comm) { return comm ? comm->size : 1; }
+MT_API int mt_comm_local_rank(const mt_comm *comm) { return comm ? comm->local_rank : 0; }
 MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm ? comm->meta : 0; }
 MT_API const char *mt_comm_name(const mt_comm *comm) { return comm ? comm->name : ""; }
 MT_API const char *mt_comm_last_error(const mt_comm *comm) { return comm ? comm->error : "the communicator is NULL"; }
@@ -1795,16 +1936,20 @@ static void mti_post(mt_comm *comm, const mti_call *call) {
     mti_outbox_set(comm->group, slot, mti_outbox(call->root, MTI_POSTED));
 }
 
+static void mti_say_unlike(mti_text *text, const mt_comm *comm, int from, int to) {
+    text->used = 0;
+    mti_say(text, "recv");
+    mti_say_where(text, comm);
+    mti_say(text, "rank %d called ", from);
+    mti_say_call(text, mti_slot_of(comm->group, from));
+    mti_say(text, ", rank %d called ", to);
+    mti_say_call(text, mti_slot_of(comm->group, to));
+}
+
 static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
     mti_group *g = comm->group;
     mti_text text;
-    text.used = 0;
-    mti_say(&text, "recv");
-    mti_say_where(&text, comm);
-    mti_say(&text, "rank %d called ", source);
-    mti_say_call(&text, mti_slot_of(g, source));
-    mti_say(&text, ", rank %d called ", comm->rank);
-    mti_say_call(&text, mti_slot_of(g, comm->rank));
+    mti_say_unlike(&text, comm, source, comm->rank);
     mti_break(g, MT_ERR_MISMATCH, &text, MTI_ANY);
     mti_outbox_set(g, mti_slot_of(g, source), mti_outbox(comm->rank, MTI_REFUSED));
     return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
@@ -1875,6 +2020,18 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
 }
 #endif
 
+#if MTI_MPI
+static void mti_mpi_leave(mt_comm *comm, const char *reason); /* >>mpi */
+static void mti_mpi_end(mt_comm *comm);
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);
+#else /* no communicator is over MPI then */
+static void mti_mpi_leave(mt_comm *comm, const char *reason) { (void)comm, (void)reason; }
+static void mti_mpi_end(mt_comm *comm) { (void)comm; }
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    return (void)comm, (void)color, (void)key, (void)out, MT_ERR_UNSUPPORTED;
+}
+#endif
+
 /* reason completes "rank 1 ..." and must outlive the group. */
 static void mti_leave(mt_comm *comm, const char *reason) {
     mti_group *g = comm->group;
@@ -1884,7 +2041,8 @@ static void mti_leave(mt_comm *comm, const char *reason) {
     if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return;
     __atomic_store_n(&slot->left, reason, __ATOMIC_SEQ_CST);
     __atomic_add_fetch(&g->left_count, 1, __ATOMIC_SEQ_CST);
-    mti_wake(g);
+    if (comm->mpi) mti_mpi_leave(comm, reason);
+    else mti_wake(g);
 }
 
 static void mti_comm_free(mt_comm *comm) {
@@ -1893,29 +2051,49 @@ static void mti_comm_free(mt_comm *comm) {
 }
 
 MT_API void mt_comm_destroy(mt_comm *comm) {
+    struct mti_rank *owner;
     mt_comm **at;
     if (!comm) return;
     mti_leave(comm, "has left the group");
-    if (comm->owner) {
-        if (comm == comm->owner->world) return; /* the launcher's */
-        for (at = &comm->owner->children; *at != comm; at = &(*at)->next) continue;
+    owner = comm->owner;
+    if (owner) {
+        if (comm == owner->world) return; /* the launcher's */
+        for (at = &owner->children; *at != comm; at = &(*at)->next) continue;
         *at = comm->next;
+        owner->leaving = 1;
     }
     if (comm->on_nccl) mti_nccl_leave(comm);
+    if (comm->mpi) mti_mpi_end(comm);
+    if (owner) owner->leaving = 0;
     mti_comm_free(comm);
 }
 
 /* A communicator made from another one belongs to the same launched rank. */
 static void mti_adopt(mt_comm *parent, mt_comm *child) {
+    child->local_rank = parent->local_rank;
     child->owner = parent->owner;
     if (!parent->owner) return;
     child->next = parent->owner->children;
     parent->owner->children = child;
 }
 
-/* Where this rank stands among those of its color; leader: the lowest rank in comm of that color. */
-static void mti_split_place(const mt_comm *comm, int *rank, int *size, int *leader) {
-    const mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+/* A call on ranks that are processes, which only NCCL or MPI connects; device: of the context, -1 when there is none. */
+static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *function, int device) {
+    const char *how = "call mt_comm_create_for with a context on MT_DEVICE_CUDA, or, for ranks on CPUs, compile the "
+                      "implementation with -DMT_USE_MPI and start them with mpirun or srun";
+    if (device == (int)MT_DEVICE_CUDA)
+        how = MTI_NCCL ? "call mt_comm_create_for, and use what it gives"
+                       : "compile the implementation with -DMT_USE_NCCL, link with -lnccl, and call mt_comm_create_for";
+    else if (device >= 0)
+        how = "compile the implementation with -DMT_USE_MPI and start them with mpirun or srun, or use MT_DEVICE_CUDA";
+    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
+                      "mt_%s: the %d ranks of \"%s\" are processes of %s, and nothing connects them yet: %s", function,
+                      comm->size, comm->name, comm->launcher, how);
+}
+
+/* Where rank `of` stands among those of its color; leader: the lowest rank in comm of that color. */
+static void mti_split_place(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
+    const mti_slot *mine = mti_slot_of(comm->group, of);
     int r;
     *rank = *size = 0;
     *leader = -1;
@@ -1923,7 +2101,7 @@ static void mti_split_place(const mt_comm *comm, int *rank, int *size, int *lead
         const mti_slot *slot = mti_slot_of(comm->group, r);
         if (slot->color != mine->color) continue;
         if (*leader < 0) *leader = r;
-        *rank += slot->key < mine->key || (slot->key == mine->key && r < comm->rank);
+        *rank += slot->key < mine->key || (slot->key == mine->key && r < of);
         ++*size;
     }
 }
@@ -1943,7 +2121,7 @@ static mt_comm *mti_split(mt_comm *comm, int color) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mt_comm **family = NULL, *out = NULL;
     int rank, size, leader;
-    mti_split_place(comm, &rank, &size, &leader);
+    mti_split_place(comm, comm->rank, &rank, &size, &leader);
     if (leader == comm->rank) slot->family = color < 0 ? NULL : mti_split_family(comm, size, color);
     mti_meet(comm);
     if (color >= 0) family = mti_slot_of(comm->group, leader)->family;
@@ -1962,8 +2140,11 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
         return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
                           "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
                           comm->name);
+    if (comm->launcher) return mti_refuse_apart(NULL, comm, "comm_split", -1);
     if (comm->on_nccl) {
         MT_TRY(mti_nccl_split(comm, color < 0 ? -1 : color, key, out));
+    } else if (comm->mpi) {
+        MT_TRY(mti_mpi_split(comm, color < 0 ? -1 : color, key, out));
     } else if (comm->group) {
         memset(&call, 0, sizeof call);
         call.kind = MTI_SPLIT;
@@ -2217,7 +2398,7 @@ static mt_status mti_check_home(mt_context *ctx, mt_comm *comm, const char *name
                           "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
                           "MT_DEVICE_META",
                           name, comm->name, comm->size, (int)ctx->device);
-    return MT_SUCCESS;
+    return comm->launcher ? mti_refuse_apart(ctx, comm, name, (int)ctx->device) : MT_SUCCESS;
 }
 
 static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -2572,6 +2753,44 @@ static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_
     return status;
 }
 
+#if MTI_NCCL || MTI_MPI
+/* A buffer cut for the ranks: piece r begins stride * r elements after the first, and has n, or what is left of `whole`. */
+typedef struct mti_pieces {
+    const char *from;
+    char *to; /* where the sums go, in the same places; NULL: only this rank's, to `own` */
+    char *own;
+    size_t element, stride, n, whole;
+} mti_pieces;
+
+static size_t mti_piece_size(const mti_pieces *p, int rank) {
+    size_t first = p->stride * (size_t)rank;
+    if (first >= p->whole) return 0;
+    return p->whole - first < p->n ? p->whole - first : p->n;
+}
+
+/* The next chunk of a call after `done` elements, in which every rank gets a piece of up to `most`. Returns its elements. */
+static size_t mti_pieces_next(const mt_comm *comm, const mti_call *call, size_t most, size_t done, mti_pieces *p) {
+    size_t ranks = (size_t)comm->size, line = MTI_LINE / mt_dtype_size(call->dtype);
+    int scatter = call->kind == MT_REDUCE_SCATTER;
+    size_t chunk = scatter ? most : most * ranks;
+    if (chunk > call->count - done) chunk = call->count - done;
+    p->element = mt_dtype_size(call->dtype);
+    p->n = scatter ? chunk : ((chunk + ranks - 1) / ranks + line - 1) / line * line;
+    p->stride = scatter ? call->stride : p->n;
+    p->whole = scatter ? call->stride * ranks : chunk;
+    p->from = (const char *)call->send + done * p->element;
+    p->to = scatter ? NULL : (char *)call->recv + done * p->element;
+    p->own = scatter ? (char *)call->recv + done * p->element : p->to + p->stride * p->element * (size_t)comm->rank;
+    return chunk;
+}
+
+/* The largest pieces of which one for each rank fits into `bytes`, in whole cache lines. */
+static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t bytes) {
+    size_t element = mt_dtype_size(call->dtype), line = MTI_LINE / element;
+    return bytes / element / (size_t)comm->size / line * line;
+}
+#endif
+
 /* ---- >>nccl ------------------------------------------------------------------------------------------------------- */
 
 /* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen the
@@ -2624,12 +2843,30 @@ static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status
     return mti_refuse(ctx, comm, status, "%s", text->data);
 }
 
+/* All that have something in the stream, the latest call first: an abort lets the stream go on, and what comes there next would
+   send on to other ranks what the aborted call has left in the buffers. */
+static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_text *text) {
+    mt_comm *comm, *latest;
+    do {
+        latest = NULL;
+        for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+            if (comm->nccl.busy && !comm->nccl.broken && (!latest || comm->nccl.number > latest->nccl.number)) latest = comm;
+        if (latest) mti_nccl_break(ctx, latest, status, text);
+    } while (latest);
+}
+
+/* ctx: NULL when comm is being destroyed. */
+static mt_status mti_nccl_give_up(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    if (ctx) mti_nccl_break_busy(ctx, status, text);
+    return comm->nccl.broken ? comm->nccl.broken : mti_nccl_break(ctx, comm, status, text);
+}
+
 static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
     mti_text text;
     text.used = 0;
     mti_nccl_say(&text, comm);
     mti_say(&text, ": rank %d: NCCL: %s: %.400s", comm->rank, ncclGetErrorString(result), ncclGetLastError(comm->nccl.handle));
-    return mti_nccl_break(ctx, comm, mti_nccl_status(result), &text);
+    return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
 /* Everything that is in a stream which did not come to its end: which of the calls hangs, NCCL does not say. */
@@ -2644,19 +2881,11 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
         mti_nccl_say(&text, comm);
     }
     mti_say(&text, ": waited %.2f s for peers", waited);
-    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
-        if (comm->nccl.busy) mti_nccl_break(ctx, comm, MT_ERR_TIMEOUT, &text);
+    mti_nccl_break_busy(ctx, MT_ERR_TIMEOUT, &text);
     return MT_ERR_TIMEOUT;
 }
 
 /* -- waiting -- */
-
-/* Between two questions. */
-static void mti_nccl_rest(double waited) {
-    struct timespec nap = mti_timespec(50e-6);
-    if (waited < 1e-3) sched_yield();
-    else nanosleep(&nap, NULL);
-}
 
 /* A non-blocking call is over when NCCL says so. */
 static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
@@ -2671,9 +2900,9 @@ static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t re
             text.used = 0;
             mti_nccl_say(&text, comm);
             mti_say(&text, ": rank %d waited %.2f s for peers", comm->rank, waited);
-            return mti_nccl_break(ctx, comm, MT_ERR_TIMEOUT, &text);
+            return mti_nccl_give_up(ctx, comm, MT_ERR_TIMEOUT, &text);
         }
-        mti_nccl_rest(waited);
+        mti_rest(waited, 1e-3);
     }
     return result == ncclSuccess ? MT_SUCCESS : mti_nccl_fail(ctx, comm, result);
 }
@@ -2710,7 +2939,7 @@ static mt_status mti_nccl_wait(mt_context *ctx) {
         MT_TRY(mti_nccl_ask(ctx));
         waited = mti_now() - start;
         if (waited > timeout) return mti_nccl_late(ctx, waited);
-        mti_nccl_rest(waited);
+        mti_rest(waited, 1e-3);
     }
     MT_TRY(mti_cuda_check(ctx, error, "cudaStreamQuery"));
     for (comm = ctx->nccl; comm; comm = comm->nccl.next)
@@ -2886,32 +3115,18 @@ static int mti_nccl_is_ordered(const mt_context *ctx, const mti_call *call) {
     return mti_reduces(call) && call->dtype != MT_I32 && (ctx->invariant || call->op == MT_MAX);
 }
 
-/* A buffer cut for the ranks: piece r begins stride * r elements after the first, and has n, or what is left of `whole`. */
-typedef struct mti_nccl_pieces {
-    const char *from;
-    char *to; /* where the sums go, in the same places; NULL: only this rank's, to `own` */
-    char *own;
-    size_t element, stride, n, whole;
-} mti_nccl_pieces;
-
-static size_t mti_nccl_piece(const mti_nccl_pieces *p, int rank) {
-    size_t first = p->stride * (size_t)rank;
-    if (first >= p->whole) return 0;
-    return p->whole - first < p->n ? p->whole - first : p->n;
-}
-
 /* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart; else this
    rank's piece goes to all of them, and theirs go where they belong. */
-static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_nccl_pieces *p,
+static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
                                       char *out) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     struct ncclComm *handle = comm->nccl.handle;
-    size_t mine = mti_nccl_piece(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
+    size_t mine = mti_piece_size(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
     ncclResult_t result = ncclSuccess, end;
     int r;
     ncclGroupStart();
     for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
-        size_t theirs = mti_nccl_piece(p, r), send = out ? theirs : mine, recv = out ? mine : theirs;
+        size_t theirs = mti_piece_size(p, r), send = out ? theirs : mine, recv = out ? mine : theirs;
         const char *from = out ? p->from + p->stride * p->element * (size_t)r : p->own;
         char *to = (out ? out : p->to) + apart * (size_t)r;
         if (r == comm->rank) continue;
@@ -2923,7 +3138,7 @@ static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_
 }
 
 /* The pieces meet, are summed in the tree of the other backends, and go back to everybody if everybody wants them. */
-static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_nccl_pieces *p, char *scratch) {
+static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p, char *scratch) {
     mti_cuda_buffers b;
     int r;
     MT_TRY(mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, scratch)));
@@ -2932,26 +3147,16 @@ static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *c
     for (r = 0; r < comm->size; r++) b.send[r] = scratch + p->n * p->element * (size_t)r;
     b.send[comm->rank] = p->from + p->stride * p->element * (size_t)comm->rank;
     b.recv[0] = p->own;
-    MT_TRY(mti_cuda_reduce_buffers(ctx, &b, mti_nccl_piece(p, comm->rank), call));
+    MT_TRY(mti_cuda_reduce_buffers(ctx, &b, mti_piece_size(p, comm->rank), call));
     return p->to ? mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, NULL)) : MT_SUCCESS;
 }
 
 /* In chunks, each of which gives every rank a piece of up to `most` elements. */
 static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t most, char *scratch) {
-    size_t ranks = (size_t)comm->size, line = MTI_LINE / mt_dtype_size(call->dtype), done, chunk;
-    int scatter = call->kind == MT_REDUCE_SCATTER;
-    mti_nccl_pieces p;
-    memset(&p, 0, sizeof p);
-    p.element = mt_dtype_size(call->dtype);
-    for (done = 0; done < call->count; done += chunk) {
-        chunk = scatter ? most : most * ranks;
-        if (chunk > call->count - done) chunk = call->count - done;
-        p.n = scatter ? chunk : ((chunk + ranks - 1) / ranks + line - 1) / line * line;
-        p.stride = scatter ? call->stride : p.n;
-        p.whole = scatter ? call->stride * ranks : chunk;
-        p.from = (const char *)call->send + done * p.element;
-        p.to = scatter ? NULL : (char *)call->recv + done * p.element;
-        p.own = scatter ? (char *)call->recv + done * p.element : p.to + p.stride * p.element * (size_t)comm->rank;
+    size_t done = 0;
+    mti_pieces p;
+    while (done < call->count) {
+        done += mti_pieces_next(comm, call, most, done, &p);
         MT_TRY(mti_nccl_join(ctx, comm, call, &p, scratch));
     }
     return MT_SUCCESS;
@@ -2964,7 +3169,7 @@ static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call 
     void *scratch = NULL;
     mt_status status;
     MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
-    most = MTI_NCCL_SCRATCH / element / ranks / line * line;
+    most = mti_pieces_most(comm, call, MTI_NCCL_SCRATCH);
     needed = (needed + line - 1) / line * line;
     if (needed < most) most = needed;
     MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
@@ -2998,6 +3203,7 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
                           mt_status_name(comm->nccl.broken));
     MT_TRY(mti_cuda_enter(ctx));
     comm->nccl.last = *call;
+    comm->nccl.number = ++ctx->nccl_calls;
     comm->nccl.stream = ctx->stream;
     comm->nccl.busy = 1;
     if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
@@ -3171,7 +3377,921 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 }
 #endif
 
-/* What a rank says of itself when threads become ranks of NCCL; rank 0 brings the id. */
+/* ---- >>mpi -------------------------------------------------------------------------------------------------------- */
+
+/* Ranks are processes. A port is a duplicate of the caller's communicator, which a world and all groups split from it share: a
+   group is a list of ranks, and a number that is part of its tags. So making, splitting and leaving groups are messages like
+   any others, never a collective call of MPI, which waits for the dead.
+
+   A collective: everybody sends everybody a header that says what it calls, in the form of a slot, with up to MTI_MPI_SMALL
+   bytes of data behind it, waits for everybody's, and compares. So each process has the same picture of its group as a thread
+   has of its own (>>local), and the same sentences. What is larger follows when all are known to be there. A large
+   reduction cuts the buffer into a piece for each rank, which gets it from all the others, sums it in the tree of >>local, and
+   sends the sum to everybody who wants it. Point to point: both send a header, then the data follow.
+
+   Nothing waits inside MPI: requests are tested until they are done, the time is over, or a note says why they never will. */
+
+#if MTI_MPI
+#define MTI_MPI_SMALL ((size_t)3968)       /* with its header below the 4 KiB that MPI libraries send without asking first */
+#define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes of a group for pieces of others; touched only as they are used */
+#define MTI_MPI_MESSAGE ((size_t)16 << 20) /* bytes, at most: MPI counts them in an int */
+#define MTI_MPI_SOON 1e-3                  /* seconds to wait at full speed, giving way where ranks share cores */
+#define MTI_MPI_LISTEN 50e-6               /* seconds to wait for nothing but the messages of the call */
+#define MTI_MPI_GRACE 2.0                  /* seconds for the others to say why they leave, too, when something has broken */
+
+/* The last two bits of a tag; above them the number of the group, which is 0 for the notes of a port. */
+#define MTI_MPI_MEET 0  /* the header of a collective */
+#define MTI_MPI_OFFER 1 /* of one that sends, to the one that receives */
+#define MTI_MPI_ASK 2   /* of one that receives, to the one that sends */
+#define MTI_MPI_DATA 3
+
+#define MTI_MPI_OPEN 1 /* no mt_status */
+
+typedef struct mti_mpi_message {
+    uint64_t what, count, recvcount; /* as in a slot */
+    int color, key;
+    int next; /* the lowest number that a new group may have for this rank */
+    unsigned char apart[28];
+    unsigned char data[MTI_MPI_SMALL];
+} mti_mpi_message;
+
+#define MTI_MPI_HEADER offsetof(mti_mpi_message, data)
+
+/* Between ports, at any time: a group has broken; a rank has left it, or (everywhere) all of its groups; it closes its port. */
+typedef enum mti_mpi_news { MTI_MPI_BROKEN, MTI_MPI_LEFT, MTI_MPI_CLOSES } mti_mpi_news;
+
+typedef struct mti_mpi_note {
+    int news, group, rank, status; /* the rank in the group, or in the port */
+    int everywhere;
+    int keeps, broken; /* closes: MPI still holds memory of this process; and messages that nobody has taken */
+    char text[MTI_ERROR_BYTES + 64];
+} mti_mpi_note;
+
+typedef struct mti_mpi_port {
+    MPI_Comm comm;
+    int rank, size, last_tag, next, spin, local_rank;
+    int references; /* groups */
+    int keeps;      /* MPI holds requests of a call that was given up, on any rank */
+    int broken;     /* a group is, on any rank: there may be messages that nobody has taken */
+    int closed;     /* ranks that have closed theirs, this one included */
+    int *status;    /* of each when it did; MTI_MPI_OPEN: it has not */
+    double timeout, waited; /* the latter for the others to close */
+    struct mti_mpi *groups, *ended; /* alive; over, but MPI may not have sent their last notes yet */
+    const char **left;              /* why a rank left all its groups; NULL: it has not */
+    mti_mpi_note *reasons;
+    mti_mpi_note *early;            /* of the group of a split that is not done here */
+    int early_count;
+    mti_mpi_note inbox, closing;
+    MPI_Request inbox_request, *closing_requests;
+} mti_mpi_port;
+
+/* What a request is about. */
+typedef struct mti_mpi_about {
+    int peer, receives;
+    mti_mpi_message *header; /* that it receives; NULL: data, or it sends */
+    int inside;              /* what the peer is in when that has come */
+} mti_mpi_about;
+
+typedef struct mti_mpi {
+    mti_mpi_port *port;
+    mt_comm *comm;
+    struct mti_mpi *next;
+    int size, number;
+    int count, active, error; /* of the requests of the call that is under way */
+    double since;
+    int *world; /* the rank in the port of each rank */
+    int *indices;
+    MPI_Status *statuses;
+    MPI_Request *requests;
+    mti_mpi_about *about;
+    mti_mpi_message *in, *out; /* what came from each rank; what goes to all */
+    mti_mpi_message *asked, *other; /* what came from the receiver of a message; instead of what was waited for */
+    char *scratch;
+    mti_mpi_note *reasons, notes[2]; /* why each rank left; that it broke, that this one leaves */
+    MPI_Request *note_requests;
+} mti_mpi;
+
+/* -- requests -- */
+
+static void mti_mpi_post(mt_comm *comm, int at, int peer, int receives, mti_mpi_message *header, int inside, int error) {
+    mti_mpi *m = comm->mpi;
+    m->about[at].peer = peer;
+    m->about[at].receives = receives;
+    m->about[at].header = header;
+    m->about[at].inside = inside;
+    if (m->count <= at) m->count = at + 1;
+    m->active++;
+    if (error != MPI_SUCCESS && !m->error) m->error = error;
+}
+
+static int mti_mpi_tag(const mti_mpi *m, int kind) { return 4 * m->number + kind; }
+
+static void mti_mpi_send(mt_comm *comm, int at, const void *data, size_t bytes, int peer, int kind) {
+    mti_mpi *m = comm->mpi;
+    mti_mpi_post(comm, at, peer, 0, NULL, 0, MPI_Isend(data, (int)bytes, MPI_BYTE, m->world[peer], mti_mpi_tag(m, kind),
+                                                       m->port->comm, &m->requests[at]));
+}
+
+static void mti_mpi_receive(mt_comm *comm, int at, void *data, size_t bytes, int peer) {
+    mti_mpi *m = comm->mpi;
+    mti_mpi_post(comm, at, peer, 1, NULL, 0, MPI_Irecv(data, (int)bytes, MPI_BYTE, m->world[peer],
+                                                       mti_mpi_tag(m, MTI_MPI_DATA), m->port->comm, &m->requests[at]));
+}
+
+static void mti_mpi_expect(mt_comm *comm, int at, mti_mpi_message *header, int peer, int kind) {
+    mti_mpi *m = comm->mpi;
+    mti_mpi_post(comm, at, peer, 1, header, kind == MTI_MPI_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P,
+                 MPI_Irecv(header, (int)sizeof *header, MPI_BYTE, m->world[peer], mti_mpi_tag(m, kind), m->port->comm,
+                           &m->requests[at]));
+}
+
+static int mti_mpi_is_done(const mt_comm *comm, int at) { return comm->mpi->requests[at] == MPI_REQUEST_NULL; }
+
+/* A header says what its sender calls. */
+static void mti_mpi_arrived(mt_comm *comm, const mti_mpi_message *header, int peer, int inside) {
+    mti_slot *slot = mti_slot_of(comm->group, peer);
+    slot->what = header->what;
+    slot->count = header->count;
+    slot->recvcount = header->recvcount;
+    slot->color = header->color;
+    slot->key = header->key;
+    slot->send = header->data;
+    slot->inside = inside;
+}
+
+/* Has anything come since, or is there nothing to come? */
+static int mti_mpi_test(mt_comm *comm) {
+    mti_mpi *m = comm->mpi;
+    int done = 0, i, error;
+    if (m->active == 0) return 1;
+    error = MPI_Testsome(m->count, m->requests, &done, m->indices, m->statuses);
+    if (error != MPI_SUCCESS && error != MPI_ERR_IN_STATUS) m->error = error;
+    if (done == MPI_UNDEFINED) return m->active = 0, 1;
+    for (i = 0; i < done; i++) {
+        const mti_mpi_about *about = &m->about[m->indices[i]];
+        if (error == MPI_ERR_IN_STATUS && m->statuses[i].MPI_ERROR != MPI_SUCCESS) m->error = m->statuses[i].MPI_ERROR;
+        else if (about->header) mti_mpi_arrived(comm, about->header, about->peer, about->inside);
+    }
+    m->active -= done;
+    return done > 0;
+}
+
+/* -- notes -- */
+
+static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
+    mti_slot *slot = mti_slot_of(m->comm->group, rank);
+    if (slot->left) return;
+    slot->left = reason;
+    m->comm->group->left_count++;
+}
+
+/* The rank of a group that is `world` in the port; -1: none. */
+static int mti_mpi_member(const mti_mpi *m, int world) {
+    int r = 0;
+    while (r < m->comm->size && m->world[r] != world) r++;
+    return r < m->comm->size ? r : -1;
+}
+
+static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_note *note) {
+    mti_mpi *m;
+    if (port->left[note->rank]) return;
+    port->reasons[note->rank] = *note;
+    port->left[note->rank] = port->reasons[note->rank].text;
+    for (m = port->groups; m; m = m->next)
+        if (mti_mpi_member(m, note->rank) >= 0) mti_mpi_take_left(m, mti_mpi_member(m, note->rank), port->left[note->rank]);
+}
+
+static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_note *note) {
+    mti_text text;
+    text.used = 0;
+    mti_say(&text, "%s", note->text);
+    mti_break(m->comm->group, (mt_status)note->status, &text, MTI_ANY);
+    m->port->broken = 1;
+}
+
+/* Of a group that is not known here: it is over, or others have done a split that this rank is still in. */
+static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_note *note) {
+    if (note->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *note;
+}
+
+static void mti_mpi_take_note(mti_mpi_port *port, const mti_mpi_note *note) {
+    mti_mpi *m = port->groups;
+    while (m && m->number != note->group) m = m->next;
+    if (note->news == MTI_MPI_CLOSES) {
+        port->status[note->rank] = note->status;
+        port->keeps |= note->keeps;
+        port->broken |= note->broken;
+        port->closed++;
+    } else if (note->everywhere) {
+        mti_mpi_take_everywhere(port, note);
+    } else if (!m) {
+        mti_mpi_take_early(port, note);
+    } else if (note->news == MTI_MPI_BROKEN) {
+        mti_mpi_take_broken(m, note);
+    } else if (!mti_slot_of(m->comm->group, note->rank)->left) {
+        m->reasons[note->rank] = *note;
+        mti_mpi_take_left(m, note->rank, m->reasons[note->rank].text);
+    }
+}
+
+static int mti_mpi_open_inbox(mti_mpi_port *port) {
+    return MPI_Irecv(&port->inbox, (int)sizeof port->inbox, MPI_BYTE, MPI_ANY_SOURCE, 0, port->comm, &port->inbox_request);
+}
+
+/* Takes the notes that have come. */
+static void mti_mpi_listen(mti_mpi_port *port) {
+    int came = 1;
+    while (port->inbox_request != MPI_REQUEST_NULL) {
+        if (MPI_Test(&port->inbox_request, &came, MPI_STATUS_IGNORE) != MPI_SUCCESS || !came) return;
+        mti_mpi_take_note(port, &port->inbox);
+        if (mti_mpi_open_inbox(port) != MPI_SUCCESS) port->inbox_request = MPI_REQUEST_NULL;
+    }
+}
+
+/* To all others of the group, once for each kind of news. */
+static void mti_mpi_tell(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
+    mti_mpi *m = comm->mpi;
+    mti_mpi_note *note = &m->notes[news];
+    int r;
+    note->news = (int)news;
+    note->group = m->number;
+    note->rank = everywhere ? m->port->rank : comm->rank;
+    note->status = (int)status;
+    note->everywhere = everywhere;
+    snprintf(note->text, sizeof note->text, "%s", text);
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank)
+            MPI_Isend(note, (int)sizeof *note, MPI_BYTE, m->world[r], 0, m->port->comm,
+                      &m->note_requests[(int)news * comm->size + r]);
+}
+
+static void mti_mpi_leave(mt_comm *comm, const char *reason) {
+    mti_mpi_tell(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
+}
+
+/* -- failing -- */
+
+/* Receives that have not begun end here. What has begun stays with MPI, and so does its memory. */
+static void mti_mpi_abandon(mt_comm *comm) {
+    mti_mpi *m = comm->mpi;
+    int i;
+    for (i = 0; i < m->count; i++) {
+        m->about[i].header = NULL; /* what ends now has not arrived */
+        if (m->requests[i] != MPI_REQUEST_NULL && m->about[i].receives) MPI_Cancel(&m->requests[i]);
+    }
+    while (m->active > 0 && mti_mpi_test(comm)) continue;
+    if (m->active > 0) m->port->keeps = 1;
+}
+
+/* Ends a call, and the group, with this sentence or, when it has broken already, with that one. */
+static mt_status mti_mpi_fail(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    if (!mti_is_broken(comm->group)) {
+        mti_break(comm->group, status, text, MTI_ANY);
+        mti_mpi_tell(comm, MTI_MPI_BROKEN, status, comm->group->text, 0);
+    }
+    comm->mpi->port->broken = 1;
+    mti_mpi_abandon(comm);
+    mti_set_inside(comm, MTI_OUTSIDE);
+    return mti_broken_now(ctx, comm);
+}
+
+static mt_status mti_mpi_error(mt_context *ctx, mt_comm *comm) {
+    char why[MPI_MAX_ERROR_STRING];
+    int length = 0;
+    mti_text text;
+    text.used = 0;
+    mti_say_mine(&text, comm);
+    if (MPI_Error_string(comm->mpi->error, why, &length) != MPI_SUCCESS) length = 0;
+    mti_say(&text, "rank %d: MPI: %.*s", comm->rank, length, why);
+    return mti_mpi_fail(ctx, comm, MT_ERR_PEER, &text);
+}
+
+/* The next request after this one that is for a header, which has not come; -1: none. */
+static int mti_mpi_missing(const mt_comm *comm, int after) {
+    int i;
+    for (i = after + 1; i < comm->mpi->count; i++)
+        if (!mti_mpi_is_done(comm, i) && comm->mpi->about[i].header) return i;
+    return -1;
+}
+
+/* A rank that has left, whose header will therefore never come. */
+static int mti_mpi_gone(const mt_comm *comm) {
+    int i = -1;
+    if (comm->group->left_count == 0) return -1;
+    while ((i = mti_mpi_missing(comm, i)) >= 0)
+        if (mti_slot_of(comm->group, comm->mpi->about[i].peer)->left) return comm->mpi->about[i].peer;
+    return -1;
+}
+
+/* What those that are missed call instead, when they have told this rank: headers of another kind than it waited for. */
+static void mti_mpi_look_around(mt_comm *comm) {
+    mti_mpi *m = comm->mpi;
+    MPI_Message message;
+    int r, kind, there;
+    for (r = 0; r < comm->size; r++) {
+        for (kind = MTI_MPI_MEET; kind < MTI_MPI_DATA && r != comm->rank; kind++) {
+            there = 0;
+            if (mti_slot_of(comm->group, r)->inside) continue;
+            if (MPI_Improbe(m->world[r], mti_mpi_tag(m, kind), m->port->comm, &there, &message, m->statuses) != MPI_SUCCESS ||
+                !there)
+                continue;
+            MPI_Mrecv(m->other, (int)sizeof *m->other, MPI_BYTE, &message, m->statuses);
+            mti_mpi_arrived(comm, m->other, r, kind == MTI_MPI_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P);
+        }
+    }
+}
+
+/* Whose data have not come, or have not been taken. */
+static void mti_mpi_say_stuck(mti_text *text, const mt_comm *comm) {
+    const mti_group *g = comm->group;
+    int i, r, said = 0;
+    mti_say_mine(text, comm);
+    mti_say(text, "waited %.2f s in the middle of it for", g->timeout);
+    for (r = 0; r < comm->size && said < 8; r++) {
+        for (i = 0; i < comm->mpi->count && (mti_mpi_is_done(comm, i) || comm->mpi->about[i].peer != r); i++) continue;
+        if (i < comm->mpi->count) mti_say(text, said++ ? ", %d" : " rank %d", r);
+    }
+}
+
+static mt_status mti_mpi_give_up(mt_context *ctx, mt_comm *comm, int gone) {
+    int collective = mti_slot_of(comm->group, comm->rank)->inside == MTI_IN_COLLECTIVE, header;
+    mti_text text;
+    text.used = 0;
+    text.data[0] = '\0';
+    if (mti_is_broken(comm->group)) return mti_mpi_fail(ctx, comm, comm->group->why_broken, &text);
+    if (gone >= 0) {
+        mti_say_left(&text, comm, gone);
+        return mti_mpi_fail(ctx, comm, MT_ERR_PEER, &text);
+    }
+    header = mti_mpi_missing(comm, -1);
+    if (header >= 0) mti_mpi_look_around(comm);
+    if (header >= 0) mti_say_timeout(&text, comm, collective ? -1 : comm->mpi->about[header].peer);
+    else mti_mpi_say_stuck(&text, comm);
+    return mti_mpi_fail(ctx, comm, MT_ERR_TIMEOUT, &text);
+}
+
+/* -- waiting -- */
+
+static void mti_mpi_begin(mt_comm *comm) {
+    comm->mpi->count = 0;
+    comm->mpi->since = mti_now();
+}
+
+/* Comes back when a request has ended, or after a while; or with an error, when there is no hope. A note that somebody has left
+   or broken the group may overtake what was sent before it: so that is looked for once more. */
+static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
+    mti_mpi *m = comm->mpi;
+    int came = mti_mpi_test(comm), gone, late;
+    double waited;
+    if (m->error) return mti_mpi_error(ctx, comm);
+    if (came) return MT_SUCCESS;
+    waited = mti_now() - m->since;
+    if (waited > MTI_MPI_LISTEN) mti_mpi_listen(m->port);
+    gone = mti_mpi_gone(comm);
+    late = waited > comm->group->timeout;
+    if (late || gone >= 0 || mti_is_broken(comm->group)) {
+        if (mti_mpi_test(comm)) return MT_SUCCESS;
+        return mti_mpi_give_up(ctx, comm, gone);
+    }
+    if (!m->port->spin || waited > MTI_MPI_SOON) mti_rest(waited, MTI_MPI_SOON);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_mpi_wait(mt_context *ctx, mt_comm *comm) {
+    while (comm->mpi->active > 0) MT_TRY(mti_mpi_step(ctx, comm));
+    return comm->mpi->error ? mti_mpi_error(ctx, comm) : MT_SUCCESS;
+}
+
+/* -- collectives -- */
+
+/* Bytes that one rank has for all others; more than MTI_MPI_SMALL do not travel with the header. */
+static size_t mti_mpi_bytes(const mt_comm *comm, const mti_call *call) {
+    size_t elements = call->kind == MT_BROADCAST ? call->count : mti_send_elements(comm, call);
+    return elements * mt_dtype_size(call->dtype);
+}
+
+/* This rank's header, with its data where they are few. Returns how many bytes it is. */
+static size_t mti_mpi_write(mt_comm *comm, const mti_call *call, size_t bytes) {
+    mti_mpi_message *out = comm->mpi->out;
+    const mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    out->what = slot->what;
+    out->count = slot->count;
+    out->recvcount = slot->recvcount;
+    out->color = slot->color;
+    out->key = slot->key;
+    out->next = comm->mpi->port->next;
+    if (bytes > MTI_MPI_SMALL) bytes = 0;
+    mti_copy(out->data, call->send, bytes);
+    return MTI_MPI_HEADER + bytes;
+}
+
+/* The first meeting, as mti_enter. Afterwards slots know where the data of all ranks are that travelled along. */
+static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_mpi *m = comm->mpi;
+    int i, has_data = call->kind != MT_BROADCAST || call->root == comm->rank;
+    size_t bytes;
+    mt_status status;
+    mti_mpi_listen(m->port);
+    if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
+    mti_publish(comm, call, MTI_IN_COLLECTIVE);
+    bytes = mti_mpi_write(comm, call, has_data ? mti_mpi_bytes(comm, call) : 0);
+    mti_mpi_begin(comm);
+    for (i = 1; i < comm->size; i++) {
+        int peer = (comm->rank + i) % comm->size;
+        mti_mpi_expect(comm, 2 * i - 2, &m->in[peer], peer, MTI_MPI_MEET);
+        mti_mpi_send(comm, 2 * i - 1, m->out, bytes, peer, MTI_MPI_MEET);
+    }
+    MT_TRY(mti_mpi_wait(ctx, comm));
+    mti_mpi_listen(m->port); /* the headers may be those of others who have given up since */
+    status = mti_is_broken(comm->group) ? mti_broken_before(ctx, comm, call) : mti_compare(ctx, comm);
+    if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
+    return status;
+}
+
+static void mti_mpi_exit(mt_comm *comm) {
+    int r;
+    for (r = 0; r < comm->size; r++) mti_slot_of(comm->group, r)->inside = MTI_OUTSIDE;
+}
+
+/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart; else this
+   rank's piece goes to all of them, and theirs go where they belong. */
+static mt_status mti_mpi_exchange(mt_context *ctx, mt_comm *comm, const mti_pieces *p, char *out) {
+    size_t mine = mti_piece_size(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
+    int i;
+    mti_mpi_begin(comm);
+    for (i = 1; i < comm->size; i++) {
+        int peer = (comm->rank + i) % comm->size, from = (comm->rank + comm->size - i) % comm->size;
+        size_t send = out ? mti_piece_size(p, peer) : mine, recv = out ? mine : mti_piece_size(p, from);
+        const char *data = out ? p->from + p->stride * p->element * (size_t)peer : p->own;
+        mti_mpi_receive(comm, 2 * i - 2, (out ? out : p->to) + apart * (size_t)from, recv * p->element, from);
+        mti_mpi_send(comm, 2 * i - 1, data, send * p->element, peer, MTI_MPI_DATA);
+    }
+    return mti_mpi_wait(ctx, comm);
+}
+
+/* The pieces meet, are summed in the tree, and go back to everybody if everybody wants them. */
+static mt_status mti_mpi_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t most = mti_pieces_most(comm, call, MTI_MPI_SCRATCH), done = 0;
+    mti_call own = *call;
+    mti_pieces p;
+    int r;
+    while (done < call->count) {
+        done += mti_pieces_next(comm, call, most, done, &p);
+        MT_TRY(mti_mpi_exchange(ctx, comm, &p, comm->mpi->scratch));
+        for (r = 0; r < comm->size; r++)
+            mti_slot_of(comm->group, r)->send = comm->mpi->scratch + p.n * p.element * (size_t)r;
+        mti_slot_of(comm->group, comm->rank)->send = p.from + p.stride * p.element * (size_t)comm->rank;
+        own.recv = p.own;
+        mti_reduce_range(comm, &own, 0, mti_piece_size(&p, comm->rank), 0);
+        if (p.to) MT_TRY(mti_mpi_exchange(ctx, comm, &p, NULL));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_mpi_all_gather(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype), most = MTI_MPI_MESSAGE / element, done, mine;
+    mti_pieces p;
+    memset(&p, 0, sizeof p);
+    p.element = element;
+    p.stride = call->stride;
+    p.whole = call->stride * (size_t)comm->size;
+    mine = p.stride * element * (size_t)comm->rank;
+    mti_copy((char *)call->recv + mine, call->send, call->count * element);
+    for (done = 0; done < call->count; done += p.n) {
+        p.n = call->count - done < most ? call->count - done : most;
+        p.to = (char *)call->recv + done * element;
+        p.own = p.to + mine;
+        MT_TRY(mti_mpi_exchange(ctx, comm, &p, NULL));
+    }
+    return MT_SUCCESS;
+}
+
+/* The root gives every rank a piece, and every rank gives its piece to all: no rank sends the whole more than twice. */
+static mt_status mti_mpi_broadcast(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t done = 0;
+    mti_call whole = *call;
+    mti_pieces p;
+    int r;
+    if (comm->rank == call->root) mti_copy(call->recv, call->send, call->count * mt_dtype_size(call->dtype));
+    whole.send = call->recv;
+    while (done < call->count) {
+        done += mti_pieces_next(comm, &whole, mti_pieces_most(comm, call, MTI_MPI_MESSAGE), done, &p);
+        mti_mpi_begin(comm);
+        for (r = 0; r < comm->size && comm->rank == call->root; r++) {
+            const char *piece = p.from + p.stride * p.element * (size_t)r;
+            if (r != call->root) mti_mpi_send(comm, r, piece, mti_piece_size(&p, r) * p.element, r, MTI_MPI_DATA);
+        }
+        if (comm->rank != call->root)
+            mti_mpi_receive(comm, 0, p.own, mti_piece_size(&p, comm->rank) * p.element, call->root);
+        MT_TRY(mti_mpi_wait(ctx, comm));
+        MT_TRY(mti_mpi_exchange(ctx, comm, &p, NULL));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_mpi_move(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    if (mti_mpi_bytes(comm, call) <= MTI_MPI_SMALL) {
+        if (call->kind != MT_ALL_REDUCE) return mti_move(ctx, comm, call);
+        mti_reduce_range(comm, call, 0, call->count, 0);
+        return MT_SUCCESS;
+    }
+    if (call->kind == MT_ALL_GATHER) return mti_mpi_all_gather(ctx, comm, call);
+    if (call->kind == MT_BROADCAST) return mti_mpi_broadcast(ctx, comm, call);
+    return mti_mpi_reduce(ctx, comm, call);
+}
+
+static mt_status mti_mpi_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status;
+    MT_TRY(mti_mpi_enter(ctx, comm, call));
+    status = mti_mpi_move(ctx, comm, call);
+    mti_mpi_exit(comm);
+    return status;
+}
+
+/* -- point to point -- */
+
+/* One direction: first the headers, then the data, a message at a time. Its requests: at (the peer's header) and at + 1. */
+typedef struct mti_mpi_lane {
+    int sends, peer, at, matched; /* peer -1: none */
+    const mti_mpi_message *header;
+    char *data;
+    size_t bytes, done;
+} mti_mpi_lane;
+
+static int mti_mpi_is_over(const mt_comm *comm, const mti_mpi_lane *lane) {
+    return lane->peer < 0 || (lane->matched && lane->done == lane->bytes && mti_mpi_is_done(comm, lane->at + 1));
+}
+
+/* Does the peer's call fit this one? */
+static mt_status mti_mpi_match(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_mpi_lane *lane) {
+    const mti_mpi_message *h = lane->header;
+    size_t mine = lane->sends ? call->count : call->recvcount, theirs = (size_t)(lane->sends ? h->recvcount : h->count);
+    mti_text text;
+    lane->matched = 1;
+    if (mine == theirs && (mt_dtype)(h->what >> 8 & 255) == call->dtype) return MT_SUCCESS;
+    mti_mpi_arrived(comm, h, lane->peer, MTI_IN_P2P);
+    mti_say_unlike(&text, comm, lane->sends ? comm->rank : lane->peer, lane->sends ? lane->peer : comm->rank);
+    return mti_mpi_fail(ctx, comm, MT_ERR_MISMATCH, &text);
+}
+
+static mt_status mti_mpi_advance(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_mpi_lane *lane) {
+    size_t bytes;
+    if (lane->peer < 0 || !mti_mpi_is_done(comm, lane->at)) return MT_SUCCESS;
+    if (!lane->matched) {
+        MT_TRY(mti_mpi_match(ctx, comm, call, lane));
+        if (lane->bytes <= MTI_MPI_SMALL) { /* came, or went, with the header */
+            if (!lane->sends) mti_copy(lane->data, lane->header->data, lane->bytes);
+            lane->done = lane->bytes;
+        }
+    }
+    if (lane->done == lane->bytes || !mti_mpi_is_done(comm, lane->at + 1)) return MT_SUCCESS;
+    bytes = lane->bytes - lane->done < MTI_MPI_MESSAGE ? lane->bytes - lane->done : MTI_MPI_MESSAGE;
+    if (lane->sends) mti_mpi_send(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer, MTI_MPI_DATA);
+    else mti_mpi_receive(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer);
+    lane->done += bytes;
+    comm->mpi->since = mti_now();
+    return MT_SUCCESS;
+}
+
+/* Expects the peer's header, and sends it this rank's. */
+static mti_mpi_lane mti_mpi_lane_open(mt_comm *comm, const mti_call *call, int sends, int at) {
+    mti_mpi *m = comm->mpi;
+    mti_mpi_lane lane;
+    memset(&lane, 0, sizeof lane);
+    lane.sends = sends;
+    lane.at = at;
+    lane.peer = sends ? call->root : call->source;
+    if (lane.peer < 0) return lane;
+    lane.bytes = (sends ? call->count : call->recvcount) * mt_dtype_size(call->dtype);
+    lane.data = sends ? (char *)mt_tensor_make(call->send, call->dtype, 0, 0).data : (char *)call->recv;
+    lane.header = sends ? m->asked : &m->in[lane.peer];
+    mti_mpi_expect(comm, at, sends ? m->asked : &m->in[lane.peer], lane.peer, sends ? MTI_MPI_ASK : MTI_MPI_OFFER);
+    mti_mpi_send(comm, at + 1, m->out, sends ? mti_mpi_write(comm, call, lane.bytes) : MTI_MPI_HEADER, lane.peer,
+                 sends ? MTI_MPI_OFFER : MTI_MPI_ASK);
+    return lane;
+}
+
+static mt_status mti_mpi_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_mpi_lane out, in;
+    mti_mpi_listen(comm->mpi->port);
+    if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
+    mti_publish(comm, call, MTI_IN_P2P);
+    mti_mpi_write(comm, call, 0);
+    mti_mpi_begin(comm);
+    out = mti_mpi_lane_open(comm, call, 1, 0);
+    in = mti_mpi_lane_open(comm, call, 0, 2);
+    while (!mti_mpi_is_over(comm, &out) || !mti_mpi_is_over(comm, &in)) {
+        MT_TRY(mti_mpi_step(ctx, comm));
+        MT_TRY(mti_mpi_advance(ctx, comm, call, &out));
+        MT_TRY(mti_mpi_advance(ctx, comm, call, &in));
+    }
+    mti_mpi_exit(comm);
+    return comm->mpi->error ? mti_mpi_error(ctx, comm) : MT_SUCCESS;
+}
+
+static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    if (ctx->device != MT_DEVICE_CPU)
+        return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
+                          "mt_%s: \"%s\" (%d ranks) is over MPI, which moves memory of the host, and the context is on device "
+                          "%d: use mt_comm_create_for, and an implementation built with -DMT_USE_NCCL",
+                          mti_call_name(call->kind), comm->name, comm->size, (int)ctx->device);
+    return mti_is_p2p(call) ? mti_mpi_p2p(ctx, comm, call) : mti_mpi_collective(ctx, comm, call);
+}
+
+/* -- beginning -- */
+
+static void mti_mpi_free(mti_mpi *m) {
+    if (!m) return;
+    free(m->world);
+    free(m->indices);
+    free(m->statuses);
+    free(m->requests);
+    free(m->about);
+    free(m->reasons);
+    free(m->note_requests);
+    free(m->in);
+    free(m->scratch);
+    free(m);
+}
+
+static mti_mpi *mti_mpi_new(int size) {
+    size_t n = (size_t)size, requests = 2 * n > 4 ? 2 * n : 4, i;
+    mti_mpi *m = (mti_mpi *)calloc(1, sizeof *m);
+    if (!m) return NULL;
+    m->world = (int *)calloc(n, sizeof *m->world);
+    m->indices = (int *)calloc(requests, sizeof *m->indices);
+    m->statuses = (MPI_Status *)calloc(requests, sizeof *m->statuses);
+    m->requests = (MPI_Request *)calloc(requests, sizeof *m->requests);
+    m->about = (mti_mpi_about *)calloc(requests, sizeof *m->about);
+    m->reasons = (mti_mpi_note *)calloc(n, sizeof *m->reasons);
+    m->note_requests = (MPI_Request *)calloc(2 * n, sizeof *m->note_requests);
+    m->in = (mti_mpi_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MTI_ALIGNMENT);
+    m->scratch = (char *)mti_default_alloc(NULL, MTI_MPI_SCRATCH, MTI_ALIGNMENT);
+    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->note_requests || !m->in ||
+        !m->scratch) {
+        mti_mpi_free(m);
+        return NULL;
+    }
+    m->out = m->in + n;
+    m->asked = m->out + 1;
+    m->other = m->asked + 1;
+    memset(m->out, 0, sizeof *m->out);
+    for (i = 0; i < requests; i++) m->requests[i] = MPI_REQUEST_NULL;
+    for (i = 0; i < 2 * n; i++) m->note_requests[i] = MPI_REQUEST_NULL;
+    m->size = size;
+    return m;
+}
+
+/* A group whose mti_mpi.world is still to be filled. */
+static mt_comm *mti_mpi_comm_new(mti_mpi_port *port, int rank, int size, const char *name, int number) {
+    mt_comm *comm = mti_comm_new(rank, size, name);
+    mti_group *g = mti_group_new(size, port->timeout, port->spin);
+    mti_mpi *m = mti_mpi_new(size);
+    if (!comm || !g || !m) {
+        if (g) g->references = 1;
+        mti_group_release(g);
+        mti_mpi_free(m);
+        free(comm);
+        return NULL;
+    }
+    g->references = 1;
+    comm->group = g;
+    comm->mpi = m;
+    m->port = port;
+    m->comm = comm;
+    m->number = number;
+    m->next = port->groups;
+    port->groups = m;
+    port->references++;
+    return comm;
+}
+
+static void mti_mpi_port_free(mti_mpi_port *port) {
+    free(port->status);
+    free(port->left);
+    free(port->reasons);
+    free(port->early);
+    free(port->closing_requests);
+    free(port);
+}
+
+static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
+    size_t n = (size_t)size, i;
+    mti_mpi_port *port = (mti_mpi_port *)calloc(1, sizeof *port);
+    if (!port) return NULL;
+    port->rank = rank;
+    port->size = size;
+    port->timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
+    port->next = 1;
+    port->inbox_request = MPI_REQUEST_NULL;
+    port->status = (int *)calloc(n, sizeof *port->status);
+    port->left = (const char **)calloc(n, sizeof *port->left);
+    port->reasons = (mti_mpi_note *)calloc(n, sizeof *port->reasons);
+    port->early = (mti_mpi_note *)calloc(2 * n, sizeof *port->early);
+    port->closing_requests = (MPI_Request *)calloc(n, sizeof *port->closing_requests);
+    if (!port->status || !port->left || !port->reasons || !port->early || !port->closing_requests) {
+        mti_mpi_port_free(port);
+        return NULL;
+    }
+    for (i = 0; i < n; i++) {
+        port->status[i] = MTI_MPI_OPEN;
+        port->closing_requests[i] = MPI_REQUEST_NULL;
+    }
+    return port;
+}
+
+/* The duplicate, whose errors are returned, not fatal. */
+static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    double start = mti_now();
+    int done = 0, found = 0, *last = NULL;
+    if (MPI_Comm_idup(theirs, &port->comm, &request) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+    while (!done) {
+        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+        if (!done && mti_now() - start > port->timeout) return MT_ERR_TIMEOUT;
+        if (!done) mti_rest(mti_now() - start, 1e-3);
+    }
+    if (MPI_Comm_set_errhandler(port->comm, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
+        MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &last, &found) != MPI_SUCCESS || !found)
+        return MT_ERR_SYSTEM;
+    port->last_tag = *last;
+    return mti_mpi_open_inbox(port) == MPI_SUCCESS ? MT_SUCCESS : MT_ERR_SYSTEM;
+}
+
+/* Everybody says on which machine it is: who shares this one? */
+static mt_status mti_mpi_neighbours(mt_comm *world) {
+    char name[MPI_MAX_PROCESSOR_NAME];
+    mti_mpi_port *port = world->mpi->port;
+    uint32_t hash = 2166136261u; /* FNV-1a */
+    int length = 0, i, here = 0, mine;
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_CREATE;
+    if (MPI_Get_processor_name(name, &length) != MPI_SUCCESS) length = 0;
+    for (i = 0; i < length; i++) hash = (hash ^ (unsigned char)name[i]) * 16777619u;
+    call.color = mine = (int)(hash >> 1);
+    MT_TRY(mti_mpi_enter(NULL, world, &call));
+    mti_mpi_exit(world);
+    for (i = 0; i < world->size; i++) {
+        if (mti_slot_of(world->group, i)->color != mine) continue;
+        if (i == world->rank) port->local_rank = here;
+        here++;
+    }
+    for (i = 0; i < world->size; i++) mti_slot_of(world->group, i)->what = 0; /* that was no call of the user's */
+    port->spin = here <= (int)sysconf(_SC_NPROCESSORS_ONLN);
+    world->local_rank = port->local_rank;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {
+    int begun = 0, ended = 0, rank = 0, size = 0, r;
+    mti_mpi_port *port;
+    MPI_Comm theirs;
+    mt_comm *world;
+    mt_status status;
+    if (out) *out = NULL;
+    if (!out || !mpi_comm || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
+    if (MPI_Initialized(&begun) != MPI_SUCCESS || MPI_Finalized(&ended) != MPI_SUCCESS || !begun || ended)
+        return MT_ERR_ARGUMENT;
+    memcpy(&theirs, mpi_comm, sizeof theirs);
+    if (theirs == MPI_COMM_NULL) return MT_ERR_ARGUMENT;
+    if (MPI_Comm_rank(theirs, &rank) != MPI_SUCCESS || MPI_Comm_size(theirs, &size) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+    if (size > MTI_MAX_RANKS) return MT_ERR_UNSUPPORTED;
+    if (size == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    port = mti_mpi_port_new(rank, size, timeout_s);
+    if (!port) return MT_ERR_MEMORY;
+    status = mti_mpi_open(port, theirs);
+    world = status == MT_SUCCESS ? mti_mpi_comm_new(port, rank, size, "world", port->next++) : NULL;
+    if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* the port stays with MPI */
+    for (r = 0; r < size; r++) world->mpi->world[r] = r;
+    status = mti_mpi_neighbours(world);
+    if (status == MT_SUCCESS) *out = world;
+    else mt_comm_destroy(world);
+    return status;
+}
+
+/* The new group's number is one that is new to everybody here, in one of the groups of this split or in none. */
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mti_mpi *m = comm->mpi;
+    int rank, size, leader, r, at, number = m->port->next;
+    char name[32];
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_SPLIT;
+    call.color = color;
+    call.key = key;
+    m->port->early_count = 0;
+    MT_TRY(mti_mpi_enter(NULL, comm, &call));
+    mti_mpi_exit(comm);
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank && m->in[r].next > number) number = m->in[r].next;
+    if (number >= m->port->last_tag / 4)
+        return mti_refuse(NULL, comm, MT_ERR_UNSUPPORTED,
+                          "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
+    m->port->next = number + 1;
+    if (color < 0) return MT_SUCCESS;
+    mti_split_place(comm, comm->rank, &rank, &size, &leader);
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    *out = size == 1 ? mti_comm_new(0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
+    if (!*out || size == 1) return MT_SUCCESS; /* mt_comm_split calls it by its name */
+    for (r = 0; r < comm->size; r++) {
+        if (mti_slot_of(comm->group, r)->color != color) continue;
+        mti_split_place(comm, r, &at, &size, &leader);
+        (*out)->mpi->world[at] = m->world[r];
+        if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
+    }
+    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_note(m->port, &m->port->early[r]);
+    return MT_SUCCESS;
+}
+
+/* -- ending -- */
+
+/* Has MPI let go of all of them? */
+static int mti_mpi_all_done(MPI_Request *requests, int count) {
+    int done = 1, i;
+    for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
+    return done;
+}
+
+/* Groups that are over are kept for as long as MPI may need their memory. */
+static void mti_mpi_reap(mti_mpi_port *port) {
+    struct mti_mpi **at = &port->ended, *m;
+    while ((m = *at) != NULL) {
+        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->note_requests, 2 * m->size)) {
+            at = &m->next;
+            continue;
+        }
+        *at = m->next;
+        mti_mpi_free(m);
+    }
+}
+
+/* Tells the others, and waits for them to do the same: 1 if they all have, and MPI holds nothing of anybody any more. */
+static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
+    double start = mti_now(), limit = port->broken ? MTI_MPI_GRACE : port->timeout;
+    mti_mpi_note *note = &port->closing;
+    int r;
+    note->news = MTI_MPI_CLOSES;
+    note->rank = port->rank;
+    note->status = port->status[port->rank] = (int)status;
+    note->keeps = port->keeps;
+    note->broken = port->broken;
+    port->closed++;
+    for (r = 0; r < port->size; r++)
+        if (r != port->rank)
+            MPI_Isend(note, (int)sizeof *note, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+    while (port->waited < limit) {
+        mti_mpi_listen(port);
+        mti_mpi_reap(port);
+        if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
+            return !port->keeps;
+        port->waited = mti_now() - start;
+        mti_rest(port->waited, MTI_MPI_SOON);
+    }
+    return 0;
+}
+
+/* What MPI may still write to is left to it, until the process ends; so is a duplicate with messages that nobody has taken,
+   which might turn up in the next one. */
+static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
+    if (!closed) return;
+    if (port->inbox_request != MPI_REQUEST_NULL) {
+        MPI_Cancel(&port->inbox_request);
+        MPI_Wait(&port->inbox_request, MPI_STATUS_IGNORE);
+    }
+    if (!port->broken) MPI_Comm_free(&port->comm);
+    mti_mpi_port_free(port);
+}
+
+/* Of a group; with the last one the port ends, too. */
+static void mti_mpi_end(mt_comm *comm) {
+    mti_mpi *m = comm->mpi, **at;
+    mti_mpi_port *port = m->port;
+    for (at = &port->groups; *at != m; at = &(*at)->next) continue;
+    *at = m->next;
+    m->next = port->ended;
+    port->ended = m;
+    m->comm = NULL;
+    mti_mpi_reap(port);
+    if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
+}
+#else /* not built */
+static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
+}
+static void mti_mpi_exit(mt_comm *comm) { (void)comm; }
+MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {
+    if (out) *out = NULL;
+    return (void)mpi_comm, (void)timeout_s, MT_ERR_UNSUPPORTED;
+}
+#endif
+
+/* ---- >>nccl, continued: ranks that have another way, too ------------------------------------------------------------ */
+
+/* What a rank says of itself when threads, or ranks over MPI, become ranks of NCCL; rank 0 brings the id. */
 typedef struct mti_place {
     int device, ordinal;
     mt_status status;
@@ -3184,51 +4304,70 @@ static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_plac
     int r, other;
     memset(&call, 0, sizeof call);
     call.kind = MTI_CREATE;
+    call.dtype = MT_U8;
+    call.count = sizeof *mine;
     call.send = mine;
-    MT_TRY(mti_enter(ctx, local, &call));
+    MT_TRY(local->mpi ? mti_mpi_enter(ctx, local, &call) : mti_enter(ctx, local, &call));
     *own_gpus = 1;
     for (r = 0; r < local->size; r++) {
         const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
         if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
-        for (other = 0; other < r; other++)
+        for (other = 0; other < r && !local->mpi; other++) /* each process counts GPUs by itself; NCCL knows them */
             if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
     }
-    mti_exit(local);
+    if (local->mpi) mti_mpi_exit(local);
+    else mti_exit(local);
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *local, mt_comm **out) {
+/* Ranks that are threads, or processes over MPI. *out stays NULL where they do not have a GPU each. */
+static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mti_place mine, first;
     int own_gpus = 0;
+    memset(&mine, 0, sizeof mine);
+    mine.device = (int)ctx->device;
+    mine.ordinal = ctx->ordinal;
+    if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
+    MT_TRY(mti_meet_places(ctx, world, &mine, &first, &own_gpus));
+    if (!own_gpus) return MT_SUCCESS;
+    if (first.status != MT_SUCCESS)
+        return world->rank == 0 ? first.status
+                                : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
+    return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
+}
+
+/* Ranks that are processes: each makes the same id, from the environment. */
+static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    mt_nccl_id id;
+    if (!MTI_NCCL || ctx->device != MT_DEVICE_CUDA)
+        return mti_refuse_apart(ctx, world, "comm_create_for", (int)ctx->device);
+    if (!getenv("NCCL_COMM_ID"))
+        return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
+                          "mt_comm_create_for: the %d ranks of \"%s\" do not know where to meet: set NCCL_COMM_ID to "
+                          "host:port, or MASTER_ADDR and MASTER_PORT, the same on all of them, on the machine of rank 0",
+                          world->size, world->name);
+    MT_TRY(mt_nccl_unique_id(ctx, &id));
+    return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
+}
+
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
     if (out) *out = NULL;
-    if (!ctx || !local || !out)
-        return mti_refuse(ctx, local, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
-                          !ctx ? "ctx" : !local ? "local" : "out");
-    if (local->meta || local->on_nccl)
-        return mti_refuse(ctx, local, MT_ERR_ARGUMENT, "mt_comm_create_for: \"%s\" is no communicator between threads",
-                          local->name);
-    if (MTI_NCCL && local->size > 1) {
-        memset(&mine, 0, sizeof mine);
-        mine.device = (int)ctx->device;
-        mine.ordinal = ctx->ordinal;
-        if (local->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
-        MT_TRY(mti_meet_places(ctx, local, &mine, &first, &own_gpus));
-    }
-    if (!own_gpus) {
-        MT_TRY(mt_comm_split(local, 0, local->rank, out));
-    } else if (first.status != MT_SUCCESS) {
-        return local->rank == 0 ? first.status
-                                : mti_refuse(ctx, local, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
-    } else {
-        MT_TRY(mt_comm_create_nccl_id(ctx, &first.id, local->size, local->rank, local->group->timeout, out));
-        mti_adopt(local, *out);
-    }
-    mt_comm_set_name(*out, local->name);
+    if (!ctx || !world || !out)
+        return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
+                          !ctx ? "ctx" : !world ? "world" : "out");
+    if (world->meta || world->on_nccl)
+        return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
+                          "mt_comm_create_for: \"%s\" is no communicator of a launcher or of threads", world->name);
+    if (world->launcher) MT_TRY(mti_processes_over_nccl(ctx, world, out));
+    else if (MTI_NCCL && world->size > 1) MT_TRY(mti_group_over_nccl(ctx, world, out));
+    if (*out) mti_adopt(world, *out);
+    else MT_TRY(mt_comm_split(world, 0, world->rank, out));
+    mt_comm_set_name(*out, world->name);
     return MT_SUCCESS;
 }
 
-/* ---- >>collectives, continued: alone, meta, local, over NCCL -------------------------------------------------------- */
+/* ---- >>collectives, continued: alone, meta, local, over NCCL or MPI ------------------------------------------------- */
 
 static mt_status mti_alone(mt_context *ctx, const mti_call *call, size_t elements) {
     return mti_bytes_copy(ctx, call->recv, call->send, elements * mt_dtype_size(call->dtype));
@@ -3250,6 +4389,7 @@ static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_ca
     MT_TRY(mti_check_call(ctx, comm, call));
     if (comm->size == 1) return mti_alone(ctx, call, elements);
     if (comm->on_nccl) MT_TRY(mti_nccl_call(ctx, comm, call));
+    else if (comm->mpi) MT_TRY(mti_mpi_call(ctx, comm, call));
     else if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
@@ -3262,6 +4402,7 @@ static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *cal
     MT_TRY(mti_check_call(ctx, comm, call));
     if (call->root == comm->rank) MT_TRY(mti_alone(ctx, call, call->count)); /* to itself, checked to be both ways */
     else if (comm->on_nccl) MT_TRY(mti_nccl_call(ctx, comm, call));
+    else if (comm->mpi) MT_TRY(mti_mpi_call(ctx, comm, call));
     else if (comm->group) MT_TRY(mti_local_p2p(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
@@ -3501,15 +4642,18 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind
     if (!comm || ctx->stream != ctx->compute_stream)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s", comm ? "the last one has not ended" : "comm is NULL");
     if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || !(kind & ~ctx->no_overlap)) return MT_SUCCESS;
-    return mti_cuda_fork(ctx);
+    return mti_cuda_fork(ctx, kind == MT_OVERLAP_GRADIENTS ? ctx->bucket_stream : ctx->comm_stream);
 }
 
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
+    int buckets, low, high;
     if (!ctx || ctx->stream == ctx->compute_stream) return status; /* nothing was begun */
-    if (ticket < 0 || ticket >= MT_OVERLAP_CHUNKS_MAX) {
-        MT_KEEP(status, mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be 0 to %d", ticket,
-                                 MT_OVERLAP_CHUNKS_MAX - 1));
-        ticket = 0;
+    buckets = ctx->stream == ctx->bucket_stream;
+    low = buckets ? MT_OVERLAP_BUCKETS : 0;
+    high = buckets ? MT_OVERLAP_BUCKETS : MT_OVERLAP_CHUNKS_MAX - 1;
+    if (ticket < low || ticket > high) {
+        MT_KEEP(status, mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be %d to %d", ticket, low, high));
+        ticket = low;
     }
     MT_KEEP(status, mti_cuda_fork_end(ctx, ticket));
     return status;
@@ -3524,7 +4668,7 @@ MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
     mt_status status = MT_SUCCESS;
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
-    for (i = 0; ctx->pending; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
+    for (i = 0; i < MT_OVERLAP_CHUNKS_MAX; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
     return status;
 }
 
@@ -3549,11 +4693,33 @@ static void mti_rank_over(mti_rank *rank) {
     while (rank->children) mt_comm_destroy(rank->children);
 }
 
+#define MTI_GRACE_SECONDS 5.0
+
+/* What ranks that end tell the thread that waits for all of them. */
+typedef struct mti_watch {
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    int ended, failed;
+    double since; /* when the first one failed */
+} mti_watch;
+
+static void mti_rank_ended(mti_rank *rank) {
+    mti_watch *w = rank->watch;
+    if (w) pthread_mutex_lock(&w->mutex);
+    rank->ended = 1;
+    if (!w) return;
+    w->ended++;
+    if (rank->status != MT_SUCCESS && !w->failed++) w->since = mti_now();
+    pthread_cond_signal(&w->cond);
+    pthread_mutex_unlock(&w->mutex);
+}
+
 static void *mti_rank_thread(void *argument) {
     mti_rank *rank = (mti_rank *)argument;
     mti_pin(rank->core, rank->cores);
     rank->status = rank->run(rank->world, rank->user);
     mti_rank_over(rank);
+    mti_rank_ended(rank);
     return NULL;
 }
 
@@ -3573,15 +4739,16 @@ static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...) 
 }
 
 /* Those that failed only because of a peer are told last. */
-static mt_status mti_launch_report(const mt_launch_desc *desc, const mti_rank *ranks) {
+static mt_status mti_launch_report(const mt_launch_desc *desc, mti_rank *ranks, int count) {
     mt_status first = MT_SUCCESS;
     int secondary, r;
     for (secondary = 0; secondary < 2; secondary++) {
-        for (r = 0; r < desc->ranks; r++) {
-            const mti_rank *rank = &ranks[r];
-            if (rank->status == MT_SUCCESS || (rank->status == MT_ERR_PEER) != secondary) continue;
+        for (r = 0; r < count; r++) {
+            mti_rank *rank = &ranks[r];
+            if (!rank->ended || rank->status == MT_SUCCESS || (rank->status == MT_ERR_PEER) != secondary) continue;
             MT_KEEP(first, rank->status);
-            mti_launch_say(desc, "rank %d of %d: %s: %s", r, desc->ranks, mt_status_name(rank->status),
+            if (rank->told++) continue;
+            mti_launch_say(desc, "rank %d of %d: %s: %s", rank->rank, rank->world->size, mt_status_name(rank->status),
                            mti_rank_sentence(rank));
         }
     }
@@ -3593,18 +4760,69 @@ static void mti_rank_not_started(mti_rank *rank, int error) {
     snprintf(text, sizeof text, "mt_launch: the system gave no thread for rank %d (error %d)", rank->rank, error);
     rank->status = mti_comm_keep_error(rank->world, MT_ERR_SYSTEM, text);
     mti_rank_over(rank);
+    mti_rank_ended(rank);
+}
+
+/* Have all ranks ended? Waits until they have; after a failure only for so long. */
+static int mti_watch_wait(const mt_launch_desc *desc, mti_watch *w, double seconds) {
+    int late = 0;
+    while (w->ended < desc->ranks && !late) {
+        struct timespec deadline = mti_timespec(w->since + seconds);
+        if (w->failed) late = pthread_cond_timedwait(&w->cond, &w->mutex, &deadline) == ETIMEDOUT;
+        else pthread_cond_wait(&w->cond, &w->mutex);
+    }
+    return w->ended == desc->ranks;
+}
+
+/* Whoever waits for the rank that is stuck has until its own timeout; so stuck is not called before. */
+static void mti_watch_ranks(const mt_launch_desc *desc, mti_watch *w, mti_rank *ranks) {
+    double patience = desc->timeout_s > 0 ? desc->timeout_s : MT_TIMEOUT_DEFAULT;
+    int stuck = 0, r;
+    if (patience < MTI_GRACE_SECONDS) patience = MTI_GRACE_SECONDS;
+    pthread_mutex_lock(&w->mutex);
+    if (!mti_watch_wait(desc, w, MTI_GRACE_SECONDS)) {
+        mti_launch_report(desc, ranks, desc->ranks);
+        for (r = 0; r < desc->ranks; r++)
+            if (!ranks[r].ended)
+                mti_launch_say(desc, "rank %d of %d: has not returned from its function, mt_launch waits for it", r,
+                               desc->ranks);
+        stuck = desc->stuck && !mti_watch_wait(desc, w, patience);
+        if (stuck) mti_launch_report(desc, ranks, desc->ranks);
+    }
+    pthread_mutex_unlock(&w->mutex);
+    if (stuck) desc->stuck(ranks->user);
 }
 
 /* A thread that cannot be had releases those already started: they see a peer that failed. */
-static void mti_launch_threads(mti_rank *ranks, int count) {
-    int r, error = 0;
-    for (r = 0; r < count; r++) {
+static void mti_launch_threads(const mt_launch_desc *desc, mti_rank *ranks) {
+    mti_watch watch;
+    int r, error = 0, watched = pthread_mutex_init(&watch.mutex, NULL) == 0;
+    if (watched && mti_cond_init(&watch.cond) != 0) {
+        pthread_mutex_destroy(&watch.mutex);
+        watched = 0;
+    }
+    watch.ended = watch.failed = 0;
+    watch.since = 0;
+    for (r = 0; r < desc->ranks; r++) {
+        ranks[r].watch = watched ? &watch : NULL;
         if (!error) error = pthread_create(&ranks[r].thread, NULL, mti_rank_thread, &ranks[r]);
         ranks[r].started = !error;
         if (error) mti_rank_not_started(&ranks[r], error);
     }
-    for (r = 0; r < count; r++)
+    if (watched) mti_watch_ranks(desc, &watch, ranks);
+    for (r = 0; r < desc->ranks; r++)
         if (ranks[r].started) pthread_join(ranks[r].thread, NULL);
+    if (watched) pthread_cond_destroy(&watch.cond);
+    if (watched) pthread_mutex_destroy(&watch.mutex);
+}
+
+/* desc may be NULL. How many ranks 0 means depends on the caller. */
+static mt_launch_desc mti_launch_defaults(const mt_launch_desc *desc) {
+    mt_launch_desc d;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.cores_per_rank == 0) d.cores_per_rank = 1;
+    return d;
 }
 
 static mt_status mti_launch_check(const mt_launch_desc *desc, mt_rank_function rank_main) {
@@ -3646,21 +4864,18 @@ static mt_status mti_launch_ranks(const mt_launch_desc *desc, mti_rank *ranks, m
         ranks[r].cores = pinned ? each : 0;
     }
     if (desc->ranks == 1) mti_rank_thread(ranks);
-    else mti_launch_threads(ranks, desc->ranks);
-    status = mti_launch_report(desc, ranks);
+    else mti_launch_threads(desc, ranks);
+    status = mti_launch_report(desc, ranks, desc->ranks);
     for (r = 0; r < desc->ranks; r++) mti_comm_free(worlds[r]);
     return status;
 }
 
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user) {
-    mt_launch_desc d;
+    mt_launch_desc d = mti_launch_defaults(desc);
     mti_rank *ranks;
     mt_comm **worlds;
     mt_status status = MT_ERR_MEMORY;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
     if (d.ranks == 0) d.ranks = 1;
-    if (d.cores_per_rank == 0) d.cores_per_rank = 1;
     MT_TRY(mti_launch_check(&d, rank_main));
     ranks = (mti_rank *)calloc((size_t)d.ranks, sizeof *ranks);
     worlds = (mt_comm **)calloc((size_t)d.ranks, sizeof *worlds);
@@ -3669,6 +4884,294 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
     free(worlds);
     free(ranks);
     return status;
+}
+
+/* -- ranks over MPI -- */
+
+#if MTI_MPI
+/* This rank is at its end, and others do not come to theirs. */
+static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port *port) {
+    mti_text text;
+    int r, said = 0;
+    text.used = 0;
+    for (r = 0; r < port->size && said < 8; r++)
+        if (port->status[r] == MTI_MPI_OPEN) mti_say(&text, said++ ? ", %d" : "rank %d", r);
+    mti_launch_say(desc, "rank %d of %d: %s: waited %.2f s at the end for %s", port->rank, port->size,
+                   mt_status_name(MT_ERR_TIMEOUT), port->waited, text.data);
+    return MT_ERR_TIMEOUT;
+}
+
+/* Of the whole job, as mti_launch_report has it, where all have closed; else what this rank knows. */
+static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port *port) {
+    mt_status own = (mt_status)port->status[port->rank], first = MT_SUCCESS;
+    int secondary, r;
+    if (port->closed < port->size) return own == MT_SUCCESS ? mti_mpi_say_open(desc, port) : own;
+    for (secondary = 0; secondary < 2; secondary++)
+        for (r = 0; r < port->size; r++)
+            if ((port->status[r] == (int)MT_ERR_PEER) == secondary) MT_KEEP(first, (mt_status)port->status[r]);
+    return first;
+}
+
+/* This process as one of the ranks of an MPI communicator. *closed: they have all come to their ends. */
+static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_function run, void *user, int *closed) {
+    mti_mpi_port *port;
+    mti_rank rank;
+    mt_status status;
+    memset(&rank, 0, sizeof rank);
+    *closed = 0;
+    status = mt_comm_create_mpi(&comm, desc->timeout_s, &rank.world);
+    if (status != MT_SUCCESS) {
+        mti_launch_say(desc, "mt_world_from_env: %s: the ranks of MPI do not connect", mt_status_name(status));
+        return status;
+    }
+    port = rank.world->mpi ? rank.world->mpi->port : NULL;
+    if (port) port->references++;
+    rank.world->owner = &rank;
+    rank.rank = rank.world->rank;
+    rank.run = run;
+    rank.user = user;
+    mti_rank_thread(&rank);
+    status = mti_launch_report(desc, &rank, 1);
+    *closed = 1;
+    if (port) {
+        mti_mpi_end(rank.world);
+        *closed = mti_mpi_close(port, rank.status);
+        status = mti_mpi_verdict(desc, port);
+        mti_mpi_port_end(port, *closed);
+    }
+    mti_comm_free(rank.world);
+    return status;
+}
+
+/* The world of MPI_COMM_WORLD. MPI is begun where it was not, and then ended, but only when all ranks have come to their ends:
+   MPI_Finalize waits for the dead. A process that ends without it makes mpirun end the others. */
+static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run, void *user) {
+    int begun = 0, ended = 0, provided = MPI_THREAD_FUNNELED, size = 0, closed = 1;
+    mt_status status;
+    MPI_Initialized(&begun);
+    MPI_Finalized(&ended);
+    if (ended || (!begun && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)) {
+        mti_launch_say(desc, "mt_world_from_env: MPI %s", ended ? "has been finalized" : "does not start");
+        return MT_ERR_SYSTEM;
+    }
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (provided < MPI_THREAD_FUNNELED) { /* those of a GEMM library */
+        mti_launch_say(desc, "mt_world_from_env: this MPI allows no threads: MPI_Init_thread provides %d, not "
+                       "MPI_THREAD_FUNNELED (%d)", provided, MPI_THREAD_FUNNELED);
+        status = MT_ERR_UNSUPPORTED;
+    } else if (desc->ranks && desc->ranks != size) {
+        mti_launch_say(desc, "mt_world_from_env: MPI_COMM_WORLD has %d ranks, not %d: was this program started by the mpirun "
+                       "of another MPI than it was built with?", size, desc->ranks);
+        status = MT_ERR_ARGUMENT;
+    } else {
+        status = mti_mpi_run(desc, MPI_COMM_WORLD, run, user, &closed);
+    }
+    if (!begun && closed) MPI_Finalize();
+    return status;
+}
+#endif
+
+/* -- ranks that are processes -- */
+
+/* What a launcher tells each process; arrays, since pointers would have to be relocated. marker: a variable without which it is
+   not there at all; "": any of the others shows it. imitator: where this variable is set, only local_rank shows it. mpi: an MPI
+   library, if it is built in, connects what it starts. */
+typedef struct mti_launcher {
+    char name[12], marker[16], imitator[16], rank[24], size[24], job_size[16], local_rank[28];
+    int mpi;
+} mti_launcher;
+
+static const mti_launcher mti_launchers[] = {
+    {"torchrun", "", "", "RANK", "WORLD_SIZE", "", "LOCAL_RANK", 0},
+    {"Open MPI", "", "", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_LOCAL_RANK", 1},
+    {"MPICH", "", "SLURM_STEP_ID", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", 1},
+    {"Slurm", "SLURM_STEP_ID", "", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", 1},
+};
+
+typedef struct mti_process {
+    const mti_launcher *launcher; /* NULL: there is none */
+    int rank, size, local_rank;
+    char rendezvous[320];         /* host:port for NCCL; "": not known */
+} mti_process;
+
+static int mti_in_env(const char *name) { return name[0] && getenv(name); }
+
+static int mti_is_launcher(const mti_launcher *l) {
+    if (l->marker[0]) return mti_in_env(l->marker);
+    return mti_in_env(l->local_rank) || (!mti_in_env(l->imitator) && (mti_in_env(l->rank) || mti_in_env(l->size)));
+}
+
+static const mti_launcher *mti_find_launcher(void) {
+    const mti_launcher *l = mti_launchers, *end = l + sizeof mti_launchers / sizeof *mti_launchers;
+    while (l < end && !mti_is_launcher(l)) l++;
+    return l < end ? l : NULL;
+}
+
+/* A whole number from 0 to `most`, nothing else; 0: it is none. */
+static int mti_whole(const char *text, uint64_t most, uint64_t *out) {
+    uint64_t value = 0;
+    if (!*text) return 0;
+    for (; *text; text++) {
+        uint64_t digit = (uint64_t)(unsigned char)*text - '0';
+        if (digit > 9 || digit > most || value > (most - digit) / 10) return 0;
+        value = 10 * value + digit;
+    }
+    *out = value;
+    return 1;
+}
+
+/* "RANK=3 LOCAL_RANK=1": what there is of a launcher's variables. */
+static void mti_say_env(mti_text *text, const mti_launcher *l) {
+    const char *names[5];
+    int i, said = 0;
+    names[0] = l->marker;
+    names[1] = l->rank;
+    names[2] = l->size;
+    names[3] = l->job_size;
+    names[4] = l->local_rank;
+    text->used = 0;
+    for (i = 0; i < 5; i++)
+        if (mti_in_env(names[i])) mti_say(text, "%s%s=%.64s", said++ ? " " : "", names[i], getenv(names[i]));
+}
+
+/* The number in a variable, which must be there and lie in [low, high]. */
+static mt_status mti_env_number(const mt_launch_desc *desc, const mti_launcher *l, const char *name, int64_t low, int64_t high,
+                                int64_t *out) {
+    const char *text = getenv(name);
+    uint64_t value = 0;
+    mti_text there;
+    int whole = text && mti_whole(text, (uint64_t)high, &value);
+    *out = whole ? (int64_t)value : -1;
+    if (whole && *out >= low) return MT_SUCCESS;
+    mti_say_env(&there, l);
+    if (!text) mti_launch_say(desc, "mt_world_from_env: %s is not set, but there is %s (%s)", name, there.data, l->name);
+    else mti_launch_say(desc, "mt_world_from_env: %s is \"%.64s\", must be a whole number from %lld to %lld; there is %s (%s)",
+                        name, text, (long long)low, (long long)high, there.data, l->name);
+    return MT_ERR_ARGUMENT;
+}
+
+/* The first host of a Slurm list: "node[01-04,7],login" is node01. 0: it is no such list, or too long. */
+static int mti_first_host(const char *list, char *host, size_t room) {
+    size_t n = 0;
+    int bracket = 0, skip = 0; /* inside [ ], and there past the first number */
+    for (; *list && (bracket || *list != ','); list++) {
+        if (*list == '[' || *list == ']') {
+            if (bracket != (*list == ']') || (bracket && list[-1] == '[')) return 0;
+            bracket = !bracket;
+            skip = 0;
+        } else if (bracket && (*list == ',' || *list == '-')) {
+            if (list[-1] == '[') return 0;
+            skip = 1;
+        } else if (!skip) {
+            if (n + 1 >= room) return 0;
+            host[n++] = *list;
+        }
+    }
+    host[n] = '\0';
+    return n > 0 && !bracket;
+}
+
+static mt_status mti_find_host(const mt_launch_desc *desc, const mti_launcher *launcher, char *host, size_t room) {
+    const char *name = "MASTER_ADDR", *list = getenv(name);
+    host[0] = '\0';
+    if (!list && launcher->marker[0]) {
+        name = getenv("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST";
+        list = getenv(name);
+    }
+    if (!list || mti_first_host(list, host, room)) return MT_SUCCESS;
+    mti_launch_say(desc, "mt_world_from_env: %s is \"%.200s\", which names no host", name, list);
+    return MT_ERR_ARGUMENT;
+}
+
+/* 0: not known. */
+static mt_status mti_find_port(const mt_launch_desc *desc, const mti_launcher *launcher, int64_t *port) {
+    int64_t job = 0, step = 0;
+    *port = 0;
+    if (getenv("MASTER_PORT")) {
+        MT_TRY(mti_env_number(desc, launcher, "MASTER_PORT", 1, 65534, port));
+        ++*port; /* torchrun listens on MASTER_PORT itself */
+    } else if (launcher->marker[0] && getenv("SLURM_JOB_ID")) {
+        MT_TRY(mti_env_number(desc, launcher, "SLURM_JOB_ID", 0, UINT32_MAX, &job));
+        MT_TRY(mti_env_number(desc, launcher, "SLURM_STEP_ID", 0, UINT32_MAX, &step));
+        *port = 61440 + (job + step) % 4096; /* above what Linux gives to others, another one for each job */
+    }
+    return MT_SUCCESS;
+}
+
+/* Where the ranks meet. An IPv6 address, which has colons itself, goes into brackets. */
+static mt_status mti_find_rendezvous(const mt_launch_desc *desc, mti_process *p) {
+    char host[256];
+    int64_t port;
+    MT_TRY(mti_find_host(desc, p->launcher, host, sizeof host));
+    MT_TRY(mti_find_port(desc, p->launcher, &port));
+    if (host[0] && port)
+        snprintf(p->rendezvous, sizeof p->rendezvous, strchr(host, ':') ? "[%s]:%d" : "%s:%d", host, (int)port);
+    return MT_SUCCESS;
+}
+
+/* What the environment says of this process. p->launcher is NULL, and nothing else set, where it says nothing. */
+static mt_status mti_find_process(const mt_launch_desc *desc, mti_process *p) {
+    const mti_launcher *l = mti_find_launcher();
+    const char *size;
+    mti_text there;
+    int64_t value;
+    memset(p, 0, sizeof *p);
+    p->launcher = l;
+    if (!l) return MT_SUCCESS;
+    size = mti_in_env(l->job_size) && !getenv(l->size) ? l->job_size : l->size;
+    MT_TRY(mti_env_number(desc, l, size, 1, INT32_MAX, &value));
+    p->size = (int)value;
+    MT_TRY(mti_env_number(desc, l, l->rank, 0, p->size - 1, &value));
+    p->rank = (int)value;
+    if (getenv(l->local_rank)) MT_TRY(mti_env_number(desc, l, l->local_rank, 0, p->size - 1, &value));
+    p->local_rank = (int)value;
+    if (desc->ranks != 0 && desc->ranks != p->size) {
+        mti_say_env(&there, l);
+        mti_launch_say(desc, "mt_world_from_env: the program wants %d ranks, but %s has started %d: %s", desc->ranks, l->name,
+                       p->size, there.data);
+        return MT_ERR_ARGUMENT;
+    }
+    return getenv("NCCL_COMM_ID") ? MT_SUCCESS : mti_find_rendezvous(desc, p);
+}
+
+/* This process as one rank, which nothing connects to the others yet. */
+static mt_status mti_run_process(const mt_launch_desc *desc, const mti_process *p, mt_rank_function run, void *user) {
+    mti_rank rank;
+    mt_status status;
+    memset(&rank, 0, sizeof rank);
+    rank.world = mti_comm_new(p->rank, p->size, "world");
+    if (!rank.world) {
+        mti_launch_say(desc, "mt_world_from_env: no memory for the communicator of rank %d", p->rank);
+        return MT_ERR_MEMORY;
+    }
+    rank.world->owner = &rank;
+    rank.world->local_rank = p->local_rank;
+    rank.world->launcher = p->size > 1 ? p->launcher->name : NULL;
+    rank.world->timeout = desc->timeout_s;
+    rank.run = run;
+    rank.user = user;
+    rank.rank = p->rank;
+#if MTI_NCCL
+    if (p->size > 1 && p->rendezvous[0]) setenv("NCCL_COMM_ID", p->rendezvous, 0);
+#endif
+    mti_rank_thread(&rank);
+    status = mti_launch_report(desc, &rank, 1);
+    mti_comm_free(rank.world);
+    return status;
+}
+
+MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user) {
+    mt_launch_desc d = mti_launch_defaults(desc);
+    mti_process process;
+    MT_TRY(mti_find_process(&d, &process));
+    if (!process.launcher) return mt_launch(desc, rank_main, user);
+    d.ranks = 1; /* of this process */
+    MT_TRY(mti_launch_check(&d, rank_main));
+#if MTI_MPI
+    d.ranks = process.size;
+    if (process.launcher->mpi) return mti_mpi_world(&d, rank_main, user);
+#endif
+    return mti_run_process(&d, &process, rank_main, user);
 }
 
 #ifdef __cplusplus

@@ -4251,7 +4251,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     p->algo = results[0].algo;
     p->workspace = results[0].workspaceSize;
     if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 || p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT ||
-        p->key.m * p->key.n < MTI_LT_LEAST || bytes > ctx->arena_bytes - ctx->arena_used)
+        p->key.m * p->key.n < MTI_LT_LEAST || bytes > mti_arena_room(ctx))
         return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
@@ -4460,7 +4460,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
     p->stays = 1;
     lt->stay++;
-    if (bytes > ctx->arena_bytes - ctx->arena_used) return MT_SUCCESS;
+    if (bytes > mti_arena_room(ctx)) return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
     if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));

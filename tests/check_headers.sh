@@ -232,7 +232,7 @@ check_symbols() {
         { gsub(/ /, ""); class = $3; name = $1; section = $7; n++ }
         class == "U" || class == "w" { next }
         # tables that compilers make, and constants inside a function
-        class ~ /[rn]/ && (name ~ /^(CSWTCH|switch\.table|\.L|__func__|__PRETTY_FUNCTION__)/ || name ~ /\.[0-9]+$/) { next }
+        class ~ /[rn]/ && (name ~ /^(CSWTCH|switch\.table|reltable\.|\.L|__func__|__PRETTY_FUNCTION__)/ || name ~ /\.[0-9]+$/) { next }
         class ~ /[A-Z]/ && name !~ /^mt_/ { print "exported: " name }
         class ~ /[a-z]/ && name !~ /^mti?_/ && section !~ /^\.(data|bss)/ { print "local: " name }
         # constant tables of pointers lie in .data.rel.ro until they are relocated

@@ -66,4 +66,16 @@ static inline float test_float(uint64_t *state) {
     return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);
 }
 
+/* mt_launch, or the same between processes: see tests/mpi/over_mpi.h. bytes: of what user points to, if ranks write there. */
+#if defined(MT_TEST_OVER_MPI)
+#define TEST_OVER_MPI 1
+#include "mpi/over_mpi.h"
+#elif defined(MT_COMM_H)
+#define TEST_OVER_MPI 0
+static inline mt_status test_run(const mt_launch_desc *desc, mt_rank_function f, void *user, size_t bytes) {
+    (void)bytes;
+    return mt_launch(desc, f, user);
+}
+#endif
+
 #endif /* MT_TEST_H */

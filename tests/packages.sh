@@ -1,7 +1,7 @@
 # shellcheck shell=sh
 # Read by tests/run.sh and examples/train.sh: what is on this machine, and how what is missing gets there.
 #
-#   MT_TEST_WITHOUT="cmake cmocka dnnl openblas clang nvcc ..."   behave as if these were not there, and could not be had
+#   MT_TEST_WITHOUT="cmake cmocka dnnl openblas openmpi clang nvcc ..."   behave as if these were not there, and could not be had
 #   MT_INSTALL=no                                                 install nothing, only say what is missing
 
 CC=${CC:-cc}
@@ -31,6 +31,8 @@ have_package() {
     libdnnl-dev) have_library dnnl dnnl.h dnnl ;;
     libopenblas-dev) have_library openblas cblas.h openblas ;;
     libcmocka-dev) have_library cmocka cmocka.h cmocka ;;
+    openmpi-bin) ! hidden openmpi && have_command mpirun ;;
+    libopenmpi-dev) ! hidden openmpi && have_command mpicc ;;
     *) have_command "$1" ;;
     esac
 }
@@ -86,6 +88,7 @@ hidden_package() {
     libdnnl-dev) hidden dnnl ;;
     libopenblas-dev) hidden openblas ;;
     libcmocka-dev) hidden cmocka ;;
+    openmpi-bin | libopenmpi-dev) hidden openmpi ;;
     build-essential) hidden "$CXX" || hidden make ;;
     *) hidden "$1" ;;
     esac

@@ -12,13 +12,16 @@ static mt_context_desc small(void) {
     return d;
 }
 
-static mt_status run_ranks(int ranks, mt_rank_function f, void *user) {
+/* bytes: of user, where ranks write there */
+static mt_status run_ranks_with(int ranks, mt_rank_function f, void *user, size_t bytes) {
     mt_launch_desc d;
     memset(&d, 0, sizeof d);
     d.ranks = ranks;
     d.timeout_s = 60;
-    return mt_launch(&d, f, user);
+    return test_run(&d, f, user, bytes);
 }
+
+static mt_status run_ranks(int ranks, mt_rank_function f, void *user) { return run_ranks_with(ranks, f, user, 0); }
 
 /* ---- reference ---------------------------------------------------------------------------------------------------- */
 
@@ -253,8 +256,9 @@ static void test_tree_order(void **state) {
     assert_true(want[4] != ((x[0] + x[1]) + x[2]) + x[3]); /* the inputs do tell orders apart */
     for (n = 2; n <= 8; n++) {
         order_case o;
+        memset(&o, 0, sizeof o);
         memcpy(o.input, x, sizeof x);
-        assert_int_equal(run_ranks(n, order_rank, &o), MT_SUCCESS);
+        assert_int_equal(run_ranks_with(n, order_rank, &o, sizeof o), MT_SUCCESS);
         for (r = 0; r < n; r++)
             for (k = 0; k < 3; k++) assert_memory_equal(&o.result[r][k], &want[n], 4);
     }
@@ -865,9 +869,9 @@ static void test_context_arguments(void **state) {
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "overlap_chunks is 9"));
     d = small();
-    d.no_overlap = 8;
+    d.no_overlap = 16;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "no_overlap is 8"));
+    assert_non_null(strstr(mt_comm_last_error(comm), "no_overlap is 16"));
     d = small();
     d.logger.log = keep_log;
     d.logger.user = &log;

@@ -85,6 +85,18 @@ void checker_device_new(const void *, size_t) {
     if (!device_shadow.base) device_shadow.make(device_range(), device_range_bytes);
 }
 
+template <class T> static void give_back(T *first, T *last) {
+    const uintptr_t page = 4096, from = ((uintptr_t)first + page - 1) / page * page, to = (uintptr_t)last / page * page;
+    if (to > from) madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
+}
+
+// Its shadow is sixteen times as large.
+void checker_device_gone(const void *p, size_t bytes) {
+    const size_t first = (size_t)((const char *)p - device_shadow.base) / cell_bytes, last = first + bytes / cell_bytes;
+    give_back(device_shadow.cells + first, device_shadow.cells + last);
+    give_back(device_shadow.written + first, device_shadow.written + last);
+}
+
 // Records of earlier blocks need no clearing: shared memory ignores those of other blocks.
 void checker_shared_new(const void *p, size_t bytes) {
     if (!shared_shadow.base) shared_shadow.make(shared_arena(), shared_arena_bytes);

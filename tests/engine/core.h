@@ -231,6 +231,7 @@ enum class Access { read, write, atomic, copy_begin, copy_end };
 void access(const Thread *thread, const void *p, size_t bytes, Access kind, const void *code);
 void checker_shared_new(const void *p, size_t bytes);
 void checker_device_new(const void *p, size_t bytes);
+void checker_device_gone(const void *p, size_t bytes);
 void checker_block_begins();
 void checker_grid_begins();
 void checker_grid_ends();
@@ -238,6 +239,7 @@ void checker_grid_ends();
 inline void access(const Thread *, const void *, size_t, Access, const void *) {}
 inline void checker_shared_new(const void *, size_t) {}
 inline void checker_device_new(const void *, size_t) {}
+inline void checker_device_gone(const void *, size_t) {}
 inline void checker_block_begins() {}
 inline void checker_grid_begins() {}
 inline void checker_grid_ends() {}

@@ -1,6 +1,7 @@
 // nccl.cpp - stand-in for NCCL: the library's own prototypes, executed on the CPU through runtime.h.  Test-only.
 //
-// Ranks are threads of one process, or one thread that uses groups; each has its own device.
+// Ranks are threads of one process, or one thread that uses groups; each has its own device.  With NCCL_COMM_ID=host:port in
+// the environment of ncclGetUniqueId they may be processes, too, also on several machines (see "ranks in other processes").
 //
 //   Types       int8, uint8, int32, uint32, int64, uint64, float16, bfloat16, float32, float64
 //   Order       a sum rounds at each hop, along a ring whose start and direction depend on the element's chunk; the size
@@ -13,11 +14,15 @@
 //   Handles     of a non-blocking split or window are filled in when ncclCommGetAsyncError says that it is done.
 //   Windows     symmetric: buffers in them lie at the same offset on every rank, or in none of them on any rank.
 //   Abort       releases the streams of this rank only, as in the library; peers wait until they abort themselves.
+//   Processes   one that dies, or has aborted all of its communicators, closes its connections: ncclCommGetAsyncError says
+//               ncclRemoteError to the others.  One that is stopped is not noticed.  A device is one of a host, whose name
+//               NCCL_HOSTID can change.  Only with MTE_STREAMS=eager.
 //
 // Faults, also set by functions that a test declares (see below), named by device since that is one rank in all of its
 // communicators:
 //   MTE_NCCL_SILENT=device:calls         after so many calls this rank enqueues but never arrives
 //   MTE_NCCL_ERROR=device:calls:result   the same, and ncclCommGetAsyncError returns the result
+#include "mesh.h"
 #include "runtime.h"
 
 #include <nccl.h>
@@ -81,6 +86,10 @@ struct ncclComm {
     std::vector<std::function<void()>> handles;     // to be filled in when the caller's question is answered with success
     std::set<void *> registrations;
     std::set<ncclWindow_vidmem *> windows;
+    bool remote = false;                            // stands for a rank of another process
+    std::string host, trouble;                      // where the device is; what an error of the connection was
+    std::shared_ptr<mte::Mesh> mesh;                // to the other processes
+    uint64_t serial = 0;                            // calls so far
 };
 
 struct ncclWindow_vidmem {
@@ -110,6 +119,8 @@ struct Call {
     ncclRedOp_t op;
     int root;  // or the peer of a send or receive
     cudaStream_t stream;
+    bool remote = false;  // of another process, whose pointers mean nothing here,
+    std::vector<unsigned char> data = {};  // but which has sent what it reads
 
     bool pairwise() const { return kind == kSend || kind == kReceive; }
     bool reduces() const { return kind == kAllReduce || kind == kReduceScatter || kind == kReduce; }
@@ -278,12 +289,13 @@ struct Node {
 
 struct Op {
     Clique *clique = nullptr;
-    size_t number = 0;
+    size_t number = 0, entered = 0;  // how many streams have been sent to the meeting
     bool pairwise = false, broken = false, mismatched = false;
     Rendezvous *meeting = nullptr;
     std::vector<Call> calls;  // by rank; of a pair, the send and the receive
     std::vector<int> ranks;   // who came, in the order of arrival
     std::vector<Leg *> legs;  // valid until all ranks came
+    std::vector<std::pair<ncclComm *, std::unique_ptr<Leg>>> remote_legs;  // as long as the op lives
     std::thread::id thread;
     uint64_t group = 0;
 
@@ -298,6 +310,12 @@ struct Clique {
     std::map<size_t, std::shared_ptr<Op>> open;                            // collectives that some rank has yet to call
     std::map<std::pair<int, int>, std::deque<std::shared_ptr<Op>>> pairs;  // unmatched, by source and destination
     std::map<size_t, std::shared_ptr<Round>> rounds;
+    // of ranks in other processes:
+    std::shared_ptr<Mesh> mesh;
+    uint64_t id = 0;
+    int here = 0;              // the only rank of this process
+    std::vector<int> places;   // of the ranks in the mesh
+    std::map<std::pair<int, uint64_t>, std::pair<std::shared_ptr<Op>, Leg *>> announced;  // by rank and serial: data to come
 };
 
 struct Faults {
@@ -359,12 +377,13 @@ struct Range {
     size_t bytes;
 };
 
-Range input_of(const Op &op, size_t rank) {
-    const Call &c = op.calls[rank];
-    const bool used = c.kind != kBroadcast || static_cast<int>(rank) == c.root;
-    const size_t blocks = c.kind == kReduceScatter ? op.calls.size() : 1;
+Range input_of(const Call &c, size_t rank, size_t ranks) {
+    const bool used = c.kind != kReceive && (c.kind != kBroadcast || static_cast<int>(rank) == c.root);
+    const size_t blocks = c.kind == kReduceScatter ? ranks : 1;
     return {c.send, used ? c.count * blocks * type_size(c.type) : 0};
 }
+
+Range input_of(const Op &op, size_t rank) { return input_of(op.calls[rank], rank, op.calls.size()); }
 
 Range output_of(const Op &op, size_t rank) {
     const Call &c = op.calls[rank];
@@ -415,6 +434,7 @@ const ncclWindow_vidmem *window_of(const Op &op, size_t rank, Range range) {
 
 // A rank computes a peer's address from its own offset.
 void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
+    if (op.clique->mesh) return;  // those of other processes are not known
     const Range first = range_of(op, 0);
     const ncclWindow_vidmem *const window = window_of(op, 0, first);
     const Call &call = op.calls[0];
@@ -437,7 +457,8 @@ void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
 void poison_outputs(const Op &op) {
     for (size_t rank = 0; rank < op.calls.size(); rank++) {
         const Range out = output_of(op, rank);
-        if (op.calls[rank].kind == kSend || out.bytes == 0 || !device_valid(out.p, out.bytes)) continue;
+        if (op.calls[rank].remote || op.calls[rank].kind == kSend) continue;
+        if (out.bytes == 0 || !device_valid(out.p, out.bytes)) continue;
         access_range(out.p, out.bytes, true);
         memset(const_cast<void *>(out.p), 0xff, out.bytes);
     }
@@ -457,6 +478,10 @@ void run_collective(const Op &op) {
     bool good = true;
     for (size_t rank = 0; rank < op.calls.size(); rank++) {
         const Range in = input_of(op, rank);
+        if (op.calls[rank].remote) {
+            inputs[rank] = op.calls[rank].data;
+            continue;
+        }
         check_overlap(op, rank);
         if (!touch(in, first.type, false, first.kind)) good = false;
         else if (in.bytes > 0) inputs[rank].assign(static_cast<const char *>(in.p), static_cast<const char *>(in.p) + in.bytes);
@@ -469,23 +494,24 @@ void run_collective(const Op &op) {
     for (size_t rank = 0; rank < op.calls.size(); rank++) {
         const Range out = output_of(op, rank);
         const size_t offset = first.kind == kReduceScatter ? rank * out.bytes : 0;
-        if (out.bytes > 0) memcpy(const_cast<void *>(out.p), &result[offset], out.bytes);
+        if (out.bytes > 0 && !op.calls[rank].remote) memcpy(const_cast<void *>(out.p), &result[offset], out.bytes);
     }
 }
 
 void run_pair(const Op &op) {
     const Call &send = op.calls[0], &receive = op.calls[1];
     const size_t bytes = send.count * type_size(send.type);
-    const bool readable = touch({send.send, bytes}, send.type, false, kSend);
-    const bool writable = touch({receive.recv, bytes}, send.type, true, kReceive);
-    if (readable && writable && bytes > 0) memmove(receive.recv, send.send, bytes);
+    const bool readable = send.remote || touch({send.send, bytes}, send.type, false, kSend);
+    const bool writable = !receive.remote && touch({receive.recv, bytes}, send.type, true, kReceive);
+    if (readable && writable && bytes > 0) memmove(receive.recv, send.remote ? send.data.data() : send.send, bytes);
 }
 
-void run_op(const Op &op) {
+void run_op(Op &op) {
     if (op.broken) return;
     if (op.mismatched) poison_outputs(op);
     else if (op.pairwise) run_pair(op);
     else run_collective(op);
+    for (const auto &item : op.remote_legs) item.first->idle.push_back(item.second->stream);
 }
 
 std::shared_ptr<Op> new_op(Clique &clique, size_t parts, size_t number, Kind kind) {
@@ -517,6 +543,11 @@ void check_threads(Op &op, const ncclComm &comm, Kind kind) {
            kind_names[kind], op.ranks[0], comm.rank);
 }
 
+void enter_meeting(Op &op, Leg &leg) {
+    op.entered++;
+    enqueue_rendezvous(leg.stream, op.meeting);
+}
+
 // The last to come lets all legs into their nodes' finish.  A broken op no longer meets: its late ranks wait for an abort.
 void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call &call, size_t part) {
     leg.op = op;
@@ -525,7 +556,7 @@ void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call 
     op->calls[part] = call;
     op->ranks.push_back(comm.rank);
     op->legs.push_back(&leg);
-    enqueue_rendezvous(leg.stream, op->meeting);
+    if (!comm.remote) enter_meeting(*op, leg);  // the others when their data has come
     if (op->ranks.size() < op->expected()) return;
     for (Leg *each : op->legs)
         if (!each->released) release(*each, each->stream);
@@ -572,6 +603,78 @@ void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
     arrive(op, comm, leg, call, mine);
 }
 
+// ---- ranks in other processes ----------------------------------------------------------------------------------------
+// Each of them is here a communicator that does what its process tells: a message when it makes a call, with which the call
+// joins its op; another one, with what the call reads, when its stream has got there, with which it enters the meeting.  So
+// every process runs every op, on all inputs, for the outputs of its own rank.
+
+void tell(const Clique &clique, int rank, const Message &message, const Bytes &payload) {
+    if (rank != clique.here) clique.mesh->send(clique.places[static_cast<size_t>(rank)], message, payload);
+}
+
+// Whom a call concerns: one peer, or all.
+void tell_peers(const Clique &clique, const Call &call, const Message &message, const Bytes &payload) {
+    for (int rank = 0; rank < clique.size; rank++)
+        if (!call.pairwise() || rank == call.root) tell(clique, rank, message, payload);
+}
+
+Message message_from(const ncclComm &comm, MessageKind what, uint64_t number) {
+    Message message = {};
+    message.what = what;
+    message.rank = comm.rank;
+    message.clique = comm.clique->id;
+    message.number = number;
+    return message;
+}
+
+bool has_left(const Clique &clique) { return clique.members[static_cast<size_t>(clique.here)]->magic != kCommMagic; }
+
+void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
+    const std::shared_ptr<Clique> clique = comm.clique;
+    Message message = message_from(comm, MessageKind::call, number);
+    message.serial = comm.serial++;
+    message.count = call.count;
+    message.kind = call.kind;
+    message.type = call.type;
+    message.op = call.op;
+    message.root = call.root;
+    tell_peers(*clique, call, message, {});
+    message.what = MessageKind::data;
+    enqueue(leg.stream, "what a rank sends to other processes", [clique, call, message]() mutable {
+        if (has_left(*clique)) return;  // aborted in the meantime
+        const Range in = input_of(call, static_cast<size_t>(message.rank), static_cast<size_t>(clique->size));
+        const unsigned char *p = static_cast<const unsigned char *>(in.p);
+        Bytes payload;
+        if (touch(in, call.type, false, call.kind) && in.bytes > 0) payload.assign(p, p + in.bytes);
+        message.bytes = payload.size();
+        tell_peers(*clique, call, message, payload);
+    });
+}
+
+void join_remote(Clique &clique, const Message &message) {
+    ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
+    Call call{static_cast<Kind>(message.kind), nullptr, nullptr, message.count, static_cast<ncclDataType_t>(message.type),
+              static_cast<ncclRedOp_t>(message.op), message.root, nullptr};
+    call.remote = true;
+    std::unique_ptr<Leg> leg(new Leg{nullptr, take_stream(comm), nullptr, true});
+    if (call.pairwise()) join_pair(comm, *leg, call);
+    else join_collective(comm, *leg, call, message.number);
+    clique.announced[{message.rank, message.serial}] = {leg->op, leg.get()};
+    leg->op->remote_legs.emplace_back(&comm, std::move(leg));
+}
+
+void take_data(Clique &clique, const Message &message, const Bytes &payload) {
+    const auto entry = clique.announced.find({message.rank, message.serial});
+    if (entry == clique.announced.end()) return;
+    const std::shared_ptr<Op> op = entry->second.first;
+    Leg &leg = *entry->second.second;
+    clique.announced.erase(entry);
+    if (op->broken) return;
+    op->calls[static_cast<size_t>(op->pairwise ? message.kind == kReceive : message.rank)].data = payload;
+    leg.op = nullptr;
+    enter_meeting(*op, leg);
+}
+
 void finished(const std::shared_ptr<Node> &node) {
     ncclComm &comm = *node->comm;
     for (const std::unique_ptr<Leg> &leg : node->legs) {
@@ -614,6 +717,7 @@ ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
     for (size_t i = 0; i < calls.size(); i++) {
         const size_t number = calls[i].pairwise() ? 0 : comm.operations++;
         if (loses_call(comm)) continue;
+        if (comm.clique->mesh) announce(comm, *node->legs[i], calls[i], number);
         if (calls[i].pairwise()) join_pair(comm, *node->legs[i], calls[i]);
         else join_collective(comm, *node->legs[i], calls[i], number);
     }
@@ -639,6 +743,7 @@ ncclResult_t check_ready(const ncclComm *comm, const char *function) {
     if (result != ncclSuccess) return result;
     if (comm->finalized) return refuse(ncclInvalidArgument, "%s: communicator is finalized", function);
     if (comm->state == ncclSuccess) return ncclSuccess;
+    if (!comm->trouble.empty()) return refuse(comm->state, "%s", comm->trouble.c_str());
     refuse(comm->state, "%s: attempt to use communicator before the previous operation returned ncclSuccess", function);
     return comm->state == ncclInProgress ? ncclInvalidArgument : comm->state;
 }
@@ -662,7 +767,7 @@ void set_ready(ncclComm &comm, ncclResult_t result) {
 
 bool shares_device(const Clique &clique, const ncclComm &comm) {
     for (const ncclComm *other : clique.members) {
-        if (other == &comm || other->device != comm.device) continue;
+        if (other == &comm || other->device != comm.device || other->host != comm.host) continue;
         refuse(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", comm.rank, other->rank,
                static_cast<unsigned>(comm.device));
         return true;
@@ -741,7 +846,30 @@ struct Round {
     std::vector<Entry> entries;
 };
 
-void form_children(Round &round) {
+uint64_t child_id(uint64_t parent, uint64_t number, int color) {
+    return (parent * 0x9e3779b97f4a7c15u + number) * 0xd1342543de82ef95u + static_cast<uint64_t>(color) + 1;
+}
+
+void open_clique(const std::shared_ptr<Clique> &clique);
+
+// Of a split between processes: the one that this process is in, if any.
+void connect_children(const Clique &parent, uint64_t number, const std::map<int, std::shared_ptr<Clique>> &cliques,
+                      const std::vector<Entry> &entries) {
+    for (const Entry &entry : entries)
+        if (entry.child) cliques.at(entry.color)->places.push_back(parent.places[static_cast<size_t>(entry.rank)]);
+    for (const auto &item : cliques) {
+        const auto own = [](const ncclComm *comm) { return !comm->remote; };
+        const auto here = std::find_if(item.second->members.begin(), item.second->members.end(), own);
+        if (here == item.second->members.end()) continue;
+        item.second->here = (*here)->rank;
+        item.second->mesh = (*here)->mesh = parent.mesh;
+        item.second->id = child_id(parent.id, number, item.first);
+        parent.mesh->users++;
+        open_clique(item.second);
+    }
+}
+
+void form_children(const Clique &parent, uint64_t number, Round &round) {
     std::sort(round.entries.begin(), round.entries.end(), [](const Entry &x, const Entry &y) {
         return std::make_tuple(x.color, x.key, x.rank) < std::make_tuple(y.color, y.key, y.rank);
     });
@@ -755,11 +883,22 @@ void form_children(Round &round) {
         clique->members.push_back(entry.child);
     }
     for (auto &item : cliques) settle(*item.second);
+    if (parent.mesh) connect_children(parent, number, cliques, round.entries);
+}
+
+void tell_round(const ncclComm &comm, RoundKind kind, const Entry &entry, size_t number) {
+    Message message = message_from(comm, MessageKind::round, number);
+    message.kind = kind;
+    message.color = entry.child ? entry.color : NCCL_SPLIT_NOCOLOR;
+    message.key = entry.key;
+    message.count = entry.bytes;
+    for (int rank = 0; rank < comm.clique->size; rank++) tell(*comm.clique, rank, message, {});
 }
 
 std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &entry) {
     Clique &clique = *comm.clique;
     const size_t number = comm.rounds++;
+    if (clique.mesh && !comm.remote) tell_round(comm, kind, entry, number);
     std::shared_ptr<Round> &slot = clique.rounds[number];
     if (!slot) {
         slot = std::make_shared<Round>();
@@ -778,10 +917,113 @@ std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &
     round->entries.push_back(entry);
     if (round->entries.size() < static_cast<size_t>(clique.size)) return round;
     clique.rounds.erase(number);
-    if (round->kind == kSplitRound) form_children(*round);
+    if (round->kind == kSplitRound) form_children(clique, number, *round);
     round->done = true;
     notify();
     return round;
+}
+
+// ---- ranks in other processes, continued -----------------------------------------------------------------------------
+
+// By mesh and id: the communicators that are there, and what came before they were.
+std::map<std::pair<Mesh *, uint64_t>, std::shared_ptr<Clique>> cliques_between;
+std::map<std::pair<Mesh *, uint64_t>, std::vector<std::pair<Message, Bytes>>> early;
+
+ncclComm *new_remote(int rank, int device, const std::string &host) {
+    ncclComm *comm = new_comm(false);
+    comm->remote = true;
+    comm->rank = rank;
+    comm->device = device;
+    comm->host = host;
+    comm->state = ncclSuccess;
+    return comm;
+}
+
+void enter_remote_round(Clique &clique, const Message &message) {
+    ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
+    const bool takes_part = message.kind == kSplitRound && message.color != NCCL_SPLIT_NOCOLOR;
+    ncclComm *child = takes_part ? new_remote(0, comm.device, comm.host) : nullptr;
+    enter_round(comm, static_cast<RoundKind>(message.kind), Entry{comm.rank, message.color, message.key, child, message.count});
+}
+
+void handle(const std::shared_ptr<Clique> &clique, const Message &message, const Bytes &payload) {
+    if (has_left(*clique)) return;
+    if (message.what == MessageKind::call) join_remote(*clique, message);
+    else if (message.what == MessageKind::data) take_data(*clique, message, payload);
+    else enter_remote_round(*clique, message);
+    notify();
+}
+
+void open_clique(const std::shared_ptr<Clique> &clique) {
+    const std::pair<Mesh *, uint64_t> key = {clique->mesh.get(), clique->id};
+    std::vector<std::pair<Message, Bytes>> waiting;
+    cliques_between[key] = clique;
+    std::swap(waiting, early[key]);
+    early.erase(key);
+    for (const auto &item : waiting) handle(clique, item.first, item.second);
+}
+
+void receive(Mesh *mesh, const Message &message, const Bytes &payload) {
+    const std::pair<Mesh *, uint64_t> key = {mesh, message.clique};
+    const auto found = cliques_between.find(key);
+    if (found == cliques_between.end()) early[key].emplace_back(message, payload);
+    else handle(std::shared_ptr<Clique>(found->second), message, payload);
+}
+
+void break_connection(ncclComm &comm, ncclResult_t result, const std::string &why) {
+    if (comm.magic != kCommMagic || (comm.state != ncclSuccess && comm.state != ncclInProgress)) return;
+    comm.state = result;
+    comm.trouble = why;
+    notify();
+}
+
+// Every communicator that the lost process is in.
+void lose_peer(Mesh *mesh, int place, const std::string &why) {
+    for (const auto &item : cliques_between) {
+        const std::vector<int> &places = item.second->places;
+        if (item.first.first != mesh || std::find(places.begin(), places.end(), place) == places.end()) continue;
+        break_connection(*item.second->members[static_cast<size_t>(item.second->here)], ncclRemoteError, why);
+    }
+}
+
+// Everybody is connected: the communicator of this process gets its peers.
+void form_root(ncclComm &comm, const std::vector<Introduction> &all) {
+    if (comm.magic != kCommMagic) return;
+    const std::shared_ptr<Clique> clique = std::make_shared<Clique>();
+    DeviceScope scope(comm.device);
+    for (const Introduction &who : all) {
+        const int rank = static_cast<int>(clique->members.size());
+        clique->members.push_back(rank == comm.rank ? &comm : new_remote(rank, who.device, who.host));
+        clique->members.back()->clique = clique;
+        clique->places.push_back(rank);
+    }
+    clique->size = static_cast<int>(all.size());
+    clique->here = comm.rank;
+    clique->mesh = comm.mesh;
+    clique->id = 1;
+    settle(*clique);
+    if (comm.state != ncclSuccess && comm.state != ncclInProgress) comm.trouble = last_error;
+    open_clique(clique);
+}
+
+const std::string id_of_environment = "NCCL_COMM_ID=";
+
+ncclResult_t enter_mesh(ncclComm &comm, int ranks, const std::string &place, int rank) {
+    static const bool eager = !getenv("MTE_STREAMS") || strcmp(getenv("MTE_STREAMS"), "eager") == 0;
+    const char *const host = getenv("NCCL_HOSTID");
+    Introduction self = {rank, comm.device, 0, 0, ""};
+    if (!eager) report("NCCL: ranks in several processes need MTE_STREAMS=eager");
+    if (host) snprintf(self.host, sizeof self.host, "%s", host);
+    else gethostname(self.host, sizeof self.host - 1);
+    comm.rank = rank;
+    comm.host = self.host;
+    Mesh::Hooks hooks;
+    hooks.ready = [&comm](const std::vector<Introduction> &all) { form_root(comm, all); };
+    hooks.failed = [&comm](const std::string &why) { break_connection(comm, ncclSystemError, why); };
+    hooks.message = [&comm](int, const Message &message, const Bytes &payload) { receive(comm.mesh.get(), message, payload); };
+    hooks.lost = [&comm](int place_of, const std::string &why) { lose_peer(comm.mesh.get(), place_of, why); };
+    comm.mesh = Mesh::start(place, ranks, self, hooks);
+    return comm.mesh ? ncclSuccess : refuse(ncclInvalidArgument, "Invalid NCCL_COMM_ID, please use format: <ipv4>:<port>");
 }
 
 // ---- groups ----------------------------------------------------------------------------------------------------------
@@ -793,7 +1035,10 @@ struct Job {
     std::shared_ptr<Round> round;
     bool blocking;
 
-    bool done() const { return round ? round->done : comm->clique && comm->clique->settled; }
+    bool done() const {
+        if (round) return round->done;
+        return (comm->clique && comm->clique->settled) || comm->state != ncclInProgress;
+    }
 };
 
 struct Group {
@@ -988,13 +1233,14 @@ void leave(ncclComm &comm) {
     comm.magic = 0;
     comm.handles.clear();
     drop_registrations(comm);
+    if (comm.mesh && --comm.mesh->users == 0) comm.mesh->close(!comm.aborted);
     if (!comm.clique || !comm.clique->settled) {
         if (comm.clique) comm.clique->broken = true;
         free_streams(comm);
         return;
     }
     Clique &clique = *comm.clique;
-    if (++clique.left < clique.members.size()) return;
+    if (++clique.left < (clique.mesh ? 1 : clique.members.size())) return;
     clique.open.clear();
     clique.pairs.clear();
     for (ncclComm *member : clique.members) free_streams(*member);
@@ -1004,7 +1250,7 @@ void leave(ncclComm &comm) {
 void break_op(ncclComm &comm, const std::shared_ptr<Op> &op) {
     if (op->broken) return;
     op->broken = true;
-    for (size_t missing = op->expected() - op->ranks.size(); missing > 0; missing--)
+    for (size_t missing = op->expected() - op->entered; missing > 0; missing--)
         enqueue_rendezvous(take_stream(comm), op->meeting);
 }
 
@@ -1062,7 +1308,9 @@ ncclResult_t init_rank(ncclComm_t *out, int ranks, const ncclUniqueId &id, int r
     {
         Guard guard;
         comm = new_comm(is_blocking(config, true));
-        result = enter_lobby(*comm, ranks, id, rank);
+        const bool between = strncmp(id.internal, id_of_environment.c_str(), id_of_environment.size()) == 0;
+        if (between) result = enter_mesh(*comm, ranks, id.internal + id_of_environment.size(), rank);
+        else result = enter_lobby(*comm, ranks, id, rank);
         if (result != ncclSuccess) {
             leave(*comm);
             return result;
@@ -1173,6 +1421,10 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     if (!id) return refuse(ncclInvalidArgument, "GetUniqueId : out argument is NULL");
     Guard guard;
     memset(id, 0, sizeof *id);
+    if (const char *const place = getenv("NCCL_COMM_ID")) { // of ranks that may be in other processes: all make the same
+        snprintf(id->internal, sizeof id->internal, "%s%s", id_of_environment.c_str(), place);
+        return ncclSuccess;
+    }
     snprintf(id->internal, sizeof id->internal, "stand-in %llu", static_cast<unsigned long long>(++next_id));
     lobby[std::string(id->internal, sizeof id->internal)] = nullptr;
     return ncclSuccess;
@@ -1235,6 +1487,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
         std::swap(handles, comm->handles);
         for (const std::function<void()> &fill : handles) fill();
     }
+    if (!comm->trouble.empty()) refuse(comm->state, "%s", comm->trouble.c_str());
     *error = comm->state;
     return ncclSuccess;
 }
@@ -1268,8 +1521,11 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (comm->finalized && comm->state == ncclInProgress)
         report("ncclCommDestroy before ncclCommGetAsyncError said that ncclCommFinalize is done");
     result = flush(*comm);
-    Guard guard;
-    leave(*comm);
+    {
+        Guard guard;
+        leave(*comm);
+    }
+    if (comm->mesh) comm->mesh->wait_closed();
     return result;
 }
 

@@ -304,6 +304,7 @@ static bool device_release(void *p) {
     Unprotected unprotected;
     memset(a.begin, unwritten, a.bytes);
     ASAN_POISON_MEMORY_REGION(a.begin, a.bytes);
+    checker_device_gone(a.begin, a.bytes);
     a.live = false;
     m.live_bytes[a.device] -= a.bytes;
     m.quarantined += a.bytes;

@@ -1,0 +1,4 @@
+/* test_comm_stress.c over MPI: see over_mpi.h */
+#define MT_USE_MPI
+#define MT_TEST_OVER_MPI
+#include "../test_comm_stress.c"

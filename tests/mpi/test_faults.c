@@ -1,0 +1,4 @@
+/* test_faults.c over MPI: see over_mpi.h */
+#define MT_USE_MPI
+#define MT_TEST_OVER_MPI
+#include "../test_faults.c"

@@ -1,0 +1,483 @@
+/* test_mpi.c - what only communicators over MPI have: the caller's MPI_Comm, messages too large for one piece, many groups,
+   grids, two worlds at once, the end. The rest is in test_comm.c, test_faults.c and test_comm_stress.c, run over MPI.
+   Started with 4 ranks; every rank is a process, and asserts by itself. */
+
+#include <stdlib.h>
+
+static int allocations, alive; /* of the library: none after create, all freed in the end */
+static void *counting_calloc(size_t count, size_t bytes) {
+    allocations++, alive++;
+    return (calloc)(count, bytes);
+}
+static int counting_memalign(void **out, size_t alignment, size_t bytes) {
+    allocations++, alive++;
+    return (posix_memalign)(out, alignment, bytes);
+}
+static void counting_free(void *memory) {
+    alive -= memory != NULL;
+    (free)(memory);
+}
+#define calloc(count, bytes) counting_calloc(count, bytes)
+#define posix_memalign(out, alignment, bytes) counting_memalign(out, alignment, bytes)
+#define free counting_free /* also the member of an allocator, everywhere alike */
+
+#define MT_USE_MPI
+#define MEGATRON_IMPLEMENTATION
+#include "mt_parallel.h"
+#undef calloc
+#undef posix_memalign
+#undef free
+#define MT_TEST_OVER_MPI
+#include "mt_test.h"
+
+/* ---- between the library and MPI, by MPI's profiling interface --------------------------------------------------------- */
+
+static double slow;     /* seconds that this rank is away when its messages of a call are on their way */
+static int pretends;    /* that MPI has not begun, and allows no threads */
+static int finalized;   /* how often, since */
+
+int MPI_Testsome(int count, MPI_Request requests[], int *done, int indices[], MPI_Status statuses[]) {
+    struct timespec nap = mti_timespec(slow);
+    slow = 0;
+    nanosleep(&nap, NULL);
+    return PMPI_Testsome(count, requests, done, indices, statuses);
+}
+
+int MPI_Initialized(int *flag) {
+    if (!pretends) return PMPI_Initialized(flag);
+    *flag = 0;
+    return MPI_SUCCESS;
+}
+
+int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
+    if (!pretends) return PMPI_Init_thread(argc, argv, required, provided);
+    *provided = MPI_THREAD_SINGLE;
+    return MPI_SUCCESS;
+}
+
+int MPI_Finalize(void) { return pretends ? finalized++, MPI_SUCCESS : PMPI_Finalize(); }
+
+/* ------------------------------------------------------------------------------------------------------------------- */
+
+static int me, ranks;
+
+static mt_context *new_context(mt_comm *world) {
+    mt_context_desc small = {.arena_bytes = (size_t)1 << 20};
+    mt_context *ctx = NULL;
+    assert_int_equal(mt_context_create(world, &small, &ctx), MT_SUCCESS);
+    return ctx;
+}
+
+static mt_comm *new_world(MPI_Comm theirs, double timeout_s) {
+    mt_comm *world = NULL;
+    assert_int_equal(mt_comm_create_mpi(&theirs, timeout_s, &world), MT_SUCCESS);
+    assert_non_null(world);
+    return world;
+}
+
+/* ---- the caller's communicator ------------------------------------------------------------------------------------ */
+
+/* Its ranks, not those of MPI_COMM_WORLD; its messages and ours do not meet; it is as it was. */
+static void test_callers(void **state) {
+    MPI_Comm theirs, near;
+    MPI_Errhandler before, after;
+    MPI_Request request;
+    mt_comm *world;
+    mt_context *ctx;
+    int32_t all[4], mine = me, hello = 1000 + me, heard = 0, unequal, local, i;
+    (void)state;
+    MPI_Comm_split(MPI_COMM_WORLD, 0, -me, &theirs);
+    MPI_Comm_get_errhandler(theirs, &before);
+    MPI_Irecv(&heard, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, theirs, &request);
+    world = new_world(theirs, 30);
+    ctx = new_context(world);
+    assert_int_equal(mt_comm_size(world), ranks);
+    assert_int_equal(mt_comm_rank(world), ranks - 1 - me);
+    MPI_Comm_split_type(theirs, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &near);
+    MPI_Comm_rank(near, &local);
+    MPI_Comm_free(&near);
+    assert_int_equal(mt_comm_local_rank(world), local);
+    assert_string_equal(mt_comm_name(world), "world");
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, world, &mine, all, 1, MT_I32));
+    for (i = 0; i < ranks; i++) assert_int_equal(all[i], ranks - 1 - i);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+    assert_int_equal(heard, 0);
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Send(&hello, 1, MPI_INT, (ranks - me) % ranks, 7, theirs); /* to the next rank of theirs */
+    MPI_Wait(&request, MPI_STATUS_IGNORE);
+    assert_int_equal(heard, 1000 + (me + 1) % ranks);
+    MPI_Comm_get_errhandler(theirs, &after);
+    assert_true(before == after);
+    MPI_Comm_compare(theirs, MPI_COMM_WORLD, &unequal);
+    assert_int_equal(unequal, MPI_SIMILAR);
+    MPI_Errhandler_free(&before);
+    MPI_Errhandler_free(&after);
+    MPI_Comm_free(&theirs);
+}
+
+static void test_arguments(void **state) {
+    MPI_Comm theirs = MPI_COMM_WORLD, null = MPI_COMM_NULL;
+    mt_comm *world = (mt_comm *)(void *)&theirs;
+    (void)state;
+    assert_int_equal(mt_comm_create_mpi(&theirs, 1, NULL), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_comm_create_mpi(NULL, 1, &world), MT_ERR_ARGUMENT);
+    assert_null(world);
+    assert_int_equal(mt_comm_create_mpi(&null, 1, &world), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_comm_create_mpi(&theirs, strtod("nan", NULL), &world), MT_ERR_ARGUMENT);
+}
+
+/* A group of one is free, and no part of MPI. */
+static void test_alone(void **state) {
+    mt_comm *world = new_world(MPI_COMM_SELF, 1);
+    mt_context *ctx = new_context(world);
+    float x = 3, y = 0;
+    (void)state;
+    assert_int_equal(mt_comm_size(world), 1);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, world, &x, &y, 1, MT_F32, MT_SUM));
+    assert_true(y == 3 && mt_comm_ledger(world).calls[MT_ALL_REDUCE] == 0);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+/* Ranks that do not come to the creation. */
+static void test_nobody_comes(void **state) {
+    MPI_Comm theirs;
+    mt_comm *world = NULL;
+    double start = mti_now();
+    (void)state;
+    MPI_Comm_dup(MPI_COMM_WORLD, &theirs);
+    if (me != 1) assert_int_equal(mt_comm_create_mpi(&theirs, 0.3, &world), MT_ERR_TIMEOUT);
+    assert_null(world);
+    assert_true(mti_now() - start < 10);
+    MPI_Barrier(MPI_COMM_WORLD); /* theirs is left to MPI, which has not ended its duplication */
+}
+
+/* Only contexts on CPUs: MPI does not know the memory of others. */
+static void test_device(void **state) {
+    mt_comm *world = new_world(MPI_COMM_WORLD, 30);
+    mt_context *ctx = new_context(world);
+    float x = 1;
+    (void)state;
+    ctx->device = MT_DEVICE_CUDA; /* which this program cannot create */
+    assert_int_equal(mti_mpi_call(ctx, world, &(mti_call){.kind = MT_BARRIER}), MT_ERR_UNSUPPORTED);
+    assert_non_null(strstr(mt_last_error(ctx), "barrier: \"world\" (4 ranks) is over MPI"));
+    assert_non_null(strstr(mt_last_error(ctx), "use mt_comm_create_for"));
+    ctx->device = MT_DEVICE_META;
+    assert_int_equal(mt_all_reduce(ctx, world, &x, &x, 1, MT_F32, MT_SUM), MT_ERR_ARGUMENT);
+    ctx->device = MT_DEVICE_CPU;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, world, &x, &x, 1, MT_F32, MT_SUM));
+    assert_true(x == 4);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+/* ---- more than fits into one piece, or one message ------------------------------------------------------------------ */
+
+static uint32_t element(int rank, size_t i) { return (uint32_t)((i + 1) * 2654435761u) ^ (uint32_t)(rank * 40503); }
+
+static void fill(uint32_t *x, int rank, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i] = element(rank, i);
+}
+
+static uint32_t sum_of(size_t i) {
+    uint32_t sum = 0;
+    for (int r = 0; r < ranks; r++) sum += element(r, i);
+    return sum;
+}
+
+static void large_reductions(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t *b, size_t n) {
+    fill(a, me, n);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, world, a, b, n, MT_I32, MT_SUM));
+    for (size_t i = 0; i < n; i++)
+        if (b[i] != sum_of(i)) fail_msg("all_reduce: element %zu of %zu", i, n);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, world, a, a, n, MT_I32, MT_SUM));
+    assert_memory_equal(a, b, n * 4);
+    n /= (size_t)ranks;
+    fill(a, me, n * (size_t)ranks);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_reduce_scatter(ctx, world, a, b, n, MT_I32, MT_SUM));
+    for (size_t i = 0; i < n; i++)
+        if (b[i] != sum_of(n * (size_t)me + i)) fail_msg("reduce_scatter: element %zu of %zu", i, n);
+}
+
+static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t *b, size_t n) {
+    int next = (me + 1) % ranks, last = (me + ranks - 1) % ranks;
+    fill(a, me, n);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_broadcast(ctx, world, a, b, n, MT_I32, 2));
+    for (size_t i = 0; i < n; i++)
+        if (b[i] != element(2, i)) fail_msg("broadcast: element %zu of %zu", i, n);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_send_recv(ctx, world, a, n, next, b, n, last, MT_I32));
+    for (size_t i = 0; i < n; i++)
+        if (b[i] != element(last, i)) fail_msg("send_recv: element %zu of %zu", i, n);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_send_recv(ctx, world, a, n, me ^ 1, b, n, me ^ 1, MT_I32)); /* one peer for both */
+    for (size_t i = 0; i < n; i++)
+        if (b[i] != element(me ^ 1, i)) fail_msg("exchange: element %zu of %zu", i, n);
+    n /= (size_t)ranks;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, world, a, b, n, MT_I32));
+    for (size_t i = 0; i < n * (size_t)ranks; i++)
+        if (b[i] != element((int)(i / n), i % n)) fail_msg("all_gather: element %zu of %zu", i, n);
+}
+
+static void test_large(void **state) {
+    static const size_t bytes[] = {MTI_MPI_SCRATCH, MTI_MPI_MESSAGE};
+    mt_comm *world = new_world(MPI_COMM_WORLD, 60);
+    mt_context *ctx = new_context(world);
+    size_t most = 4 * (MTI_MPI_MESSAGE + 4096);
+    uint32_t *a = (uint32_t *)malloc(most), *b = (uint32_t *)malloc(most);
+    int before = allocations;
+    (void)state;
+    assert_true(a && b);
+    for (int k = 0; k < 2; k++) {
+        size_t n = bytes[k] / 4;
+        for (int more = -1; more <= 1; more++) large_reductions(ctx, world, a, b, (k ? n / 2 : n) + (size_t)(4 * more));
+        large_copies(ctx, world, a, b, n - 4);
+        large_copies(ctx, world, a, b, n + 4);
+    }
+    large_copies(ctx, world, a, b, 4 * (bytes[1] / 4 + 36)); /* blocks of more than a message */
+    assert_int_equal(allocations, before);
+    free(a);
+    free(b);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+/* Every number of bytes around what travels with the header. */
+static void test_small(void **state) {
+    mt_comm *world = new_world(MPI_COMM_WORLD, 60);
+    mt_context *ctx = new_context(world);
+    static uint32_t a[2048], b[2048];
+    int before = allocations;
+    (void)state;
+    for (size_t n = MTI_MPI_SMALL / 4 - 8; n < MTI_MPI_SMALL / 4 + 9; n += 4) {
+        large_reductions(ctx, world, a, b, n);
+        large_copies(ctx, world, a, b, n);
+    }
+    assert_int_equal(allocations, before);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+/* ---- groups ------------------------------------------------------------------------------------------------------- */
+
+/* What the ranks of a group say, against the description of the grid. */
+static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group group, mt_comm *comm) {
+    int expected[4], count = 0;
+    int32_t all[4], mine = me;
+    assert_int_equal(mt_grid_ranks(shape, ranks, group, me, expected, &count), MT_SUCCESS);
+    if (!comm) assert_true(count == 0);
+    if (!comm) return;
+    assert_int_equal(mt_comm_size(comm), count);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, comm, &mine, all, 1, MT_I32));
+    for (int i = 0; i < count; i++) assert_int_equal(all[i], expected[i]);
+}
+
+static void test_grids(void **state) {
+    static const mt_grid_desc shapes[] = {{.tensor = 4}, {.tensor = 2}, {.tensor = 1}, {.tensor = 2, .pipeline = 2},
+                                          {.tensor = 1, .pipeline = 4}, {.tensor = 1, .pipeline = 2}};
+    mt_comm *world = new_world(MPI_COMM_WORLD, 60);
+    mt_context *ctx = new_context(world);
+    (void)state;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        mt_grid grid;
+        assert_int_equal(mt_grid_create(world, &shapes[i], &grid), MT_SUCCESS);
+        check_group(ctx, &shapes[i], MT_GROUP_TENSOR, grid.tensor);
+        check_group(ctx, &shapes[i], MT_GROUP_DATA, grid.data);
+        check_group(ctx, &shapes[i], MT_GROUP_PIPELINE, grid.pipeline);
+        check_group(ctx, &shapes[i], MT_GROUP_MODEL, grid.model);
+        check_group(ctx, &shapes[i], MT_GROUP_EMBEDDING, grid.embedding);
+        mt_grid_destroy(&grid);
+    }
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+/* Groups come and go, not at the same time on all ranks, and their numbers do not return. */
+static void test_many_groups(void **state) {
+    mt_comm *world = new_world(MPI_COMM_WORLD, 60), *kept[8] = {NULL};
+    mt_context *ctx = new_context(world);
+    (void)state;
+    for (int k = 0; k < 400; k++) {
+        int32_t one = 1, sum = 0;
+        int color = (me * 7 + k) % 3 - (k % 5 == 0), slot = (me + k) % 8;
+        mt_comm_destroy(kept[slot]);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_split(world, color, k % 2 ? me : -me, &kept[slot]));
+        if (!kept[slot]) continue;
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, kept[slot], &one, &sum, 1, MT_I32, MT_SUM));
+        assert_int_equal(sum, mt_comm_size(kept[slot]));
+    }
+    assert_true(world->mpi->port->references <= 9);
+    for (int k = 0; k < 8; k++) mt_comm_destroy(kept[k]);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
+}
+
+/* A tag has room for so many groups, then there are no more. */
+static void test_last_group(void **state) {
+    mt_comm *world = new_world(MPI_COMM_WORLD, 60), *group = NULL;
+    mti_mpi_port *port = world->mpi->port;
+    (void)state;
+    if (me == 2) port->next = port->last_tag / 4 - 1;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_split(world, 0, 0, &group));
+    assert_true(mti_mpi_tag(group->mpi, MTI_MPI_DATA) <= port->last_tag);
+    mt_comm_destroy(group);
+    assert_int_equal(mt_comm_split(world, 0, 0, &group), MT_ERR_UNSUPPORTED);
+    assert_non_null(strstr(mt_comm_last_error(world), "more than the tags"));
+    mt_comm_destroy(world);
+}
+
+/* Two worlds of the same ranks, used in turn, ended in another order than they were made. */
+static void test_two_worlds(void **state) {
+    mt_comm *a = new_world(MPI_COMM_WORLD, 60), *b = new_world(MPI_COMM_WORLD, 60);
+    mt_context *ctx = new_context(NULL);
+    (void)state;
+    for (int32_t k = 0; k < 50; k++) {
+        int32_t x = me + k, y = -me - k;
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, k % 2 ? a : b, &x, &x, 1, MT_I32, MT_MAX));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, k % 2 ? b : a, &y, &y, 1, MT_I32, MT_MAX));
+        assert_true(x == ranks - 1 + k && y == -k);
+    }
+    mt_comm_destroy(a);
+    mt_comm_destroy(b);
+    mt_context_destroy(ctx);
+}
+
+/* Many worlds: each is given back. */
+static void test_many_worlds(void **state) {
+    int before = alive;
+    (void)state;
+    for (int k = 0; k < 300; k++) {
+        mt_comm *world = new_world(MPI_COMM_WORLD, 60), *group = NULL;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_split(world, k % 2 ? 0 : me / 2, 0, &group));
+        if (k % 3) mt_comm_destroy(world); /* the group outlives its world */
+        mt_comm_destroy(group);
+        if (k % 3 == 0) mt_comm_destroy(world);
+    }
+    assert_int_equal(alive, before);
+}
+
+/* A call on one group is none on another, though it is the same and meets the same rank. */
+static mt_status other_group(mt_comm *world, void *user) {
+    mt_context *ctx;
+    mt_comm *pair = NULL;
+    mt_status status;
+    (void)user;
+    MT_TRY(mt_context_create(world, &(mt_context_desc){.arena_bytes = 4096}, &ctx));
+    MT_TRY(mt_comm_split(world, mt_comm_rank(world) < 2, 0, &pair));
+    status = mt_barrier(ctx, mt_comm_rank(world) == 0 ? pair : world);
+    CHECK(status == MT_ERR_TIMEOUT || status == MT_ERR_PEER);
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+/* ---- ends --------------------------------------------------------------------------------------------------------- */
+
+static void quiet(void *user, mt_log_level level, const char *message) { (void)user, (void)level, (void)message; }
+
+static void test_other_group(void **state) {
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 0.3, .logger = {quiet, NULL}};
+    (void)state;
+    assert_int_equal(test_run(&d, other_group, NULL, 0), MT_SUCCESS);
+}
+
+/* A rank that leaves right after a split, before others have looked at the new group: they learn it all the same. */
+static mt_status leaves_early(mt_comm *world, void *user) {
+    mt_context *ctx;
+    mt_comm *group = NULL;
+    struct timespec nap = mti_timespec(mt_comm_rank(world) == 0 ? 0.02 : 0);
+    mt_status status;
+    (void)user;
+    MT_TRY(mt_context_create(world, &(mt_context_desc){.arena_bytes = 4096}, &ctx));
+    MT_TRY(mt_comm_split(world, 0, 0, &group));
+    nanosleep(&nap, NULL);
+    status = mt_comm_rank(world) == 2 ? MT_ERR_IO : mt_barrier(ctx, group);
+    CHECK(mt_comm_rank(world) == 2 || status == MT_ERR_PEER);
+    CHECK(mt_comm_rank(world) == 2 || strstr(mt_last_error(ctx), "rank 2 failed: MT_ERR_IO"));
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_leaves_early(void **state) {
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {quiet, NULL}};
+    (void)state;
+    for (int k = 0; k < 20; k++) {
+        double start = mti_now();
+        assert_int_equal(test_run(&d, leaves_early, NULL, 0), MT_ERR_IO); /* the same on all ranks */
+        assert_true(mti_now() - start < 10);
+    }
+}
+
+/* Ranks of a group that leave it, or break it, when this one is still in the split that makes it. */
+static mt_status slow_split(mt_comm *world, void *user) {
+    int size = *(const int *)user, rank = mt_comm_rank(world), mine = rank < size;
+    mt_context *ctx;
+    mt_comm *group = NULL;
+    mt_status status = MT_SUCCESS;
+    double start;
+    MT_TRY(mt_context_create(world, &(mt_context_desc){.arena_bytes = 4096}, &ctx));
+    MT_TRY(mt_barrier(ctx, world));
+    if (rank == 0) slow = 0.1;
+    MT_TRY(mt_comm_split(world, mine ? 0 : -1, 0, &group));
+    start = mti_now();
+    if (mine && rank < size - 1) status = mt_barrier(ctx, group); /* the last one of them leaves at once */
+    mt_comm_destroy(group);
+    CHECK(!mine || rank == size - 1 || (status == MT_ERR_PEER && mti_now() - start < 2));
+    status = mt_barrier(ctx, world); /* which is whole */
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_slow_split(void **state) {
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 4, .logger = {quiet, NULL}};
+    (void)state;
+    for (int k = 0; k < 4; k++) {
+        int size = 2 + k % 3;
+        assert_int_equal(test_run(&d, slow_split, &size, sizeof size), MT_SUCCESS);
+    }
+}
+
+/* A rank that is through waits for the others, but not for ever; a late one finds that out. */
+static mt_status slow_end(mt_comm *world, void *user) {
+    struct timespec nap = mti_timespec(mt_comm_rank(world) == 3 ? *(const double *)user : 0);
+    nanosleep(&nap, NULL);
+    return MT_SUCCESS;
+}
+
+static void test_slow_end(void **state) {
+    double nap = 0.4;
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {quiet, NULL}};
+    (void)state;
+    assert_int_equal(test_run(&d, slow_end, &nap, 0), MT_SUCCESS);
+    d.timeout_s = 0.1;
+    assert_int_equal(test_run(&d, slow_end, &nap, 0), MT_ERR_TIMEOUT);
+}
+
+static void keep_text(void *user, mt_log_level level, const char *message) {
+    (void)level;
+    snprintf((char *)user, 256, "%s", message);
+}
+
+static void test_threads_not_allowed(void **state) {
+    char text[256] = "";
+    mt_launch_desc d = {.logger = {keep_text, text}};
+    (void)state;
+    pretends = 1;
+    assert_int_equal(mti_mpi_world(&d, slow_end, NULL), MT_ERR_UNSUPPORTED);
+    pretends = 0;
+    assert_string_equal(text, "mt_world_from_env: this MPI allows no threads: MPI_Init_thread provides 0, not "
+                        "MPI_THREAD_FUNNELED (1)");
+    assert_int_equal(finalized, 1);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_callers),      cmocka_unit_test(test_arguments),    cmocka_unit_test(test_alone),
+        cmocka_unit_test(test_nobody_comes), cmocka_unit_test(test_device),       cmocka_unit_test(test_large),
+        cmocka_unit_test(test_small),        cmocka_unit_test(test_grids),        cmocka_unit_test(test_many_groups),
+        cmocka_unit_test(test_last_group),   cmocka_unit_test(test_two_worlds),   cmocka_unit_test(test_many_worlds),
+        cmocka_unit_test(test_leaves_early), cmocka_unit_test(test_slow_end),     cmocka_unit_test(test_other_group),
+        cmocka_unit_test(test_slow_split),   cmocka_unit_test(test_threads_not_allowed),
+    };
+    MPI_Comm_rank(MPI_COMM_WORLD, &me);
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,495 @@
+/* test_cuda_processes.cu - ranks that are processes with a GPU each, started as torchrun or srun would, over NCCL: where they
+   meet, what they compute, and what the others are told when one of them is killed, stopped, stuck, fails or never comes.
+
+   On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl -lcmocka    (4 of them)
+   Without:       tests/engine/ runs the same file on a CPU, see there.
+
+   The test itself never touches a GPU: CUDA does not survive a fork.                                                  */
+
+#define MEGATRON_IMPLEMENTATION
+#include "mt_comm.h"
+
+#include "mt_test.h"
+
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#define MAX_RANKS 4
+#define TIMEOUT 2.5 /* seconds, of every communicator of a job that loses a rank; others have all the time of a slow machine */
+#define SLACK 15.0
+
+/* ---- a job of processes -------------------------------------------------------------------------------------------- */
+
+typedef struct job {
+    int ranks;
+    const char *environment[MAX_RANKS]; /* "RANK=%d ..." of each; NULL: as torchrun, all on one machine */
+    mt_rank_function function;
+    int fault, collective, victim; /* -1: none */
+    double timeout;
+    int port;
+    /* what came of it */
+    pid_t pid[MAX_RANKS];
+    int code[MAX_RANKS];       /* of exit; 128 + signal */
+    double seconds[MAX_RANKS]; /* from the start to the end */
+    char said[MAX_RANKS][2000];
+} job;
+
+static int free_port(void) {
+    struct sockaddr_in a;
+    socklen_t bytes = sizeof a;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (fd < 0 || bind(fd, (struct sockaddr *)&a, sizeof a) || getsockname(fd, (struct sockaddr *)&a, &bytes)) abort();
+    close(fd);
+    return ntohs(a.sin_port);
+}
+
+static void set_environment(const char *text) {
+    char copy[512], *word, *rest = NULL;
+    snprintf(copy, sizeof copy, "%s", text);
+    for (word = strtok_r(copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
+        char *equals = strchr(word, '=');
+        *equals = '\0';
+        setenv(word, equals + 1, 1);
+    }
+}
+
+/* What torchrun says to a rank; its own port is the one before that of NCCL. */
+static void say_torchrun(char *text, size_t bytes, int rank, int ranks, int local_rank, int port, const char *more) {
+    snprintf(text, bytes, "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d%s", rank, ranks, local_rank,
+             port - 1, more);
+}
+
+static void run_child(job *j, int rank, FILE *errors) {
+    mt_launch_desc d;
+    char text[512];
+    memset(&d, 0, sizeof d);
+    d.timeout_s = j->timeout;
+    dup2(fileno(errors), 2);
+    for (int i = 1; i < NSIG; i++) signal(i, SIG_DFL); /* CMocka would go on to the next test here */
+    say_torchrun(text, sizeof text, rank, j->ranks, rank, j->port, "");
+    set_environment(j->environment[rank] ? j->environment[rank] : text);
+    exit(mt_world_from_env(&d, j->function, j) == MT_SUCCESS ? 0 : 1);
+}
+
+static void wait_child(job *j, int rank, double start, double limit) {
+    int state = 0;
+    while (waitpid(j->pid[rank], &state, WNOHANG) == 0) {
+        struct timespec nap = {0, 2000000};
+        if (mti_now() - start > limit) {
+            kill(j->pid[rank], SIGKILL);
+            waitpid(j->pid[rank], &state, 0);
+            break;
+        }
+        nanosleep(&nap, NULL);
+    }
+    j->seconds[rank] = mti_now() - start;
+    j->code[rank] = WIFEXITED(state) ? WEXITSTATUS(state) : 128 + WTERMSIG(state);
+}
+
+/* Runs it to the end: the survivors first, then what is left of the victim. */
+static void run_job(job *j) {
+    FILE *errors[MAX_RANKS];
+    double start = mti_now();
+    int r;
+    if (j->timeout == 0) j->timeout = j->victim >= 0 ? TIMEOUT : 60;
+    if (j->port == 0) j->port = free_port();
+    fflush(NULL);
+    for (r = 0; r < j->ranks; r++) {
+        errors[r] = tmpfile();
+        assert_non_null(errors[r]);
+        j->pid[r] = fork();
+        if (j->pid[r] == 0) run_child(j, r, errors[r]);
+    }
+    for (r = 0; r < j->ranks; r++)
+        if (r != j->victim) wait_child(j, r, start, 4 * j->timeout + SLACK);
+    if (j->victim >= 0) wait_child(j, j->victim, start, 0);
+    for (r = 0; r < j->ranks; r++) {
+        rewind(errors[r]);
+        j->said[r][fread(j->said[r], 1, sizeof j->said[r] - 1, errors[r])] = '\0';
+        fclose(errors[r]);
+    }
+}
+
+static job new_job(int ranks, mt_rank_function function) {
+    job j;
+    memset(&j, 0, sizeof j);
+    j.ranks = ranks;
+    j.function = function;
+    j.victim = -1;
+    return j;
+}
+
+static void assert_all_succeed(job *j) {
+    for (int r = 0; r < j->ranks; r++)
+        if (j->code[r] != 0 || j->said[r][0]) fail_msg("rank %d of %d: code %d: %s", r, j->ranks, j->code[r], j->said[r]);
+}
+
+#define WANT_GPUS(n)                                                                                                   \
+    if (gpus() < (n)) skip()
+
+/* Asked in a process of its own. */
+static int gpus(void) {
+    int state = 0;
+    pid_t pid;
+    fflush(NULL);
+    pid = fork();
+    if (pid == 0) _exit(mt_device_count(MT_DEVICE_CUDA));
+    waitpid(pid, &state, 0);
+    return WIFEXITED(state) ? WEXITSTATUS(state) : 0;
+}
+
+/* ---- a rank -------------------------------------------------------------------------------------------------------- */
+
+typedef struct rank_state {
+    mt_context *ctx;
+    mt_comm *all, *tensor, *data; /* groups of neighbours, and across them */
+    float *a, *b;
+} rank_state;
+
+#define COUNT 300
+
+static mt_status open_rank(mt_comm *world, rank_state *s) {
+    mt_context_desc where;
+    int rank = mt_comm_rank(world), half = mt_comm_size(world) / 2;
+    void *memory = NULL;
+    memset(s, 0, sizeof *s);
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 1 << 20;
+    where.ordinal = mt_comm_local_rank(world);
+    MT_TRY(mt_context_create(world, &where, &s->ctx));
+    MT_TRY(mt_comm_create_for(s->ctx, world, &s->all));
+    CHECK(mt_comm_rank(s->all) == rank && mt_comm_size(s->all) == mt_comm_size(world));
+    CHECK(mt_comm_local_rank(s->all) == mt_comm_local_rank(world) && strcmp(mt_comm_name(s->all), "world") == 0);
+    MT_TRY(mt_comm_split(s->all, rank / (half ? half : 1), 0, &s->tensor));
+    MT_TRY(mt_comm_split(s->all, rank % (half ? half : 1), -rank, &s->data));
+    mt_comm_set_name(s->tensor, "tensor");
+    mt_comm_set_name(s->data, "data");
+    MT_TRY(mt_context_alloc(s->ctx, 2 * MAX_RANKS * COUNT * sizeof(float), &memory));
+    s->a = (float *)memory;
+    s->b = s->a + MAX_RANKS * COUNT;
+    return MT_SUCCESS;
+}
+
+static void close_rank(rank_state *s) {
+    mt_context_free(s->ctx, s->a, 2 * MAX_RANKS * COUNT * sizeof(float));
+    mt_comm_destroy(s->tensor);
+    mt_comm_destroy(s->data);
+    mt_comm_destroy(s->all);
+    mt_context_destroy(s->ctx);
+}
+
+/* Small whole numbers, which add up without rounding in any order. */
+static float value(int world_rank, int i) { return (float)(100 * world_rank + i % 50); }
+
+static mt_status fill(const rank_state *s, float *to, int world_rank, int first, int n) {
+    float host[MAX_RANKS * COUNT];
+    for (int i = 0; i < n; i++) host[i] = value(world_rank, first + i);
+    MT_TRY(mt_context_synchronize(s->ctx));
+    CHECK(cudaMemcpy(to, host, (size_t)n * sizeof *host, cudaMemcpyHostToDevice) == cudaSuccess);
+    return MT_SUCCESS;
+}
+
+/* The sum over the world ranks first, first + step, ... */
+static mt_status is_sum(const rank_state *s, const float *from, int first, int step, int ranks, int offset, int n) {
+    float host[MAX_RANKS * COUNT];
+    MT_TRY(mt_context_synchronize(s->ctx));
+    CHECK(cudaMemcpy(host, from, (size_t)n * sizeof *host, cudaMemcpyDeviceToHost) == cudaSuccess);
+    for (int i = 0; i < n; i++) {
+        float sum = 0;
+        for (int r = 0; r < ranks; r++) sum += value(first + r * step, offset + i);
+        CHECK(host[i] == sum);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status every_collective(rank_state *s, mt_comm *c, int first, int step) {
+    int rank = mt_comm_rank(c), size = mt_comm_size(c), me = first + rank * step;
+    MT_TRY(fill(s, s->a, me, 0, MAX_RANKS * COUNT));
+    MT_TRY(mt_all_reduce(s->ctx, c, s->a, s->b, COUNT, MT_F32, MT_SUM));
+    MT_TRY(is_sum(s, s->b, first, step, size, 0, COUNT));
+    MT_TRY(mt_reduce_scatter(s->ctx, c, s->a, s->b, COUNT, MT_F32, MT_SUM));
+    MT_TRY(is_sum(s, s->b, first, step, size, rank * COUNT, COUNT));
+    MT_TRY(mt_all_gather(s->ctx, c, s->a, s->b, COUNT, MT_F32));
+    for (int r = 0; r < size; r++) MT_TRY(is_sum(s, s->b + r * COUNT, first + r * step, 0, 1, 0, COUNT));
+    MT_TRY(mt_broadcast(s->ctx, c, s->a, s->b, 7, MT_F32, size - 1));
+    MT_TRY(is_sum(s, s->b, first + (size - 1) * step, 0, 1, 0, 7));
+    MT_TRY(mt_send_recv(s->ctx, c, s->a, COUNT, (rank + 1) % size, s->b, COUNT, (rank + size - 1) % size, MT_F32));
+    MT_TRY(is_sum(s, s->b, first + (rank + size - 1) % size * step, 0, 1, 0, COUNT));
+    if (size > 1 && rank == 0) MT_TRY(mt_send(s->ctx, c, s->a, 5, MT_F32, size - 1));
+    if (size > 1 && rank == size - 1) {
+        MT_TRY(mt_recv(s->ctx, c, s->b, 5, MT_F32, 0));
+        MT_TRY(is_sum(s, s->b, first, 0, 1, 0, 5));
+    }
+    return mt_barrier(s->ctx, c);
+}
+
+static mt_status compute(mt_comm *world, void *user) {
+    rank_state s;
+    int rank = mt_comm_rank(world), size = mt_comm_size(world), half = size > 1 ? size / 2 : 1;
+    mt_status status = open_rank(world, &s);
+    (void)user;
+    for (int i = 0; i < 2 && status == MT_SUCCESS; i++) {
+        status = every_collective(&s, s.all, 0, 1);
+        if (status == MT_SUCCESS) status = every_collective(&s, s.tensor, rank / half * half, 1);
+        /* whose order is the other way round: ranks come by key */
+        if (status == MT_SUCCESS) status = every_collective(&s, s.data, rank % half + (size / half - 1) * half, -half);
+    }
+    close_rank(&s);
+    return status;
+}
+
+/* ---- where they meet ----------------------------------------------------------------------------------------------- */
+
+static void test_torchrun(void **state) {
+    (void)state;
+    WANT_GPUS(4);
+    for (int ranks = 1; ranks <= 4; ranks++) {
+        job j = new_job(ranks == 3 ? 2 : ranks, compute);
+        run_job(&j);
+        assert_all_succeed(&j);
+    }
+}
+
+/* As two machines with two GPUs each. */
+static void test_two_machines(void **state) {
+    job j = new_job(4, compute);
+    char text[MAX_RANKS][200];
+    (void)state;
+    WANT_GPUS(4);
+    j.port = free_port();
+    for (int r = 0; r < 4; r++) {
+        say_torchrun(text[r], sizeof text[r], r, 4, r % 2, j.port, r < 2 ? " NCCL_HOSTID=n1" : " NCCL_HOSTID=n2");
+        j.environment[r] = text[r];
+    }
+    run_job(&j);
+    assert_all_succeed(&j);
+}
+
+/* The port comes from the number of the job, the host is the first of a list. */
+static void test_srun(void **state) {
+    job j = new_job(2, compute);
+    char text[MAX_RANKS][300];
+    int id = (int)(getpid() % 4096);
+    (void)state;
+    WANT_GPUS(2);
+    for (int r = 0; r < 2; r++) {
+        snprintf(text[r], sizeof text[r], "SLURM_JOB_ID=%d SLURM_STEP_ID=0 SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_LOCALID=%d "
+                 "SLURM_JOB_NODELIST=127.0.0.[1-2]", id, r, r);
+        j.environment[r] = text[r];
+    }
+    run_job(&j);
+    assert_all_succeed(&j);
+}
+
+/* What the user says comes first; mpirun says nothing of a place. */
+static void test_nccl_comm_id(void **state) {
+    job j = new_job(2, compute);
+    char text[MAX_RANKS][300];
+    int port = free_port();
+    (void)state;
+    WANT_GPUS(2);
+    for (int with_id = 1; with_id >= 0; with_id--) {
+        for (int r = 0; r < 2; r++) {
+            char id[100] = "";
+            if (with_id) snprintf(id, sizeof id, " NCCL_COMM_ID=127.0.0.1:%d MASTER_ADDR=nowhere MASTER_PORT=1", port);
+            snprintf(text[r], sizeof text[r], "OMPI_COMM_WORLD_RANK=%d OMPI_COMM_WORLD_SIZE=2 "
+                     "OMPI_COMM_WORLD_LOCAL_RANK=%d%s", r, r, id);
+            j.environment[r] = text[r];
+        }
+        run_job(&j);
+        if (with_id) assert_all_succeed(&j);
+    }
+    for (int r = 0; r < 2; r++) {
+        assert_int_equal(j.code[r], 1);
+        assert_non_null(strstr(j.said[r], "MT_ERR_ARGUMENT: mt_comm_create_for: the 2 ranks of \"world\" do not know where"));
+    }
+}
+
+/* ---- faults -------------------------------------------------------------------------------------------------------- */
+
+enum { KILLED, STOPPED, STUCK, RETURNS, FAILS, FAULTS };
+static const char *const fault_names[] = {"killed", "stopped", "stuck", "returns", "fails"};
+
+/* The last one: first beside the victim's group, then across it, so that it reaches every rank. */
+enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, BARRIER, SEND_RECV, IN_GROUP, COLLECTIVES };
+static const char *const collective_names[] = {"all_reduce(count 300, f32, sum) on \"world\" (4 ranks)",
+                                               "all_gather(count 300, f32) on \"world\"",
+                                               "reduce_scatter(count 300, f32, sum) on \"world\"",
+                                               "broadcast(count 300, f32, root 2) on \"world\"",
+                                               "barrier on \"world\"",
+                                               "send_recv(",
+                                               "all_reduce(count 300, f32, sum) on \""};
+
+static mt_status one_collective(rank_state *s, int kind) {
+    int rank = mt_comm_rank(s->all);
+    switch (kind) {
+    case ALL_REDUCE: return mt_all_reduce(s->ctx, s->all, s->a, s->b, COUNT, MT_F32, MT_SUM);
+    case ALL_GATHER: return mt_all_gather(s->ctx, s->all, s->a, s->b, COUNT, MT_F32);
+    case REDUCE_SCATTER: return mt_reduce_scatter(s->ctx, s->all, s->a, s->b, COUNT, MT_F32, MT_SUM);
+    case BROADCAST: return mt_broadcast(s->ctx, s->all, s->a, s->b, COUNT, MT_F32, 2);
+    case BARRIER: return mt_barrier(s->ctx, s->all);
+    case SEND_RECV: return mt_send_recv(s->ctx, s->all, s->a, COUNT, (rank + 1) % 4, s->b, COUNT, (rank + 3) % 4, MT_F32);
+    default:
+        MT_TRY(mt_all_reduce(s->ctx, s->tensor, s->a, s->b, COUNT, MT_F32, MT_SUM));
+        return mt_all_reduce(s->ctx, s->data, s->a, s->b, COUNT, MT_F32, MT_SUM);
+    }
+}
+
+static void take_a_nap(void) {
+    struct timespec nap = {0, 200000000};
+    nanosleep(&nap, NULL);
+}
+
+/* The others are by then in the collective, most probably. */
+static mt_status suffer(int fault) {
+    take_a_nap();
+    if (fault == KILLED) raise(SIGKILL);
+    if (fault == STOPPED) raise(SIGSTOP);
+    while (fault == STUCK) pause();
+    if (fault != FAILS) return MT_SUCCESS;
+    fprintf(stderr, "this rank fails by itself\n");
+    return MT_ERR_DATA;
+}
+
+static mt_status survive(mt_comm *world, void *user) {
+    const job *j = (const job *)user;
+    rank_state s;
+    mt_status status = open_rank(world, &s);
+    if (status == MT_SUCCESS) status = mt_barrier(s.ctx, s.all); /* nobody is lost while they connect */
+    if (status == MT_SUCCESS && mt_comm_rank(world) == j->victim) {
+        status = suffer(j->fault);
+    } else {
+        if (status == MT_SUCCESS) status = one_collective(&s, j->collective);
+        if (status == MT_SUCCESS) status = mt_context_synchronize(s.ctx);
+    }
+    close_rank(&s);
+    return status;
+}
+
+/* Of a rank that needed the victim: it ends by itself, in time, with one sentence that names itself and the call. */
+static void assert_told(const job *j, int rank) {
+    const char *name = collective_names[j->collective], *said = j->said[rank], *line = strchr(said, '\n');
+    int named = strstr(said, name) != NULL || (j->fault == KILLED && strstr(said, "barrier on \"world\"")); /* the one before */
+    char who[32];
+    if (j->collective == SEND_RECV && rank == (j->victim + 2) % 4 && j->code[rank] == 0 && !said[0]) return; /* no neighbour */
+    snprintf(who, sizeof who, "rank %d of 4: MT_ERR_", rank);
+    if (j->code[rank] != 1 || strncmp(said, who, strlen(who)) != 0 || !line || line[1] || !named ||
+        (!strstr(said, "MT_ERR_PEER") && (!strstr(said, "MT_ERR_TIMEOUT") || j->fault == KILLED))) /* that is seen at once */
+        fail_msg("rank %d is %s in %s; rank %d: code %d, \"%s\"", j->victim, fault_names[j->fault], name, rank, j->code[rank],
+                 said);
+    if (j->seconds[rank] > 2 * j->timeout + SLACK) fail_msg("rank %d took %.1f s", rank, j->seconds[rank]);
+}
+
+static void assert_victim(const job *j) {
+    static const int codes[] = {128 + SIGKILL, 128 + SIGKILL, 128 + SIGKILL, 0, 1};
+    int codes_match = j->code[j->victim] == codes[j->fault] || (j->fault >= RETURNS && j->code[j->victim] == 128 + SIGKILL);
+    if (!codes_match) fail_msg("the rank that %s: code %d: %s", fault_names[j->fault], j->code[j->victim], j->said[j->victim]);
+}
+
+static void run_fault(int fault, int collective, int victim) {
+    job j = new_job(4, survive);
+    j.fault = fault;
+    j.collective = collective;
+    j.victim = victim;
+    run_job(&j);
+    for (int r = 0; r < 4; r++)
+        if (r != victim) assert_told(&j, r);
+    assert_victim(&j);
+}
+
+static void test_killed(void **state) {
+    (void)state;
+    WANT_GPUS(4);
+    for (int kind = 0; kind < COLLECTIVES; kind++) run_fault(KILLED, kind, kind % 4 == 3 ? 0 : kind % 4);
+}
+
+static void test_stopped(void **state) {
+    (void)state;
+    WANT_GPUS(4);
+    run_fault(STOPPED, ALL_REDUCE, 2);
+    run_fault(STOPPED, BARRIER, 0);
+    run_fault(STOPPED, IN_GROUP, 3);
+}
+
+static void test_stuck(void **state) {
+    (void)state;
+    WANT_GPUS(4);
+    run_fault(STUCK, ALL_GATHER, 1);
+    run_fault(STUCK, SEND_RECV, 0);
+    run_fault(STUCK, REDUCE_SCATTER, 3);
+}
+
+static void test_returns_or_fails(void **state) {
+    (void)state;
+    WANT_GPUS(4);
+    run_fault(RETURNS, BROADCAST, 3);
+    run_fault(FAILS, ALL_REDUCE, 0);
+}
+
+/* ---- ranks that do not get as far as a collective --------------------------------------------------------------------- */
+
+static mt_status connect_only(mt_comm *world, void *user) {
+    const job *j = (const job *)user;
+    rank_state s;
+    mt_status status;
+    memset(&s, 0, sizeof s);
+    if (mt_comm_rank(world) == j->victim) {
+        take_a_nap();
+        raise(SIGKILL);
+    }
+    status = open_rank(world, &s);
+    close_rank(&s);
+    return status;
+}
+
+static void test_never_comes(void **state) {
+    (void)state;
+    WANT_GPUS(4);
+    for (int victim = 0; victim < 4; victim += 3) { /* rank 0 is the one that listens */
+        job j = new_job(4, connect_only);
+        j.victim = victim;
+        run_job(&j);
+        for (int r = 0; r < 4; r++) {
+            if (r == victim) continue;
+            if (j.code[r] != 1 || !strstr(j.said[r], "create on \"world\" (4 ranks): ") ||
+                (!strstr(j.said[r], "MT_ERR_TIMEOUT") && !strstr(j.said[r], "MT_ERR_PEER")))
+                fail_msg("rank %d: code %d: %s", r, j.code[r], j.said[r]);
+        }
+    }
+}
+
+/* Both on GPU 0 of one machine. */
+static void test_one_gpu_for_two(void **state) {
+    job j = new_job(2, connect_only);
+    char text[MAX_RANKS][200];
+    (void)state;
+    WANT_GPUS(1);
+    j.port = free_port();
+    j.timeout = 20;
+    for (int r = 0; r < 2; r++) {
+        say_torchrun(text[r], sizeof text[r], r, 2, 0, j.port, "");
+        j.environment[r] = text[r];
+    }
+    run_job(&j);
+    for (int r = 0; r < 2; r++) {
+        assert_int_equal(j.code[r], 1);
+        if (!strstr(j.said[r], "Duplicate GPU")) fail_msg("rank %d: %s", r, j.said[r]);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_torchrun), cmocka_unit_test(test_two_machines),
+        cmocka_unit_test(test_srun),     cmocka_unit_test(test_nccl_comm_id),
+        cmocka_unit_test(test_killed),   cmocka_unit_test(test_stopped),
+        cmocka_unit_test(test_stuck),    cmocka_unit_test(test_returns_or_fails),
+        cmocka_unit_test(test_never_comes), cmocka_unit_test(test_one_gpu_for_two),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
