@@ -27,14 +27,14 @@
    After Megatron-LM (arXiv 1909.08053): 2 all-reduces of [tokens, hidden] per layer forward, 2 backward, and no others; with
    sequence parallelism (arXiv 2205.05198) all-gathers and reduce-scatters instead. The ledger of a communicator counts them.
 
-   It does not: own your loop, your tensors or your process; read files; keep globals; exit or abort; allocate after create.
+   It does not: own your loop, your tensors or your process; read files; keep globals; allocate after create; exit or abort.
 
    Shapes: activations [tokens, features] with token = sequence * seq + position, weights [out, in], as in PyTorch.
    Types: everything f32, or bf16 or f16 with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
    Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
    Threads: one context, one communicator, one registry per rank, and a rank is one thread. Config macros: see mt_comm.h.
 
-   Rooms of the implementation: >>mlp >>attention >>layer >>gpt                                                             */
+   Rooms of the implementation: >>mlp >>attention >>layer >>gpt                   */
 
 #include "mt_parallel.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -108,6 +108,7 @@ typedef struct mt_self_attention_desc {
     int no_bias;
     int skip_bias_add;                /* 1: the caller adds attention.proj.bias itself */
     int sequence_parallel;            /* x and y are [tokens / t, hidden] */
+    int recompute_core;               /* 1: core attention runs again in backward: saved keeps its qkv, not out and lse */
     float init_std, output_init_std;  /* of qkv, of proj; 0: 0.02 */
 } mt_self_attention_desc;
 
@@ -123,7 +124,8 @@ typedef struct mt_self_attention {
 typedef struct mt_self_attention_saved {
     mt_batch batch; /* what forward worked on; its lengths must stay as they are until backward */
     mt_linear_saved qkv_in, proj_in;
-    mt_tensor qkv, out, lse; /* [tokens, local qkv], [tokens, local heads * head_dim], [heads but empty ones, tokens] */
+    mt_tensor qkv, out, lse; /* [tokens, local qkv], [tokens, local heads * head_dim], [heads but empty ones, tokens]; out and
+                                lse are gone with recompute_core */
 } mt_self_attention_saved;
 
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
@@ -150,6 +152,17 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
 
+/* What backward computes again instead of forward keeping it (arXiv 2205.05198; Megatron's --recompute-granularity). The bits
+   are the same: dropout draws the same masks. A layer of MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH and kv_heads == heads keeps,
+   of n tokens until backward, with elements of e bytes, on each of t tensor ranks that divide its a heads and its ffn = 4 h,
+   where r is n, or n / t with sequence_parallel, these bytes, its input included (the paper's 34 without its dropout masks):
+   MT_RECOMPUTE_NONE       e h (4 r + 12 n / t) + 16 r + 4 n a / t
+   MT_RECOMPUTE_SELECTIVE  e h (4 r + 11 n / t) + 16 r   core attention runs again, from qkv: no communication
+   MT_RECOMPUTE_FULL       e h r                         the layer runs again, from its input, with its collectives but for the
+                           MLP's last, whose result backward does not need (with MT_POST_LN it does): 5 all-reduces in all, or
+                           8 all-gathers and 5 reduce-scatters */
+typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
+
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
     int64_t kv_heads, ffn;      /* 0: heads, 4 * hidden */
@@ -164,6 +177,7 @@ typedef struct mt_transformer_layer_desc {
     int64_t layer;              /* this layer's number, for its dropout masks */
     int no_bias;
     int sequence_parallel;      /* x and y are [tokens / t, hidden] */
+    mt_recompute recompute;     /* default MT_RECOMPUTE_NONE */
     float init_std;             /* 0: 0.02 */
     float output_init_std;      /* of proj and fc2; 0: 0.02; GPT-2 uses 0.02 / sqrt(2 * layers) */
 } mt_transformer_layer_desc;
@@ -189,14 +203,16 @@ typedef struct mt_sublayer_saved {
 } mt_sublayer_saved;
 
 typedef struct mt_transformer_layer_saved {
+    mt_tensor x; /* the layer's input, a view of the caller's; with MT_RECOMPUTE_FULL all there is, but for attention.batch */
     mt_sublayer_saved first, second;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
 } mt_transformer_layer_saved;
 
-/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory, all wanted. A training
-   step does 4 all-reduces of [tokens, hidden] over the tensor group; with sequence_parallel 6 all-gathers and 4
-   reduce-scatters. Backward is for the batch that forward was given, which saved remembers. */
+/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory, all wanted; x must stay as
+   it is until backward. A training step does 4 all-reduces of [tokens, hidden] over the tensor group; with sequence_parallel 6
+   all-gathers and 4 reduce-scatters (mt_recompute tells when it is more). Backward is for the batch that forward was given,
+   which saved remembers. */
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out);
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
@@ -211,17 +227,22 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq;
     mt_transformer_layer_desc layer; /* of every layer; its layer, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
+    int64_t recompute_layers; /* so many, the first ones of each stage, are recomputed as layer.recompute says; 0: all */
     int untied_head;
     float embedding_dropout;
     float label_smoothing;
     int32_t ignore_index;      /* targets equal to it do not count; 0 stands for PyTorch's -100 */
 } mt_gpt_desc;
 
+/* Of a pipeline, a stage has `local_layers` layers, which must come out even (MT_ERR_SHAPE), the first one the embeddings, the
+   last one the final norm and the head. A tied embedding is on both, with the same values; mt_sync_gradients adds its
+   gradients up. What a stage does not have is zero. */
 typedef struct mt_gpt {
     mt_gpt_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
     mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
-    mt_transformer_layer *layers;                   /* decoder.layers.0.*, ...; memory of the registry */
+    mt_transformer_layer *layers;       /* decoder.layers.<first_layer>.*, ...; memory of the registry */
+    int64_t first_layer, local_layers;  /* of this stage */
     mt_norm final_norm;                 /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
     mt_column_parallel_linear head;     /* output_layer.weight, or the embedding's */
     mt_cross_entropy_desc loss;
@@ -242,7 +263,8 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out);
 MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* a zero-initialised one is allowed */
 
-/* ids, targets [sequences * seq] on the device, the same on every tensor rank, unchanged until backward; loss
+/* For a grid of one pipeline stage, that is the whole model; with more see mt_gpt_stage_forward.
+   ids, targets [sequences * seq] on the device, the same on every tensor rank, unchanged until backward; loss
    [1, sequences * seq] per token, 0 where ignored.
    Communication over the tensor group: 1 all-reduce for the embedding, 2 per layer, 1 all-gather of scalars for the loss.
    saved == NULL: evaluation. Errors: MT_ERR_DATA for ids and targets out of range, before anything is computed. */
@@ -250,12 +272,31 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
 /* Adds the gradient of scale * sum(loss) to every parameter's. 1 all-reduce for the head, 2 per layer. Once for each forward:
-   it turns the logits into their gradient and leaves saved empty. */
+   it turns the logits into their gradient and leaves saved empty. After mt_sync_gradients_begin, buckets of gradients go over
+   the data group as layers are done with them. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
+/* The same of one stage of a pipeline, for mt_pipeline_run: with it every stage sees the same batch, ids and targets.
+   input, output and their gradients are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the model's type,
+   and mt_none() where mt_pipeline_run gives none; input must stay as it is until backward. loss is written by the last stage
+   and may be mt_none() on the others. Of a GPT with `slots` of `saved`:
+       mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+           ... batch, ids, targets and loss of micro-batch a->micro_batch, unchanged until its backward ...
+           return mt_gpt_stage_forward(ctx, &gpt, &batch, ids, targets, input, output, loss, &saved[a->slot]);
+       }
+       mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+           MT_TRY(mt_gpt_stage_backward(ctx, &gpt, 1.0f / tokens, doutput, dinput, &saved[a->slot]));
+           return mt_accumulate_gradients(ctx, params);
+       } */
+MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                      const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
+                                      mt_gpt_saved *saved);
+MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput, mt_tensor dinput,
+                                       mt_gpt_saved *saved);
+
 /* Inference, no dropout: logits [sequences * seq, vocab] of every token, or [sequences, vocab] of each sequence's last one (the
-   last valid one where the batch has lengths); logits.rows decides which. On every tensor rank. Of any float type: MT_F32 keeps
-   what a 16-bit model rounds away. */
+   last valid one where the batch has lengths); logits.rows decides which. On every tensor rank and every stage, which all call
+   it. Of any float type: MT_F32 keeps what a 16-bit model rounds away. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
@@ -348,6 +389,7 @@ static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tenso
     return MT_SUCCESS;
 }
 
+/* y is mt_none() where only `saved` is wanted. */
 static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
                                  int training) {
     int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
@@ -356,6 +398,8 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
     MT_TRY(mti_mlp_activation(ctx, mlp, x, act, saved, training));
     if (training) MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
+    saved->fc2.x = act;
+    if (!y.data) return MT_SUCCESS;
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
 
@@ -615,9 +659,6 @@ static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_atten
     int s;
     MT_TRY(mti_attention_zero_rest(ctx, shape, saved->out, a->proj.desc.unit));
     if (shape->groups == 0) return MT_SUCCESS;
-    if (a->rotary.data)
-        MT_TRY(mt_rotary_forward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
-                                 mti_attention_cols(shape, saved->qkv, 0, a->qkv.desc.unit)));
     for (s = 0; s < a->qkv.weight->shards; s++) MT_TRY(mti_attention_shard_forward(ctx, a, shape, s, saved));
     return MT_SUCCESS;
 }
@@ -653,17 +694,31 @@ static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_atte
                               mti_attention_cols(shape, dqkv, 0, a->qkv.desc.unit));
 }
 
+/* What core attention writes; no lse for inference. */
+static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+                                    mt_self_attention_saved *saved, int training) {
+    int64_t tokens = saved->qkv.rows;
+    saved->lse = mt_none();
+    MT_TRY(mt_arena_tensor(ctx, saved->qkv.dtype, tokens, a->proj.local_features, &saved->out));
+    if (!training) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, MT_F32, shape->groups * shape->heads_per_group, tokens, &saved->lse);
+}
+
 static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
                                        mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
-    int64_t tokens = shape->batch * shape->seq;
-    saved->lse = mt_none();
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, a->qkv.local_features, &saved->qkv));
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, a->proj.local_features, &saved->out));
-    if (training) MT_TRY(mt_arena_tensor(ctx, MT_F32, shape->groups * shape->heads_per_group, tokens, &saved->lse));
+    size_t mark;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, shape->batch * shape->seq, a->qkv.local_features, &saved->qkv));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_attention_room(ctx, a, shape, saved, training));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, training ? &saved->qkv_in : NULL));
+    if (a->rotary.data && shape->groups > 0)
+        MT_TRY(mt_rotary_forward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
+                                 mti_attention_cols(shape, saved->qkv, 0, a->qkv.desc.unit)));
     MT_TRY(mti_attention_core_forward(ctx, a, shape, saved));
     if (training) MT_TRY(mti_log(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
-    return mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL);
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
+    if (a->desc.recompute_core) mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
 }
 
 static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a, const mt_batch *batch,
@@ -699,7 +754,14 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 
 static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
                                         mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
+    mt_self_attention_saved again = *saved;
     mt_tensor dout, dqkv;
+    if (a->desc.recompute_core) {
+        MT_TRY(mti_attention_room(ctx, a, shape, &again, 1));
+        MT_TRY(mti_attention_core_forward(ctx, a, shape, &again));
+        again.proj_in.x = again.out;
+        saved = &again;
+    }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &dout));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
@@ -841,6 +903,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.no_bias = m.no_bias = d->no_bias;
     a.skip_bias_add = m.skip_bias_add = 1; /* fused with dropout and residual */
     a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
+    a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
     a.init_std = m.init_std = d->init_std;
     a.output_init_std = m.output_init_std = d->output_init_std;
     MT_TRY(mti_norm_create(ctx, params, name, "input_layernorm", d, &out->input_norm));
@@ -857,10 +920,11 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     int count;
     MT_TRY(mti_create_check(ctx, function, params, name, desc, out));
     if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN || !mti_probability(desc->hidden_dropout) ||
-        desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM || !(desc->norm_eps >= 0.0f) || desc->hidden < 1)
+        desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM || !(desc->norm_eps >= 0.0f) || desc->hidden < 1 ||
+        desc->recompute < MT_RECOMPUTE_NONE || desc->recompute > MT_RECOMPUTE_FULL)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, placement %d, norm %d, norm_eps %g, "
-                        "hidden_dropout %g", function, name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
-                        (double)desc->norm_eps, (double)desc->hidden_dropout);
+                        "hidden_dropout %g, recompute %d", function, name, (long long)desc->hidden, (int)desc->placement,
+                        (int)desc->norm, (double)desc->norm_eps, (double)desc->hidden_dropout, (int)desc->recompute);
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = *desc;
@@ -914,9 +978,11 @@ static mt_status mti_half_block_backward(mt_context *ctx, const mti_half *h, mt_
     return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
 }
 
-/* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. */
+/* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. Without y, the layer's own,
+   only what the MLP keeps is computed. */
 static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor residual, mt_tensor y,
                               mt_transformer_layer_saved *saved) {
+    if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
     MT_TRY(mti_half_block_forward(ctx, h, x, y, saved));
     MT_TRY(mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y));
     if (!saved) return MT_SUCCESS;
@@ -999,6 +1065,7 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
     return mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
+/* y is mt_none() where only `saved` is wanted. */
 static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch, mt_tensor x,
                                    mt_tensor y, mt_transformer_layer_saved *saved) {
     mti_half first = mti_layer_half(layer, batch, 0, x.rows, saved != NULL);
@@ -1017,16 +1084,35 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     if (saved) MT_TRY(mti_expect_token_shards(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MTI_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
-    if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
+    if (saved) saved->x = x;
+    if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* What forward did not keep, from what it did. A second forward is not to be logged. */
+static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer, mt_transformer_layer_saved *saved) {
+    struct mt_hash_log *log = ctx->hash_log;
+    mt_batch batch = saved->attention.batch;
+    mt_tensor x = saved->x, y = mt_none();
+    mt_status status;
+    if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
+    ctx->hash_log = NULL;
+    status = mti_layer_forward(ctx, layer, &batch, x, y, saved);
+    ctx->hash_log = log;
     return status;
 }
 
 static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy, mt_tensor dx,
                                     const mt_transformer_layer_saved *saved) {
+    mt_transformer_layer_saved again = *saved;
     mti_half first = mti_layer_half(layer, &saved->attention.batch, 0, dy.rows, 1);
     mti_half second = mti_layer_half(layer, &saved->attention.batch, 1, dy.rows, 1);
     mt_tensor dmiddle;
     size_t mark;
+    if (layer->desc.recompute == MT_RECOMPUTE_FULL) {
+        MT_TRY(MTI_RANGE("layer forward again", mti_layer_again(ctx, layer, &again)));
+        saved = &again;
+    }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dmiddle));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_half_backward(ctx, &second, dy, dmiddle, saved));
@@ -1044,8 +1130,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
     weight = layer->attention.qkv.weight;
-    MT_TRY(mti_expect_like(ctx, function, weight, "saved->first.norm_in", saved->first.norm_in, dy.rows, dy.cols));
-    MT_TRY(mti_expect_like(ctx, function, weight, "saved->second.norm_in", saved->second.norm_in, dy.rows, dy.cols));
+    MT_TRY(mti_expect_like(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);
     status = MTI_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -1056,20 +1141,29 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 
 static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gpt_desc *d) {
     if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > (1 << 17) || d->max_seq < 1 ||
+        d->recompute_layers < 0 || d->recompute_layers > d->layers ||
         !mti_probability(d->embedding_dropout) || !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: vocab %lld, layers %lld, max_seq %lld, embedding_dropout %g, "
-                        "label_smoothing %g", (long long)d->vocab, (long long)d->layers,
-                        (long long)d->max_seq, (double)d->embedding_dropout, (double)d->label_smoothing);
-    if (grid->pipeline_size != 1)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gpt_create: a grid of %d pipeline stages; pipelines are not built yet",
-                        grid->pipeline_size);
+                        "label_smoothing %g, recompute_layers %lld", (long long)d->vocab, (long long)d->layers,
+                        (long long)d->max_seq, (double)d->embedding_dropout, (double)d->label_smoothing,
+                        (long long)d->recompute_layers);
+    if (d->layers % grid->pipeline_size != 0)
+        return mti_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
+                        (long long)d->layers, grid->pipeline_size);
+    if (grid->pipeline_size > 1 && ctx->arena_symmetric)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: %d pipeline stages do not use their arenas alike, as "
+                        "mt_context_desc.arena_symmetric promises", grid->pipeline_size);
     return MT_SUCCESS;
 }
+
+static int mti_gpt_is_first(const mt_gpt *gpt) { return gpt->grid->pipeline_rank == 0; }
+static int mti_gpt_is_last(const mt_gpt *gpt) { return gpt->grid->pipeline_rank + 1 == gpt->grid->pipeline_size; }
 
 static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
     const mt_transformer_layer_desc *l = &gpt->desc.layer;
     mt_embedding_desc e;
     mt_param_desc p;
+    if (!mti_gpt_is_first(gpt) && (!mti_gpt_is_last(gpt) || gpt->desc.untied_head)) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.vocab = gpt->desc.vocab;
     e.features = l->hidden;
@@ -1077,7 +1171,7 @@ static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *g
     e.sequence_parallel = l->sequence_parallel;
     e.shared = !gpt->desc.untied_head;
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &gpt->tokens));
-    if (l->rotary_base > 0.0f) return MT_SUCCESS;
+    if (l->rotary_base > 0.0f || !mti_gpt_is_first(gpt)) return MT_SUCCESS;
     memset(&p, 0, sizeof p);
     p.rows = gpt->desc.max_seq;
     p.cols = l->hidden;
@@ -1088,16 +1182,19 @@ static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *g
 }
 
 static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
+    int64_t recomputed = gpt->desc.recompute_layers ? gpt->desc.recompute_layers : gpt->local_layers, i;
+    mt_recompute recompute = gpt->desc.layer.recompute;
     char name[MT_NAME_MAX];
     void *memory;
-    int64_t i;
-    MT_TRY(mti_params_buffer(ctx, params, (size_t)gpt->desc.layers * sizeof *gpt->layers, 1, &memory));
+    MT_TRY(mti_params_buffer(ctx, params, (size_t)gpt->local_layers * sizeof *gpt->layers, 1, &memory));
     gpt->layers = (mt_transformer_layer *)memory;
-    for (i = 0; i < gpt->desc.layers; i++) {
-        gpt->desc.layer.layer = i;
-        snprintf(name, sizeof name, "decoder.layers.%lld", (long long)i);
+    for (i = 0; i < gpt->local_layers; i++) {
+        gpt->desc.layer.layer = gpt->first_layer + i;
+        gpt->desc.layer.recompute = i < recomputed ? recompute : MT_RECOMPUTE_NONE;
+        snprintf(name, sizeof name, "decoder.layers.%lld", (long long)(gpt->first_layer + i));
         MT_TRY(mt_transformer_layer_create(ctx, params, name, &gpt->desc.layer, &gpt->layers[i]));
     }
+    gpt->desc.layer.recompute = recompute;
     return MT_SUCCESS;
 }
 
@@ -1106,6 +1203,7 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     mt_linear_desc head;
     MT_TRY(mti_gpt_embedding(ctx, params, gpt));
     MT_TRY(mti_gpt_layers(ctx, params, gpt));
+    if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
     if (l->placement != MT_POST_LN)
         MT_TRY(mti_norm_create(ctx, params, "decoder", "final_layernorm", l, &gpt->final_norm));
     memset(&head, 0, sizeof head);
@@ -1132,6 +1230,8 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
     out->loss.label_smoothing = desc->label_smoothing;
     out->loss.ignore_index = desc->ignore_index;
     out->grid = params->grid;
+    out->local_layers = desc->layers / params->grid->pipeline_size;
+    out->first_layer = params->grid->pipeline_rank * out->local_layers;
     return mti_params_keep(params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
 }
 
@@ -1140,7 +1240,7 @@ MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers || !out)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create: %s", out ? "the model was not created" : "out is NULL");
-    MT_TRY(mti_host_new(ctx, (size_t)gpt->desc.layers * sizeof *out->layers, &memory));
+    MT_TRY(mti_host_new(ctx, (size_t)gpt->local_layers * sizeof *out->layers, &memory));
     memset(out, 0, sizeof *out);
     out->layers = (mt_transformer_layer_saved *)memory;
     return MT_SUCCESS;
@@ -1154,13 +1254,13 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved) {
 
 static mt_dropout mti_gpt_dropout(const mt_gpt *gpt, const mt_batch *batch, int64_t rows, int training) {
     return mti_row_dropout(batch, training ? gpt->desc.embedding_dropout : 0.0f, gpt->desc.layers, 3,
-                           gpt->desc.layer.sequence_parallel, gpt->tokens.tensor, rows, gpt->desc.layer.hidden);
+                           gpt->desc.layer.sequence_parallel, gpt->grid->tensor, rows, gpt->desc.layer.hidden);
 }
 
 /* Position of each of this rank's rows. */
 static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, int64_t rows, int32_t **out) {
     mt_tensor ids = mt_none();
-    int64_t first = gpt->desc.layer.sequence_parallel ? mt_comm_rank(gpt->tokens.tensor) * rows : 0;
+    int64_t first = gpt->desc.layer.sequence_parallel ? gpt->grid->tensor_rank * rows : 0;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
     *out = (int32_t *)ids.data;
     return mt_position_ids(ctx, first, batch->seq, *out, rows);
@@ -1169,7 +1269,6 @@ static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_
 static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, mt_tensor x,
                                int training) {
     mt_dropout dropout = mti_gpt_dropout(gpt, batch, x.rows, training);
-    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, x));
     if (gpt->positions) {
         size_t mark = mt_arena_mark(ctx);
@@ -1182,32 +1281,42 @@ static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     return training ? mti_log(ctx, "embedding", 0, "output", x, gpt->desc.layer.sequence_parallel, NULL) : MT_SUCCESS;
 }
 
-/* Embedding, layers, final norm: y [rows, hidden], in the arena. Training keeps every layer's output, inference two. */
-static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                               mt_gpt_saved *saved, mt_tensor *y) {
-    int64_t ranks = gpt->desc.layer.sequence_parallel ? mt_comm_size(gpt->tokens.tensor) : 1, i;
-    int64_t rows = batch->sequences * batch->seq / ranks, hidden = gpt->desc.layer.hidden;
-    mt_dtype dtype = gpt->tokens.weight->value.dtype;
-    mt_tensor x, next;
-    MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &x));
-    MT_TRY(MTI_RANGE("embedding forward", mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL)));
-    MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &next));
-    for (i = 0; i < gpt->desc.layers; i++) {
-        mt_tensor done = x;
+/* Memory for the next activation: training keeps them all, and has no spare one. */
+static mt_status mti_gpt_room(mt_context *ctx, const mt_gpt *gpt, mt_tensor spare, int64_t rows, mt_tensor *out) {
+    *out = spare;
+    if (spare.data) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, gpt->layers[0].attention.qkv.weight->value.dtype, rows, gpt->desc.layer.hidden, out);
+}
+
+/* This rank's rows of a call, known to come out even. */
+static int64_t mti_gpt_rows(const mt_gpt *gpt, const mt_batch *batch) {
+    return batch->sequences * batch->seq / (gpt->desc.layer.sequence_parallel ? gpt->grid->tensor_size : 1);
+}
+
+/* Embedding or input, layers, final norm: y [rows, hidden] is output, or in the arena. */
+static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, mt_tensor input,
+                               mt_tensor output, mt_gpt_saved *saved, mt_tensor *y) {
+    int64_t rows = mti_gpt_rows(gpt, batch), i;
+    mt_tensor x = input, next, spare = mt_none();
+    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+    if (!input.data) {
+        MT_TRY(mti_gpt_room(ctx, gpt, spare, rows, &x));
+        MT_TRY(MTI_RANGE("embedding forward", mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL)));
+    }
+    for (i = 0; i < gpt->local_layers; i++) {
+        MT_TRY(mti_gpt_room(ctx, gpt, i + 1 == gpt->local_layers && output.data ? output : spare, rows, &next));
         MT_TRY(mt_transformer_layer_forward(ctx, &gpt->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
+        if (!saved && x.data != input.data) spare = x;
         x = next;
-        next = done;
-        if (saved && (i + 1 < gpt->desc.layers || gpt->final_norm.weight))
-            MT_TRY(mt_arena_tensor(ctx, dtype, rows, hidden, &next));
     }
     *y = x;
     if (!gpt->final_norm.weight) return MT_SUCCESS;
+    MT_TRY(mti_gpt_room(ctx, gpt, spare, rows, y));
     if (saved) {
         saved->norm_in = x;
         MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, 2, &saved->stats));
     }
-    *y = next;
-    return mti_norm_forward(ctx, &gpt->final_norm, x, next, saved ? saved->stats : mt_none());
+    return mti_norm_forward(ctx, &gpt->final_norm, x, *y, saved ? saved->stats : mt_none());
 }
 
 /* ids and the batch, before anything is computed or communicated. */
@@ -1215,17 +1324,32 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
     int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
-    MT_TRY(mti_expect_weight(ctx, function, gpt->tokens.weight));
+    MT_TRY(mti_expect_weight(ctx, function, gpt->layers[0].attention.qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
-    return mti_rows(ctx, function, gpt->tokens.tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq, &rows);
+    return mti_rows(ctx, function, gpt->grid->tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq, &rows);
+}
+
+/* input, output or their gradients: there, and of the right size, exactly where there is a stage on that side. */
+static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch, int at_end,
+                                  const char *name, mt_tensor t) {
+    int none = at_end ? mti_gpt_is_last(gpt) : mti_gpt_is_first(gpt);
+    if (none != !t.data)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: stage %d of %d %s %s; mt_gpt_stage_forward and mt_gpt_stage_backward are "
+                        "for pipelines", function, gpt->grid->pipeline_rank, gpt->grid->pipeline_size,
+                        none ? "takes no" : "needs", name);
+    if (none) return MT_SUCCESS;
+    return mti_expect_like(ctx, function, gpt->layers[0].attention.qkv.weight, name, t, mti_gpt_rows(gpt, batch),
+                           gpt->desc.layer.hidden);
 }
 
 static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
 
 static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
+                                 const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
+                                 mt_gpt_saved *saved) {
     mt_tensor x, logits;
-    MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, saved, &x));
+    MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, saved, &x));
+    if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, gpt->head.local_features, &logits));
     MT_TRY(MTI_RANGE("head forward",
                      mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
@@ -1235,24 +1359,32 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     return saved ? mti_log(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
-MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                                const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
-    static const char *const function = "mt_gpt_forward";
+static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
+                                       const int32_t *ids, const int32_t *targets, mt_tensor input, mt_tensor output,
+                                       mt_tensor loss, const mt_gpt_saved *saved) {
     int64_t tokens;
-    size_t mark;
-    mt_status status;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
     if (saved) MT_TRY(mti_expect_token_shards(ctx, function, tokens));
     if (saved && !saved->layers)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
-    MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
+    MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 0, "input", input));
+    MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 1, "output", output));
+    if (mti_gpt_is_last(gpt)) MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
-    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(gpt->loss.ignore_index)));
+    return mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(gpt->loss.ignore_index));
+}
+
+static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
+                                     const int32_t *ids, const int32_t *targets, mt_tensor input, mt_tensor output,
+                                     mt_tensor loss, mt_gpt_saved *saved) {
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_gpt_forward_check(ctx, function, gpt, batch, ids, targets, input, output, loss, saved));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
     ctx->ids_checked = 1; /* which waits for a GPU */
-    status = mti_gpt_forward(ctx, gpt, batch, ids, targets, loss, saved);
+    status = mti_gpt_forward(ctx, gpt, batch, ids, targets, input, output, loss, saved);
     ctx->ids_checked = 0;
     if (status != MT_SUCCESS || !saved) {
         mt_arena_release(ctx, mark);
@@ -1261,6 +1393,17 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     saved->batch = *batch;
     saved->ids = ids;
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                      const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
+                                      mt_gpt_saved *saved) {
+    return mti_gpt_run_forward(ctx, "mt_gpt_stage_forward", gpt, batch, ids, targets, input, output, loss, saved);
+}
+
+MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
+    return mti_gpt_run_forward(ctx, "mt_gpt_forward", gpt, batch, ids, targets, mt_none(), mt_none(), loss, saved);
 }
 
 /* The gradient of the position table, for mti_sum_over_tokens. */
@@ -1285,49 +1428,75 @@ static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, cons
         mti_position_call call;
         MT_TRY(mti_gpt_positions(ctx, gpt, batch, dx.rows, &call.positions));
         call.dx = dx;
-        MT_TRY(mti_sum_over_tokens(ctx, gpt->tokens.tensor, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
+        MT_TRY(mti_sum_over_tokens(ctx, gpt->grid->tensor, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
                                    dx.rows, mt_tensor_rows(gpt->positions->grad, 0, batch->seq), mt_none()));
     }
     return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
 }
 
-static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved) {
-    mt_tensor dy, dx, done;
-    int64_t i;
-    MT_TRY(mt_arena_tensor(ctx, saved->head.x.dtype, saved->head.x.rows, saved->head.x.cols, &dy));
-    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dx));
-    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+/* Of a layer that may have no bias. */
+static const mt_param *mti_last_of(const mt_param *weight, const mt_param *bias) { return bias ? bias : weight; }
+
+/* From the loss to the last layer's output: dy, in the arena. */
+static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved, mt_tensor *dy) {
+    MT_TRY(mti_gpt_room(ctx, gpt, mt_none(), saved->head.x.rows, dy));
     MT_TRY(mti_log(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
     MT_TRY(MTI_RANGE("head backward",
-                     mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, dy, &saved->head)));
-    if (gpt->final_norm.weight)
-        MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, dy, mt_none(), dy));
-    for (i = gpt->desc.layers; i-- > 0;) {
-        MT_TRY(mt_transformer_layer_backward(ctx, &gpt->layers[i], dy, dx, &saved->layers[i]));
-        done = dy;
-        dy = dx;
-        dx = done;
+                     mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, *dy, &saved->head)));
+    if (gpt->desc.untied_head) MT_TRY(mt_gradients_final(ctx, gpt->head.weight, gpt->head.weight));
+    if (!gpt->final_norm.weight) return MT_SUCCESS;
+    MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, *dy, mt_none(), *dy));
+    return mt_gradients_final(ctx, gpt->final_norm.weight, mti_last_of(gpt->final_norm.weight, gpt->final_norm.bias));
+}
+
+/* Each layer's gradients are final after its backward, but for those of an embedding, which the head may share. */
+static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, mt_tensor doutput, mt_tensor dinput,
+                                  const mt_gpt_saved *saved) {
+    mt_tensor dy = doutput, next, spare = mt_none();
+    int64_t i;
+    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    if (mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_head_backward(ctx, gpt, saved, &dy));
+    for (i = gpt->local_layers; i-- > 0;) {
+        const mt_transformer_layer *layer = &gpt->layers[i];
+        MT_TRY(mti_gpt_room(ctx, gpt, i == 0 && dinput.data ? dinput : spare, dy.rows, &next));
+        MT_TRY(mt_transformer_layer_backward(ctx, layer, dy, next, &saved->layers[i]));
+        MT_TRY(mt_gradients_final(ctx, layer->input_norm.weight, mti_last_of(layer->mlp.fc2.weight, layer->mlp.fc2.bias)));
+        if (dy.data != doutput.data) spare = dy;
+        dy = next;
     }
+    if (!mti_gpt_is_first(gpt)) return MT_SUCCESS;
     return MTI_RANGE("embedding backward", mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy));
 }
 
-MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved) {
-    static const char *const function = "mt_gpt_backward";
+static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, const mt_gpt *gpt, float scale, mt_tensor doutput,
+                                      mt_tensor dinput, mt_gpt_saved *saved) {
     size_t mark;
-    mt_status status;
+    mt_status status = MT_SUCCESS;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved || !saved->ids)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, &saved->batch));
+    MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 1, "doutput", doutput));
+    MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 0, "dinput", dinput));
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss, mt_none(),
-                                                                                 scale, &saved->loss));
     ctx->ids_checked = 1;
-    if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, saved);
+    if (mti_gpt_is_last(gpt))
+        status = MTI_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss,
+                                                                                     mt_none(), scale, &saved->loss));
+    if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, doutput, dinput, saved);
     ctx->ids_checked = 0;
     mt_arena_release(ctx, mark);
     saved->ids = NULL;
     return status;
+}
+
+MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput, mt_tensor dinput,
+                                       mt_gpt_saved *saved) {
+    return mti_gpt_run_backward(ctx, "mt_gpt_stage_backward", gpt, scale, doutput, dinput, saved);
+}
+
+MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved) {
+    return mti_gpt_run_backward(ctx, "mt_gpt_backward", gpt, scale, mt_none(), mt_none(), saved);
 }
 
 /* The row of a sequence's last valid token. */
@@ -1351,16 +1520,36 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
     return MT_SUCCESS;
 }
 
-static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                                mt_tensor logits) {
+/* On the last stage, from the output of the trunk. */
+static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor x,
+                                     mt_tensor logits) {
     int gather = !mti_is_whole(gpt->head.weight);
-    mt_tensor x, local = logits;
-    MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, NULL, &x));
+    mt_tensor local = logits;
     MT_TRY(mti_all_tokens(ctx, gpt->head.tensor, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
     if (gather) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, gpt->head.local_features, &local));
     MT_TRY(mti_column_product(ctx, gpt->head.weight, NULL, x, local));
     return gather ? mti_gather_features(ctx, gpt->head.tensor, gpt->head.weight, local, logits) : MT_SUCCESS;
+}
+
+/* From stage to stage, and the last one's logits to all of them. */
+static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                mt_tensor logits) {
+    int stage = gpt->grid->pipeline_rank, stages = gpt->grid->pipeline_size;
+    mt_tensor input = mt_none(), output = mt_none(), all = logits, x;
+    size_t n = (size_t)(mti_gpt_rows(gpt, batch) * gpt->desc.layer.hidden);
+    if (!mti_gpt_is_first(gpt)) {
+        MT_TRY(mti_gpt_room(ctx, gpt, input, mti_gpt_rows(gpt, batch), &input));
+        MT_TRY(mt_recv(ctx, gpt->grid->pipeline, input.data, n, input.dtype, stage - 1));
+    }
+    if (!mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_room(ctx, gpt, output, mti_gpt_rows(gpt, batch), &output));
+    MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, NULL, &x));
+    if (!mti_gpt_is_last(gpt)) MT_TRY(mt_send(ctx, gpt->grid->pipeline, x.data, n, x.dtype, stage + 1));
+    if (stages > 1) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, logits.cols, &all)); /* contiguous */
+    if (mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, all));
+    if (stages == 1) return MT_SUCCESS;
+    MT_TRY(mt_broadcast(ctx, gpt->grid->pipeline, all.data, all.data, (size_t)(all.rows * all.cols), all.dtype, stages - 1));
+    return mt_copy(ctx, all, logits);
 }
 
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,

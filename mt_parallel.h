@@ -8,7 +8,7 @@
        mt_column_parallel_linear fc; mt_linear_desc d = {.in_features = 1024, .out_features = 4096};
                             MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc", &d, &fc));
                             MT_TRY(mt_params_init(ctx, params, 1234));      // allocates and fills all of them
-       ... forward, backward ...
+       ... forward, backward ...                                       // before the last: mt_sync_gradients_begin
                             MT_TRY(mt_sync_gradients(ctx, params));
 
    Layers are small structs in the caller's memory that hold parameters only; there is nothing to destroy but the registry
@@ -26,7 +26,8 @@
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group, so
    scale your loss by 1 / (tokens of the whole global batch).
 
-   Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>sync >>loss-scaler >>optimizer   */
+   Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>buckets >>sync >>loss-scaler
+   >>optimizer >>pipeline                                                                                               */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -74,9 +75,10 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
 
 /* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits - loss, gradients, their norm,
    weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V_d data ranks, with and without
-   sequence parallelism. Every layer works as V virtual shards of the same shapes, whatever the number of ranks; a rank of t
-   has V / t of them. Partial results meet in the tree ((0+1)+(2+3))+..., first in a rank, then by mt_all_reduce across ranks.
-   Micro-batches meet in such a tree, too (mt_accumulate_gradients). What differs from the default:
+   sequence parallelism, and on any number of pipeline stages. Every layer works as V virtual shards of the same shapes,
+   whatever the number of ranks; a rank of t has V / t of them. Partial results meet in the tree ((0+1)+(2+3))+..., first in a
+   rank, then by mt_all_reduce across ranks. Micro-batches meet in such a tree, too (mt_accumulate_gradients). What differs from
+   the default:
      - split dimensions are padded to V shards; kv_heads must be at least V (MT_ERR_SHAPE);
      - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
        mt_invariant_micro_batch says which;
@@ -131,9 +133,14 @@ typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
     mt_tensor value, grad;
+    mt_tensor lookup_grad;  /* of a shared embedding in invariant mode: what its lookup contributes, where that is on the same
+                               stage as the head; mt_sync_gradients adds it to grad. Else none */
     int tensor_rank, tensor_size;
     int shards;             /* V / tensor_size in invariant mode when the parameter is split, else 1 */
     int64_t local_features; /* of the split dimension, padding included; rows when it is not split */
+    struct mt_params *registry;
+    int index;              /* in the registry, see mt_params_at */
+    int final;              /* its gradient, see mt_gradients_final */
 } mt_param;
 
 typedef struct mt_params mt_params; /* opaque: the registry */
@@ -148,6 +155,18 @@ MT_API void mt_params_destroy(mt_params *params); /* frees values, gradients, de
    Before the first parameter is added. */
 MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype);
 MT_API mt_dtype mt_params_dtype(const mt_params *params);
+
+/* How data parallel ranks share the work. */
+typedef struct mt_data_parallel_desc {
+    size_t bucket_bytes;   /* of gradients that are summed in one call, rounded up so that they divide; 0: 4 times the larger of
+                              40 million and 1 million for each data rank, as Megatron-LM. Changes no bits but over NCCL */
+    int sharded_optimizer; /* 1: each data rank keeps the optimizer's state of its share of the parameters only (ZeRO-1, arXiv
+                              1910.02054; Megatron-LM's distributed optimizer): for d ranks 6 + 12 / d bytes for each 16-bit
+                              parameter, its gradient included, and 8 + 8 / d for each f32 one. See mt_sync_gradients */
+} mt_data_parallel_desc;
+
+/* Before mt_params_init, the same on every data rank. */
+MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
@@ -292,13 +311,36 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
 /* After the last backward of a step: sums sequence_partial gradients over the tensor group (one all-reduce), shared
-   embeddings over the embedding group, and everything over the data group (one all-reduce). In invariant mode the number of
-   micro-batches must be a power of two (MT_ERR_SHAPE), and sequence_partial gradients are summed for each of them. */
+   embeddings over the embedding group, and everything over the data group (one all-reduce for each bucket). In invariant mode
+   the number of micro-batches must be a power of two (MT_ERR_SHAPE), sequence_partial gradients are summed for each of them,
+   and the embedding group comes last.
+   With a sharded optimizer the last sum is a reduce-scatter: afterwards param->grad is whole only in this rank's share of each
+   bucket, see mt_gather_gradients; but in invariant mode it stays an all-reduce, since the norm is added up by parameter. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
-/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of a scalar over the model group; in
-   invariant mode one of V numbers for each parameter over the tensor group, and of a scalar over the pipeline group.
-   Call it after mt_sync_gradients. Not finite when a gradient is not. */
+/* Optional, before the last backward of a step (Megatron-LM's is_last_microbatch): buckets of gradients that become final, from
+   the last parameter to the first, are summed over the data group while that backward goes on, on MT_DEVICE_CUDA beside it;
+   mt_sync_gradients does the rest, and waits. The sums have the same bits as without.
+   Nothing happens in invariant mode, where micro-batches meet first. MT_ERR_ARGUMENT when called again before mt_sync_gradients
+   (or mt_params_zero_grad, which calls it off). */
+MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
+
+/* Nothing will be added any more to the gradients of the parameters from first to last, in the order in which they were added
+   to the registry. mt_gpt_backward calls it for its layers: what others add to their gradients, they add before. Call it in a
+   loop of your own, in the same order on every rank. Gradients of which nobody says so are summed by mt_sync_gradients. Does
+   nothing unless mt_sync_gradients_begin was called; then MT_ERR_ARGUMENT for a gradient that was final already: a backward too
+   many, whose part would be lost. */
+MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
+
+/* With a sharded optimizer, after mt_sync_gradients: param->grad becomes the whole sum on every rank (an all-gather of 4 bytes
+   for each parameter), for who wants to look at it. Otherwise it is so already. */
+MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
+
+/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of two scalars over the model group
+   and, where gradients are scattered, over the data group; in invariant mode one of V numbers for each parameter over the
+   tensor group, a scalar that goes from stage to stage, and one over the pipeline group. Scattered gradients are added up in
+   another order.
+   Call it after mt_sync_gradients. Not finite, on every rank alike, when a gradient is not, also in an uncounted copy. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
 /* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0. Look
@@ -315,7 +357,8 @@ MT_API float mt_clip_coefficient(float norm, float max_norm);
        MT_TRY(mt_grad_norm(ctx, params, &norm));
        float unscale = mt_loss_scaler_update(&scaler, &norm);
        if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
-   Every rank has the same norm, and so the same scale: all take the step, or none. MT_BF16 needs no scale. */
+   Every rank has the same norm, and so the same scale: all take the step, or none, and one that is left out changes nothing.
+   MT_BF16 and MT_F32 need no scale: initial_scale 1 and growth 1 leave out what is not finite, and count it. */
 typedef struct mt_loss_scaler_desc {
     float initial_scale;  /* 0: 2^32 */
     float min_scale;      /* 0: 1 */
@@ -355,7 +398,7 @@ typedef struct mt_optimizer {
     mt_params *params;
     float *m, *v;     /* first and second moments, see mt_optimizer_moments */
     float *master;    /* what 16-bit parameters are the rounded copy of, or NULL, see mt_optimizer_master */
-    int64_t elements; /* of m, of v, and of master */
+    int64_t elements; /* of m, of v, and of master: this rank's share when they are sharded */
     int64_t step;     /* steps done */
 } mt_optimizer;
 
@@ -363,7 +406,8 @@ typedef struct mt_optimizer {
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
 
-/* The moments of a parameter: shards like its value, to read, write, gather and scatter. */
+/* The moments of a parameter: shards like its value, to read, write, gather and scatter. These two: MT_ERR_UNSUPPORTED when
+   data ranks share the optimizer's state, of which each has another part: see mt_optimizer_read. */
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
                                       mt_tensor *v);
 
@@ -372,12 +416,100 @@ MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optim
 MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_tensor *master);
 
+/* What an optimizer keeps of a parameter, named as in PyTorch and Megatron. */
+typedef enum mt_optimizer_state { MT_EXP_AVG = 0, MT_EXP_AVG_SQ = 1, MT_MASTER = 2 } mt_optimizer_state;
+
+/* Copies it into `shard`, MT_F32 and shaped like param->grad. Collective over the data group when it is sharded. */
+MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                   mt_optimizer_state state, mt_tensor shard);
+
+/* Between it and the whole unsharded tensor in host memory, as mt_param_gather and mt_param_scatter, which see. gather is
+   collective over the data group, too, when the state is sharded. Scattering MT_MASTER writes the parameter's value, too,
+   rounded: all data ranks call it with the same. */
+MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                     mt_optimizer_state state, float *global);
+MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                      mt_optimizer_state state, const float *global);
+
 /* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). Masters are updated and
-   parameters rounded in one pass. */
+   parameters rounded in one pass. When the state is sharded, each data rank updates its share, and one all-gather for each
+   bucket brings all of the parameters to every rank: the same bits as without, given the same gradients and grad_scale. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
 /* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
+
+/* ---- pipeline: stages, several micro-batches in flight ---------------------------------------------------------------- */
+
+/* What a stage of a pipeline does in a step, one action after the other: a list that mt_pipeline_run runs, made by
+   mt_pipeline_schedule or by hand. Names are those of Megatron (core/pipeline_parallel/schedules.py). In all schedules
+   micro-batches are taken in their order, forward as well as backward.
+     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): first as many forwards as there are stages behind, then
+                    one forward, one backward: at most min(stages - stage, micro_batches) are in flight
+     GPIPE          all forwards, then all backwards (arXiv 1811.06965): all are in flight
+     FORWARD_ONLY   evaluation
+   With equal stages both of the others take the time of micro_batches + stages - 1 forwards and backwards: the bubble is
+   (stages - 1) / micro_batches of the ideal. */
+typedef enum mt_schedule {
+    MT_SCHEDULE_1F1B = 0,
+    MT_SCHEDULE_GPIPE = 1,
+    MT_SCHEDULE_FORWARD_ONLY = 2
+} mt_schedule;
+
+/* forward goes to the next stage, backward to the one before. The last two send and receive at once, since both neighbours
+   send then, and each would wait for the other. */
+typedef enum mt_action_kind {
+    MT_FORWARD = 0,
+    MT_BACKWARD = 1,
+    MT_SEND_FORWARD = 2,
+    MT_RECV_FORWARD = 3,
+    MT_SEND_BACKWARD = 4,
+    MT_RECV_BACKWARD = 5,
+    MT_SEND_FORWARD_RECV_BACKWARD = 6,
+    MT_SEND_BACKWARD_RECV_FORWARD = 7
+} mt_action_kind;
+
+/* A micro-batch occupies its slot from the moment its input is received until its backward is done. */
+typedef struct mt_action {
+    int micro_batch, slot;           /* what is computed, sent, or, by the first six kinds, received */
+    int recv_micro_batch, recv_slot; /* what the last two receive; of the others the same as above */
+    mt_action_kind kind;
+} mt_action;
+
+/* The actions of one stage: at most 6 for each micro-batch. actions == NULL: only their number. MT_ERR_ARGUMENT for sizes that
+   are not, MT_ERR_SHAPE where `capacity` actions are too few. No communication. */
+MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches, mt_action *actions,
+                                      int capacity, int *count);
+
+/* How many slots they use. */
+MT_API int mt_pipeline_slots(const mt_action *actions, int count);
+
+/* What a stage computes. input [rows, cols] is the output of the stage before, and doutput the gradient of this one's; they are
+   mt_none() where there is no such stage, as are output and dinput. All are memory of mt_pipeline_run: input is there until the
+   backward of its micro-batch is done, the others as long as the call. */
+typedef struct mt_pipeline_stage {
+    int64_t rows, cols; /* of what travels between stages: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
+    mt_dtype dtype;     /* of that: mt_params_dtype */
+    mt_status (*forward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor input, mt_tensor output);
+    mt_status (*backward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor doutput, mt_tensor dinput);
+    void *user;
+} mt_pipeline_stage;
+
+/* Runs the actions of this rank's stage. Every rank of the pipeline group runs those of its own; each boundary between two
+   stages sees one send of [rows, cols] forward and one backward for each micro-batch, in grid->pipeline's ledger.
+
+   What forward allocates from the arena and leaves there is kept for the micro-batch's backward, and gone after it. It is kept
+   in the slot: every micro-batch must allocate what the first one did, in the same order (MT_ERR_SHAPE), the first one in slot
+   0. With n slots the arena needs n times what is kept, the most that one forward or backward needs beside that, and n + 3
+   times [rows, cols] for what travels. When it returns, the arena is as it was.
+
+   Lists made by hand are looked through before anything runs. MT_ERR_ARGUMENT, with the number of the action: a kind that there
+   is not; a slot that is not in [0, count); a backward in a slot where its micro-batch's forward was not the last that happened
+   since another input came or another micro-batch was computed; a backward where stage->backward is NULL.
+
+   After an error the other stages wait for this one until its communicators are destroyed, or their timeout. */
+MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
+                                 const mt_action *actions, int count);
 
 /* ---- hash log: which tensor differs between two runs ---------------------------------------------------------------- */
 
@@ -385,7 +517,7 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
    backward) log what they compute: each tensor's bits, unsharded and of the whole step, become one number that does not depend
    on how the tensor is split over ranks and micro-batches. In invariant mode two splits write the same lines; the first that
    differs names the tensor in which they part. Names are a layer's, with .output, .input_grad or .output_grad.
-   For debugging: it takes time, host memory for the names, and two collectives for each flush. */
+   For debugging: it takes time, host memory for the names, and a few collectives for each flush. */
 typedef struct mt_hash_log mt_hash_log;
 
 /* One log for each context (MT_ERR_ARGUMENT for a second). Destroy it before the context; NULL is allowed. */
@@ -406,7 +538,8 @@ MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char
 typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int differs);
 
 /* At the end of a step: calls line for every tensor, in the order in which they were first computed, on every rank, and
-   empties the log. Collective over the tensor and data group. */
+   empties the log. Collective over the tensor and data group, and the pipeline group: the lines of all stages come in the
+   order in which one stage would write them, when all of them log the same numbers in the same order (mt_hash_log_value). */
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
 #ifdef __cplusplus
@@ -688,6 +821,18 @@ typedef struct mti_buffer {
     struct mti_buffer *next;
 } mti_buffer;
 
+/* Gradients that are summed over the data group in one call, see >>buckets. Counted in elements of the registry's memory. */
+typedef struct mti_buckets {
+    mt_data_parallel_desc desc;
+    int ranks;     /* that share the optimizer's state */
+    int64_t size;  /* of each but the last one, which is at the beginning of the memory */
+    int64_t early; /* what lies before is summed over other groups first */
+    int begun;     /* mt_sync_gradients_begin */
+    int waits_for; /* all parameters from this index on have final gradients, or lie before `early` */
+    int64_t final; /* so that all from here on is final */
+    int64_t sent;  /* and all from here on is on its way */
+} mti_buckets;
+
 struct mt_params {
     mt_context *ctx;
     const mt_grid *grid;
@@ -697,7 +842,9 @@ struct mt_params {
     void *values;              /* NULL until mt_params_init */
     float *grads;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
-    float *subtrees;           /* invariant mode: [levels, elements], sums of 1, 2, 4, ... micro-batches */
+    mti_buckets buckets;
+    int64_t gradients;         /* floats in grads: elements, and behind them those of lookup_grad */
+    float *subtrees;           /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
     int levels;                /* of the tree over the micro-batches of a rank */
     int64_t micro_batches;     /* accumulated in this step */
     mti_buffer *buffers;
@@ -750,6 +897,17 @@ MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtyp
 
 MT_API mt_dtype mt_params_dtype(const mt_params *params) { return params ? params->dtype : MT_F32; }
 
+MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || !desc || params->values)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: %s", !params ? "params is NULL" :
+                        desc ? "comes after mt_params_init" : "desc is NULL");
+    if (desc->bucket_bytes > SIZE_MAX / 4)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: bucket_bytes is %zu", desc->bucket_bytes);
+    params->buckets.desc = *desc;
+    return MT_SUCCESS;
+}
+
 static size_t mti_params_bytes(const mt_params *params, int64_t elements) {
     return (size_t)elements * mt_dtype_size(params->dtype);
 }
@@ -759,10 +917,11 @@ MT_API void mt_params_destroy(mt_params *params) {
     int i;
     if (!params) return;
     ctx = params->ctx;
+    if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS); /* what is on its way needs its memory */
     mti_params_free_buffers(params);
     mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
-    mt_context_free(ctx, params->grads, (size_t)params->elements * sizeof(float));
-    mt_context_free(ctx, params->subtrees, (size_t)(params->elements * params->levels) * sizeof(float));
+    mt_context_free(ctx, params->grads, (size_t)params->gradients * sizeof(float));
+    mt_context_free(ctx, params->subtrees, (size_t)(params->gradients * params->levels) * sizeof(float));
     for (i = 0; i < params->count; i++) mti_host_free(params->list[i]);
     mti_host_free(params->list);
     mti_host_free(params);
@@ -892,6 +1051,8 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     if (!p->desc.unit) p->desc.unit = 1;
     p->tensor_rank = params->grid->tensor_rank;
     p->tensor_size = params->grid->tensor_size;
+    p->registry = params;
+    p->index = params->count;
     mti_param_shape(params, p);
     params->list[params->count++] = p;
     *out = p;
@@ -908,26 +1069,36 @@ static mt_status mti_params_keep(mt_params *params, int count, void *layer, size
     return status;
 }
 
-/* Elements of a parameter's shard in the registry's memory, rounded up so that each starts on a 64-byte boundary. */
+/* Whatever lies at a multiple of so many elements of the registry's memory lies on a 64-byte boundary. */
+static int64_t mti_param_unit(mt_dtype dtype) { return (int64_t)(MTI_ALIGNMENT / mt_dtype_size(dtype)); }
+
+/* Elements of a parameter's shard in the registry's memory. */
 static int64_t mti_param_slot(const mt_param *p) {
-    return mti_round_up(p->value.rows * p->value.cols, (int64_t)(MTI_ALIGNMENT / mt_dtype_size(p->value.dtype)));
+    return mti_round_up(p->value.rows * p->value.cols, mti_param_unit(p->value.dtype));
 }
 
-/* The slots of all parameters together. */
-static mt_status mti_params_sum(mt_context *ctx, const mt_params *params, int64_t *sum) {
+/* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant mode. */
+static int mti_has_lookup_grad(const mt_params *params, const mt_param *p) {
+    return params->ctx->invariant && p->desc.shared_embedding && params->grid->pipeline_size == 1;
+}
+
+/* The slots of all parameters together, and, as params->gradients, of what is behind theirs. */
+static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum) {
     int i;
+    params->gradients = 0;
     for (*sum = 0, i = 0; i < params->count; i++) {
         int64_t slot = mti_param_slot(params->list[i]);
         if (slot > INT64_MAX / 256 - *sum)
             return mti_fail(ctx, MT_ERR_MEMORY, "mt_params_init: the parameters up to '%s' have more than %lld elements",
                             params->list[i]->name, (long long)(INT64_MAX / 256));
         *sum += slot;
+        if (mti_has_lookup_grad(params, params->list[i])) params->gradients += slot;
     }
     return MT_SUCCESS;
 }
 
 static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t elements) {
-    size_t bytes = (size_t)elements * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
+    size_t bytes = (size_t)params->gradients * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL;
     mt_status status;
     while (params->grid->data_size << params->levels < ctx->invariant_data) params->levels++;
@@ -947,23 +1118,44 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t el
     return MT_SUCCESS;
 }
 
-/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece. */
+/* Each bucket, and so the whole memory, is a multiple of what makes the ranks' shares of it equal and aligned. */
+static void mti_params_cut(mt_params *params, int64_t *elements) {
+    mti_buckets *b = &params->buckets;
+    int64_t size = (int64_t)(b->desc.bucket_bytes / sizeof(float)), unit;
+    b->ranks = b->desc.sharded_optimizer ? params->grid->data_size : 1;
+    unit = mti_param_unit(params->dtype) * b->ranks;
+    if (b->desc.bucket_bytes == 0) size = mti_max(40000000, (int64_t)params->grid->data_size * 1000000);
+    *elements = mti_round_up(*elements, unit);
+    b->size = mti_round_up(mti_max(mti_min(size, *elements), 1), unit);
+}
+
+/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece, then those
+   summed over the embedding group. */
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
-    int64_t at;
+    int64_t at, behind;
     int i, pass;
-    MT_TRY(mti_params_sum(ctx, params, &at));
-    MT_TRY(mti_params_alloc(ctx, params, at));
-    for (at = 0, pass = 0; pass < 2; pass++) {
+    MT_TRY(mti_params_sum(ctx, params, &behind));
+    mti_params_cut(params, &behind);
+    params->gradients += behind;
+    MT_TRY(mti_params_alloc(ctx, params, behind));
+    for (at = 0, pass = 0; pass < 3; pass++) {
         for (i = 0; i < params->count; i++) {
             mt_param *p = params->list[i];
-            if ((p->desc.sequence_partial != 0) != (pass == 0)) continue;
+            if ((p->desc.sequence_partial ? 0 : p->desc.shared_embedding ? 1 : 2) != pass) continue;
             p->value.data = (char *)params->values + mti_params_bytes(params, at);
             p->grad.data = params->grads + at;
             at += mti_param_slot(p);
+            if (!mti_has_lookup_grad(params, p)) continue;
+            p->lookup_grad = p->grad;
+            p->lookup_grad.data = params->grads + behind;
+            behind += mti_param_slot(p);
         }
         if (pass == 0) params->partial = at;
+        if (pass == 1) params->buckets.early = at;
     }
-    return mti_comm_register(ctx, params->grid->data, params->grads, (size_t)params->elements * sizeof(float));
+    MT_TRY(mti_comm_register(ctx, params->grid->data, params->grads, (size_t)params->elements * sizeof(float)));
+    if (params->buckets.ranks == 1) return MT_SUCCESS;
+    return mti_comm_register(ctx, params->grid->data, params->values, mti_params_bytes(params, params->elements));
 }
 
 /* FNV-1a, so that a parameter's random stream depends on its name and not on what was created before it. */
@@ -1023,10 +1215,12 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
                     params->ctx->invariant, params->ctx->invariant_data, ctx->invariant, ctx->invariant_data);
 }
 
-static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->elements); }
+static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->gradients); }
 
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
+    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS));
+    params->buckets.begun = 0;
     params->micro_batches = 0;
     return mt_fill(ctx, mti_gradients(params), 0.0f);
 }
@@ -1146,10 +1340,14 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 #define MTI_LOG_NAME (MT_NAME_MAX + 32)
 
 /* split: over which axes (tensor, data) the ranks hold different parts of the tensor, rather than copies of it. */
+/* Lines that stages exchange at once: so the scratch memory of a flush does not depend on how many there are. */
+#define MTI_LOG_ROUND 64
+
 typedef struct mti_log_entry {
     char name[MTI_LOG_NAME];
     uint64_t hash;
     int split[2], differs;
+    int order; /* where the line stands among those of other stages, see mti_log_lines */
 } mti_log_entry;
 
 struct mt_hash_log {
@@ -1158,6 +1356,7 @@ struct mt_hash_log {
     mti_log_entry *entries;
     int count, capacity, last; /* last: the entry found last; steps repeat, so the next one follows it */
     int64_t first_token;       /* of the call that is going on, in the global batch */
+    int values;                /* logged so far: numbers, which every stage has */
 };
 
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out) {
@@ -1224,6 +1423,7 @@ static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *
     for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
     snprintf(full, sizeof full, "%.*s.%s", length, name, what);
     MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
+    entry->order = strstr(what, "_grad") != NULL;
     row_split = sequence_parallel && log->grid->tensor_size > 1;
     entry->split[0] = cols != NULL || row_split;
     entry->split[1] = 1;
@@ -1250,6 +1450,7 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
     snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");
     MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
     entry->split[0] = param->desc.placement != MT_REPLICATED;
+    entry->order = 2 + 2 * log->values;
     for (i = 0; i < mti_param_blocks(param); i++) {
         mti_block b = mti_param_block(param, param->tensor_rank, i);
         int by_cols = param->desc.placement == MT_SPLIT_COLS;
@@ -1265,6 +1466,7 @@ MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char
     MT_TRY(mti_log_check(ctx, "mt_hash_log_value", log));
     if (!name) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_value: name is NULL");
     MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
+    entry->order = 2 + 2 * ++log->values;
     memcpy(&bits, &value, sizeof bits);
     entry->hash += mti_hash_element(0, bits);
     return MT_SUCCESS;
@@ -1320,6 +1522,67 @@ static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, 
     return status;
 }
 
+/* The entries of all stages, `each` of every one; those that a stage does not have are without a name. */
+static mt_status mti_log_gather(mt_context *ctx, const mt_hash_log *log, int each, mti_log_entry *all) {
+    int64_t words = MTI_LOG_ROUND * (int64_t)(sizeof *all / sizeof(int32_t));
+    int rank = log->grid->pipeline_rank, stages = log->grid->pipeline_size, first, stage;
+    mt_tensor own, every;
+    memcpy(all + rank * each, log->entries, (size_t)log->count * sizeof *all);
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, words, &own));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, stages, words, &every));
+    for (first = 0; first < each; first += MTI_LOG_ROUND) {
+        MT_TRY(mt_upload(ctx, all + rank * each + first, own));
+        MT_TRY(mt_all_gather(ctx, log->grid->pipeline, own.data, every.data, (size_t)words, MT_I32));
+        for (stage = 0; stage < stages; stage++)
+            MT_TRY(mt_download(ctx, mt_tensor_rows(every, stage, 1), all + stage * each + first));
+    }
+    return MT_SUCCESS;
+}
+
+/* Whether an entry before e is of the same tensor; if it is another stage's that is not the same, both differ. */
+static int mti_log_is_copy(mti_log_entry *all, mti_log_entry *e) {
+    mti_log_entry *other;
+    for (other = all; other < e; other++) {
+        if (other->order != e->order || strcmp(other->name, e->name) != 0) continue;
+        other->differs |= e->differs || other->hash != e->hash;
+        return 1;
+    }
+    return 0;
+}
+
+/* As one stage with all layers would write them: what is computed forward, stage by stage, what is computed backward, the other
+   way round, then what a loop adds, between two numbers stage by stage. */
+static void mti_log_lines(mti_log_entry *all, int stages, int each, mt_hash_line line, void *user) {
+    int order, last = 0, i;
+    for (i = stages * each; i-- > 0;) {
+        if (all[i].name[0] && mti_log_is_copy(all, &all[i])) all[i].name[0] = '\0';
+        last = all[i].order > last ? all[i].order : last;
+    }
+    for (order = 0; order <= last; order++)
+        for (i = 0; i < stages * each; i++) {
+            const mti_log_entry *e = &all[(order == 1 ? stages - 1 - i / each : i / each) * each + i % each];
+            if (e->name[0] && e->order == order) line(user, e->name, e->hash, e->differs);
+        }
+}
+
+static mt_status mti_log_stages(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user) {
+    int stages = log->grid->pipeline_size, each = log->count;
+    mt_tensor most;
+    void *memory;
+    mt_status status;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, 1, &most));
+    MT_TRY(mt_upload(ctx, &each, most));
+    MT_TRY(mt_all_reduce(ctx, log->grid->pipeline, most.data, most.data, 1, MT_I32, MT_MAX));
+    MT_TRY(mt_download(ctx, most, &each));
+    if (each < log->count) each = log->count; /* META */
+    each = (int)mti_round_up(each, MTI_LOG_ROUND);
+    MT_TRY(mti_host_new(ctx, (size_t)stages * (size_t)each * sizeof(mti_log_entry), &memory));
+    status = mti_log_gather(ctx, log, each, (mti_log_entry *)memory);
+    if (status == MT_SUCCESS) mti_log_lines((mti_log_entry *)memory, stages, each, line, user);
+    mti_host_free(memory);
+    return status;
+}
+
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user) {
     size_t mark;
     mt_status status;
@@ -1330,10 +1593,12 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
     mark = mt_arena_mark(ctx);
     status = mti_log_join(ctx, log, log->grid->tensor, 0);
     if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->data, 1);
+    if (status == MT_SUCCESS && log->grid->pipeline_size > 1) status = mti_log_stages(ctx, log, line, user);
+    else
+        for (i = 0; status == MT_SUCCESS && i < log->count; i++)
+            line(user, log->entries[i].name, log->entries[i].hash, log->entries[i].differs);
     mt_arena_release(ctx, mark);
-    for (i = 0; status == MT_SUCCESS && i < log->count; i++)
-        line(user, log->entries[i].name, log->entries[i].hash, log->entries[i].differs);
-    log->count = log->last = 0;
+    log->count = log->last = log->values = 0;
     return status;
 }
 
@@ -1959,7 +2224,9 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
                              dy, "", mt_none()));
     mark = mt_arena_mark(ctx);
     status = mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, dy, &all);
-    if (status == MT_SUCCESS) status = mt_embedding_backward(ctx, all, layer->first_row, ids, layer->weight->grad);
+    if (status == MT_SUCCESS)
+        status = mt_embedding_backward(ctx, all, layer->first_row, ids,
+                                       layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2080,11 +2347,87 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     return status;
 }
 
+/* ---- >>buckets ---------------------------------------------------------------------------------------------------- */
+
+/* Backward passes through the layers from the last to the first, and so through the registry's memory: buckets are counted from
+   its end, each [lo, hi). They cut through parameters, so that a rank's share of every bucket is as large as the others'. */
+static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mti_max(hi - params->buckets.size, 0); }
+
+/* Whether a data rank has the sums of its share only. In invariant mode the norm is added up parameter by parameter, and so
+   needs all of them. */
+static int mti_is_scattered(const mt_params *params) { return params->buckets.ranks > 1 && !params->ctx->invariant; }
+
+static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
+    mt_comm *data = params->grid->data;
+    float *grads = params->grads + lo;
+    int64_t share = (hi - lo) / params->buckets.ranks;
+    if (!mti_is_scattered(params)) return mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM);
+    return mt_reduce_scatter(ctx, data, grads, grads + share * params->grid->data_rank, (size_t)share, MT_F32, MT_SUM);
+}
+
+/* The buckets that begin at `from` or behind, as far as they are not on their way. */
+static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t from) {
+    mti_buckets *b = &params->buckets;
+    while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
+        int64_t hi = b->sent;
+        b->sent = mti_bucket_low(params, hi);
+        MT_TRY(mt_overlap_begin(ctx, params->grid->data, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_BUCKETS, mti_bucket_reduce(ctx, params, b->sent, hi)));
+    }
+    return MT_SUCCESS;
+}
+
+/* Every rank's shares, of gradients or of values, to all. */
+static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, void *memory, mt_dtype dtype) {
+    int64_t hi, lo, share, size = (int64_t)mt_dtype_size(dtype);
+    for (hi = params->elements; hi > 0; hi = lo) {
+        char *to;
+        lo = mti_bucket_low(params, hi);
+        share = (hi - lo) / params->buckets.ranks;
+        to = (char *)memory + lo * size;
+        MT_TRY(mt_all_gather(ctx, params->grid->data, to + share * params->grid->data_rank * size, to, (size_t)share, dtype));
+    }
+    return MT_SUCCESS;
+}
+
+/* A stretch of the registry's memory, and where in this rank's share its state begins. */
+typedef struct mti_stretch {
+    int64_t at, count, state;
+} mti_stretch;
+
+/* The first stretch of [at, end) in this rank's share; count is 0 when there is none. */
+static mti_stretch mti_share_next(const mt_params *params, int64_t at, int64_t end) {
+    const mti_buckets *b = &params->buckets;
+    mti_stretch s = {0, 0, 0};
+    while (at < end && s.count <= 0) {
+        int64_t hi = b->ranks > 1 ? params->elements - (params->elements - 1 - at) / b->size * b->size : params->elements;
+        int64_t lo = b->ranks > 1 ? mti_bucket_low(params, hi) : 0, share = (hi - lo) / b->ranks;
+        int64_t first = lo + (b->ranks > 1 ? share * params->grid->data_rank : 0);
+        s.at = mti_max(at, first);
+        s.count = mti_min(end, first + share) - s.at;
+        s.state = lo / b->ranks + s.at - first;
+        at = hi;
+    }
+    if (s.count < 0) s.count = 0;
+    return s;
+}
+
+static mti_stretch mti_share_after(const mt_params *params, mti_stretch s, int64_t end) {
+    return mti_share_next(params, s.at + s.count, end);
+}
+
+static int64_t mti_param_place(const mt_param *p) { return (const float *)p->grad.data - p->registry->grads; }
+
+static mti_stretch mti_param_share(const mt_param *p) {
+    int64_t at = mti_param_place(p);
+    return mti_share_next(p->registry, at, at + p->grad.rows * p->grad.cols);
+}
+
 /* ---- >>sync ------------------------------------------------------------------------------------------------------- */
 
 /* The subtree of gradients that 2^level micro-batches made. */
 static mt_tensor mti_gradient_level(const mt_params *params, int level) {
-    return mt_tensor_f32(params->subtrees + level * params->elements, 1, params->elements);
+    return mt_tensor_f32(params->subtrees + level * params->gradients, 1, params->gradients);
 }
 
 /* Sums of each tensor rank's own tokens become sums of all. */
@@ -2126,18 +2469,91 @@ static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     return mt_copy(ctx, mti_gradient_level(params, level), mti_gradients(params));
 }
 
-MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
-    const mt_grid *grid;
+MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params) {
+    mti_buckets *b;
     int i;
-    MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients"));
-    grid = params->grid;
-    MT_TRY(mti_join_micro_batches(ctx, params));
-    for (i = 0; grid->embedding && i < params->count; i++) {
-        mt_tensor grad = params->list[i]->grad;
-        if (!params->list[i]->desc.shared_embedding) continue;
-        MT_TRY(mt_all_reduce(ctx, grid->embedding, grad.data, grad.data, (size_t)(grad.rows * grad.cols), MT_F32, MT_SUM));
+    MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients_begin"));
+    b = &params->buckets;
+    if (b->begun)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_sync_gradients_begin: was called already, and mt_sync_gradients not since");
+    if (ctx->invariant) return MT_SUCCESS;
+    for (i = 0; i < params->count; i++) params->list[i]->final = 0;
+    b->begun = 1;
+    b->waits_for = params->count;
+    b->final = b->sent = params->elements;
+    return MT_SUCCESS;
+}
+
+/* As far as final gradients reach without a gap, from the end. */
+static void mti_buckets_advance(mt_params *params) {
+    mti_buckets *b = &params->buckets;
+    while (b->waits_for > 0) {
+        const mt_param *p = params->list[b->waits_for - 1];
+        int early = mti_param_place(p) >= b->early;
+        if (early && !p->final) return;
+        if (early) b->final = mti_param_place(p);
+        b->waits_for--;
     }
-    return mt_all_reduce(ctx, grid->data, params->grads, params->grads, (size_t)params->elements, MT_F32, MT_SUM);
+}
+
+MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last) {
+    static const char *const function = "mt_gradients_final";
+    mt_params *params;
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!first || !last || !first->registry || first->registry != last->registry || first->index > last->index)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' to '%s' are no parameters of one registry, in its order", function,
+                        first ? first->name : "(NULL)", last ? last->name : "(NULL)");
+    params = first->registry;
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (!params->buckets.begun) return MT_SUCCESS;
+    for (i = first->index; i <= last->index; i++) {
+        if (params->list[i]->final)
+            return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' was final already: mt_sync_gradients_begin comes "
+                            "before the last backward of a step", function, params->list[i]->name);
+        params->list[i]->final = 1;
+    }
+    mti_buckets_advance(params);
+    return mti_buckets_send(ctx, params, params->buckets.final);
+}
+
+/* What the head and the lookup contribute to the gradient of a shared embedding, wherever the two are. */
+static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
+    mt_comm *embedding = params->grid->embedding;
+    int i;
+    for (i = 0; embedding && i < params->count; i++) {
+        mt_tensor grad = params->list[i]->grad, lookup = params->list[i]->lookup_grad;
+        if (!params->list[i]->desc.shared_embedding) continue;
+        if (lookup.data) MT_TRY(mt_add(ctx, lookup, grad, grad));
+        MT_TRY(mt_all_reduce(ctx, embedding, grad.data, grad.data, (size_t)(grad.rows * grad.cols), MT_F32, MT_SUM));
+    }
+    return MT_SUCCESS;
+}
+
+/* In invariant mode each part of an embedding's gradient is summed over all micro-batches, those of other data ranks included,
+   before the parts are added: so the bits do not depend on how many data ranks there are. */
+static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
+    float *behind = params->grads + params->elements;
+    size_t lookups = (size_t)(params->gradients - params->elements);
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->data, behind, behind, lookups, MT_F32, MT_SUM));
+    return mti_sync_embeddings(ctx, params);
+}
+
+MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
+    MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients"));
+    MT_TRY(mti_join_micro_batches(ctx, params));
+    if (!ctx->invariant) MT_TRY(mti_sync_embeddings(ctx, params));
+    if (!params->buckets.begun) params->buckets.sent = params->elements;
+    MT_TRY(mti_buckets_send(ctx, params, 0));
+    params->buckets.begun = 0;
+    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS));
+    return ctx->invariant ? mti_sync_lookups(ctx, params) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
+    MT_TRY(mti_params_ready(ctx, params, "mt_gather_gradients"));
+    if (!mti_is_scattered(params)) return MT_SUCCESS;
+    return mti_buckets_gather(ctx, params, params->grads, MT_F32);
 }
 
 /* Whether this rank's copy of a parameter is the one that counts towards the norm. */
@@ -2146,42 +2562,67 @@ static int mti_counts_in_norm(const mt_grid *grid, const mt_param *p) {
     return !(p->desc.shared_embedding && grid->pipeline_size > 1 && grid->pipeline_rank == grid->pipeline_size - 1);
 }
 
-/* Adds the squares of every parameter into sums [1, 1]. */
+/* Adds the squares of a gradient, or of this rank's share of it, to sum [1, 1]. */
+static mt_status mti_sum_param_squares(mt_context *ctx, const mt_param *p, mt_tensor sum) {
+    int64_t end = mti_param_place(p) + p->grad.rows * p->grad.cols;
+    mti_stretch s;
+    if (!mti_is_scattered(p->registry)) return mt_sum_of_squares(ctx, p->grad, sum);
+    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end))
+        MT_TRY(mt_sum_of_squares(ctx, mt_tensor_f32(p->registry->grads + s.at, 1, s.count), sum));
+    return MT_SUCCESS;
+}
+
+/* sums [1, 2]: the squares of every parameter that counts, and of the copies that do not. */
 static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor sums) {
     int i;
     for (i = 0; i < params->count; i++)
-        if (mti_counts_in_norm(params->grid, params->list[i]))
-            MT_TRY(mt_sum_of_squares(ctx, params->list[i]->grad, sums));
-    return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 1, MT_F32, MT_SUM);
+        MT_TRY(mti_sum_param_squares(ctx, params->list[i],
+                                     mt_tensor_cols(sums, !mti_counts_in_norm(params->grid, params->list[i]), 1)));
+    if (mti_is_scattered(params)) MT_TRY(mt_all_reduce(ctx, params->grid->data, sums.data, sums.data, 2, MT_F32, MT_SUM));
+    return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
+}
+
+/* Adds x [1, n] to sum, one after the other, stage by stage: as if one stage had all of them. */
+static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_tensor x, mt_tensor sum) {
+    int64_t i;
+    int stage = grid->pipeline_rank, last = grid->pipeline_size - 1;
+    if (stage > 0) MT_TRY(mt_recv(ctx, grid->pipeline, sum.data, 1, MT_F32, stage - 1));
+    for (i = 0; i < x.cols; i++) MT_TRY(mt_add(ctx, sum, mt_tensor_cols(x, i, 1), sum));
+    if (stage < last) MT_TRY(mt_send(ctx, grid->pipeline, sum.data, 1, MT_F32, stage + 1));
+    return mt_broadcast(ctx, grid->pipeline, sum.data, sum.data, 1, MT_F32, last);
 }
 
 /* The same in invariant mode: a number for every parameter and each of the V virtual shards, which only one rank of the tensor
-   group knows, so that the all-reduce is exact; then a tree over the shards. Parameters are added one after the other. */
+   group knows, so that the all-reduce is exact, and one for all that does not count; then a tree over the shards. */
 static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, mt_tensor sums) {
-    int i, s, v = ctx->invariant;
+    int i, s, v = ctx->invariant, columns = params->count + 1;
     mt_tensor all;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, v, params->count, &all));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, v, columns, &all));
     MT_TRY(mt_fill(ctx, all, 0.0f));
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        for (s = 0; s < p->shards && mti_counts_in_norm(params->grid, p); s++)
+        int column = mti_counts_in_norm(params->grid, p) ? i : params->count;
+        for (s = 0; s < p->shards; s++)
             MT_TRY(mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
-                                     mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), i, 1)));
+                                     mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), column, 1)));
     }
-    MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)v * (size_t)params->count, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)v * (size_t)columns, MT_F32, MT_SUM));
     MT_TRY(mt_tree_sum(ctx, all));
-    MT_TRY(mt_sum(ctx, mt_tensor_rows(all, 0, 1), sums));
-    return mt_all_reduce(ctx, params->grid->pipeline, sums.data, sums.data, 1, MT_F32, MT_SUM);
+    MT_TRY(mt_sum(ctx, mt_tensor_cols(mt_tensor_rows(all, 0, 1), params->count, 1), mt_tensor_cols(sums, 1, 1)));
+    MT_TRY(mti_sum_over_stages(ctx, params->grid, mt_tensor_cols(mt_tensor_rows(all, 0, 1), 0, params->count),
+                               mt_tensor_cols(sums, 0, 1)));
+    return mt_all_reduce(ctx, params->grid->pipeline, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32, MT_SUM);
 }
 
+/* What is not counted still must be finite, or one copy of a parameter would go its own way: 0 times it is 0, or NaN. */
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
-    mt_tensor sum;
-    float squares;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 1, &sum));
-    MT_TRY(mt_fill(ctx, sum, 0.0f));
-    MT_TRY(ctx->invariant ? mti_sum_squares_invariant(ctx, params, sum) : mti_sum_squares(ctx, params, sum));
-    MT_TRY(mt_download(ctx, sum, &squares));
-    *norm = (float)sqrt((double)squares);
+    mt_tensor sums;
+    float squares[2];
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
+    MT_TRY(mt_fill(ctx, sums, 0.0f));
+    MT_TRY(ctx->invariant ? mti_sum_squares_invariant(ctx, params, sums) : mti_sum_squares(ctx, params, sums));
+    MT_TRY(mt_download(ctx, sums, squares));
+    *norm = (float)sqrt((double)squares[0] + 0.0 * (double)squares[1]);
     return MT_SUCCESS;
 }
 
@@ -2203,10 +2644,18 @@ MT_API float mt_clip_coefficient(float norm, float max_norm) {
 
 /* ---- >>loss-scaler ------------------------------------------------------------------------------------------------- */
 
+/* What is wrong with it, by the name it has in a checkpoint; NULL: nothing. */
+static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
+    if (!(d->min_scale > 0.0f)) return "loss_scaler.min_scale";
+    if (!(d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX)) return "loss_scaler.initial_scale";
+    if (!(d->growth >= 1.0f && d->growth <= FLT_MAX)) return "loss_scaler.growth";
+    if (!(d->backoff > 0.0f && d->backoff <= 1.0f)) return "loss_scaler.backoff";
+    if (d->growth_interval <= 0) return "loss_scaler.growth_interval";
+    return d->hysteresis <= 0 ? "loss_scaler.hysteresis" : NULL;
+}
+
 static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
-    if (d->min_scale > 0.0f && d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX && d->growth >= 1.0f &&
-        d->growth <= FLT_MAX && d->backoff > 0.0f && d->backoff <= 1.0f && d->growth_interval > 0 && d->hysteresis > 0)
-        return MT_SUCCESS;
+    if (!mti_loss_scaler_fault(d)) return MT_SUCCESS;
     return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: initial_scale %g, min_scale %g, growth %g, backoff %g, "
                     "growth_interval %d, hysteresis %d", (double)d->initial_scale, (double)d->min_scale, (double)d->growth,
                     (double)d->backoff, d->growth_interval, d->hysteresis);
@@ -2277,25 +2726,24 @@ static mt_status mti_optimizer_alloc(mt_context *ctx, mt_optimizer *optimizer, f
     return MT_SUCCESS;
 }
 
-/* The part of `state` (m, v or masters) that belongs to a parameter of the optimizer's registry. */
-static mt_tensor mti_optimizer_shard(const mt_optimizer *optimizer, const mt_param *p, float *state) {
+/* The part of `state` (m, v or masters) that belongs to a parameter, when this rank has all of it. */
+static mt_tensor mti_optimizer_shard(const mt_param *p, float *state) {
     mt_tensor t = p->grad;
-    t.data = state + ((const float *)p->grad.data - optimizer->params->grads);
+    t.data = state + mti_param_place(p);
     return t;
 }
 
-static mt_tensor mti_optimizer_master(const mt_optimizer *optimizer, const mt_param *p) {
-    return optimizer->master ? mti_optimizer_shard(optimizer, p, optimizer->master) : mt_none();
-}
-
 static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) {
-    int i, masters = optimizer->params->dtype != MT_F32 && !optimizer->desc.stochastic_rounding;
+    const mt_params *params = optimizer->params;
+    mti_stretch s;
     MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->m));
     MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->v));
-    if (masters) MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->master));
-    for (i = 0; masters && i < optimizer->params->count; i++) {
-        const mt_param *p = optimizer->params->list[i];
-        MT_TRY(mt_convert(ctx, p->value, mti_optimizer_master(optimizer, p)));
+    if (params->dtype == MT_F32 || optimizer->desc.stochastic_rounding) return MT_SUCCESS;
+    MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->master));
+    for (s = mti_share_next(params, 0, params->elements); s.count > 0; s = mti_share_after(params, s, params->elements)) {
+        const char *values = (const char *)params->values + mti_params_bytes(params, s.at);
+        MT_TRY(mt_convert(ctx, mt_tensor_make(values, params->dtype, 1, s.count),
+                          mt_tensor_f32(optimizer->master + s.state, 1, s.count)));
     }
     return MT_SUCCESS;
 }
@@ -2314,7 +2762,7 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->params = params;
-    out->elements = params->elements;
+    out->elements = params->elements / params->buckets.ranks;
     status = mti_optimizer_memory(ctx, out);
     if (status != MT_SUCCESS) mt_optimizer_destroy(ctx, out);
     return status;
@@ -2331,7 +2779,7 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
 }
 
 static mt_status mti_optimizer_shard_check(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
-                                           const mt_param *param, const char *name, const mt_tensor *out) {
+                                           const mt_param *param, const char *name, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!param || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, param ? name : "param");
     if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: no optimizer", function);
@@ -2339,61 +2787,206 @@ static mt_status mti_optimizer_shard_check(mt_context *ctx, const char *function
     return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is not of this optimizer's registry", function, param->name);
 }
 
+static mt_status mti_expect_unshared(mt_context *ctx, const char *function, const mt_optimizer *optimizer) {
+    if (optimizer->params->buckets.ranks == 1) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %d data ranks share the optimizer's state (sharded_optimizer); use "
+                    "mt_optimizer_read, _gather or _scatter", function, optimizer->params->buckets.ranks);
+}
+
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
                                       mt_tensor *v) {
     MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_moments", optimizer, param, "m or v",
                                      m && v ? m : NULL));
-    *m = mti_optimizer_shard(optimizer, param, optimizer->m);
-    *v = mti_optimizer_shard(optimizer, param, optimizer->v);
+    MT_TRY(mti_expect_unshared(ctx, "mt_optimizer_moments", optimizer));
+    *m = mti_optimizer_shard(param, optimizer->m);
+    *v = mti_optimizer_shard(param, optimizer->v);
     return MT_SUCCESS;
 }
 
 MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_tensor *master) {
     MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_master", optimizer, param, "master", master));
-    *master = optimizer->master ? mti_optimizer_master(optimizer, param) : param->value;
+    MT_TRY(mti_expect_unshared(ctx, "mt_optimizer_master", optimizer));
+    *master = optimizer->master ? mti_optimizer_shard(param, optimizer->master) : param->value;
     return MT_SUCCESS;
 }
 
-/* A view of the master, which may not be there. */
-static mt_tensor mti_block_of_any(const mt_param *p, mt_tensor t, mti_block b) {
-    return t.data ? mti_param_block_view(p, t, b) : t;
+/* One state, checked. memory: m, v or the masters, or NULL where the parameter's value is the master. */
+static mt_status mti_optimizer_state(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
+                                     const mt_param *param, mt_optimizer_state state, const void *other, float **memory) {
+    MT_TRY(mti_optimizer_shard_check(ctx, function, optimizer, param, "the tensor", other));
+    switch (state) {
+    case MT_EXP_AVG: *memory = optimizer->m; return MT_SUCCESS;
+    case MT_EXP_AVG_SQ: *memory = optimizer->v; return MT_SUCCESS;
+    case MT_MASTER: *memory = optimizer->master; return MT_SUCCESS;
+    }
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: state is %d", function, (int)state);
+}
+
+/* Between this rank's share of a parameter's state and the place of that share in `whole`, shaped like the parameter. */
+static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *memory, mt_tensor whole, int to_whole) {
+    int64_t first = mti_param_place(p), end = first + whole.rows * whole.cols;
+    mti_stretch s;
+    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end)) {
+        mt_tensor mine = mt_tensor_f32(memory + s.state, 1, s.count);
+        mt_tensor place = mt_tensor_f32((float *)whole.data + (s.at - first), 1, s.count);
+        MT_TRY(to_whole ? mt_copy(ctx, mine, place) : mt_copy(ctx, place, mine));
+    }
+    return MT_SUCCESS;
+}
+
+/* A parameter's state where this rank has it, or put together in the arena from the shares of all: as integers, of which all
+   but one are 0, so that every bit arrives. */
+static mt_status mti_optimizer_whole(mt_context *ctx, const mt_param *p, float *memory, mt_tensor *out) {
+    const mt_params *params = p->registry;
+    size_t count = (size_t)(p->grad.rows * p->grad.cols);
+    *out = memory ? mti_optimizer_shard(p, memory) : p->value;
+    if (!memory || params->buckets.ranks == 1) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, out));
+    MT_TRY(mt_fill(ctx, *out, 0.0f));
+    MT_TRY(mti_optimizer_copy(ctx, p, memory, *out, 1));
+    return mt_all_reduce(ctx, params->grid->data, out->data, out->data, count, MT_I32, MT_SUM);
+}
+
+MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                   mt_optimizer_state state, mt_tensor shard) {
+    static const char *const function = "mt_optimizer_read";
+    float *memory;
+    mt_tensor whole;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_optimizer_state(ctx, function, optimizer, param, state, shard.data, &memory));
+    MT_TRY(mti_expect_shape(ctx, function, "shard", shard, param->grad.rows, param->grad.cols));
+    mark = mt_arena_mark(ctx);
+    status = mti_optimizer_whole(ctx, param, memory, &whole);
+    if (status == MT_SUCCESS) status = mt_convert(ctx, whole, shard);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                     mt_optimizer_state state, float *global) {
+    float *memory;
+    mt_tensor whole;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_optimizer_state(ctx, "mt_optimizer_gather", optimizer, param, state, global, &memory));
+    mark = mt_arena_mark(ctx);
+    status = mti_optimizer_whole(ctx, param, memory, &whole);
+    if (status == MT_SUCCESS) status = mt_param_gather(ctx, optimizer->params, param, whole, global);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_param *p, mt_optimizer_state state, const float *global,
+                                       float *memory) {
+    mt_tensor whole = memory ? mti_optimizer_shard(p, memory) : p->value;
+    int shared = memory && p->registry->buckets.ranks > 1;
+    if (shared) MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, &whole));
+    if (shared) MT_TRY(mt_fill(ctx, whole, 0.0f)); /* padding */
+    MT_TRY(mt_param_scatter(ctx, p, global, whole));
+    if (shared) MT_TRY(mti_optimizer_copy(ctx, p, memory, whole, 0));
+    return state == MT_MASTER ? mt_convert(ctx, whole, p->value) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                      mt_optimizer_state state, const float *global) {
+    float *memory;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_optimizer_state(ctx, "mt_optimizer_scatter", optimizer, param, state, global, &memory));
+    mark = mt_arena_mark(ctx);
+    status = mti_optimizer_scatter(ctx, param, state, global, memory);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Rows [row, row + rows) and columns [col, col + cols) of a block; their state begins at `state` of this rank's share. */
+typedef struct mti_patch {
+    int64_t row, rows, col, cols, state;
+} mti_patch;
+
+static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_block b, mti_patch at) {
+    return mti_tensor_at(mti_param_block_view(p, t, b), at.row, at.col, at.rows, at.cols);
+}
+
+/* m, v or the masters, which may not be there. */
+static mt_tensor mti_patch_state(mt_tensor grad, float *memory, mti_patch at) {
+    if (!memory) return mt_none();
+    grad.data = memory + at.state;
+    return grad;
+}
+
+static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b, mti_patch at,
+                                     mt_adamw *hyper) {
+    mt_random random = mti_param_random(p, b, o->desc.seed, (uint64_t)hyper->step);
+    mt_tensor grad = mti_patch_view(p, p->grad, b, at);
+    random.first_row += at.row;
+    random.first_col += at.col;
+    hyper->stochastic_rounding = o->desc.stochastic_rounding ? &random : NULL;
+    return mt_adamw_step(ctx, hyper, mti_patch_view(p, p->value, b, at), mti_patch_state(grad, o->master, at), grad,
+                         mti_patch_state(grad, o->m, at), mti_patch_state(grad, o->v, at));
+}
+
+/* A stretch of a block: the rest of a row, whole rows, the beginning of a row. Between rows may lie other columns. */
+static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
+                                       mt_adamw *hyper) {
+    mt_tensor block = mti_param_block_view(p, p->grad, b);
+    int64_t ld = mti_ld(block), left, at = s.at - ((const float *)block.data - o->params->grads);
+    mti_patch patch;
+    for (left = s.count; left > 0;) {
+        int64_t used;
+        patch.row = at / ld;
+        patch.col = at % ld;
+        patch.rows = 1;
+        patch.cols = mti_min(block.cols - patch.col, left);
+        patch.state = s.state + s.count - left;
+        if (patch.col == 0 && patch.cols == block.cols) patch.rows = (left - block.cols) / ld + 1;
+        if (patch.cols > 0) MT_TRY(mti_optimizer_patch(ctx, o, p, b, patch, hyper));
+        used = patch.cols > 0 ? (patch.rows - 1) * ld + patch.cols : ld - patch.col;
+        at += used;
+        left -= used;
+    }
+    return MT_SUCCESS;
 }
 
 /* Block by block: those know their place in the whole parameter, and padding stays the zero that it is. */
 static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *p, mt_adamw *hyper) {
-    mt_tensor m = mti_optimizer_shard(optimizer, p, optimizer->m), v = mti_optimizer_shard(optimizer, p, optimizer->v);
-    mt_tensor master = mti_optimizer_master(optimizer, p);
+    const mt_params *params = optimizer->params;
+    mti_stretch s;
     int64_t i;
-    mt_random at;
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, p->tensor_rank, i);
+        mt_tensor block = mti_param_block_view(p, p->grad, b);
+        int64_t first = (const float *)block.data - params->grads, end = first + (block.rows - 1) * mti_ld(block) + block.cols;
         if (b.count == 0) continue;
-        at = mti_param_random(p, b, optimizer->desc.seed, (uint64_t)hyper->step);
-        hyper->stochastic_rounding = optimizer->desc.stochastic_rounding ? &at : NULL;
-        MT_TRY(mt_adamw_step(ctx, hyper, mti_param_block_view(p, p->value, b), mti_block_of_any(p, master, b),
-                             mti_param_block_view(p, p->grad, b), mti_param_block_view(p, m, b),
-                             mti_param_block_view(p, v, b)));
+        for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
+            MT_TRY(mti_optimizer_stretch(ctx, optimizer, p, b, s, hyper));
     }
     return MT_SUCCESS;
 }
 
 static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
+    mt_params *params;
     mt_adamw hyper;
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
+    params = optimizer->params;
     hyper.lr = lr;
     hyper.beta1 = optimizer->desc.beta1;
     hyper.beta2 = optimizer->desc.beta2;
     hyper.eps = optimizer->desc.eps;
+    hyper.weight_decay = optimizer->desc.weight_decay;
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
-    for (i = 0; i < optimizer->params->count; i++) {
-        const mt_param *p = optimizer->params->list[i];
-        hyper.weight_decay = p->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
-        MT_TRY(mti_optimizer_update(ctx, optimizer, p, &hyper));
+    hyper.stochastic_rounding = NULL;
+    MT_TRY(mti_expect_adamw(ctx, &hyper)); /* on every rank, whatever its share is */
+    for (i = 0; i < params->count; i++) {
+        hyper.weight_decay = params->list[i]->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
+        MT_TRY(mti_optimizer_update(ctx, optimizer, params->list[i], &hyper));
     }
+    if (params->buckets.ranks > 1) MT_TRY(mti_buckets_gather(ctx, params, params->values, params->dtype));
     optimizer->step = hyper.step;
     return MT_SUCCESS;
 }
@@ -2408,6 +3001,227 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
     if (step >= total) return min_lr;
     progress = (double)(step - warmup) / (double)(total - warmup);
     return (float)((double)min_lr + 0.5 * ((double)lr - (double)min_lr) * (1.0 + cos(3.14159265358979323846 * progress)));
+}
+
+/* ---- >>pipeline ---------------------------------------------------------------------------------------------------- */
+
+typedef struct mti_schedule {
+    mt_action *actions; /* NULL: they are only counted */
+    int capacity, count, slots;
+    int is_first, is_last; /* stage */
+} mti_schedule;
+
+static void mti_act(mti_schedule *s, mt_action_kind kind, int micro_batch, int received) {
+    int goes_back = kind == MT_RECV_FORWARD || kind == MT_SEND_BACKWARD || kind == MT_SEND_BACKWARD_RECV_FORWARD;
+    mt_action *a = s->actions && s->count < s->capacity ? &s->actions[s->count] : NULL;
+    if (kind != MT_FORWARD && kind != MT_BACKWARD && (goes_back ? s->is_first : s->is_last)) return; /* there is nobody */
+    s->count++;
+    if (!a) return;
+    a->kind = kind;
+    a->micro_batch = micro_batch;
+    a->slot = micro_batch % s->slots;
+    a->recv_micro_batch = received;
+    a->recv_slot = received % s->slots;
+}
+
+/* Of n micro-batches the first `warmup` run forward, then each further forward is followed by a backward, then come the
+   backwards that are left: Megatron's forward_backward_pipelining_without_interleaving. It is GPipe when all warm up. */
+static void mti_schedule_fill(mti_schedule *s, int warmup, int n, int backward) {
+    int i;
+    for (i = 0; i < warmup; i++) {
+        mti_act(s, MT_RECV_FORWARD, i, i);
+        mti_act(s, MT_FORWARD, i, i);
+        mti_act(s, MT_SEND_FORWARD, i, i);
+    }
+    if (!backward) return;
+    if (warmup < n) mti_act(s, MT_RECV_FORWARD, warmup, warmup);
+    for (i = 0; warmup + i < n; i++) {
+        mti_act(s, MT_FORWARD, warmup + i, warmup + i);
+        mti_act(s, MT_SEND_FORWARD_RECV_BACKWARD, warmup + i, i);
+        mti_act(s, MT_BACKWARD, i, i);
+        if (warmup + i + 1 < n) mti_act(s, MT_SEND_BACKWARD_RECV_FORWARD, i, warmup + i + 1);
+        else mti_act(s, MT_SEND_BACKWARD, i, i);
+    }
+    for (i = n - warmup; i < n; i++) {
+        mti_act(s, MT_RECV_BACKWARD, i, i);
+        mti_act(s, MT_BACKWARD, i, i);
+        mti_act(s, MT_SEND_BACKWARD, i, i);
+    }
+}
+
+MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches, mt_action *actions,
+                                      int capacity, int *count) {
+    mti_schedule s;
+    int warmup = micro_batches, backward = schedule != MT_SCHEDULE_FORWARD_ONLY;
+    if (!count || schedule < MT_SCHEDULE_1F1B || schedule > MT_SCHEDULE_FORWARD_ONLY || stages < 1 || stage < 0 ||
+        stage >= stages || micro_batches < 0 || micro_batches > INT32_MAX / 6)
+        return MT_ERR_ARGUMENT;
+    if (schedule == MT_SCHEDULE_1F1B && stages - stage - 1 < warmup) warmup = stages - stage - 1;
+    memset(&s, 0, sizeof s);
+    s.actions = actions;
+    s.capacity = capacity;
+    s.slots = !backward ? 1 : warmup < micro_batches ? warmup + 1 : micro_batches;
+    s.is_first = stage == 0;
+    s.is_last = stage == stages - 1;
+    mti_schedule_fill(&s, warmup, micro_batches, backward);
+    *count = s.count;
+    return actions && capacity < s.count ? MT_ERR_SHAPE : MT_SUCCESS;
+}
+
+MT_API int mt_pipeline_slots(const mt_action *actions, int count) {
+    int last = -1, i;
+    for (i = 0; actions && i < count; i++) {
+        if (actions[i].slot > last) last = actions[i].slot;
+        if (actions[i].recv_slot > last) last = actions[i].recv_slot;
+    }
+    return last < INT32_MAX ? last + 1 : last; /* which mt_pipeline_run refuses */
+}
+
+typedef struct mti_pipeline {
+    const mt_grid *grid;
+    const mt_pipeline_stage *stage;
+    mt_tensor inputs, output, doutput, dinput; /* the first of all slots; none where there is no neighbour */
+    size_t base, kept, top;                    /* arena: slot i is at base + i * kept, all end at top */
+    int slots, measured;                       /* measured: kept is known */
+} mti_pipeline;
+
+/* Is the forward of this backward the last that happened in its slot? */
+static int mti_pipeline_has_forward(const mt_action *actions, const mt_action *backward) {
+    const mt_action *a = backward;
+    while (a-- > actions) {
+        if ((a->kind == MT_FORWARD || a->kind == MT_BACKWARD) && a->slot == backward->slot)
+            return a->kind == MT_FORWARD && a->micro_batch == backward->micro_batch;
+        if ((a->kind == MT_RECV_FORWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD) && a->recv_slot == backward->slot)
+            return 0;
+    }
+    return 0;
+}
+
+/* What is wrong with an action of a list; NULL: nothing. first: no forward has come before. */
+static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_action *actions, int count, int i, int first) {
+    const mt_action *a = &actions[i];
+    if (a->kind < MT_FORWARD || a->kind > MT_SEND_BACKWARD_RECV_FORWARD) return "there is no such kind";
+    if (a->slot < 0 || a->recv_slot < 0 || a->slot >= count || a->recv_slot >= count)
+        return "slots must not be negative, and fewer than there are actions";
+    if (a->kind == MT_FORWARD && first && a->slot != 0) return "the first forward must be in slot 0";
+    if (a->kind == MT_BACKWARD && !stage->backward) return "stage->backward is NULL";
+    if (a->kind == MT_BACKWARD && !mti_pipeline_has_forward(actions, a))
+        return "this backward needs the forward of its micro-batch in its slot, and nothing else there since";
+    return NULL;
+}
+
+static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
+                                    const mt_action *actions, int count) {
+    static const char *const function = "mt_pipeline_run";
+    int i, forwards = 0;
+    if (!grid || !grid->pipeline || !stage || !stage->forward || !actions)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, !grid || !grid->pipeline ? "the grid was not created" :
+                        !stage ? "stage is NULL" : actions ? "stage->forward is NULL" : "actions is NULL");
+    if (stage->rows < 1 || stage->cols < 1 || !mti_is_float(stage->dtype))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in %s cannot travel between stages", function,
+                        (long long)stage->rows, (long long)stage->cols, mt_dtype_name(stage->dtype));
+    if (count < 0) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: count is %d, must not be negative", function, count);
+    for (i = 0; i < count; i++) {
+        const mt_action *a = &actions[i];
+        const char *wrong = mti_pipeline_wrong(stage, actions, count, i, !forwards);
+        if (wrong)
+            return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: action %d of %d: kind %d, micro-batch %d, slot %d, recv_slot %d: %s",
+                            function, i, count, (int)a->kind, a->micro_batch, a->slot, a->recv_slot, wrong);
+        forwards += a->kind == MT_FORWARD;
+    }
+    return MT_SUCCESS;
+}
+
+/* What travels: for each slot the input, which its backward needs; of the others one, which is used up at once. */
+static mt_status mti_pipeline_buffers(mt_context *ctx, mti_pipeline *p) {
+    int64_t rows = p->stage->rows, cols = p->stage->cols;
+    mt_dtype dtype = p->stage->dtype;
+    int backward = p->stage->backward != NULL;
+    p->inputs = p->output = p->doutput = p->dinput = mt_none();
+    if (p->grid->pipeline_rank > 0) {
+        MT_TRY(mt_arena_tensor(ctx, dtype, p->slots * rows, cols, &p->inputs));
+        if (backward) MT_TRY(mt_arena_tensor(ctx, dtype, rows, cols, &p->dinput));
+    }
+    if (p->grid->pipeline_rank + 1 < p->grid->pipeline_size) {
+        MT_TRY(mt_arena_tensor(ctx, dtype, rows, cols, &p->output));
+        if (backward) MT_TRY(mt_arena_tensor(ctx, dtype, rows, cols, &p->doutput));
+    }
+    p->base = mt_arena_mark(ctx);
+    return MT_SUCCESS;
+}
+
+static mt_tensor mti_pipeline_input(const mti_pipeline *p, int slot) {
+    return p->inputs.data ? mt_tensor_rows(p->inputs, slot * p->stage->rows, p->stage->rows) : mt_none();
+}
+
+/* The first forward shows how much is kept. */
+static mt_status mti_pipeline_measure(mt_context *ctx, mti_pipeline *p) {
+    void *others;
+    p->kept = mt_arena_mark(ctx) - p->base;
+    p->measured = 1;
+    MT_TRY(mt_arena_alloc(ctx, (size_t)(p->slots - 1) * p->kept, &others));
+    p->top = mt_arena_mark(ctx);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_pipeline_forward(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+    size_t first = p->base + (size_t)a->slot * p->kept, end = first + p->kept;
+    int keeps_too_much;
+    if (p->measured) mti_arena_region(ctx, first, end, p->top);
+    MT_TRY(p->stage->forward(ctx, p->stage->user, a, mti_pipeline_input(p, a->slot), p->output));
+    if (!p->measured) return mti_pipeline_measure(ctx, p);
+    keeps_too_much = mt_arena_mark(ctx) > end;
+    mti_arena_region(ctx, p->top, 0, 0);
+    if (!keeps_too_much) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_SHAPE, "mt_pipeline_run: micro-batch %d keeps more of the arena than the first, which kept %zu "
+                    "bytes: they must have one size", a->micro_batch, p->kept);
+}
+
+static mt_status mti_pipeline_backward(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+    size_t mark = mt_arena_mark(ctx);
+    MT_TRY(p->stage->backward(ctx, p->stage->user, a, p->doutput, p->dinput));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+    mt_comm *comm = p->grid->pipeline;
+    int next = p->grid->pipeline_rank + 1, before = p->grid->pipeline_rank - 1;
+    mt_tensor input = mti_pipeline_input(p, a->recv_slot);
+    size_t n = (size_t)(p->stage->rows * p->stage->cols);
+    mt_dtype dtype = p->stage->dtype;
+    switch (a->kind) {
+    case MT_FORWARD: return mti_pipeline_forward(ctx, p, a);
+    case MT_BACKWARD: return mti_pipeline_backward(ctx, p, a);
+    case MT_SEND_FORWARD: return mt_send(ctx, comm, p->output.data, n, dtype, next);
+    case MT_RECV_FORWARD: return mt_recv(ctx, comm, input.data, n, dtype, before);
+    case MT_SEND_BACKWARD: return mt_send(ctx, comm, p->dinput.data, n, dtype, before);
+    case MT_RECV_BACKWARD: return mt_recv(ctx, comm, p->doutput.data, n, dtype, next);
+    case MT_SEND_FORWARD_RECV_BACKWARD:
+        return mt_send_recv(ctx, comm, p->output.data, n, next, p->doutput.data, n, next, dtype);
+    case MT_SEND_BACKWARD_RECV_FORWARD:
+        return mt_send_recv(ctx, comm, p->dinput.data, n, before, input.data, n, before, dtype);
+    }
+    return MT_ERR_ARGUMENT; /* checked before */
+}
+
+MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
+                                 const mt_action *actions, int count) {
+    mti_pipeline p;
+    mt_status status;
+    size_t mark;
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_pipeline_check(ctx, grid, stage, actions, count));
+    memset(&p, 0, sizeof p);
+    p.grid = grid;
+    p.stage = stage;
+    p.slots = mt_pipeline_slots(actions, count);
+    mark = mt_arena_mark(ctx);
+    status = mti_pipeline_buffers(ctx, &p);
+    for (i = 0; status == MT_SUCCESS && i < count; i++) status = mti_pipeline_act(ctx, &p, &actions[i]);
+    mti_arena_region(ctx, mark, 0, 0);
+    return status;
 }
 
 #ifdef __cplusplus

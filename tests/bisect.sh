@@ -50,6 +50,7 @@ finds() {
 }
 
 check "no bug: no difference" finds "" "--tp 2 --dp 2 --sequence-parallel" "" ""
+check "no bug, a pipeline: no difference" finds "" "--tp 2 --pp 2 --dp 2" "" ""
 check "row-parallel bias added before the reduction" \
     finds "2 decoder.layers.0.self_attention.linear_proj.output" "--tp 2" mt_parallel.h \
     's|^        MT_TRY(mt_overlap_begin(ctx, layer->tensor, c.count > 1|        if (layer->bias) MT_TRY(mt_bias_forward(ctx, partial, layer->bias->value));&|'
@@ -73,12 +74,24 @@ check "sequence-parallel gradients not summed over the tensor group" \
     's|^    if (params->partial == 0) return MT_SUCCESS;|    return MT_SUCCESS;|'
 check "gradients not summed over the data group" \
     finds "1 embedding.word_embeddings.weight.grad" "--dp 2" mt_parallel.h \
-    's|^    return mt_all_reduce(ctx, grid->data, params->grads.*|    return MT_SUCCESS;|'
+    's|return mt_all_reduce(ctx, data, grads, .*|return MT_SUCCESS;|'
 check "replicated parameters counted on every rank in the gradient norm" \
     finds "1 grad_norm" "--tp 4" mt_parallel.h \
     's|^    if (p->desc.placement == MT_REPLICATED && grid->tensor_rank != 0) return 0;||'
 check "micro-batches added up one after the other" \
     finds "1 embedding.word_embeddings.weight.grad" "--dp 2" mt_parallel.h \
     '/^MT_API mt_status mt_accumulate_gradients/,/^}/s|^    if (!ctx->invariant) return MT_SUCCESS;|    return MT_SUCCESS;|'
+check "layers of a pipeline stage counted from 0" \
+    finds "1 decoder.layers.1.self_attention.core_attention.output" "--pp 2" megatron.h \
+    's|^        gpt->desc.layer.layer = gpt->first_layer + i;|        gpt->desc.layer.layer = i;|'
+check "gradients of the tied embedding's two copies not added up" \
+    finds "1 embedding.word_embeddings.weight.grad" "--pp 2" mt_parallel.h \
+    's|^        MT_TRY(mt_all_reduce(ctx, embedding, grad.data.*||'
+check "both copies of a tied embedding counted in the gradient norm" \
+    finds "1 grad_norm" "--pp 2" mt_parallel.h \
+    's|^    return !(p->desc.shared_embedding && .*|    return 1;|'
+check "one input of a stage for all micro-batches in flight" \
+    finds "1 decoder.layers.1.input_layernorm.input_grad" "--pp 2 --schedule gpipe" mt_parallel.h \
+    's|^    return p->inputs.data ? mt_tensor_rows(p->inputs, slot \* p->stage->rows, p->stage->rows) : mt_none();|    return p->inputs.data ? mt_tensor_rows(p->inputs, 0, p->stage->rows) : mt_none();|'
 closing_line
 [ "$failed" -eq 0 ]

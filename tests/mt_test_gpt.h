@@ -22,7 +22,8 @@ typedef struct gpt_result {
     float loss[GPT_STEPS], norm[GPT_STEPS], weights[GPT_MAX_FLOATS], masters[GPT_MAX_FLOATS];
     int64_t count, steps; /* of weights; of the optimizer */
     mt_loss_scaler scaler;
-    size_t arena_peak;    /* from here on it depends on the split */
+    size_t arena_peak;    /* of rank 0; from here on it depends on the split */
+    size_t stage_peaks[8]; /* of tensor and data rank 0 */
 } gpt_result;
 
 #define GPT_SAME_BYTES offsetof(gpt_result, arena_peak) /* of which invariant mode makes the same on every split */
@@ -31,7 +32,8 @@ typedef struct gpt_run {
     mt_device device;
     mt_dtype dtype;
     int tensor, data, sequence_parallel, invariant;
-    int llama;        /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals */
+    int llama;        /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals; 3: like
+                         GPT-2, residuals behind the norms */
     int stochastic;
     float loss_scale; /* to begin with; 0: none */
     int first_step;   /* which dropout begins with */
@@ -41,8 +43,17 @@ typedef struct gpt_run {
     int no_overlap, overlap_chunks;
     int64_t ffn;      /* 0: 44 */
     int wide;         /* 1: heads of 64 features, as tensor cores want them */
+    mt_recompute recompute;
+    mt_data_parallel_desc share;
+    int begins;       /* 1: gradients are summed while the last backward goes on */
+    float clip;       /* 0: to 1 */
+    float weight_decay;
+    int pipeline;     /* stages; 0: 1 */
+    mt_schedule schedule;
+    int layers;       /* 0: 2 */
 } gpt_run;
 
+/* One rank. */
 typedef struct gpt_worker {
     const gpt_run *r;
     mt_comm *world, *comm; /* the launcher's; over NCCL where that is built */
@@ -50,18 +61,22 @@ typedef struct gpt_worker {
     mt_context *ctx;
     mt_params *params;
     mt_gpt gpt;
-    mt_gpt_saved saved;
+    mt_gpt_saved saved[GPT_BATCH]; /* one for each micro-batch in flight, as are ids and losses */
     mt_optimizer optimizer;
     mt_loss_scaler scaler;
     int32_t *ids; /* ids and targets of a sequence, on the device */
-    mt_tensor losses;
+    mt_tensor losses, totals;
+    int step;
+    float *spoil, bad; /* CPU: a gradient that becomes `bad` in the next step, or NULL */
+    mt_status (*forward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output);
+    mt_status (*backward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput);
 } gpt_worker;
 
 static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     mt_gpt_desc d;
     memset(&d, 0, sizeof d);
     d.vocab = GPT_VOCAB;
-    d.layers = 2;
+    d.layers = r->layers ? r->layers : 2;
     d.max_seq = GPT_SEQ;
     d.embedding_dropout = 0.1f;
     d.layer.hidden = r->llama == 1 ? 32 : 24;
@@ -74,7 +89,8 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
         d.layer.hidden = d.layer.ffn = 128;
         d.layer.heads = d.layer.kv_heads = 2;
     }
-    if (r->llama == 2) d.layer.placement = MT_POST_LN;
+    d.layer.recompute = r->recompute;
+    if (r->llama >= 2) d.layer.placement = r->llama == 2 ? MT_POST_LN : MT_RESIDUAL_POST_LN;
     if (r->llama != 1) return d;
     d.untied_head = 1;
     d.label_smoothing = 0.1f;
@@ -85,41 +101,93 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     return d;
 }
 
-static inline mt_status gpt_micro_batch(gpt_worker *w, int step, int64_t sequence, mt_tensor total) {
+static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     mt_batch batch;
-    int32_t ids[GPT_SEQ + 1];
-    uint64_t seed = (uint64_t)sequence; /* the same text in every step: what training has gained shows in the loss */
-    float scale = w->scaler.scale > 0.0f ? w->scaler.scale : 1.0f;
-    size_t mark = mt_arena_mark(w->ctx);
     memset(&batch, 0, sizeof batch);
     batch.sequences = 1;
     batch.seq = GPT_SEQ;
     batch.first_sequence = sequence;
     batch.seed = 5;
-    batch.step = (uint64_t)step;
+    batch.step = (uint64_t)w->step;
+    return batch;
+}
+
+/* A micro-batch is a sequence. */
+static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    gpt_worker *w = (gpt_worker *)user;
+    int64_t sequence = w->grid.data_rank * (GPT_BATCH / w->grid.data_size) + a->micro_batch;
+    mt_batch batch = gpt_batch_of(w, sequence);
+    mt_tensor loss = mt_tensor_rows(w->losses, a->slot, 1);
+    int32_t ids[GPT_SEQ + 1], *on_device = w->ids + 2 * GPT_SEQ * a->slot;
+    uint64_t seed = (uint64_t)sequence; /* the same text in every step: what training has gained shows in the loss */
     ids[0] = (int32_t)(sequence % GPT_VOCAB);
     for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % GPT_VOCAB;
-    MT_TRY(mt_upload(w->ctx, ids, mt_tensor_make(w->ids, MT_I32, 1, GPT_SEQ)));
-    MT_TRY(mt_upload(w->ctx, ids + 1, mt_tensor_make(w->ids + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
-    MT_TRY(mt_gpt_forward(w->ctx, &w->gpt, &batch, w->ids, w->ids + GPT_SEQ, w->losses, &w->saved));
-    MT_TRY(mt_sum(w->ctx, w->losses, total));
-    MT_TRY(mt_gpt_backward(w->ctx, &w->gpt, scale / (GPT_BATCH * GPT_SEQ), &w->saved));
-    mt_arena_release(w->ctx, mark);
+    MT_TRY(mt_upload(ctx, ids, mt_tensor_make(on_device, MT_I32, 1, GPT_SEQ)));
+    MT_TRY(mt_upload(ctx, ids + 1, mt_tensor_make(on_device + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
+    MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, on_device, on_device + GPT_SEQ, input, output, loss,
+                                &w->saved[a->slot]));
+    if (w->grid.pipeline_rank + 1 < w->grid.pipeline_size) return MT_SUCCESS;
+    return mt_sum(ctx, loss, mt_tensor_rows(w->totals, a->micro_batch, 1));
+}
+
+static inline mt_status gpt_backward_of(gpt_worker *w, int slot, mt_tensor doutput, mt_tensor dinput) {
+    float scale = w->scaler.scale > 0.0f ? w->scaler.scale : 1.0f;
+    MT_TRY(mt_gpt_stage_backward(w->ctx, &w->gpt, scale / (GPT_BATCH * GPT_SEQ), doutput, dinput, &w->saved[slot]));
     return mt_accumulate_gradients(w->ctx, w->params);
 }
 
-static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
-    int64_t share = GPT_BATCH / w->grid.data_size;
-    mt_tensor totals;
+static inline mt_status gpt_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+    gpt_worker *w = (gpt_worker *)user;
+    if (w->r->begins && a->micro_batch == GPT_BATCH / w->grid.data_size - 1)
+        MT_TRY(mt_sync_gradients_begin(ctx, w->params));
+    return gpt_backward_of(w, a->slot, doutput, dinput);
+}
+
+/* A micro-batch by itself, without a pipeline. */
+static inline mt_status gpt_micro_batch(gpt_worker *w, int n, int last) {
     size_t mark = mt_arena_mark(w->ctx);
-    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, share, 1, &totals));
-    MT_TRY(mt_fill(w->ctx, totals, 0.0f));
+    mt_action a;
+    memset(&a, 0, sizeof a);
+    a.micro_batch = n;
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, n + 1, 1, &w->totals));
+    MT_TRY(gpt_forward(w->ctx, w, &a, mt_none(), mt_none()));
+    if (last && w->r->begins) MT_TRY(mt_sync_gradients_begin(w->ctx, w->params));
+    MT_TRY(gpt_backward_of(w, 0, mt_none(), mt_none()));
+    mt_arena_release(w->ctx, mark);
+    return MT_SUCCESS;
+}
+
+static inline mt_status gpt_run_schedule(gpt_worker *w) {
+    mt_pipeline_stage stage;
+    mt_action actions[6 * GPT_BATCH];
+    int count = 0;
+    memset(&stage, 0, sizeof stage);
+    stage.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tensor_size : 1);
+    stage.cols = w->gpt.desc.layer.hidden;
+    stage.dtype = w->r->dtype;
+    stage.forward = w->forward ? w->forward : gpt_forward;
+    stage.backward = w->backward ? w->backward : gpt_backward;
+    stage.user = w;
+    MT_TRY(mt_pipeline_schedule(w->r->schedule, w->grid.pipeline_size, w->grid.pipeline_rank, GPT_BATCH / w->grid.data_size,
+                                actions, 6 * GPT_BATCH, &count));
+    return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
+}
+
+static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
+    mt_comm *pipeline = w->grid.pipeline;
+    void *total;
+    size_t mark = mt_arena_mark(w->ctx);
+    w->step = step;
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH / w->grid.data_size, 1, &w->totals));
+    MT_TRY(mt_fill(w->ctx, w->totals, 0.0f));
     MT_TRY(mt_params_zero_grad(w->ctx, w->params));
-    for (int64_t i = 0; i < share; i++)
-        MT_TRY(gpt_micro_batch(w, step, w->grid.data_rank * share + i, mt_tensor_rows(totals, i, 1)));
-    MT_TRY(mt_tree_sum(w->ctx, totals));
-    MT_TRY(mt_all_reduce(w->ctx, w->grid.data, totals.data, totals.data, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_download(w->ctx, mt_tensor_rows(totals, 0, 1), loss));
+    if (w->spoil) *w->spoil = w->bad;
+    MT_TRY(gpt_run_schedule(w));
+    MT_TRY(mt_tree_sum(w->ctx, w->totals));
+    total = w->totals.data;
+    MT_TRY(mt_all_reduce(w->ctx, w->grid.data, total, total, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_broadcast(w->ctx, pipeline, total, total, 1, MT_F32, w->grid.pipeline_size - 1));
+    MT_TRY(mt_download(w->ctx, mt_tensor_rows(w->totals, 0, 1), loss));
     *loss /= GPT_BATCH * GPT_SEQ;
     MT_TRY(mt_sync_gradients(w->ctx, w->params));
     MT_TRY(mt_grad_norm(w->ctx, w->params, norm));
@@ -139,26 +207,46 @@ static inline mt_status gpt_step(gpt_worker *w, int step) {
         w->r->out->norm[step] = unscale > 0.0f ? norm : (float)NAN;
     }
     if (unscale == 0.0f) return MT_SUCCESS;
-    return mt_optimizer_step(w->ctx, &w->optimizer, gpt_lr(w->r), unscale * mt_clip_coefficient(norm, 1.0f));
+    unscale *= mt_clip_coefficient(norm, w->r->clip > 0.0f ? w->r->clip : 1.0f);
+    return mt_optimizer_step(w->ctx, &w->optimizer, gpt_lr(w->r), unscale);
 }
 
+/* Floats of the parameters of this stage, but for a second copy of a shared embedding. */
+static inline int gpt_is_copy(const gpt_worker *w, const mt_param *p) {
+    return w->grid.pipeline_rank > 0 && p->desc.shared_embedding;
+}
+
+/* Ranks are threads of one process: each stage puts its own behind those of the stages before. The first stage has rank 0. */
 static inline mt_status gpt_keep_weights(gpt_worker *w) {
     gpt_result *all = (gpt_result *)malloc(sizeof *all);
-    int64_t n = 0;
+    int64_t n = 0, first = 0;
+    int32_t before = 0, behind;
+    int stage = w->grid.pipeline_rank, writes = w->grid.tensor_rank == 0 && w->grid.data_rank == 0;
+    mt_tensor number;
     mt_status status = all ? MT_SUCCESS : MT_ERR_MEMORY;
     for (int i = 0; status == MT_SUCCESS && i < mt_params_count(w->params); i++) {
         const mt_param *p = mt_params_at(w->params, i);
-        mt_tensor master = mt_none();
         if (n + p->desc.rows * p->desc.cols > GPT_MAX_FLOATS) abort();
-        status = mt_optimizer_master(w->ctx, &w->optimizer, p, &master);
-        if (status == MT_SUCCESS) status = mt_param_gather(w->ctx, w->params, p, p->value, all->weights + n);
-        if (status == MT_SUCCESS) status = mt_param_gather(w->ctx, w->params, p, master, all->masters + n);
+        if (gpt_is_copy(w, p)) continue;
+        status = mt_param_gather(w->ctx, w->params, p, p->value, all->weights + n);
+        if (status == MT_SUCCESS)
+            status = mt_optimizer_gather(w->ctx, &w->optimizer, p, MT_MASTER, all->masters + n);
         n += p->desc.rows * p->desc.cols;
     }
-    if (status == MT_SUCCESS && mt_comm_rank(w->world) == 0) {
-        memcpy(w->r->out->weights, all->weights, (size_t)n * sizeof(float));
-        memcpy(w->r->out->masters, all->masters, (size_t)n * sizeof(float));
-        w->r->out->count = n;
+    if (status == MT_SUCCESS) status = mt_arena_tensor(w->ctx, MT_I32, 1, 1, &number);
+    if (status == MT_SUCCESS && stage > 0) status = mt_recv(w->ctx, w->grid.pipeline, number.data, 1, MT_I32, stage - 1);
+    if (status == MT_SUCCESS && stage > 0) status = mt_download(w->ctx, number, &before);
+    first = before;
+    behind = (int32_t)(first + n);
+    if (status == MT_SUCCESS) status = mt_upload(w->ctx, &behind, number);
+    if (status == MT_SUCCESS && stage + 1 < w->grid.pipeline_size)
+        status = mt_send(w->ctx, w->grid.pipeline, number.data, 1, MT_I32, stage + 1);
+    if (status == MT_SUCCESS && writes && first + n <= GPT_MAX_FLOATS) {
+        memcpy(w->r->out->weights + first, all->weights, (size_t)n * sizeof(float));
+        memcpy(w->r->out->masters + first, all->masters, (size_t)n * sizeof(float));
+    }
+    if (status == MT_SUCCESS && writes && stage + 1 == w->grid.pipeline_size) {
+        w->r->out->count = first + n;
         w->r->out->steps = w->optimizer.step;
         w->r->out->scaler = w->scaler;
     }
@@ -167,7 +255,7 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
 }
 
 static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
-    mt_grid_desc shape = {r->tensor, r->data, 1};
+    mt_grid_desc shape = {r->tensor, r->data, r->pipeline ? r->pipeline : 1};
     mt_context_desc where;
     mt_optimizer_desc adamw;
     mt_loss_scaler_desc scale;
@@ -187,27 +275,29 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     where.planned = r->planned;
     where.no_overlap = r->no_overlap;
     where.overlap_chunks = r->overlap_chunks;
-    where.arena_symmetric = 1;
+    where.arena_symmetric = r->pipeline <= 1;
     adamw.stochastic_rounding = r->stochastic;
+    adamw.weight_decay = r->weight_decay;
     scale.initial_scale = r->loss_scale;
     MT_TRY(mt_context_create(w->world, &where, &w->ctx));
     if (!mt_comm_is_meta(w->world)) MT_TRY(mt_comm_create_for(w->ctx, w->world, &w->comm));
     MT_TRY(mt_grid_create(w->comm ? w->comm : w->world, &shape, &w->grid));
     MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
     MT_TRY(mt_params_set_dtype(w->ctx, w->params, r->dtype));
+    MT_TRY(mt_params_set_data_parallel(w->ctx, w->params, &r->share));
     MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
     MT_TRY(mt_params_init(w->ctx, w->params, 77));
-    MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved));
+    for (int i = 0; i < GPT_BATCH; i++) MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
     MT_TRY(mt_optimizer_create(w->ctx, w->params, &adamw, &w->optimizer));
     if (r->loss_scale > 0.0f) MT_TRY(mt_loss_scaler_create(w->ctx, &scale, &w->scaler));
-    MT_TRY(mt_arena_alloc(w->ctx, 2 * GPT_SEQ * sizeof(int32_t), &memory));
+    MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * 2 * GPT_SEQ * sizeof(int32_t), &memory));
     w->ids = (int32_t *)memory;
-    return mt_arena_tensor(w->ctx, MT_F32, 1, GPT_SEQ, &w->losses);
+    return mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, GPT_SEQ, &w->losses);
 }
 
 static inline void gpt_close(gpt_worker *w) {
     mt_optimizer_destroy(w->ctx, &w->optimizer);
-    mt_gpt_saved_destroy(&w->saved);
+    for (int i = 0; i < GPT_BATCH; i++) mt_gpt_saved_destroy(&w->saved[i]);
     mt_params_destroy(w->params);
     mt_grid_destroy(&w->grid);
     mt_comm_destroy(w->comm);
@@ -221,16 +311,20 @@ static inline mt_status gpt_rank(mt_comm *world, void *user) {
     int steps = r->device == MT_DEVICE_META ? 1 : GPT_STEPS;
     for (int step = 0; status == MT_SUCCESS && step < steps; step++) status = gpt_step(&w, step);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) r->out->arena_peak = mt_arena_peak(w.ctx);
+    if (status == MT_SUCCESS && w.grid.tensor_rank == 0 && w.grid.data_rank == 0)
+        r->out->stage_peaks[w.grid.pipeline_rank] = mt_arena_peak(w.ctx);
     if (status == MT_SUCCESS) status = gpt_keep_weights(&w);
     gpt_close(&w);
     return status;
 }
 
 static inline const char *gpt_name(const gpt_run *r) {
-    static const char *const names[] = {"GPT-2", "Llama", "post-LN"};
-    static char text[96];
-    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d%s", names[r->llama], mt_dtype_name(r->dtype),
-             r->tensor, r->data, r->sequence_parallel ? ", sequence parallel" : "");
+    static const char *const names[] = {"GPT-2", "Llama", "post-LN", "residual post-LN"};
+    static const char *const recompute[] = {"", ", selective recomputation", ", full recomputation"};
+    static char text[192];
+    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s", names[r->llama], mt_dtype_name(r->dtype),
+             r->tensor, r->data, r->pipeline ? r->pipeline : 1, r->schedule == MT_SCHEDULE_GPIPE ? ", GPipe" : "",
+             r->sequence_parallel ? ", sequence parallel" : "", r->invariant ? ", invariant" : "", recompute[r->recompute]);
     return text;
 }
 
@@ -239,7 +333,7 @@ static inline void gpt_launch(const gpt_run *r, mt_rank_function f, void *user) 
     mt_launch_desc d;
     mt_status status;
     memset(&d, 0, sizeof d);
-    d.ranks = r->tensor * r->data;
+    d.ranks = r->tensor * r->data * (r->pipeline ? r->pipeline : 1);
     d.no_pinning = 1;
     d.timeout_s = 120;
     status = mt_launch(&d, f, user);

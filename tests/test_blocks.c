@@ -1567,6 +1567,7 @@ static void test_tokens_that_sequence_parallelism_cannot_split(void **state) {
 
 static void test_gpt_create_refuses(void **state) {
     static const mt_transformer_layer_desc layer = {.hidden = 16, .heads = 4};
+    static const mt_context_desc symmetric = {.arena_symmetric = 1};
     static const struct {
         mt_gpt_desc desc;
         const char *words;
@@ -1611,8 +1612,13 @@ static void test_gpt_create_refuses(void **state) {
     test_paper_rank_close(&r);
     test_paper_rank(4, 1, (mt_grid_desc){.pipeline = 2}, NULL, &r);
     d.layer = layer;
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "2 pipeline stages", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    d.layers = 3;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "3 layers|2 pipeline stages", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
+    test_paper_rank_close(&r);
+    test_paper_rank(4, 1, (mt_grid_desc){.pipeline = 2}, &symmetric, &r);
+    d.layers = 2;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "2 pipeline stages|arena_symmetric", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     test_paper_rank_close(&r);
 }
 

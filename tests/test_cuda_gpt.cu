@@ -50,7 +50,7 @@ static void assert_planned(gpt_run r, const gpt_result *found) {
     r.planned = r.device;
     r.device = MT_DEVICE_META;
     r.out = &plan;
-    assert_int_equal(mt_comm_create_meta(r.tensor * r.data, 0, &world), MT_SUCCESS);
+    assert_int_equal(mt_comm_create_meta(r.tensor * r.data * (r.pipeline ? r.pipeline : 1), 0, &world), MT_SUCCESS);
     status = gpt_rank(world, &r);
     if (status != MT_SUCCESS) fail_msg("a plan for %s: %s", gpt_name(&r), mt_comm_last_error(world));
     mt_comm_destroy(world);
@@ -173,6 +173,36 @@ static void test_overlap(void **state) {
     }
 }
 
+/* Gradients in buckets, summed beside the backward or not, the optimizer sharded or not: the same bits as without on one GPU,
+   and beside or not over NCCL, too; what the CPU makes of it; and what was planned. */
+static void test_data_parallel(void **state) {
+    static gpt_result on_cpu, plain, beside, apart;
+    static const int ways[][2] = {{4, MT_F32}, {5, MT_BF16}}; /* of splits, types */
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, (mt_dtype)ways[i / 2][1], (size_t)ways[i / 2][0], 0, i / 2 % 2), c = r;
+        c.device = MT_DEVICE_CPU;
+        r.clip = c.clip = 1e9f; /* no coefficient depends on the order in which the norm is added up */
+        if (i % 2 == 0) gpt_execute(c, &on_cpu);
+        if (i % 2 == 0) gpt_execute(r, &plain);
+        r.begins = 1;
+        r.share.bucket_bytes = 4096;
+        r.share.sharded_optimizer = i % 2;
+        gpt_execute(r, &beside);
+        if (r.dtype == MT_F32) assert_near(&r, &on_cpu, &beside);
+        else gpt_assert_near(&r, &on_cpu, &beside, backend_error(&r));
+        assert_planned(r, &beside);
+        r.no_overlap = MT_OVERLAP_GRADIENTS;
+        gpt_execute(r, &apart);
+        if (memcmp(&beside, &apart, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits without overlap", gpt_name(&r));
+#if !defined(MT_USE_NCCL) /* whose order of additions depends on the call */
+        if (memcmp(plain.weights, beside.weights, sizeof plain.weights) != 0 ||
+            memcmp(plain.masters, beside.masters, sizeof plain.masters) != 0)
+            fail_msg("%s: other bits in buckets, sharded %d", gpt_name(&r), i % 2);
+#endif
+    }
+}
+
 static void invariant(mt_dtype dtype, int llama) {
     static gpt_result one, many;
     gpt_execute(run_of(MT_DEVICE_CUDA, dtype, 0, 8, llama), &one);
@@ -183,21 +213,64 @@ static void invariant(mt_dtype dtype, int llama) {
     }
 }
 
+/* Two stages, and 2 x 2 x 2 ranks, with both schedules and recomputation: as on the CPU, in the arena that was planned; in
+   invariant mode the bits of one rank. */
+static void test_pipeline(void **state) {
+    static gpt_result on_cpu, on_gpu, one;
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i == 3 ? MT_BF16 : MT_F32, i == 1 ? 4 : 0, 0, i == 2), c;
+        r.pipeline = 2;
+        r.schedule = i % 2 ? MT_SCHEDULE_GPIPE : MT_SCHEDULE_1F1B;
+        r.recompute = (mt_recompute)(i % 3);
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &on_gpu);
+        if (i < 3) assert_near(&r, &on_cpu, &on_gpu);
+        else gpt_assert_near(&r, &on_cpu, &on_gpu, backend_error(&r));
+        assert_planned(r, &on_gpu);
+        if (i > 1) continue;
+        c = run_of(MT_DEVICE_CUDA, MT_F32, 0, 8, 0);
+        gpt_execute(c, &one);
+        r.invariant = 8;
+        gpt_execute(r, &on_gpu);
+        if (memcmp(&one, &on_gpu, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits than on one rank", gpt_name(&r));
+    }
+}
+
+/* Everything on, and still one rank's bits. */
+static void invariant_data_parallel(mt_dtype dtype) {
+    static gpt_result one, many;
+    gpt_run r = run_of(MT_DEVICE_CUDA, dtype, 4, 8, 0);
+    gpt_execute(run_of(MT_DEVICE_CUDA, dtype, 0, 8, 0), &one);
+    r.begins = r.share.sharded_optimizer = 1;
+    r.share.bucket_bytes = 4096;
+    gpt_execute(r, &many);
+    if (memcmp(&one, &many, GPT_SAME_BYTES) != 0) fail_msg("%s, sharded: other bits than on one rank", gpt_name(&r));
+}
+
 static void test_invariant_mode(void **state) {
     (void)state;
+    invariant_data_parallel(MT_F32);
     invariant(MT_F32, 0);
     invariant(MT_F32, 1);
     invariant(MT_BF16, 0);
 }
 
-int main(void) {
+/* With the argument "streams" the test only in which most of them are at work. */
+int main(int argc, char **argv) {
+    const struct CMUnitTest streams[] = {cmocka_unit_test(test_data_parallel)};
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_half_as_on_the_cpu),
         cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_overlap),
+        cmocka_unit_test(test_pipeline),
+        cmocka_unit_test(test_data_parallel),
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),
     };
+    if (argc > 1 && strcmp(argv[1], "streams") == 0) return cmocka_run_group_tests(streams, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

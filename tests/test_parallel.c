@@ -1139,6 +1139,24 @@ static mt_status norm_stage(test_rank *r, int stage, double *square) {
     return MT_SUCCESS;
 }
 
+/* An element that is not finite, of any parameter, on any rank of the model group alone, even in a copy that is not counted:
+   every rank hears of it. */
+static mt_status norm_finds(test_rank *r) {
+    static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f};
+    float norm = 0;
+    for (int i = 0; i < mt_params_count(r->params); i++)
+        for (int rank = 0; rank < mt_comm_size(r->grid.model); rank++) {
+            float *x = (float *)mt_params_at(r->params, i)->grad.data, old = *x;
+            if (rank == mt_comm_rank(r->grid.model)) *x = bad[(i + rank) % 4]; /* the square of the last is not finite */
+            MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+            CHECK(!isfinite(norm));
+            *x = old;
+        }
+    MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+    CHECK(isfinite(norm));
+    return MT_SUCCESS;
+}
+
 static mt_status norm_body(test_rank *r) {
     double square = 0, want;
     float norm = NAN, again = NAN;
@@ -1155,14 +1173,11 @@ static mt_status norm_body(test_rank *r) {
     MT_TRY(test_near("norm", &norm, &want, 1, 1e-6 * want));
     if (mt_comm_size(r->grid.model) > 1) {
         CHECK(mt_comm_ledger(r->grid.model).calls[MT_ALL_REDUCE] == 1);
-        CHECK(mt_comm_ledger(r->grid.model).bytes[MT_ALL_REDUCE] == 4);
+        CHECK(mt_comm_ledger(r->grid.model).bytes[MT_ALL_REDUCE] == 8);
     }
     MT_TRY(mt_grad_norm(r->ctx, r->params, &again));
     CHECK(norm == again && mt_arena_mark(r->ctx) == 0);
-    ((float *)mt_params_at(r->params, 1)->grad.data)[0] = NAN; /* on every rank: split parameter */
-    MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
-    CHECK(isnan(norm));
-    return MT_SUCCESS;
+    return norm_finds(r);
 }
 
 static mt_status norm_rank(mt_comm *world, void *user) {
@@ -1201,7 +1216,6 @@ typedef struct adam_case {
 
 /* One parameter that decays and one that does not, six steps. */
 static mt_status adam_body(test_rank *r, const adam_case *c) {
-    mt_tensor first, second;
     mt_param *p[2] = {add_or_null(r, (mt_param_desc){.name = "matrix", .rows = 13, .cols = 5, .placement = MT_SPLIT_ROWS,
                                                      .init_std = 1.0f, .weight_decay = 1}),
                       add_or_null(r, (mt_param_desc){.name = "bias", .rows = 1, .cols = 65, .init_std = 1.0f})};
@@ -1233,13 +1247,19 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
         for (int k = 0; k < 2; k++) { /* values up to 3: 2.4e-7 between floats, some rounding in each step */
             MT_TRY(mt_param_gather(r->ctx, r->params, p[k], p[k]->value, got));
             MT_TRY(test_near(p[k]->name, got, x[k], 65, 2e-6));
-            MT_TRY(mt_optimizer_moments(r->ctx, &o, p[k], &first, &second)); /* up to 3 and 9, as gradients and squares */
-            MT_TRY(mt_param_gather(r->ctx, r->params, p[k], first, got));
+            MT_TRY(mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG, got)); /* up to 3 and 9, as gradients and squares */
             MT_TRY(test_near("first moment", got, m[k], 65, 1e-6));
-            MT_TRY(mt_param_gather(r->ctx, r->params, p[k], second, got));
+            MT_TRY(mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG_SQ, got));
             MT_TRY(test_near("second moment", got, v[k], 65, 2e-6));
         }
     }
+    for (int s = MT_EXP_AVG; s <= MT_MASTER; s++) { /* what is scattered is gathered, and a master is the value, too */
+        MT_TRY(mt_optimizer_scatter(r->ctx, &o, p[0], (mt_optimizer_state)s, test_noise(r, 65, 7u + (uint64_t)s, 1.0f)));
+        MT_TRY(mt_optimizer_gather(r->ctx, &o, p[0], (mt_optimizer_state)s, got));
+        CHECK(memcmp(got, test_noise(r, 65, 7u + (uint64_t)s, 1.0f), 65 * sizeof *got) == 0);
+    }
+    MT_TRY(mt_param_gather(r->ctx, r->params, p[0], p[0]->value, got));
+    CHECK(memcmp(got, test_noise(r, 65, 7u + MT_MASTER, 1.0f), 65 * sizeof *got) == 0);
     for (int64_t i = 0; i < p[0]->value.rows * p[0]->value.cols; i++) /* padding stays zero */
         if (global_element(&p[0]->desc, r->grid.tensor_size, r->grid.tensor_rank, i / 5, i % 5) < 0)
             CHECK(((const float *)p[0]->value.data)[i] == 0.0f);
@@ -1276,6 +1296,7 @@ static void test_optimizer_refuses(void **state) {
     mt_optimizer o = {0};
     mt_param *p, other;
     mt_tensor m;
+    float one = 0;
     test_rank r;
     size_t held;
     (void)state;
@@ -1301,6 +1322,8 @@ static void test_optimizer_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "param is NULL", mt_optimizer_moments(r.ctx, &o, NULL, &m, &m));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "m or v is NULL", mt_optimizer_moments(r.ctx, &o, p, &m, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' is not of this", mt_optimizer_moments(r.ctx, &o, &other, &m, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "state is 3", mt_optimizer_gather(r.ctx, &o, p, (mt_optimizer_state)3, &one));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' is not of this", mt_optimizer_scatter(r.ctx, &o, &other, MT_MASTER, &one));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr|nan", mt_optimizer_step(r.ctx, &o, NAN, 1.0f));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "grad_scale|inf", mt_optimizer_step(r.ctx, &o, 0.1f, INFINITY));
     assert_true(o.step == 0);
