@@ -19,7 +19,7 @@
        MT_TRY(mt_mlp_backward(ctx, &mlp, dy, dx, &saved));                   // one all-reduce; parameter gradients +=
 
    Four floors, each usable alone, includes go down only:
-       megatron.h       attention, MLP, transformer layer, GPT                       (this page)
+       megatron.h       attention, MLP, transformer layer, GPT, checkpoints          (this page)
        mt_parallel.h    process grid, parameters, column/row-parallel linear, vocabulary-parallel embedding and loss, AdamW
        mt_kernels.cuh   the operators, forward and backward
        mt_comm.h        contexts, communicators, collectives, the conjugates f and g, mt_launch
@@ -27,14 +27,15 @@
    After Megatron-LM (arXiv 1909.08053): 2 all-reduces of [tokens, hidden] per layer forward, 2 backward, and no others; with
    sequence parallelism (arXiv 2205.05198) all-gathers and reduce-scatters instead. The ledger of a communicator counts them.
 
-   It does not: own your loop, your tensors or your process; read files; keep globals; allocate after create; exit or abort.
+   It does not: own your loop, your tensors or your process; read other files than checkpoints; keep globals; exit or abort;
+   allocate after create, but for the time in which a checkpoint's files are open.
 
    Shapes: activations [tokens, features] with token = sequence * seq + position, weights [out, in], as in PyTorch.
    Types: everything f32, or bf16 or f16 with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
    Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
    Threads: one context, one communicator, one registry per rank, and a rank is one thread. Config macros: see mt_comm.h.
 
-   Rooms of the implementation: >>mlp >>attention >>layer >>gpt                   */
+   Rooms of the implementation: >>mlp >>attention >>layer >>gpt >>json >>files >>safetensors >>checkpoint                   */
 
 #include "mt_parallel.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -300,6 +301,124 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
+/* ---- safetensors files -------------------------------------------------------------------------------------------- */
+
+/* A file in the format of github.com/huggingface/safetensors, mapped into memory: opening it reads and checks the header, a
+   tensor's bytes are read when they are used. The file must not change while it is open. What the format's own library
+   refuses is refused, and duplicate keys, NUL characters, and more than MT_SAFETENSORS_DIMS dimensions. */
+typedef struct mt_safetensors mt_safetensors; /* opaque */
+
+#define MT_SAFETENSORS_DIMS 8
+
+typedef struct mt_safetensors_tensor {
+    const char *name;  /* UTF-8, of the file, as all pointers here */
+    const char *dtype; /* as the format writes it: "F32", "BF16", "I64", ... */
+    int dims;
+    int64_t shape[MT_SAFETENSORS_DIMS];
+    const void *data;  /* little endian, perhaps not aligned */
+    int64_t bytes;
+} mt_safetensors_tensor;
+
+/* MT_ERR_IO: it cannot be read; MT_ERR_DATA: it is not what it should be. The sentence names file and reason. */
+MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
+MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
+MT_API int mt_safetensors_count(const mt_safetensors *file);
+MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index);         /* in order of names */
+MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file, const char *name); /* NULL: there is none */
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);   /* of "__metadata__"; NULL: none */
+
+/* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. */
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
+
+/* ---- checkpoints -------------------------------------------------------------------------------------------------- */
+
+/* A checkpoint is a directory on a file system that all ranks see, DIRECTORY/step-00000100, with whole, unsharded tensors,
+   which load on any tensor x data x pipeline grid:
+     model.safetensors      the parameters in the registry's type; what else there is to know in its __metadata__
+     optimizer.safetensors  PARAMETER.exp_avg, .exp_avg_sq and, where the optimizer keeps one, .master, all F32
+     config.json            for a model that GPT-2 can express
+   With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as Hugging
+   Face has it; a parameter that several stages share is in the first one's file.
+
+   A GPT that is made as GPT-2 is - MT_PRE_LN, MT_LAYER_NORM, a GeLU, biases, learned positions, no grouped queries, causal -
+   is stored as Hugging Face's GPT2LMHeadModel is: its names, [in, out] weights, [q | k | v]. transformers opens the directory
+   (GPT2LMHeadModel.from_pretrained), and what transformers has written is read by mt_checkpoint_import. Other models have the
+   registry's names, shapes and layouts; so have the optimizer's files always.
+
+   It is written beside (DIRECTORY/.step-00000100.tmp), every file and directory is synchronised with the disk, then it is
+   renamed: what is killed at any moment leaves the old checkpoints, or the new one with them. Each file has a checksum of all
+   its bytes. One tensor at a time is in host memory, whole.
+
+   One run writes to a directory at a time: from its first save (or mt_checkpoint_lock) until mt_checkpoint_destroy, or the end
+   of its process, a checkpoint holds the lock (flock) of the file .lock in it, where the file system has locks. */
+typedef struct mt_checkpoint mt_checkpoint; /* opaque */
+
+typedef struct mt_checkpoint_desc {
+    const char *directory;   /* of a run's checkpoints; made when it is missing, its parent is not; copied */
+    const mt_gpt *gpt;       /* whose parameters they are, to outlive the checkpoint; NULL: a model of your own */
+    mt_optimizer *optimizer; /* to outlive the checkpoint; NULL: parameters only */
+    int keep;                /* how many of the newest checkpoints stay; 0: 2 */
+} mt_checkpoint_desc;
+
+#define MT_NOTE_MAX 1024
+
+/* What a loop needs to go on, beside parameters and optimizer. The library only reads step. */
+typedef struct mt_training_state {
+    int64_t step;          /* steps done; names the checkpoint */
+    uint64_t seed;         /* of weights, batches and dropout */
+    int64_t position;      /* in the data, in units of the loop's own */
+    mt_loss_scaler scaler; /* zeros when there is none */
+    char note[MT_NOTE_MAX]; /* a text of the loop's own, UTF-8, such as its flags */
+} mt_training_state;
+
+/* Host memory for two of the largest tensors (one without desc->gpt) and a little of the device's. Not collective. params must
+   outlive it. */
+MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc, mt_checkpoint **out);
+MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
+
+/* Collective over the grid's world, as save, load and import are: an error on one rank is every rank's, with the same sentence.
+   What the first save does before anything else, for a loop that would rather know now: makes the directory, locks it and tries
+   to write to it. MT_ERR_IO: it cannot, or another run (or another checkpoint of this one) writes to the directory. */
+MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
+
+/* MT_ERR_IO: there is no room, no permission, a checkpoint of this step or a later one, or another run that writes to the
+   directory; MT_ERR_DATA: the note, or a name, is not UTF-8. The checkpoints that were there still are.
+   Removes what a save that was killed has left, and checkpoints beyond desc.keep; what of them cannot be removed (a directory
+   that is none of ours, say) is a warning to the logger, and tried again by the next save.
+   On MT_DEVICE_META no file is touched.
+   Ranks that write nothing wait for those that do in a collective: the timeout of the world (mt_launch_desc.timeout_s) must
+   exceed the time in which a rank's files are written and synchronised with the disk.
+   Of the arena it needs room for the largest tensor as the tensor ranks have it together, padded, once in the parameters' type
+   and once in f32; with a sharded optimizer for two in f32. */
+MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
+
+/* Everything is checked before the first parameter is written: names, shapes, types, checksums, that nothing is missing or too
+   many, that the model is the registry's in what shapes do not show (heads, activation, ...), and that what is said of the run
+   can be: this step, a loss scaler that works. MT_ERR_IO or MT_ERR_DATA name file and reason; MT_ERR_MEMORY: the arena has no
+   room for the largest shard in f32, which parameters in 16 bits and sharded optimizers need.
+   The type of the parameters may be another one than it was: 16-bit parameters have no masters but themselves then, and f32
+   parameters become what the masters were. */
+MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
+
+/* Parameters (and masters) only, from a directory with model.safetensors, or with its index: of one checkpoint, of Hugging
+   Face's GPT-2, with or without "transformer." before its names. Buffers of attention masks are ignored, and so is an output
+   head beside tied embeddings. */
+MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory);
+
+/* The newest checkpoint's step, -1 when there is none or no directory. comm: every rank of it is told what the first one
+   finds; NULL: not collective. */
+MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step);
+
+#define MT_PATH_MAX 1024
+
+/* DIRECTORY/step-00000100. MT_ERR_ARGUMENT when it has more characters than `bytes` has room for. */
+MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes);
+
+/* What mt_gpt_create needs for the model in a directory, as mt_checkpoint_import reads it: from the metadata of a checkpoint of
+   a GPT, or from config.json of a GPT-2. What does not change a model's output (dropout, init_std, ...) is zero. Not
+   collective. */
+MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
+
 #ifdef __cplusplus
 }
 #endif
@@ -311,8 +430,19 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MEGATRON_IMPLEMENTED)
 #define MEGATRON_IMPLEMENTED
 
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
 #ifdef __cplusplus
 extern "C" {
+#endif
+
+/* A strict -std=c99 hides it. */
+#if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
+int fsync(int fd);
 #endif
 
 /* ---- >>mlp -------------------------------------------------------------------------------------------------------- */
@@ -1567,6 +1697,2154 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     status = mti_gpt_logits(ctx, gpt, batch, ids, logits);
     mt_arena_release(ctx, mark);
     return status;
+}
+
+/* ---- >>json ------------------------------------------------------------------------------------------------------- */
+
+#define MTI_JSON_DEPTH 64
+
+/* Reads a text of JSON (RFC 8259) from front to back. After the first error every call fails, and nothing moves. */
+typedef struct mti_json {
+    const unsigned char *start, *at, *end;
+    const char *error; /* what is wrong at `at`; NULL: nothing so far */
+} mti_json;
+
+static mti_json mti_json_begin(const void *text, size_t bytes) {
+    mti_json j;
+    j.start = j.at = (const unsigned char *)text;
+    j.end = j.start + bytes;
+    j.error = NULL;
+    return j;
+}
+
+static int mti_json_fail(mti_json *j, const char *what) {
+    if (!j->error) j->error = what;
+    return 0;
+}
+
+/* The next character that is no space, or -1. */
+static int mti_json_peek(mti_json *j) {
+    while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r')) j->at++;
+    return j->error || j->at == j->end ? -1 : *j->at;
+}
+
+static int mti_json_take(mti_json *j, char c, const char *what) {
+    if (mti_json_peek(j) != c) return mti_json_fail(j, what);
+    j->at++;
+    return 1;
+}
+
+/* Whether an object or array, whose first bracket was taken, goes on after *count values. */
+static int mti_json_next(mti_json *j, int *count, char close) {
+    if (mti_json_peek(j) == close) {
+        j->at++;
+        return 0;
+    }
+    if (*count > 0 && !mti_json_take(j, ',', "a comma or a closing bracket is missing")) return 0;
+    ++*count;
+    return !j->error;
+}
+
+/* Bytes of the character at p, 0 when it is not well-formed (Unicode, table 3-7). */
+static int mti_utf8_bytes(const unsigned char *p, const unsigned char *end) {
+    int n = p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0, i;
+    int low = p[0] == 0xe0 ? 0xa0 : p[0] == 0xf0 ? 0x90 : 0x80, high = p[0] == 0xed ? 0x9f : p[0] == 0xf4 ? 0x8f : 0xbf;
+    if (end - p < n) return 0;
+    if (n > 1 && (p[1] < low || p[1] > high)) return 0;
+    for (i = 2; i < n; i++)
+        if ((p[i] & 0xc0) != 0x80) return 0;
+    return n;
+}
+
+static int mti_utf8_encode(uint32_t c, char *out) {
+    static const unsigned char first[] = {0, 0, 0xc0, 0xe0, 0xf0};
+    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4, i;
+    for (i = n - 1; i > 0; i--, c >>= 6) out[i] = (char)(0x80 | (c & 0x3f));
+    out[0] = (char)(first[n] | c);
+    return n;
+}
+
+static uint32_t mti_json_hex(mti_json *j) {
+    uint32_t x = 0;
+    int i;
+    for (i = 0; i < 4; i++, j->at++) {
+        int c = j->at < j->end ? *j->at : 0, digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ?
+                (c | 32) - 'a' + 10 : -1;
+        if (digit < 0) return (uint32_t)mti_json_fail(j, "\\u is not followed by four hexadecimal digits");
+        x = x << 4 | (uint32_t)digit;
+    }
+    return x;
+}
+
+/* The character behind a backslash. */
+static uint32_t mti_json_escape(mti_json *j) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    int c = j->at < j->end ? *j->at++ : 0;
+    const char *found = c ? strchr(from, c) : NULL;
+    uint32_t high, low;
+    if (found) return (uint32_t)(unsigned char)to[found - from];
+    if (c != 'u') return (uint32_t)mti_json_fail(j, "no such escape");
+    high = mti_json_hex(j);
+    if (high == 0 && !j->error) mti_json_fail(j, "a NUL character in a string");
+    if (high < 0xd800 || high > 0xdfff) return high;
+    if (high < 0xdc00 && j->end - j->at >= 2 && j->at[0] == '\\' && j->at[1] == 'u') {
+        j->at += 2;
+        low = mti_json_hex(j);
+        if (low >= 0xdc00 && low <= 0xdfff) return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
+    }
+    return (uint32_t)mti_json_fail(j, "half a surrogate pair");
+}
+
+/* The string that comes next, decoded into out, as much as fits into `room` bytes with a NUL. Returns all its bytes, the NUL
+   not counted; its quoted text is longer by one at least. */
+static size_t mti_json_string(mti_json *j, char *out, size_t room) {
+    size_t length = 0;
+    char c[4];
+    int n;
+    if (room > 0) out[0] = 0;
+    if (!mti_json_take(j, '"', "a string is missing")) return 0;
+    while (!j->error && j->at < j->end && *j->at != '"') {
+        if (*j->at == '\\') {
+            j->at++;
+            n = mti_utf8_encode(mti_json_escape(j), c);
+        } else {
+            n = mti_utf8_bytes(j->at, j->end);
+            if (n == 0) mti_json_fail(j, "this is not UTF-8");
+            else if (*j->at < 0x20) mti_json_fail(j, "a control character in a string");
+            memcpy(c, j->at, (size_t)n);
+            j->at += n;
+        }
+        if (j->error) break;
+        if (length + (size_t)n < room) {
+            memcpy(out + length, c, (size_t)n);
+            out[length + (size_t)n] = 0;
+        }
+        length += (size_t)n;
+    }
+    if (!j->error && j->at == j->end) mti_json_fail(j, "a string does not end");
+    if (j->error) return 0;
+    j->at++;
+    return length;
+}
+
+static int mti_json_digit(const mti_json *j) { return j->at < j->end && *j->at >= '0' && *j->at <= '9'; }
+
+/* A whole number from 0 to 2^63 - 1, without sign, fraction or exponent. */
+static int64_t mti_json_whole(mti_json *j) {
+    int64_t x = 0;
+    int first = mti_json_peek(j);
+    if (first < '0' || first > '9') return mti_json_fail(j, "a whole number is missing");
+    if (first == '0') j->at++; /* nothing follows it */
+    for (; first != '0' && mti_json_digit(j); j->at++) {
+        int digit = *j->at - '0';
+        if (x > (INT64_MAX - digit) / 10) return mti_json_fail(j, "a number is too large");
+        x = 10 * x + digit;
+    }
+    if (mti_json_digit(j) || (j->at < j->end && (*j->at == '.' || (*j->at | 32) == 'e')))
+        return mti_json_fail(j, "a number is not whole");
+    return x;
+}
+
+/* Digits behind those of x; as many as a double holds count, *scale is what power of ten they are of. */
+static double mti_json_digits(mti_json *j, double x, int fraction, int *scale) {
+    if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
+    for (; mti_json_digit(j); j->at++) {
+        int counts = x < 1e17;
+        if (counts) x = 10 * x + (*j->at - '0');
+        *scale += fraction ? -counts : !counts;
+    }
+    return x;
+}
+
+/* Not strtod, whose decimal point depends on the locale; right to the last place of a float. */
+static double mti_json_number(mti_json *j) {
+    int negative = mti_json_peek(j) == '-', scale = 0, exponent = 0, sign = 1;
+    double x;
+    if (negative) j->at++;
+    if (j->at + 1 < j->end && j->at[0] == '0' && j->at[1] >= '0' && j->at[1] <= '9')
+        mti_json_fail(j, "a number begins with 0");
+    x = mti_json_digits(j, 0, 0, &scale);
+    if (!j->error && j->at < j->end && *j->at == '.') {
+        j->at++;
+        x = mti_json_digits(j, x, 1, &scale);
+    }
+    if (!j->error && j->at < j->end && (*j->at | 32) == 'e') {
+        j->at++;
+        if (j->at < j->end && (*j->at == '+' || *j->at == '-')) sign = *j->at++ == '-' ? -1 : 1;
+        if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
+        for (; mti_json_digit(j); j->at++)
+            if (exponent < 10000) exponent = 10 * exponent + (*j->at - '0');
+    }
+    scale += sign * exponent;
+    x = x == 0 ? 0 : scale < 0 ? x / pow(10, -scale) : x * pow(10, scale);
+    return j->error ? 0 : negative ? -x : x;
+}
+
+static int mti_json_word(mti_json *j, const char *word) {
+    size_t n = strlen(word);
+    if (mti_json_peek(j) != word[0] || (size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) return 0;
+    j->at += n;
+    return 1;
+}
+
+/* Any value. */
+static void mti_json_skip(mti_json *j, int depth) {
+    int c = mti_json_peek(j), count = 0, object = c == '{';
+    if (c == '"') {
+        mti_json_string(j, NULL, 0);
+    } else if (object || c == '[') {
+        if (depth >= MTI_JSON_DEPTH) mti_json_fail(j, "brackets are nested too deeply");
+        else j->at++;
+        while (mti_json_next(j, &count, object ? '}' : ']')) {
+            if (object) mti_json_string(j, NULL, 0);
+            if (object) mti_json_take(j, ':', "a colon is missing");
+            mti_json_skip(j, depth + 1);
+        }
+    } else if (c == '-' || (c >= '0' && c <= '9')) {
+        mti_json_number(j);
+    } else if (!mti_json_word(j, "true") && !mti_json_word(j, "false") && !mti_json_word(j, "null")) {
+        mti_json_fail(j, "a value is missing");
+    }
+}
+
+/* Nothing but space is left. */
+static void mti_json_end(mti_json *j) {
+    if (mti_json_peek(j) >= 0) mti_json_fail(j, "something follows the end");
+}
+
+static mt_status mti_json_status(mt_context *ctx, const mti_json *j, const char *path, const char *what) {
+    if (!j->error) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: %s, byte %lld: %s", path, what, (long long)(j->at - j->start), j->error);
+}
+
+/* ---- >>files ------------------------------------------------------------------------------------------------------ */
+
+static mt_status mti_io_error(mt_context *ctx, const char *path, const char *what, int error) {
+    return mti_fail(ctx, MT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(error));
+}
+
+/* Of what can wait: it is logged, and no error. */
+static void mti_io_warning(mt_context *ctx, const char *path, const char *what, int error) {
+    char text[MT_PATH_MAX + 128];
+    if (!ctx->logger.log) return;
+    snprintf(text, sizeof text, "%s: cannot %s: %s", path, what, strerror(error));
+    ctx->logger.log(ctx->logger.user, MT_LOG_WARNING, text);
+}
+
+#if defined(O_CLOEXEC)
+#define MTI_CLOEXEC O_CLOEXEC
+#elif defined(__O_CLOEXEC) /* a strict -std=c99 hides the other name */
+#define MTI_CLOEXEC __O_CLOEXEC
+#else
+#define MTI_CLOEXEC 0
+#endif
+
+/* -1 and errno, as open has it; a signal is no reason to fail, nor is it below. */
+static int mti_open(const char *path, int flags) {
+    int fd;
+    do fd = open(path, flags | MTI_CLOEXEC, 0666);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* 0, or errno. */
+static int mti_fsync(int fd) {
+    int failed;
+    do failed = fsync(fd) != 0;
+    while (failed && errno == EINTR);
+    return failed ? errno : 0;
+}
+
+/* DIRECTORY/NAME */
+static mt_status mti_path(mt_context *ctx, const char *directory, const char *name, char *path, size_t bytes) {
+    size_t n = strlen(directory), more = strlen(name);
+    if (n + more + 2 > bytes)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%.200s.../%.200s: the path has more than %zu characters", directory, name,
+                        bytes - 1);
+    memcpy(path, directory, n);
+    path[n] = '/';
+    memcpy(path + n + 1, name, more + 1);
+    return MT_SUCCESS;
+}
+
+static int mti_exists(const char *path) {
+    struct stat info;
+    return stat(path, &info) == 0;
+}
+
+/* A regular file, mapped. One of no bytes is mapped to NULL. */
+typedef struct mti_mapped {
+    void *data;
+    size_t bytes;
+} mti_mapped;
+
+static mt_status mti_mapped_file(mt_context *ctx, const char *path, int fd, mti_mapped *out) {
+    struct stat info;
+    void *data;
+    if (fstat(fd, &info) != 0) return mti_io_error(ctx, path, "look at it", errno);
+    if (!S_ISREG(info.st_mode)) return mti_fail(ctx, MT_ERR_IO, "%s: is not a regular file", path);
+    if (info.st_size == 0) return MT_SUCCESS;
+    data = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (data == MAP_FAILED) return mti_io_error(ctx, path, "map it into memory", errno);
+    out->data = data;
+    out->bytes = (size_t)info.st_size;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_mapped_open(mt_context *ctx, const char *path, mti_mapped *out) {
+    int fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* a pipe does not keep us waiting */
+    mt_status status;
+    memset(out, 0, sizeof *out);
+    if (fd < 0) return mti_io_error(ctx, path, "open it", errno);
+    status = mti_mapped_file(ctx, path, fd, out);
+    close(fd);
+    return status;
+}
+
+static void mti_mapped_close(mti_mapped *map) {
+    if (map->data) munmap(map->data, map->bytes);
+    memset(map, 0, sizeof *map);
+}
+
+static uint64_t mti_load_word(const unsigned char *p) {
+    uint64_t word;
+    memcpy(&word, p, sizeof word);
+    return word;
+}
+
+#define MTI_CHECKSUM_BASIS 14695981039346656037u
+
+/* A multiplication carries bits up only: the upper half comes down, too, so that two changes do not meet in the last bit and
+   cancel there. */
+static uint64_t mti_checksum_word(uint64_t h, const unsigned char *p) {
+    h = (h ^ mti_load_word(p)) * 1099511628211u;
+    return h ^ h >> 32;
+}
+
+/* FNV-1a over words of 8 bytes instead of bytes; the last one is filled up with zeros. Each step is one-to-one in h and in the
+   word: a file in which one word has changed never has the same checksum. */
+static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
+    unsigned char rest[8] = {0};
+    for (; bytes >= 8; p += 8, bytes -= 8) h = mti_checksum_word(h, p);
+    if (bytes == 0) return h;
+    memcpy(rest, p, bytes);
+    return mti_checksum_word(h, rest);
+}
+
+/* The checksum stands in the first metadata of a file, at a known place, and counts there as zeros. */
+#define MTI_CHECKSUM_BEFORE "{\"__metadata__\":{\"checksum\":\""
+#define MTI_CHECKSUM_DIGITS 16
+#define MTI_CHECKSUM_AT (8 + sizeof MTI_CHECKSUM_BEFORE - 1)
+#define MTI_CHECKSUM_FIRST 64 /* bytes: all this is in them, and they are whole words */
+
+/* A file that is written from front to back. */
+typedef struct mti_file {
+    int fd;            /* -1: nothing is written, bytes are counted */
+    int error;         /* errno of the first call that failed; nothing is written after it */
+    int64_t bytes;
+    uint64_t checksum; /* of what has left the buffer */
+    size_t used;
+    char path[MT_PATH_MAX];
+    unsigned char buffer[1 << 16];
+} mti_file;
+
+static void mti_file_write(mti_file *f, const unsigned char *data, size_t bytes) {
+    while (bytes > 0 && f->error == 0) {
+        ssize_t done = write(f->fd, data, bytes);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) {
+            f->error = done < 0 ? errno : ENOSPC;
+            return;
+        }
+        data += done;
+        bytes -= (size_t)done;
+    }
+}
+
+static void mti_file_flush(mti_file *f) {
+    if (f->fd >= 0) {
+        f->checksum = mti_checksum(f->checksum, f->buffer, f->used);
+        mti_file_write(f, f->buffer, f->used);
+    }
+    f->used = 0;
+}
+
+static void mti_file_put(mti_file *f, const void *data, size_t bytes) {
+    const unsigned char *from = (const unsigned char *)data;
+    f->bytes += (int64_t)bytes;
+    if (f->fd < 0) return;
+    while (bytes > 0) {
+        size_t room = sizeof f->buffer - f->used, n = bytes < room ? bytes : room;
+        memcpy(f->buffer + f->used, from, n);
+        f->used += n;
+        from += n;
+        bytes -= n;
+        if (f->used == sizeof f->buffer) mti_file_flush(f);
+    }
+}
+
+static void mti_file_text(mti_file *f, const char *text) { mti_file_put(f, text, strlen(text)); }
+
+static void mti_file_whole(mti_file *f, int64_t x) {
+    char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)x);
+    mti_file_text(f, text);
+}
+
+/* A string of JSON. */
+static void mti_file_string(mti_file *f, const char *text) {
+    char escaped[8];
+    mti_file_text(f, "\"");
+    for (; *text; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') snprintf(escaped, sizeof escaped, "\\%c", c);
+        else if (c < 0x20) snprintf(escaped, sizeof escaped, "\\u%04x", c);
+        else snprintf(escaped, sizeof escaped, "%c", c);
+        mti_file_text(f, escaped);
+    }
+    mti_file_text(f, "\"");
+}
+
+/* Begins to count (directory NULL), or to write a file that is not there yet. */
+static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *directory, const char *name) {
+    f->fd = -1;
+    f->error = 0;
+    f->bytes = 0;
+    f->used = 0;
+    f->checksum = MTI_CHECKSUM_BASIS;
+    if (!directory) return MT_SUCCESS;
+    MT_TRY(mti_path(ctx, directory, name, f->path, sizeof f->path));
+    f->fd = mti_open(f->path, O_WRONLY | O_CREAT | O_EXCL);
+    return f->fd < 0 ? mti_io_error(ctx, f->path, "create it", errno) : MT_SUCCESS;
+}
+
+static void mti_file_seal(mti_file *f) {
+    char digits[MTI_CHECKSUM_DIGITS + 1];
+    snprintf(digits, sizeof digits, "%016llx", (unsigned long long)f->checksum);
+    if (f->error == 0 && lseek(f->fd, (off_t)MTI_CHECKSUM_AT, SEEK_SET) < 0) f->error = errno;
+    mti_file_write(f, (const unsigned char *)digits, MTI_CHECKSUM_DIGITS);
+}
+
+/* Brings everything to the disk. sealed: the checksum goes to its place. */
+static mt_status mti_file_end(mt_context *ctx, mti_file *f, int sealed) {
+    mti_file_flush(f);
+    if (sealed) mti_file_seal(f);
+    if (f->error == 0) f->error = mti_fsync(f->fd);
+    if (close(f->fd) != 0 && errno != EINTR && f->error == 0) f->error = errno; /* EINTR: it is closed, and on the disk */
+    f->fd = -1;
+    return f->error ? mti_io_error(ctx, f->path, "write it", f->error) : MT_SUCCESS;
+}
+
+/* The names in a directory reach the disk. */
+static mt_status mti_directory_sync(mt_context *ctx, const char *path) {
+    int fd = mti_open(path, O_RDONLY), error = fd < 0 ? errno : mti_fsync(fd);
+    if (fd >= 0) close(fd);
+    if (fd >= 0 && error == EINVAL) return MT_SUCCESS; /* a file system that has nothing to do */
+    return error ? mti_io_error(ctx, path, "bring the directory to the disk", error) : MT_SUCCESS;
+}
+
+static mt_status mti_directory_make(mt_context *ctx, const char *path) {
+    char parent[MT_PATH_MAX];
+    char *slash;
+    if (mkdir(path, 0777) != 0) return mti_io_error(ctx, path, "create the directory", errno);
+    snprintf(parent, sizeof parent, "%s", path);
+    slash = strrchr(parent, '/');
+    if (slash) slash[slash == parent] = 0;
+    return mti_directory_sync(ctx, slash ? parent : ".");
+}
+
+/* The files in a directory, and itself, as far as that goes: a directory in it is none of ours, and keeps it. */
+static void mti_directory_remove(mt_context *ctx, const char *path) {
+    char file[MT_PATH_MAX];
+    struct dirent *entry;
+    DIR *d = opendir(path);
+    if (!d) {
+        mti_io_warning(ctx, path, "list the directory", errno);
+        return;
+    }
+    while ((entry = readdir(d)) != NULL) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        if (snprintf(file, sizeof file, "%s/%s", path, entry->d_name) >= (int)sizeof file) errno = ENAMETOOLONG;
+        else if (unlink(file) == 0) continue;
+        mti_io_warning(ctx, file, "remove it", errno);
+    }
+    closedir(d);
+    if (rmdir(path) != 0) mti_io_warning(ctx, path, "remove the directory", errno);
+}
+
+/* ---- >>safetensors ------------------------------------------------------------------------------------------------ */
+
+#define MTI_HEADER_MAX 100000000 /* of the format */
+
+typedef struct mti_metadata {
+    const char *key, *value;
+} mti_metadata;
+
+struct mt_safetensors {
+    mt_safetensors_tensor *tensors; /* by offset while it is read, then by name */
+    mti_metadata *metadata;
+    int count, capacity, metadata_count, metadata_capacity;
+    char *text;                     /* decoded strings, one after the other */
+    size_t text_bytes, text_used;
+    const unsigned char *data;      /* what follows the header */
+    int64_t data_bytes;
+    mti_mapped map;
+    char path[MT_PATH_MAX];
+};
+
+static const struct { const char *name; int bits; int dtype; } mti_safetensors_dtypes[] = {
+    {"F32", 32, MT_F32}, {"BF16", 16, MT_BF16}, {"F16", 16, MT_F16}, {"F64", 64, -1}, {"I64", 64, -1}, {"I32", 32, -1},
+    {"I16", 16, -1}, {"I8", 8, -1}, {"U64", 64, -1}, {"U32", 32, -1}, {"U16", 16, -1}, {"U8", 8, -1}, {"BOOL", 8, -1},
+    {"C64", 64, -1}, {"F8_E4M3", 8, -1}, {"F8_E5M2", 8, -1}, {"F8_E8M0", 8, -1}, {"F8_E4M3FNUZ", 8, -1},
+    {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1}, {"F6_E3M2", 6, -1}, {"F4", 4, -1}};
+
+/* Which of them, -1: none. */
+static int mti_safetensors_dtype(const char *name) {
+    int i = (int)(sizeof mti_safetensors_dtypes / sizeof *mti_safetensors_dtypes);
+    while (i-- > 0)
+        if (strcmp(name, mti_safetensors_dtypes[i].name) == 0) return i;
+    return -1;
+}
+
+/* Room for one more item of a list that grows. */
+static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capacity, size_t bytes) {
+    int more = *capacity ? 2 * *capacity : 64;
+    void *memory;
+    if (count < *capacity) return MT_SUCCESS;
+    MT_TRY(mti_host_new(ctx, (size_t)more * bytes, &memory));
+    if (*list) memcpy(memory, *list, (size_t)count * bytes);
+    mti_host_free(*list);
+    *list = memory;
+    *capacity = more;
+    return MT_SUCCESS;
+}
+
+/* The next string, kept. */
+static const char *mti_safetensors_string(mt_safetensors *s, mti_json *j) {
+    char *text = s->text + s->text_used;
+    size_t bytes = mti_json_string(j, text, s->text_bytes - s->text_used) + 1;
+    if (!j->error) s->text_used += bytes;
+    return text;
+}
+
+static mt_status mti_safetensors_metadata(mt_context *ctx, mt_safetensors *s, mti_json *j) {
+    int count = 0;
+    void *list;
+    mti_json_take(j, '{', "__metadata__ is not an object");
+    while (mti_json_next(j, &count, '}')) {
+        list = s->metadata;
+        MT_TRY(mti_reserve(ctx, &list, s->metadata_count, &s->metadata_capacity, sizeof *s->metadata));
+        s->metadata = (mti_metadata *)list;
+        s->metadata[s->metadata_count].key = mti_safetensors_string(s, j);
+        mti_json_take(j, ':', "a colon is missing");
+        s->metadata[s->metadata_count++].value = mti_safetensors_string(s, j);
+    }
+    return MT_SUCCESS;
+}
+
+static void mti_safetensors_shape(mti_json *j, mt_safetensors_tensor *t) {
+    int count = 0;
+    mti_json_take(j, '[', "a shape is not an array");
+    while (mti_json_next(j, &count, ']')) {
+        int64_t size = mti_json_whole(j);
+        if (t->dims == MT_SAFETENSORS_DIMS) mti_json_fail(j, "a shape has more than 8 dimensions");
+        else t->shape[t->dims++] = size;
+    }
+}
+
+static void mti_safetensors_offsets(mti_json *j, int64_t *begin, int64_t *end) {
+    mti_json_take(j, '[', "data_offsets is not an array");
+    *begin = mti_json_whole(j);
+    mti_json_take(j, ',', "data_offsets are not two numbers");
+    *end = mti_json_whole(j);
+    mti_json_take(j, ']', "data_offsets are not two numbers");
+}
+
+/* The members of one tensor; unknown ones are passed over, as the format's own library does. */
+static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetensors_tensor *t, int64_t *begin, int64_t *end) {
+    static const char *const names[] = {"dtype", "shape", "data_offsets"};
+    int count = 0, seen = 0, i;
+    mti_json_take(j, '{', "a tensor is not an object");
+    while (mti_json_next(j, &count, '}')) {
+        const char *member = mti_safetensors_string(s, j);
+        mti_json_take(j, ':', "a colon is missing");
+        if (j->error) return;
+        for (i = 0; i < 3 && strcmp(member, names[i]) != 0; i++) continue;
+        if (i < 3 && (seen & 1 << i)) mti_json_fail(j, "dtype, shape or data_offsets is given twice");
+        seen |= 1 << i;
+        if (i == 0) t->dtype = mti_safetensors_string(s, j);
+        else if (i == 1) mti_safetensors_shape(j, t);
+        else if (i == 2) mti_safetensors_offsets(j, begin, end);
+        else mti_json_skip(j, 2);
+    }
+    if ((seen & 7) != 7) mti_json_fail(j, "a tensor has no dtype, shape or data_offsets");
+}
+
+/* Whether shape, type and offsets of a tensor go together. */
+static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s, mt_safetensors_tensor *t, int64_t begin,
+                                       int64_t end) {
+    int type = mti_safetensors_dtype(t->dtype), i;
+    int64_t bits;
+    if (type < 0) return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has dtype '%.20s'", s->path, t->name, t->dtype);
+    if (begin > end || end > s->data_bytes)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: data_offsets [%lld, %lld] of '%.100s' in a file with %lld bytes of data%s",
+                        s->path, (long long)begin, (long long)end, t->name, (long long)s->data_bytes,
+                        begin > end ? "" : "; it may be truncated");
+    bits = mti_safetensors_dtypes[type].bits;
+    for (i = 0; i < t->dims; i++) {
+        if (t->shape[i] > 0 && bits > INT64_MAX / t->shape[i])
+            return mti_fail(ctx, MT_ERR_DATA, "%s: the shape of '%.100s' overflows", s->path, t->name);
+        bits *= t->shape[i];
+    }
+    if (bits % 8 != 0 || bits / 8 != end - begin)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has %lld bits by shape and dtype %s, and %lld bytes by data_offsets",
+                        s->path, t->name, (long long)bits, t->dtype, (long long)(end - begin));
+    t->data = s->data + begin;
+    t->bytes = end - begin;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_safetensors_tensor(mt_context *ctx, mt_safetensors *s, mti_json *j, const char *name) {
+    int64_t begin = 0, end = 0;
+    void *list = s->tensors;
+    mt_safetensors_tensor *t;
+    MT_TRY(mti_reserve(ctx, &list, s->count, &s->capacity, sizeof *t));
+    s->tensors = (mt_safetensors_tensor *)list;
+    t = &s->tensors[s->count++];
+    t->name = name;
+    mti_safetensors_members(s, j, t, &begin, &end);
+    return j->error ? MT_SUCCESS : mti_safetensors_check(ctx, s, t, begin, end);
+}
+
+static mt_status mti_safetensors_header(mt_context *ctx, mt_safetensors *s, mti_json *j) {
+    int count = 0, metadata = 0;
+    if (j->at == j->end || *j->at != '{') mti_json_fail(j, "it does not begin with '{'");
+    else j->at++;
+    while (mti_json_next(j, &count, '}')) {
+        const char *name = mti_safetensors_string(s, j);
+        mti_json_take(j, ':', "a colon is missing");
+        if (j->error) break;
+        if (strcmp(name, "__metadata__") != 0) MT_TRY(mti_safetensors_tensor(ctx, s, j, name));
+        else if (metadata++) mti_json_fail(j, "__metadata__ is given twice");
+        else MT_TRY(mti_safetensors_metadata(ctx, s, j));
+    }
+    mti_json_end(j);
+    return mti_json_status(ctx, j, s->path, "header");
+}
+
+static int mti_tensor_by_data(const void *a, const void *b) {
+    const mt_safetensors_tensor *x = (const mt_safetensors_tensor *)a, *y = (const mt_safetensors_tensor *)b;
+    const char *p = (const char *)x->data, *q = (const char *)y->data;
+    return p != q ? (p > q) - (p < q) : (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+static int mti_tensor_by_name(const void *a, const void *b) {
+    return strcmp(((const mt_safetensors_tensor *)a)->name, ((const mt_safetensors_tensor *)b)->name);
+}
+
+static int mti_metadata_by_key(const void *a, const void *b) {
+    return strcmp(((const mti_metadata *)a)->key, ((const mti_metadata *)b)->key);
+}
+
+/* Every byte of the data belongs to one tensor, and every name is given once. */
+static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
+    const unsigned char *end = s->data;
+    int i;
+    if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_data);
+    for (i = 0; i < s->count; end += s->tensors[i++].bytes)
+        if (s->tensors[i].data != end)
+            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' begins at %lld of the data, and what is before it ends at %lld",
+                            s->path, s->tensors[i].name, (long long)((const unsigned char *)s->tensors[i].data - s->data),
+                            (long long)(end - s->data));
+    if (end != s->data + s->data_bytes)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: its tensors have %lld bytes, its data %lld", s->path,
+                        (long long)(end - s->data), (long long)s->data_bytes);
+    if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_name);
+    for (i = 1; i < s->count; i++)
+        if (strcmp(s->tensors[i - 1].name, s->tensors[i].name) == 0)
+            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice", s->path, s->tensors[i].name);
+    if (s->metadata_count > 0) qsort(s->metadata, (size_t)s->metadata_count, sizeof *s->metadata, mti_metadata_by_key);
+    for (i = 1; i < s->metadata_count; i++)
+        if (strcmp(s->metadata[i - 1].key, s->metadata[i].key) == 0)
+            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice in __metadata__", s->path, s->metadata[i].key);
+    return MT_SUCCESS;
+}
+
+/* A whole file in memory, which stays as long as s. */
+static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s, const unsigned char *bytes, size_t size) {
+    uint64_t header = size >= 8 ? mti_load_word(bytes) : 0;
+    void *memory;
+    mti_json j;
+    if (size < 8) return mti_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are no safetensors file", s->path, size);
+    if (header > MTI_HEADER_MAX || header > size - 8)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: a header of %llu bytes (at most %d) in a file of %zu; it may be truncated",
+                        s->path, (unsigned long long)header, MTI_HEADER_MAX, size);
+    s->data = bytes + 8 + header;
+    s->data_bytes = (int64_t)(size - 8 - header);
+    s->text_bytes = (size_t)header + 1;
+    MT_TRY(mti_host_new(ctx, s->text_bytes, &memory));
+    s->text = (char *)memory;
+    j = mti_json_begin(bytes + 8, (size_t)header);
+    MT_TRY(mti_safetensors_header(ctx, s, &j));
+    return mti_safetensors_sort(ctx, s);
+}
+
+static mt_status mti_safetensors_open(mt_context *ctx, const char *path, mt_safetensors *s) {
+    if (strlen(path) >= sizeof s->path)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: a path of %zu characters", strlen(path));
+    snprintf(s->path, sizeof s->path, "%s", path);
+    MT_TRY(mti_mapped_open(ctx, path, &s->map));
+    return mti_safetensors_parse(ctx, s, (const unsigned char *)s->map.data, s->map.bytes);
+}
+
+MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out) {
+    void *memory;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!path || !out)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
+    *out = NULL;
+    MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
+    status = mti_safetensors_open(ctx, path, (mt_safetensors *)memory);
+    if (status == MT_SUCCESS) *out = (mt_safetensors *)memory;
+    else mt_safetensors_close((mt_safetensors *)memory);
+    return status;
+}
+
+MT_API void mt_safetensors_close(mt_safetensors *file) {
+    if (!file) return;
+    mti_mapped_close(&file->map);
+    mti_host_free(file->tensors);
+    mti_host_free(file->metadata);
+    mti_host_free(file->text);
+    mti_host_free(file);
+}
+
+MT_API int mt_safetensors_count(const mt_safetensors *file) { return file ? file->count : 0; }
+
+MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index) {
+    return index >= 0 && index < mt_safetensors_count(file) ? &file->tensors[index] : NULL;
+}
+
+MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file, const char *name) {
+    mt_safetensors_tensor key;
+    if (!name || mt_safetensors_count(file) == 0) return NULL;
+    key.name = name;
+    return (const mt_safetensors_tensor *)bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mti_tensor_by_name);
+}
+
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key) {
+    mti_metadata wanted;
+    const mti_metadata *found;
+    if (!file || !key || file->metadata_count == 0) return NULL;
+    wanted.key = key;
+    found = (const mti_metadata *)bsearch(&wanted, file->metadata, (size_t)file->metadata_count, sizeof wanted,
+                                          mti_metadata_by_key);
+    return found ? found->value : NULL;
+}
+
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
+    const unsigned char *from;
+    uint16_t halves[256];
+    int64_t elements, i, n;
+    int type;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tensor || !out)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL", tensor ? "out" : "tensor");
+    type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
+    if (type < 0)
+        return mti_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
+                        tensor->dtype);
+    if (type == MT_F32) {
+        if (tensor->bytes > 0) memcpy(out, tensor->data, (size_t)tensor->bytes);
+        return MT_SUCCESS;
+    }
+    from = (const unsigned char *)tensor->data;
+    elements = tensor->bytes / 2;
+    for (i = 0; i < elements; i += n) {
+        n = mti_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
+        memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
+        mti_row_widen((mt_dtype)type, halves, out + i, n);
+    }
+    return MT_SUCCESS;
+}
+
+/* Whether all bytes of a file are those that were written; *has: whether it says so. */
+static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s, int *has) {
+    const unsigned char *bytes = (const unsigned char *)s->map.data;
+    unsigned char first[MTI_CHECKSUM_FIRST];
+    char digits[MTI_CHECKSUM_DIGITS + 1];
+    uint64_t h = MTI_CHECKSUM_BASIS;
+    *has = s->map.bytes >= sizeof first && memcmp(bytes + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1) == 0;
+    if (!*has) return MT_SUCCESS;
+    memcpy(first, bytes, sizeof first);
+    memset(first + MTI_CHECKSUM_AT, '0', MTI_CHECKSUM_DIGITS);
+    h = mti_checksum(mti_checksum(h, first, sizeof first), bytes + sizeof first, s->map.bytes - sizeof first);
+    snprintf(digits, sizeof digits, "%016llx", (unsigned long long)h);
+    if (memcmp(digits, bytes + MTI_CHECKSUM_AT, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %.16s", s->path,
+                    digits, (const char *)bytes + MTI_CHECKSUM_AT);
+}
+
+/* ---- >>checkpoint ------------------------------------------------------------------------------------------------- */
+
+/* What is said of a model and of a run in the metadata of its files, one table for writing, reading and comparing. */
+typedef enum mti_field_kind { MTI_FIELD_I64, MTI_FIELD_U64, MTI_FIELD_INT, MTI_FIELD_F32 } mti_field_kind;
+
+typedef struct mti_field {
+    const char *name;
+    mti_field_kind kind;
+    size_t offset;
+} mti_field;
+
+/* All that changes what a GPT computes, but for max_seq, which rotary embedding may change. */
+static const mti_field mti_gpt_fields[] = {
+    {"gpt.vocab", MTI_FIELD_I64, offsetof(mt_gpt_desc, vocab)},
+    {"gpt.layers", MTI_FIELD_I64, offsetof(mt_gpt_desc, layers)},
+    {"gpt.max_seq", MTI_FIELD_I64, offsetof(mt_gpt_desc, max_seq)},
+    {"gpt.hidden", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.hidden)},
+    {"gpt.heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.heads)},
+    {"gpt.kv_heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.kv_heads)},
+    {"gpt.ffn", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.ffn)},
+    {"gpt.placement", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.placement)},
+    {"gpt.norm", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.norm)},
+    {"gpt.norm_eps", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.norm_eps)},
+    {"gpt.activation", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.activation)},
+    {"gpt.mask", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.mask)},
+    {"gpt.rotary_base", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.rotary_base)},
+    {"gpt.no_bias", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.no_bias)},
+    {"gpt.untied_head", MTI_FIELD_INT, offsetof(mt_gpt_desc, untied_head)}};
+
+static const mti_field mti_state_fields[] = {
+    {"step", MTI_FIELD_I64, offsetof(mt_training_state, step)},
+    {"seed", MTI_FIELD_U64, offsetof(mt_training_state, seed)},
+    {"position", MTI_FIELD_I64, offsetof(mt_training_state, position)},
+    {"loss_scaler.initial_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.initial_scale)},
+    {"loss_scaler.min_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.min_scale)},
+    {"loss_scaler.growth", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.growth)},
+    {"loss_scaler.backoff", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.backoff)},
+    {"loss_scaler.growth_interval", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.growth_interval)},
+    {"loss_scaler.hysteresis", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.hysteresis)},
+    {"loss_scaler.scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.scale)},
+    {"loss_scaler.good_steps", MTI_FIELD_INT, offsetof(mt_training_state, scaler.good_steps)},
+    {"loss_scaler.overflows", MTI_FIELD_INT, offsetof(mt_training_state, scaler.overflows)},
+    {"loss_scaler.skipped", MTI_FIELD_I64, offsetof(mt_training_state, scaler.skipped)}};
+
+static const mti_field mti_optimizer_fields[] = {{"optimizer_step", MTI_FIELD_I64, offsetof(mt_optimizer, step)}};
+
+#define MTI_FIELDS(list) (int)(sizeof(list) / sizeof *(list))
+#define MTI_FIELD_TEXT 32
+
+/* All digits of a float, with a decimal point in every locale. */
+static void mti_f32_text(float x, char *text) {
+    char printed[64];
+    const char *e;
+    int negative = x < 0;
+    snprintf(printed, sizeof printed, "%.8e", (double)x);
+    e = strchr(printed, 'e');
+    if (e) snprintf(text, MTI_FIELD_TEXT, "%.*s.%.8s%.8s", 1 + negative, printed, e - 8, e);
+    else snprintf(text, MTI_FIELD_TEXT, "0"); /* not finite, which no field is */
+}
+
+static void mti_field_text(const mti_field *f, const void *base, char *text) {
+    const char *at = (const char *)base + f->offset;
+    int64_t i = 0;
+    float x = 0;
+    int n = 0;
+    if (f->kind == MTI_FIELD_F32) {
+        memcpy(&x, at, sizeof x);
+        mti_f32_text(x, text);
+    } else if (f->kind == MTI_FIELD_INT) {
+        memcpy(&n, at, sizeof n);
+        snprintf(text, MTI_FIELD_TEXT, "%d", n);
+    } else {
+        memcpy(&i, at, sizeof i);
+        if (f->kind == MTI_FIELD_U64) snprintf(text, MTI_FIELD_TEXT, "%llu", (unsigned long long)i);
+        else snprintf(text, MTI_FIELD_TEXT, "%lld", (long long)i);
+    }
+}
+
+static int mti_field_parse(const mti_field *f, const char *text, void *base) {
+    char *at = (char *)base + f->offset;
+    int negative = f->kind != MTI_FIELD_U64 && *text == '-', n;
+    uint64_t whole;
+    if (f->kind == MTI_FIELD_F32) {
+        mti_json j = mti_json_begin(text, strlen(text));
+        double number = mti_json_number(&j);
+        int fits = number >= -(double)FLT_MAX && number <= (double)FLT_MAX;
+        float x = fits ? (float)number : 0.0f;
+        mti_json_end(&j);
+        memcpy(at, &x, sizeof x);
+        return !j.error && fits;
+    }
+    if (!mti_whole(text + negative, f->kind == MTI_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX, &whole)) return 0;
+    if (negative) whole = 0 - whole;
+    if (f->kind != MTI_FIELD_INT) {
+        memcpy(at, &whole, sizeof whole);
+        return 1;
+    }
+    n = (int)(int64_t)whole;
+    memcpy(at, &n, sizeof n);
+    return n == (int64_t)whole;
+}
+
+static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *s, const mti_field *fields, int count, void *base) {
+    int i;
+    for (i = 0; i < count; i++) {
+        const char *text = mt_safetensors_metadata(s, fields[i].name);
+        if (!text || !mti_field_parse(&fields[i], text, base))
+            return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s'", s->path, text ? fields[i].name : "no",
+                            text ? text : fields[i].name);
+    }
+    return MT_SUCCESS;
+}
+
+/* ---- >>checkpoint: GPT-2 of Hugging Face ---- */
+
+/* With defaults put in, so that two descriptions of the same model are the same. */
+static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
+    mt_gpt_desc d = *desc;
+    if (!d.layer.kv_heads) d.layer.kv_heads = d.layer.heads;
+    if (!d.layer.ffn) d.layer.ffn = 4 * d.layer.hidden;
+    d.layer.norm_eps = mti_default(d.layer.norm_eps, 1e-5f);
+    d.layer.no_bias = d.layer.no_bias != 0;
+    d.untied_head = d.untied_head != 0;
+    return d;
+}
+
+static int mti_is_gpt2(const mt_gpt_desc *desc) {
+    mt_gpt_desc d = mti_gpt_plain(desc);
+    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation != MT_SWIGLU &&
+           d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base == 0.0f && d.layer.kv_heads == d.layer.heads &&
+           !d.layer.no_bias && !d.untied_head;
+}
+
+enum { MTI_FORM_MATRIX = 0, MTI_FORM_VECTOR = 1, MTI_FORM_CONV1D = 2, MTI_FORM_QKV = 4 };
+
+typedef struct mti_gpt2_name {
+    const char *ours, *theirs;
+    int form;
+} mti_gpt2_name;
+
+static const mti_gpt2_name mti_gpt2_model[] = {
+    {"embedding.word_embeddings.weight", "wte.weight", MTI_FORM_MATRIX},
+    {"embedding.position_embeddings.weight", "wpe.weight", MTI_FORM_MATRIX},
+    {"decoder.final_layernorm.weight", "ln_f.weight", MTI_FORM_VECTOR},
+    {"decoder.final_layernorm.bias", "ln_f.bias", MTI_FORM_VECTOR}};
+
+static const mti_gpt2_name mti_gpt2_layer[] = {
+    {"input_layernorm.weight", "ln_1.weight", MTI_FORM_VECTOR},
+    {"input_layernorm.bias", "ln_1.bias", MTI_FORM_VECTOR},
+    {"self_attention.linear_qkv.weight", "attn.c_attn.weight", MTI_FORM_QKV | MTI_FORM_CONV1D},
+    {"self_attention.linear_qkv.bias", "attn.c_attn.bias", MTI_FORM_QKV | MTI_FORM_VECTOR},
+    {"self_attention.linear_proj.weight", "attn.c_proj.weight", MTI_FORM_CONV1D},
+    {"self_attention.linear_proj.bias", "attn.c_proj.bias", MTI_FORM_VECTOR},
+    {"pre_mlp_layernorm.weight", "ln_2.weight", MTI_FORM_VECTOR},
+    {"pre_mlp_layernorm.bias", "ln_2.bias", MTI_FORM_VECTOR},
+    {"mlp.linear_fc1.weight", "mlp.c_fc.weight", MTI_FORM_CONV1D},
+    {"mlp.linear_fc1.bias", "mlp.c_fc.bias", MTI_FORM_VECTOR},
+    {"mlp.linear_fc2.weight", "mlp.c_proj.weight", MTI_FORM_CONV1D},
+    {"mlp.linear_fc2.bias", "mlp.c_proj.bias", MTI_FORM_VECTOR}};
+
+/* How a parameter lies in a file. */
+typedef struct mti_layout {
+    char name[MT_NAME_MAX + 32];
+    int form, dims;
+    int64_t shape[2];
+} mti_layout;
+
+static const mti_gpt2_name *mti_gpt2_find(const mti_gpt2_name *list, int count, const char *ours) {
+    while (count-- > 0)
+        if (strcmp(list[count].ours, ours) == 0) return &list[count];
+    return NULL;
+}
+
+/* prefix: of GPT-2's names; NULL: the registry's own. What GPT-2 has no name for keeps its own. */
+static mti_layout mti_layout_of(const mt_param *p, const char *prefix) {
+    static const char layers[] = "decoder.layers.";
+    const mti_gpt2_name *found = NULL;
+    const char *rest = p->name + sizeof layers - 1, *dot;
+    mti_layout l;
+    int row = p->desc.rows == 1;
+    memset(&l, 0, sizeof l);
+    snprintf(l.name, sizeof l.name, "%s", p->name);
+    l.form = row ? MTI_FORM_VECTOR : MTI_FORM_MATRIX;
+    if (prefix && strncmp(p->name, layers, sizeof layers - 1) == 0 && (dot = strchr(rest, '.')) != NULL) {
+        found = mti_gpt2_find(mti_gpt2_layer, MTI_FIELDS(mti_gpt2_layer), dot + 1);
+        if (found) snprintf(l.name, sizeof l.name, "%sh.%.*s.%s", prefix, (int)(dot - rest), rest, found->theirs);
+    } else if (prefix) {
+        found = mti_gpt2_find(mti_gpt2_model, MTI_FIELDS(mti_gpt2_model), p->name);
+        if (found) snprintf(l.name, sizeof l.name, "%s%s", prefix, found->theirs);
+    }
+    if (found) l.form = found->form;
+    l.dims = l.form & MTI_FORM_VECTOR ? 1 : 2;
+    l.shape[0] = l.form & (MTI_FORM_VECTOR | MTI_FORM_CONV1D) ? p->desc.cols : p->desc.rows;
+    l.shape[1] = l.form & MTI_FORM_CONV1D ? p->desc.rows : p->desc.cols;
+    return l;
+}
+
+/* In a file of GPT-2, but no parameter: the causal mask, as older versions of transformers stored it, and the head of a model
+   whose embeddings are tied. */
+static int mti_gpt2_ignores(const char *name, const char *prefix) {
+    size_t n = strlen(prefix);
+    const char *rest = strncmp(name, prefix, n) == 0 && strncmp(name + n, "h.", 2) == 0 ? strchr(name + n + 2, '.') : NULL;
+    if (strcmp(name, "lm_head.weight") == 0) return 1;
+    return rest && (strcmp(rest, ".attn.bias") == 0 || strcmp(rest, ".attn.masked_bias") == 0);
+}
+
+/* y [cols, rows] = transposed x [rows, cols], in squares that stay in the cache. */
+static void mti_host_transpose(const float *x, int64_t rows, int64_t cols, float *y) {
+    int64_t r, c, i, j;
+    for (r = 0; r < rows; r += 32)
+        for (c = 0; c < cols; c += 32)
+            for (j = c; j < mti_min(c + 32, cols); j++)
+                for (i = r; i < mti_min(r + 32, rows); i++) y[j * rows + i] = x[i * cols + j];
+}
+
+static const struct { const char *name; mt_activation activation; } mti_gpt2_activations[] = {
+    {"gelu_new", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH}, {"gelu", MT_GELU_ERF}};
+
+/* What of config.json decides what is computed; what is not there has the default of transformers' GPT2Config. */
+typedef struct mti_gpt2_config {
+    int64_t vocab_size, n_positions, n_embd, n_layer, n_head, n_inner;
+    double layer_norm_epsilon;
+    char model_type[64], activation_function[64]; /* cut off where they are longer than any that is known */
+    int scale_attn_weights, scale_attn_by_inverse_layer_idx, add_cross_attention, tie_word_embeddings;
+} mti_gpt2_config;
+
+static void mti_config_switch(mti_json *j, int *out) {
+    if (mti_json_word(j, "true")) *out = 1;
+    else if (mti_json_word(j, "false")) *out = 0;
+    else mti_json_fail(j, "true or false is missing");
+}
+
+static void mti_config_member(mti_json *j, mti_gpt2_config *c, const char *name) {
+    static const char *const wholes[] = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"};
+    static const char *const switches[] = {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
+                                           "tie_word_embeddings"};
+    int64_t *whole[6];
+    int *on[4], i;
+    whole[0] = &c->vocab_size, whole[1] = &c->n_positions, whole[2] = &c->n_embd;
+    whole[3] = &c->n_layer, whole[4] = &c->n_head, whole[5] = &c->n_inner;
+    on[0] = &c->scale_attn_weights, on[1] = &c->scale_attn_by_inverse_layer_idx;
+    on[2] = &c->add_cross_attention, on[3] = &c->tie_word_embeddings;
+    for (i = 0; i < 6; i++)
+        if (strcmp(name, wholes[i]) == 0) {
+            *whole[i] = i == 5 && mti_json_word(j, "null") ? 0 : mti_json_whole(j);
+            return;
+        }
+    for (i = 0; i < 4; i++)
+        if (strcmp(name, switches[i]) == 0) {
+            mti_config_switch(j, on[i]);
+            return;
+        }
+    if (strcmp(name, "layer_norm_epsilon") == 0) c->layer_norm_epsilon = mti_json_number(j);
+    else if (strcmp(name, "model_type") == 0) mti_json_string(j, c->model_type, sizeof c->model_type);
+    else if (strcmp(name, "activation_function") == 0)
+        mti_json_string(j, c->activation_function, sizeof c->activation_function);
+    else mti_json_skip(j, 1);
+}
+
+static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti_gpt2_config *c, mt_gpt_desc *out) {
+    size_t i = 0, n = sizeof mti_gpt2_activations / sizeof *mti_gpt2_activations;
+    while (i < n && strcmp(c->activation_function, mti_gpt2_activations[i].name) != 0) i++;
+    if (strcmp(c->model_type, "gpt2") != 0)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: model_type is '%s', must be gpt2", path, c->model_type);
+    if (i == n || !c->scale_attn_weights || c->scale_attn_by_inverse_layer_idx || c->add_cross_attention ||
+        !c->tie_word_embeddings)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: activation_function '%s', scale_attn_weights %d, "
+                        "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 that is "
+                        "not built here", path, c->activation_function, c->scale_attn_weights,
+                        c->scale_attn_by_inverse_layer_idx, c->add_cross_attention, c->tie_word_embeddings);
+    if (!(c->layer_norm_epsilon > 0 && c->layer_norm_epsilon < 1) || c->n_embd > INT32_MAX)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, n_embd %lld", path, c->layer_norm_epsilon,
+                        (long long)c->n_embd);
+    memset(out, 0, sizeof *out);
+    out->vocab = c->vocab_size;
+    out->max_seq = c->n_positions;
+    out->layers = c->n_layer;
+    out->layer.hidden = c->n_embd;
+    out->layer.heads = c->n_head;
+    out->layer.ffn = c->n_inner;
+    out->layer.norm_eps = (float)c->layer_norm_epsilon;
+    out->layer.activation = mti_gpt2_activations[i].activation;
+    *out = mti_gpt_plain(out);
+    return MT_SUCCESS;
+}
+
+/* The text of a config.json. */
+static mt_status mti_config_parse(mt_context *ctx, const char *path, const void *text, size_t bytes, mt_gpt_desc *out) {
+    mti_json j = mti_json_begin(text, bytes);
+    mti_gpt2_config c = {50257, 1024, 768, 12, 12, 0, 1e-5, "", "gelu_new", 1, 0, 0, 1};
+    char name[64];
+    int count = 0;
+    mti_json_take(&j, '{', "it does not begin with '{'");
+    while (mti_json_next(&j, &count, '}')) {
+        mti_json_string(&j, name, sizeof name);
+        mti_json_take(&j, ':', "a colon is missing");
+        mti_config_member(&j, &c, name);
+    }
+    mti_json_end(&j);
+    MT_TRY(mti_json_status(ctx, &j, path, "JSON"));
+    return mti_config_to_desc(ctx, path, &c, out);
+}
+
+static mt_status mti_config_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
+    char path[MT_PATH_MAX];
+    mti_mapped map;
+    mt_status status;
+    MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
+    MT_TRY(mti_mapped_open(ctx, path, &map));
+    status = mti_config_parse(ctx, path, map.data ? map.data : "", map.bytes, out);
+    mti_mapped_close(&map);
+    return status;
+}
+
+static void mti_config_whole(mti_file *f, const char *name, int64_t x) {
+    mti_file_text(f, ",\n  \"");
+    mti_file_text(f, name);
+    mti_file_text(f, "\": ");
+    mti_file_whole(f, x);
+}
+
+static void mti_config_float(mti_file *f, const char *name, float x) {
+    char text[MTI_FIELD_TEXT];
+    mti_f32_text(x, text);
+    mti_file_text(f, ",\n  \"");
+    mti_file_text(f, name);
+    mti_file_text(f, "\": ");
+    mti_file_text(f, text);
+}
+
+/* Special tokens are those of GPT-2 for its vocabulary, else there are none. */
+static mt_status mti_config_write(mt_context *ctx, mti_file *f, const char *directory, const mt_gpt_desc *desc) {
+    mt_gpt_desc d = mti_gpt_plain(desc);
+    MT_TRY(mti_file_begin(ctx, f, directory, "config.json"));
+    mti_file_text(f, "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\"");
+    mti_file_text(f, ",\n  \"activation_function\": ");
+    mti_file_string(f, d.layer.activation == MT_GELU_ERF ? "gelu" : "gelu_new");
+    mti_config_whole(f, "vocab_size", d.vocab);
+    mti_config_whole(f, "n_positions", d.max_seq);
+    mti_config_whole(f, "n_embd", d.layer.hidden);
+    mti_config_whole(f, "n_layer", d.layers);
+    mti_config_whole(f, "n_head", d.layer.heads);
+    mti_config_whole(f, "n_inner", d.layer.ffn);
+    mti_config_float(f, "layer_norm_epsilon", d.layer.norm_eps);
+    mti_config_float(f, "embd_pdrop", d.embedding_dropout);
+    mti_config_float(f, "attn_pdrop", d.layer.attention_dropout);
+    mti_config_float(f, "resid_pdrop", d.layer.hidden_dropout);
+    mti_file_text(f, d.vocab == 50257 ? ",\n  \"bos_token_id\": 50256,\n  \"eos_token_id\": 50256" :
+                  ",\n  \"bos_token_id\": null,\n  \"eos_token_id\": null");
+    mti_file_text(f, ",\n  \"tie_word_embeddings\": true\n}\n");
+    return mti_file_end(ctx, f, 0);
+}
+
+/* ---- >>checkpoint: files together ---- */
+
+/* STEM.safetensors, or the files that STEM.safetensors.index.json names. */
+typedef struct mti_bundle {
+    mt_safetensors **files;
+    int count, capacity;
+    int64_t tensors; /* in all of them */
+    char path[MT_PATH_MAX]; /* of the file, or of the index */
+} mti_bundle;
+
+static void mti_bundle_close(mti_bundle *b) {
+    while (b->count > 0) mt_safetensors_close(b->files[--b->count]);
+    mti_host_free(b->files);
+    memset(b, 0, sizeof *b);
+}
+
+static const mt_safetensors_tensor *mti_bundle_find(const mti_bundle *b, const char *name) {
+    const mt_safetensors_tensor *found = NULL;
+    int i;
+    for (i = 0; i < b->count && !found; i++) found = mt_safetensors_find(b->files[i], name);
+    return found;
+}
+
+static mt_status mti_bundle_add(mt_context *ctx, mti_bundle *b, const char *directory, const char *name) {
+    char path[MT_PATH_MAX];
+    void *list = b->files;
+    mt_safetensors *added;
+    mt_status status;
+    int i;
+    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
+    MT_TRY(mti_reserve(ctx, &list, b->count, &b->capacity, sizeof *b->files));
+    b->files = (mt_safetensors **)list;
+    MT_TRY(mt_safetensors_open(ctx, path, &b->files[b->count]));
+    added = b->files[b->count];
+    for (i = 0; b->count > 0 && i < mt_safetensors_count(added); i++)
+        if (mti_bundle_find(b, mt_safetensors_at(added, i)->name)) {
+            status = mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is in another file, too", path,
+                              mt_safetensors_at(added, i)->name);
+            mt_safetensors_close(added);
+            return status;
+        }
+    b->tensors += mt_safetensors_count(added);
+    b->count++;
+    return MT_SUCCESS;
+}
+
+static const char *mti_file_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+/* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
+static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *directory, const char *tensor, const char *file) {
+    int i;
+    for (i = 0; i < b->count && strcmp(mti_file_name(b->files[i]->path), file) != 0; i++) continue;
+    if (i == b->count) {
+        if (!file[0] || strchr(file, '/') || file[0] == '.')
+            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
+        MT_TRY(mti_bundle_add(ctx, b, directory, file));
+    }
+    if (mt_safetensors_find(b->files[i], tensor)) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tensor, file);
+}
+
+/* text: room for any string of the index. */
+static mt_status mti_bundle_entries(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text, size_t room,
+                                    int64_t *entries) {
+    char file[256];
+    int count = 0;
+    mti_json_take(j, '{', "weight_map is not an object");
+    while (mti_json_next(j, &count, '}')) {
+        mti_json_string(j, text, room);
+        mti_json_take(j, ':', "a colon is missing");
+        if (mti_json_string(j, file, sizeof file) >= sizeof file) mti_json_fail(j, "the name of a file is too long");
+        if (j->error) break;
+        MT_TRY(mti_bundle_entry(ctx, b, directory, text, file));
+        ++*entries;
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_bundle_index(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text, size_t room) {
+    int count = 0;
+    int64_t entries = 0;
+    mti_json_take(j, '{', "it does not begin with '{'");
+    while (mti_json_next(j, &count, '}')) {
+        mti_json_string(j, text, room);
+        mti_json_take(j, ':', "a colon is missing");
+        if (!j->error && strcmp(text, "weight_map") == 0)
+            MT_TRY(mti_bundle_entries(ctx, b, directory, j, text, room, &entries));
+        else mti_json_skip(j, 1);
+    }
+    mti_json_end(j);
+    MT_TRY(mti_json_status(ctx, j, b->path, "JSON"));
+    if (entries == b->tensors && entries > 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: names %lld tensors, its files have %lld", b->path, (long long)entries,
+                    (long long)b->tensors);
+}
+
+static mt_status mti_bundle_open_index(mt_context *ctx, mti_bundle *b, const char *directory) {
+    mti_mapped map;
+    void *text = NULL;
+    mti_json j;
+    mt_status status;
+    MT_TRY(mti_mapped_open(ctx, b->path, &map));
+    status = mti_host_new(ctx, map.bytes + 1, &text);
+    j = mti_json_begin(map.data ? map.data : "", map.bytes);
+    if (status == MT_SUCCESS) status = mti_bundle_index(ctx, b, directory, &j, (char *)text, map.bytes + 1);
+    mti_host_free(text);
+    mti_mapped_close(&map);
+    return status;
+}
+
+/* b is to be closed also when this fails. */
+static mt_status mti_bundle_open(mt_context *ctx, const char *directory, const char *stem, mti_bundle *b) {
+    char name[64];
+    memset(b, 0, sizeof *b);
+    snprintf(name, sizeof name, "%s.safetensors", stem);
+    MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
+    if (mti_exists(b->path)) return mti_bundle_add(ctx, b, directory, name);
+    snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
+    MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
+    if (mti_exists(b->path)) return mti_bundle_open_index(ctx, b, directory);
+    return mti_fail(ctx, MT_ERR_IO, "%s: has neither %s.safetensors nor its index", directory, stem);
+}
+
+/* The index of the files model-0000s-of-0000S.safetensors that the stages have written. */
+static mt_status mti_index_write(mt_context *ctx, mti_file *f, const char *directory, const char *stem, mti_bundle *b) {
+    char name[64];
+    int64_t bytes = 0;
+    int i, k;
+    for (i = 0; i < b->count; i++) bytes += b->files[i]->data_bytes;
+    snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
+    MT_TRY(mti_file_begin(ctx, f, directory, name));
+    mti_file_text(f, "{\n  \"metadata\": {\"total_size\": ");
+    mti_file_whole(f, bytes);
+    mti_file_text(f, "},\n  \"weight_map\": {");
+    for (i = 0; i < b->count; i++)
+        for (k = 0; k < mt_safetensors_count(b->files[i]); k++) {
+            mti_file_text(f, i + k > 0 ? ",\n    " : "\n    ");
+            mti_file_string(f, mt_safetensors_at(b->files[i], k)->name);
+            mti_file_text(f, ": ");
+            mti_file_string(f, mti_file_name(b->files[i]->path));
+        }
+    mti_file_text(f, "\n  }\n}\n");
+    return mti_file_end(ctx, f, 0);
+}
+
+/* ---- >>checkpoint: saving ---- */
+
+struct mt_checkpoint {
+    mt_params *params;
+    const mt_gpt *gpt;
+    mt_optimizer *optimizer;
+    int keep;
+    const char *prefix;    /* of GPT-2's names in the files that are written; NULL: the registry's names */
+    float *whole, *spare;  /* a tensor in host memory; a second one to convert it, with gpt */
+    int64_t elements;      /* that each has room for */
+    void *exchange;        /* on the device: MTI_ERROR_BYTES, for mti_agree */
+    int lock;              /* the first rank's, of the directory, from its first save on; -1: it has none */
+    char directory[MT_PATH_MAX];
+    mti_file file;
+};
+
+static int64_t mti_largest_param(const mt_params *params) {
+    int64_t most = 0;
+    int i;
+    for (i = 0; i < params->count; i++) {
+        int64_t n = params->list[i]->desc.rows * params->list[i]->desc.cols;
+        if (n > most) most = n;
+    }
+    return most;
+}
+
+static mt_status mti_checkpoint_memory(mt_context *ctx, mt_checkpoint *c) {
+    void *memory;
+    c->elements = mti_largest_param(c->params);
+    MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
+    c->whole = (float *)memory;
+    if (c->gpt) MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
+    if (c->gpt) c->spare = (float *)memory;
+    return mt_context_alloc(ctx, MTI_ERROR_BYTES, &c->exchange);
+}
+
+MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc, mt_checkpoint **out) {
+    static const char *const function = "mt_checkpoint_create";
+    mt_checkpoint *c;
+    void *memory;
+    size_t end;
+    mt_status status;
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (!desc || !desc->directory || !desc->directory[0] || !out)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "there is no directory" : "out is NULL");
+    *out = NULL;
+    if (desc->keep < 0 || strlen(desc->directory) > MT_PATH_MAX - 128)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
+                        desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
+    if ((desc->gpt && desc->gpt->tokens.weight && mt_params_find(params, desc->gpt->tokens.weight->name) !=
+         desc->gpt->tokens.weight) || (desc->optimizer && desc->optimizer->params != params))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt or optimizer is not of this registry", function);
+    MT_TRY(mti_host_new(ctx, sizeof *c, &memory));
+    c = (mt_checkpoint *)memory;
+    c->params = params;
+    c->gpt = desc->gpt;
+    c->optimizer = desc->optimizer;
+    c->keep = desc->keep ? desc->keep : 2;
+    c->prefix = c->gpt && mti_is_gpt2(&c->gpt->desc) ? "transformer." : NULL;
+    c->file.fd = c->lock = -1;
+    snprintf(c->directory, sizeof c->directory, "%s", desc->directory);
+    for (end = strlen(c->directory); end > 1 && c->directory[end - 1] == '/'; end--) c->directory[end - 1] = 0;
+    status = mti_checkpoint_memory(ctx, c);
+    if (status == MT_SUCCESS) *out = c;
+    else mt_checkpoint_destroy(ctx, c);
+    return status;
+}
+
+MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
+    if (!ctx || !checkpoint) return;
+    if (checkpoint->lock >= 0) close(checkpoint->lock);
+    mt_context_free(ctx, checkpoint->exchange, MTI_ERROR_BYTES);
+    mti_host_free(checkpoint->whole);
+    mti_host_free(checkpoint->spare);
+    mti_host_free(checkpoint);
+}
+
+/* Status and sentence of the first rank that failed, for every rank; exchange: MTI_ERROR_BYTES on the device. What goes wrong
+   on one rank must not keep it from coming here. */
+static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_status mine) {
+    int rank = mt_comm_rank(comm), size = mt_comm_size(comm), worst;
+    mt_tensor one = mt_tensor_make(exchange, MT_I32, 1, 1), all = mt_tensor_make(exchange, MT_U8, 1, MTI_ERROR_BYTES);
+    char text[MTI_ERROR_BYTES];
+    int32_t code = mine == MT_SUCCESS ? 0 : size - rank;
+    if (size == 1) return mine;
+    MT_TRY(mt_upload(ctx, &code, one));
+    MT_TRY(mt_all_reduce(ctx, comm, exchange, exchange, 1, MT_I32, MT_MAX));
+    MT_TRY(mt_download(ctx, one, &code));
+    if (code <= 0 || code > size) return mine; /* nobody failed; a meta communicator has nobody */
+    worst = size - code;
+    memcpy(text, &mine, sizeof mine);
+    memcpy(text + sizeof mine, ctx->error, sizeof text - sizeof mine);
+    text[sizeof text - 1] = 0;
+    MT_TRY(mt_upload(ctx, text, all));
+    MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MTI_ERROR_BYTES, MT_U8, worst));
+    MT_TRY(mt_download(ctx, all, text));
+    if (rank == worst) return mine;
+    memcpy(&mine, text, sizeof mine);
+    return mti_fail(ctx, mine, "%s", text + sizeof mine);
+}
+
+static const char *const mti_step_format = "step-%08lld";
+
+MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes) {
+    char name[32];
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !path || step < 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_path: step %lld, directory or path is NULL", (long long)step);
+    snprintf(name, sizeof name, mti_step_format, (long long)step);
+    return mti_path(ctx, directory, name, path, bytes);
+}
+
+/* The step of the entry of a directory that is named like a checkpoint, or -1. */
+static int64_t mti_step_of(const char *name) {
+    uint64_t step;
+    char same[32];
+    if (strncmp(name, "step-", 5) != 0 || !mti_whole(name + 5, (uint64_t)INT64_MAX, &step)) return -1;
+    snprintf(same, sizeof same, mti_step_format, (long long)step);
+    return strcmp(same, name) == 0 ? (int64_t)step : -1;
+}
+
+static int mti_is_leftover(const char *name) {
+    size_t n = strlen(name);
+    return n > 9 && strncmp(name, ".step-", 6) == 0 && strcmp(name + n - 4, ".tmp") == 0;
+}
+
+/* The newest checkpoint in DIRECTORY below step `below`, -1 for none. 0, or errno. */
+static int mti_checkpoint_list(const char *directory, int64_t below, int64_t *newest) {
+    struct dirent *entry;
+    DIR *d = opendir(directory);
+    *newest = -1;
+    if (!d) return errno == ENOENT ? 0 : errno;
+    while ((entry = readdir(d)) != NULL) {
+        int64_t step = mti_step_of(entry->d_name);
+        if (step < below && step > *newest) *newest = step;
+    }
+    closedir(d);
+    return 0;
+}
+
+/* What a save that was killed has left, or a removal that failed. */
+static void mti_leftovers_remove(mt_context *ctx, const char *directory) {
+    char path[MT_PATH_MAX];
+    struct dirent *entry;
+    DIR *d = opendir(directory);
+    if (!d) mti_io_warning(ctx, directory, "list the directory", errno);
+    while (d && (entry = readdir(d)) != NULL)
+        if (mti_is_leftover(entry->d_name) &&
+            snprintf(path, sizeof path, "%s/%s", directory, entry->d_name) < (int)sizeof path) mti_directory_remove(ctx, path);
+    if (d) closedir(d);
+}
+
+static mt_status mti_checkpoint_newest(mt_context *ctx, const char *directory, int64_t *step) {
+    int error = mti_checkpoint_list(directory, INT64_MAX, step);
+    return error ? mti_io_error(ctx, directory, "list the directory", error) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step) {
+    mt_tensor room = mt_none();
+    mt_status status = MT_SUCCESS;
+    size_t mark;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !step)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_latest: %s is NULL", step ? "directory" : "step");
+    *step = -1;
+    if (!comm || mt_comm_rank(comm) == 0) status = mti_checkpoint_newest(ctx, directory, step);
+    if (!comm || mt_comm_size(comm) == 1) return status;
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MTI_ERROR_BYTES, &room));
+    MT_TRY(mti_agree(ctx, comm, room.data, status));
+    room.cols = (int64_t)sizeof *step;
+    MT_TRY(mt_upload(ctx, step, room));
+    MT_TRY(mt_broadcast(ctx, comm, room.data, room.data, sizeof *step, MT_U8, 0));
+    MT_TRY(mt_download(ctx, room, step));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* A parameter that several stages share is written by the first. */
+static int mti_param_is_ours(const mt_params *params, const mt_param *p) {
+    return !p->desc.shared_embedding || params->grid->pipeline_rank == 0;
+}
+
+/* What a file holds of every parameter: its value, or one after the other what the optimizer keeps. */
+enum { MTI_VALUE = -1 };
+
+typedef struct mti_part {
+    const char *stem;
+    const char *prefix;            /* of GPT-2's names, or NULL */
+    mt_dtype dtype;
+    int first, last;               /* MTI_VALUE, or of mt_optimizer_state */
+} mti_part;
+
+static int mti_has_masters(const mt_optimizer *optimizer) {
+    return mt_params_dtype(optimizer->params) != MT_F32 && !optimizer->desc.stochastic_rounding;
+}
+
+static mti_part mti_model_part(const mt_checkpoint *c) {
+    mti_part part;
+    part.stem = "model";
+    part.prefix = c->prefix;
+    part.dtype = mt_params_dtype(c->params);
+    part.first = part.last = MTI_VALUE;
+    return part;
+}
+
+static mti_part mti_optimizer_part(const mt_checkpoint *c) {
+    mti_part part;
+    part.stem = "optimizer";
+    part.prefix = NULL;
+    part.dtype = MT_F32;
+    part.first = MT_EXP_AVG;
+    part.last = mti_has_masters(c->optimizer) ? MT_MASTER : MT_EXP_AVG_SQ;
+    return part;
+}
+
+static mti_layout mti_part_layout(const mti_part *part, const mt_param *p, int what) {
+    static const char *const suffixes[] = {".exp_avg", ".exp_avg_sq", ".master"};
+    mti_layout l = mti_layout_of(p, part->prefix);
+    size_t n = strlen(l.name);
+    if (what != MTI_VALUE) snprintf(l.name + n, sizeof l.name - n, "%s", suffixes[what]);
+    return l;
+}
+
+static void mti_put_member(mti_file *f, const char *key, const char *value) {
+    mti_file_text(f, ",");
+    mti_file_string(f, key);
+    mti_file_text(f, ":");
+    mti_file_string(f, value);
+}
+
+static void mti_put_fields(mti_file *f, const mti_field *fields, int count, const void *base) {
+    char text[MTI_FIELD_TEXT];
+    int i;
+    for (i = 0; i < count; i++) {
+        mti_field_text(&fields[i], base, text);
+        mti_put_member(f, fields[i].name, text);
+    }
+}
+
+/* "format" is what transformers wants to see. */
+static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *state, mti_file *f) {
+    mti_file_text(f, MTI_CHECKSUM_BEFORE "0000000000000000\"");
+    mti_put_member(f, "format", "pt");
+    mti_put_member(f, "megatron", MT_VERSION);
+    mti_put_fields(f, mti_state_fields, MTI_FIELDS(mti_state_fields), state);
+    mti_put_member(f, "note", state->note);
+    if (c->optimizer) mti_put_fields(f, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), c->optimizer);
+    if (c->gpt) {
+        mt_gpt_desc d = mti_gpt_plain(&c->gpt->desc);
+        mti_put_fields(f, mti_gpt_fields, MTI_FIELDS(mti_gpt_fields), &d);
+    }
+    mti_file_text(f, "}");
+}
+
+/* The header, without its length; *offset: of all data. */
+static void mti_put_header(const mt_checkpoint *c, const mti_part *part, const mt_training_state *state, mti_file *f) {
+    int64_t offset = 0;
+    int what, i, k;
+    mti_put_metadata(c, state, f);
+    for (what = part->first; what <= part->last; what++)
+        for (i = 0; i < c->params->count; i++) {
+            const mt_param *p = c->params->list[i];
+            mti_layout l = mti_part_layout(part, p, what);
+            if (!mti_param_is_ours(c->params, p)) continue;
+            mti_file_text(f, ",");
+            mti_file_string(f, l.name);
+            mti_file_text(f, part->dtype == MT_F32 ? ":{\"dtype\":\"F32\",\"shape\":[" :
+                          part->dtype == MT_BF16 ? ":{\"dtype\":\"BF16\",\"shape\":[" : ":{\"dtype\":\"F16\",\"shape\":[");
+            for (k = 0; k < l.dims; k++) {
+                if (k > 0) mti_file_text(f, ",");
+                mti_file_whole(f, l.shape[k]);
+            }
+            mti_file_text(f, "],\"data_offsets\":[");
+            mti_file_whole(f, offset);
+            offset += p->desc.rows * p->desc.cols * (int64_t)mt_dtype_size(part->dtype);
+            mti_file_text(f, ",");
+            mti_file_whole(f, offset);
+            mti_file_text(f, "]}");
+        }
+    mti_file_text(f, "}");
+    while (f->bytes % 8 != 0) mti_file_text(f, " "); /* aligns the data */
+}
+
+/* "model.safetensors", or the file of a stage. */
+static void mti_part_name(char *name, size_t bytes, const char *stem, int stage, int stages) {
+    if (stages == 1) snprintf(name, bytes, "%s.safetensors", stem);
+    else snprintf(name, bytes, "%s-%05d-of-%05d.safetensors", stem, stage + 1, stages);
+}
+
+static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
+                                const char *directory) {
+    char name[64];
+    uint64_t header;
+    mti_part_name(name, sizeof name, part->stem, c->params->grid->pipeline_rank, c->params->grid->pipeline_size);
+    MT_TRY(mti_file_begin(ctx, &c->file, NULL, NULL));
+    mti_put_header(c, part, state, &c->file);
+    header = (uint64_t)c->file.bytes;
+    if (header > MTI_HEADER_MAX)
+        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
+                        (unsigned long long)header, MTI_HEADER_MAX);
+    MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
+    mti_file_put(&c->file, &header, sizeof header);
+    mti_put_header(c, part, state, &c->file);
+    return MT_SUCCESS;
+}
+
+static void mti_swap(mt_checkpoint *c) {
+    float *whole = c->whole;
+    c->whole = c->spare;
+    c->spare = whole;
+}
+
+/* c->whole, as the registry has it, becomes what the file has. */
+static mt_status mti_layout_to_file(mt_checkpoint *c, const mt_param *p, const mti_layout *l) {
+    int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
+    if (l->form & MTI_FORM_QKV) {
+        const mt_transformer_layer_desc *d = &c->gpt->desc.layer;
+        MT_TRY(mt_qkv_to_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols, c->whole,
+                                  c->spare, c->spare + third, c->spare + 2 * third));
+        mti_swap(c);
+    }
+    if (l->form & MTI_FORM_CONV1D) {
+        mti_host_transpose(c->whole, rows, cols, c->spare);
+        mti_swap(c);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_layout_from_file(mt_checkpoint *c, const mt_param *p, const mti_layout *l) {
+    int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
+    if (l->form & MTI_FORM_CONV1D) {
+        mti_host_transpose(c->whole, cols, rows, c->spare);
+        mti_swap(c);
+    }
+    if (l->form & MTI_FORM_QKV) {
+        const mt_transformer_layer_desc *d = &c->gpt->desc.layer;
+        MT_TRY(mt_qkv_from_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols, c->whole,
+                                    c->whole + third, c->whole + 2 * third, c->spare));
+        mti_swap(c);
+    }
+    return MT_SUCCESS;
+}
+
+/* n elements of c->whole. What comes from a 16-bit parameter is rounded to what it was. */
+static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
+    uint16_t halves[256];
+    int64_t i, count;
+    if (dtype == MT_F32) {
+        mti_file_put(&c->file, c->whole, (size_t)n * sizeof(float));
+        return;
+    }
+    for (i = 0; i < n; i += count) {
+        count = mti_min(n - i, (int64_t)(sizeof halves / sizeof *halves));
+        mti_row_round(dtype, c->whole + i, halves, count);
+        mti_file_put(&c->file, halves, (size_t)count * sizeof *halves);
+    }
+}
+
+/* Collective: every rank gathers, also one whose file cannot be written, whose error goes to *io. */
+static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
+    int what, i;
+    for (what = part->first; what <= part->last; what++)
+        for (i = 0; i < c->params->count; i++) {
+            const mt_param *p = c->params->list[i];
+            mti_layout l = mti_part_layout(part, p, what);
+            if (!mti_param_is_ours(c->params, p)) continue;
+            MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole) :
+                   mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
+            if (!writes || *io != MT_SUCCESS) continue;
+            *io = mti_layout_to_file(c, p, &l);
+            mti_put_elements(c, part->dtype, p->desc.rows * p->desc.cols);
+        }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
+                               const char *directory, mt_status *io) {
+    const mt_grid *g = c->params->grid;
+    int writes = g->tensor_rank == 0 && g->data_rank == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    mt_status status;
+    if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
+    status = mti_part_write(ctx, c, part, writes, io);
+    if (c->file.fd >= 0) MT_KEEP(*io, mti_file_end(ctx, &c->file, 1));
+    return status;
+}
+
+/* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time. */
+static int mti_lock_wait(int fd) {
+    struct timespec nap = mti_timespec(10e-3);
+    int tries = 0, error = 0;
+    do {
+        if (error == EWOULDBLOCK) nanosleep(&nap, NULL);
+        error = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    } while (error == EINTR || (error == EWOULDBLOCK && ++tries < 100));
+    return error;
+}
+
+/* The lock of a directory, on a file in it, since on some networks' file systems that of a directory binds one host only.
+   However a process ends, its lock ends with it; the file stays. */
+static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
+    char path[MT_PATH_MAX];
+    int error;
+    MT_TRY(mti_path(ctx, c->directory, ".lock", path, sizeof path));
+    c->lock = mti_open(path, O_RDWR | O_CREAT);
+    if (c->lock < 0) return mti_io_error(ctx, path, "open it", errno);
+    error = mti_lock_wait(c->lock);
+    if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS; /* it has no locks */
+    close(c->lock);
+    c->lock = -1;
+    if (error == EWOULDBLOCK) return mti_fail(ctx, MT_ERR_IO, "%s: another run writes to it", c->directory);
+    return mti_io_error(ctx, path, "lock it", error);
+}
+
+/* Makes the directory, locks it, tries what a save does first. On the first rank, until it has succeeded once. */
+static mt_status mti_checkpoint_lock(mt_context *ctx, mt_checkpoint *c) {
+    char probe[MT_PATH_MAX];
+    if (c->lock >= 0) return MT_SUCCESS;
+    if (!mti_exists(c->directory)) MT_TRY(mti_directory_make(ctx, c->directory));
+    MT_TRY(mti_lock_take(ctx, c));
+    mti_leftovers_remove(ctx, c->directory);
+    MT_TRY(mti_path(ctx, c->directory, ".step-probe.tmp", probe, sizeof probe));
+    if (mkdir(probe, 0777) != 0) return mti_io_error(ctx, probe, "create the directory", errno);
+    if (rmdir(probe) != 0) mti_io_warning(ctx, probe, "remove the directory", errno);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) {
+    mt_status status = MT_SUCCESS;
+    mt_comm *world;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!checkpoint) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
+    world = checkpoint->params->grid->world;
+    if (mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META) status = mti_checkpoint_lock(ctx, checkpoint);
+    return mti_agree(ctx, world, checkpoint->exchange, status);
+}
+
+/* On the first rank, before anything is written. */
+static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t step, const char *beside) {
+    int64_t newest;
+    if (c->lock >= 0) mti_leftovers_remove(ctx, c->directory);
+    else MT_TRY(mti_checkpoint_lock(ctx, c));
+    MT_TRY(mti_checkpoint_newest(ctx, c->directory, &newest));
+    if (newest >= step)
+        return mti_fail(ctx, MT_ERR_IO, "%s: has a checkpoint of step %lld already; one of step %lld would not be its newest",
+                        c->directory, (long long)newest, (long long)step);
+    return mti_directory_make(ctx, beside);
+}
+
+/* Where the checkpoint of a step is written, and removed. mt_checkpoint_create has seen to it that this fits. */
+static void mti_beside(mt_context *ctx, const char *directory, int64_t step, char *path) {
+    char name[48];
+    snprintf(name, sizeof name, ".step-%08lld.tmp", (long long)step);
+    mti_path(ctx, directory, name, path, MT_PATH_MAX);
+}
+
+/* Checkpoints older than the newest c->keep. Renamed first, so that no half of one ever looks whole. The new one is there:
+   what cannot be removed is left to the next save. */
+static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
+    char path[MT_PATH_MAX], beside[MT_PATH_MAX];
+    int64_t step = INT64_MAX;
+    int i = 0, error;
+    while (step >= 0) {
+        error = mti_checkpoint_list(c->directory, step, &step);
+        if (error) mti_io_warning(ctx, c->directory, "list the directory", error);
+        if (step < 0 || i++ < c->keep) continue;
+        mti_beside(ctx, c->directory, step, beside);
+        mt_checkpoint_path(ctx, c->directory, step, path, sizeof path);
+        if (rename(path, beside) == 0) mti_directory_remove(ctx, beside);
+        else mti_io_warning(ctx, path, "rename it", errno);
+    }
+}
+
+/* What is published can be read: names and note may be no UTF-8, or one name be given twice. Writes the index of stages. */
+static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *directory, const char *stem) {
+    char name[64];
+    mti_bundle b;
+    mt_status status = MT_SUCCESS;
+    int i, stages = c->params->grid->pipeline_size;
+    memset(&b, 0, sizeof b);
+    for (i = 0; i < stages && status == MT_SUCCESS; i++) {
+        mti_part_name(name, sizeof name, stem, i, stages);
+        status = mti_bundle_add(ctx, &b, directory, name);
+    }
+    if (status == MT_SUCCESS && stages > 1) status = mti_index_write(ctx, &c->file, directory, stem, &b);
+    mti_bundle_close(&b);
+    return status;
+}
+
+/* On the first rank, when all stages have written their files. */
+static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char *final_path, const char *beside) {
+    MT_TRY(mti_save_check(ctx, c, beside, "model"));
+    if (c->optimizer) MT_TRY(mti_save_check(ctx, c, beside, "optimizer"));
+    if (c->prefix) MT_TRY(mti_config_write(ctx, &c->file, beside, &c->gpt->desc));
+    MT_TRY(mti_directory_sync(ctx, beside));
+    if (rename(beside, final_path) != 0) return mti_io_error(ctx, final_path, "rename a directory to it", errno);
+    MT_TRY(mti_directory_sync(ctx, c->directory));
+    mti_save_prune(ctx, c);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state, const char *final_path,
+                                     const char *beside) {
+    mt_comm *world = c->params->grid->world;
+    int first = mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    mti_part model = mti_model_part(c), optimizer;
+    mt_status status = first ? mti_save_prepare(ctx, c, state->step, beside) : MT_SUCCESS, io = MT_SUCCESS;
+    MT_TRY(mti_agree(ctx, world, c->exchange, status));
+    status = mti_part_save(ctx, c, &model, state, beside, &io);
+    if (c->optimizer && status == MT_SUCCESS) {
+        optimizer = mti_optimizer_part(c);
+        status = mti_part_save(ctx, c, &optimizer, state, beside, &io);
+    }
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, io);
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange,
+                                                 first ? mti_save_publish(ctx, c, final_path, beside) : MT_SUCCESS);
+    return status;
+}
+
+MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state) {
+    char final_path[MT_PATH_MAX], beside[MT_PATH_MAX];
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!checkpoint || !state || state->step < 0 || !memchr(state->note, 0, sizeof state->note))
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %s", !checkpoint ? "checkpoint is NULL" : !state ?
+                        "state is NULL" : state->step < 0 ? "step is negative" : "the note does not end");
+    MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, state->step, final_path, sizeof final_path));
+    mti_beside(ctx, checkpoint->directory, state->step, beside);
+    status = mti_checkpoint_save(ctx, checkpoint, state, final_path, beside);
+    if (status != MT_SUCCESS && checkpoint->lock >= 0 && mti_exists(beside)) mti_directory_remove(ctx, beside);
+    return status;
+}
+
+/* ---- >>checkpoint: loading ---- */
+
+/* What is to be loaded, opened and checked. */
+typedef struct mti_source {
+    mti_bundle model, optimizer;
+    const char *prefix; /* of GPT-2's names in the model's files; NULL: they are the registry's */
+    int has_masters;
+} mti_source;
+
+static const char *mti_source_prefix(const mti_bundle *b, const mt_checkpoint *c) {
+    if (!c->prefix) return NULL;
+    if (mti_bundle_find(b, "transformer.wte.weight")) return "transformer.";
+    return mti_bundle_find(b, "wte.weight") ? "" : NULL;
+}
+
+/* Reads the metadata of a GPT, or config.json; *known: whether there was either. */
+static mt_status mti_source_gpt(mt_context *ctx, const char *directory, const mti_bundle *model, int *known, mt_gpt_desc *out) {
+    char path[MT_PATH_MAX];
+    memset(out, 0, sizeof *out);
+    *known = 1;
+    if (mt_safetensors_metadata(model->files[0], mti_gpt_fields[0].name))
+        return mti_fields_read(ctx, model->files[0], mti_gpt_fields, MTI_FIELDS(mti_gpt_fields), out);
+    MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
+    if (mti_exists(path)) return mti_config_read(ctx, directory, out);
+    *known = 0;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_source_check_gpt(mt_context *ctx, const mt_checkpoint *c, const char *directory, const mti_bundle *model) {
+    mt_gpt_desc theirs, ours;
+    char their_text[MTI_FIELD_TEXT], our_text[MTI_FIELD_TEXT];
+    int i, known;
+    if (!c->gpt) return MT_SUCCESS;
+    MT_TRY(mti_source_gpt(ctx, directory, model, &known, &theirs));
+    ours = mti_gpt_plain(&c->gpt->desc);
+    for (i = 0; known && i < MTI_FIELDS(mti_gpt_fields); i++) {
+        if (ours.layer.rotary_base > 0.0f && mti_gpt_fields[i].offset == offsetof(mt_gpt_desc, max_seq)) continue;
+        mti_field_text(&mti_gpt_fields[i], &theirs, their_text);
+        mti_field_text(&mti_gpt_fields[i], &ours, our_text);
+        if (strcmp(their_text, our_text) != 0)
+            return mti_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, mti_gpt_fields[i].name + 4,
+                            their_text, our_text);
+    }
+    return MT_SUCCESS;
+}
+
+static int mti_shape_fits(const mti_layout *l, const mt_safetensors_tensor *t) {
+    int dims = l->dims;
+    if (t->dims == 2 && dims == 1 && t->shape[0] == 1) return t->shape[1] == l->shape[0]; /* a vector as one row */
+    return t->dims == dims && t->shape[0] == l->shape[0] && (dims == 1 || t->shape[1] == l->shape[1]);
+}
+
+static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t bytes) {
+    size_t used = 0;
+    int i;
+    text[0] = 0;
+    for (i = 0; i < dims && used < bytes; i++)
+        used += (size_t)snprintf(text + used, bytes - used, "%s%lld", i > 0 ? ", " : "", (long long)shape[i]);
+}
+
+static mt_status mti_source_check_tensor(mt_context *ctx, const mti_bundle *b, const mti_layout *l) {
+    const mt_safetensors_tensor *t = mti_bundle_find(b, l->name);
+    char theirs[192], ours[64];
+    if (!t) return mti_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
+    if (mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype < 0)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, BF16 or F16", b->path, l->name, t->dtype);
+    if (mti_shape_fits(l, t)) return MT_SUCCESS;
+    mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
+    mti_shape_text(l->shape, l->dims, ours, sizeof ours);
+    return mti_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
+}
+
+/* Every tensor of a part is there, and of the right shape. */
+static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
+    int what, i;
+    for (what = part->first; what <= part->last; what++)
+        for (i = 0; i < c->params->count; i++) {
+            mti_layout l = mti_part_layout(part, c->params->list[i], what);
+            MT_TRY(mti_source_check_tensor(ctx, b, &l));
+        }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
+    mti_part part = mti_model_part(c);
+    MT_TRY(mti_bundle_open(ctx, directory, part.stem, &s->model));
+    part.prefix = s->prefix = mti_source_prefix(&s->model, c);
+    MT_TRY(mti_source_check_gpt(ctx, c, directory, &s->model));
+    return mti_source_check_part(ctx, c, &s->model, &part);
+}
+
+/* Every file is checked by one rank. needed: a file without a checksum is refused. */
+static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int needed) {
+    mt_comm *world = c->params->grid->world;
+    int i, has;
+    for (i = mt_comm_rank(world); i < s->model.count + s->optimizer.count; i += mt_comm_size(world)) {
+        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
+        MT_TRY(mti_safetensors_verify(ctx, file, &has));
+        if (needed && !has) return mti_fail(ctx, MT_ERR_DATA, "%s: has no checksum, is not of a checkpoint", file->path);
+    }
+    return MT_SUCCESS;
+}
+
+/* What belongs to no parameter of this rank. */
+static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
+    int f, k, i, what;
+    for (f = 0; f < b->count; f++)
+        for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
+            const char *name = mt_safetensors_at(b->files[f], k)->name;
+            int ours = part->prefix && mti_gpt2_ignores(name, part->prefix);
+            for (what = part->first; what <= part->last && !ours; what++)
+                for (i = 0; i < c->params->count && !ours; i++) {
+                    mti_layout l = mti_part_layout(part, c->params->list[i], what);
+                    ours = strcmp(l.name, name) == 0;
+                }
+            if (!ours) return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
+        }
+    return MT_SUCCESS;
+}
+
+/* Collective over the pipeline: the files hold as many tensors as the stages have parameters. */
+static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
+    mt_comm *pipeline = c->params->grid->pipeline;
+    int32_t wanted = 0, has = (int32_t)b->tensors;
+    int i, k;
+    for (i = 0; i < c->params->count; i++)
+        wanted += mti_param_is_ours(c->params, c->params->list[i]) ? part->last - part->first + 1 : 0;
+    if (mt_comm_size(pipeline) > 1) {
+        mt_tensor one = mt_tensor_make(c->exchange, MT_I32, 1, 1);
+        MT_TRY(mt_upload(ctx, &wanted, one));
+        MT_TRY(mt_all_reduce(ctx, pipeline, c->exchange, c->exchange, 1, MT_I32, MT_SUM));
+        MT_TRY(mt_download(ctx, one, &wanted));
+    }
+    for (i = 0; part->prefix && i < b->count; i++)
+        for (k = 0; k < mt_safetensors_count(b->files[i]); k++)
+            has -= mti_gpt2_ignores(mt_safetensors_at(b->files[i], k)->name, part->prefix);
+    if (has == wanted) return MT_SUCCESS;
+    if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
+    return mti_fail(ctx, MT_ERR_DATA, "%s: has %d tensors, the model %d", b->path, (int)has, (int)wanted);
+}
+
+/* Every rank reads the whole tensor and takes its part; nothing is communicated. */
+static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mti_bundle *b, const mti_part *part, int i,
+                                    int what, int as) {
+    const mt_param *p = c->params->list[i];
+    mti_layout l = mti_part_layout(part, p, what);
+    MT_TRY(mt_safetensors_read(ctx, mti_bundle_find(b, l.name), c->whole));
+    MT_TRY(mti_layout_from_file(c, p, &l));
+    if (as == MTI_VALUE) return mt_param_scatter(ctx, p, c->whole, p->value);
+    return mt_optimizer_scatter(ctx, c->optimizer, p, (mt_optimizer_state)as, c->whole);
+}
+
+/* Parameters come from the masters where there are any, and masters from the parameters where there are none. */
+static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
+    mti_part model = mti_model_part(c), optimizer = model;
+    int masters = c->optimizer && !c->optimizer->desc.stochastic_rounding, i, what;
+    int value = masters ? (int)MT_MASTER : (int)MTI_VALUE; /* a master brings its parameter with it */
+    model.prefix = s->prefix;
+    if (s->optimizer.count > 0) optimizer = mti_optimizer_part(c);
+    for (i = 0; i < c->params->count; i++) {
+        if (masters && s->has_masters)
+            MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, MT_MASTER, value));
+        else MT_TRY(mti_source_scatter(ctx, c, &s->model, &model, i, MTI_VALUE, value));
+        for (what = MT_EXP_AVG; s->optimizer.count > 0 && what <= MT_EXP_AVG_SQ; what++)
+            MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, what, what));
+    }
+    return MT_SUCCESS;
+}
+
+static void mti_source_close(mti_source *s) {
+    mti_bundle_close(&s->model);
+    mti_bundle_close(&s->optimizer);
+}
+
+/* The optimizer's files; of masters either all or none. */
+static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
+    mti_part part = mti_optimizer_part(c);
+    mti_layout l = mti_part_layout(&part, c->params->list[0], MT_MASTER);
+    MT_TRY(mti_bundle_open(ctx, directory, part.stem, &s->optimizer));
+    s->has_masters = mti_bundle_find(&s->optimizer, l.name) != NULL;
+    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
+    return mti_source_check_part(ctx, c, &s->optimizer, &part);
+}
+
+/* The name of a field in the metadata that no run has left so, NULL when there is none. */
+static const char *mti_state_fault(const mt_training_state *state, int64_t optimizer_step) {
+    const mt_loss_scaler *scaler = &state->scaler;
+    mt_loss_scaler none;
+    memset(&none, 0, sizeof none);
+    if (state->position < 0) return "position";
+    if (optimizer_step < 0) return "optimizer_step";
+    if (memcmp(scaler, &none, sizeof none) == 0) return NULL;
+    if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
+    if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
+    if (scaler->good_steps < 0) return "loss_scaler.good_steps";
+    if (scaler->overflows < 0) return "loss_scaler.overflows";
+    return scaler->skipped < 0 ? "loss_scaler.skipped" : NULL;
+}
+
+/* The state of step `wanted`, as the first file has it. */
+static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
+                                mt_optimizer *optimizer) {
+    const mt_safetensors *first = s->model.files[0];
+    const char *note = mt_safetensors_metadata(first, "note"), *fault;
+    memset(state, 0, sizeof *state);
+    MT_TRY(mti_fields_read(ctx, first, mti_state_fields, MTI_FIELDS(mti_state_fields), state));
+    if (!note || strlen(note) >= sizeof state->note)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no note of at most %d bytes", first->path, MT_NOTE_MAX - 1);
+    memcpy(state->note, note, strlen(note) + 1);
+    if (s->optimizer.count > 0)
+        MT_TRY(mti_fields_read(ctx, first, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), optimizer));
+    if (state->step != wanted)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
+                        (long long)state->step, (long long)wanted);
+    fault = mti_state_fault(state, optimizer->step);
+    if (!fault) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s'", first->path, fault,
+                    mt_safetensors_metadata(first, fault));
+}
+
+/* All files are of that step; *state is what the first one says. */
+static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
+                                  mt_optimizer *optimizer) {
+    const mt_safetensors *first = s->model.files[0];
+    const char *step = mt_safetensors_metadata(first, "step"), *other;
+    int i;
+    MT_TRY(mti_source_run(ctx, s, wanted, state, optimizer));
+    for (i = 0; i < s->model.count + s->optimizer.count; i++) {
+        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
+        other = mt_safetensors_metadata(file, "step");
+        if (!other || strcmp(step, other) != 0)
+            return mti_fail(ctx, MT_ERR_DATA, "%s: is of step %.24s, %s of %.24s", file->path, other ? other : "(none)",
+                            mti_file_name(first->path), step);
+    }
+    return MT_SUCCESS;
+}
+
+/* Room in the arena for whatever is scattered: for a shard in f32 on its way to another type, or to the data ranks' shares. */
+static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor shard;
+    int i;
+    for (i = 0; i < c->params->count; i++) {
+        const mt_tensor *value = &c->params->list[i]->value;
+        if (value->dtype == MT_F32 && c->params->buckets.ranks <= 1) continue;
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, value->rows, value->cols, &shard));
+        mt_arena_release(ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
+/* state NULL: parameters only; else step is what state->step must be. */
+static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
+                                 mt_training_state *state, mt_optimizer *optimizer) {
+    MT_TRY(mti_source_arena(ctx, c));
+    MT_TRY(mti_source_open_model(ctx, c, directory, s));
+    if (state && c->optimizer) MT_TRY(mti_source_open_optimizer(ctx, c, directory, s));
+    if (state) MT_TRY(mti_source_state(ctx, s, step, state, optimizer));
+    return mti_source_verify(ctx, c, s, state != NULL);
+}
+
+/* Collective, when every rank has found everything in order. */
+static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
+    mti_part part = mti_model_part(c);
+    part.prefix = s->prefix;
+    MT_TRY(mti_source_count(ctx, c, &s->model, &part));
+    if (s->optimizer.count == 0) return MT_SUCCESS;
+    part = mti_optimizer_part(c);
+    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
+    return mti_source_count(ctx, c, &s->optimizer, &part);
+}
+
+/* state NULL: parameters only. */
+static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const char *directory, int64_t step,
+                                     mt_training_state *state) {
+    mt_comm *world = c->params->grid->world;
+    mt_training_state theirs;
+    mt_optimizer steps;
+    mti_source s;
+    mt_status status;
+    memset(&s, 0, sizeof s);
+    memset(&steps, 0, sizeof steps);
+    status = mti_agree(ctx, world, c->exchange, mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL,
+                                                               &steps));
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
+    mti_source_close(&s);
+    if (status != MT_SUCCESS || !state) return status;
+    *state = theirs;
+    if (c->optimizer) c->optimizer->step = steps.step;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_load_check(mt_context *ctx, const char *function, const mt_checkpoint *c, const void *argument,
+                                const char *name) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!c || !argument) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
+    if (mt_context_device(ctx) != MT_DEVICE_META) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
+}
+
+MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state) {
+    char path[MT_PATH_MAX];
+    MT_TRY(mti_load_check(ctx, "mt_checkpoint_load", checkpoint, state, "state"));
+    MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, step, path, sizeof path));
+    return mti_checkpoint_load(ctx, checkpoint, path, step, state);
+}
+
+MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory) {
+    MT_TRY(mti_load_check(ctx, "mt_checkpoint_import", checkpoint, directory, "directory"));
+    return mti_checkpoint_load(ctx, checkpoint, directory, -1, NULL);
+}
+
+MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
+    mti_bundle model;
+    mt_status status;
+    int known = 1;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !out)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
+    status = mti_bundle_open(ctx, directory, "model", &model);
+    if (status == MT_SUCCESS) status = mti_source_gpt(ctx, directory, &model, &known, out);
+    mti_bundle_close(&model);
+    if (status != MT_SUCCESS || known) return status;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT", directory);
 }
 
 #ifdef __cplusplus

@@ -1,0 +1,106 @@
+/* readers.h - what fuzz_readers.c and test_safetensors.c share: any bytes, given to every reader of megatron.h as a whole file,
+   and what has to hold of those that are accepted. Include it after the implementation of megatron.h.                 */
+
+#ifndef MT_FUZZ_READERS_H
+#define MT_FUZZ_READERS_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define READERS_HOLD(condition)                                                                                        \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                                    \
+            abort();                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+/* A status is an error with a sentence that names the file, or success. */
+static inline void readers_status(mt_context *ctx, mt_status status) {
+    READERS_HOLD(status == MT_SUCCESS || status == MT_ERR_DATA || status == MT_ERR_IO || status == MT_ERR_ARGUMENT);
+    if (status != MT_SUCCESS) READERS_HOLD(strstr(mt_last_error(ctx), "fuzz") != NULL);
+    ctx->error[0] = 0;
+}
+
+/* Whoever believes the header of an accepted file reads nothing outside of it, and all of it. */
+static inline void readers_tensors(mt_context *ctx, const mt_safetensors *s, const unsigned char *bytes, size_t size) {
+    int64_t sum = 0;
+    for (int i = 0; i < mt_safetensors_count(s); i++) {
+        const mt_safetensors_tensor *t = mt_safetensors_at(s, i);
+        const unsigned char *data = (const unsigned char *)t->data;
+        READERS_HOLD(t->bytes >= 0 && data >= bytes + 8 && data + t->bytes <= bytes + size);
+        READERS_HOLD(mt_safetensors_find(s, t->name) == t);
+        READERS_HOLD(t->dims >= 0 && t->dims <= MT_SAFETENSORS_DIMS);
+        sum += t->bytes;
+        float *values = (float *)malloc((size_t)t->bytes * 2 + 1);
+        READERS_HOLD(values);
+        mt_status status = mt_safetensors_read(ctx, t, values);
+        READERS_HOLD(status == MT_SUCCESS || status == MT_ERR_DTYPE);
+        free(values);
+    }
+    READERS_HOLD(sum == s->data_bytes);
+}
+
+/* What a file says of a run: whoever goes on with it has counters that count and a scale that scales. 1 when it says it. */
+static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
+    mti_source source;
+    mt_training_state state;
+    mt_optimizer optimizer;
+    float norm = 1.0f;
+    memset(&source, 0, sizeof source);
+    memset(&optimizer, 0, sizeof optimizer);
+    source.model.files = source.optimizer.files = &s; /* as if both were this one */
+    source.model.count = source.optimizer.count = 1;
+    mt_status status = mti_source_state(ctx, &source, 7, &state, &optimizer);
+    readers_status(ctx, status);
+    if (status != MT_SUCCESS) return 0;
+    READERS_HOLD(state.step == 7 && state.position >= 0 && optimizer.step >= 0);
+    READERS_HOLD(memchr(state.note, 0, sizeof state.note));
+    if (state.scaler.desc.initial_scale == 0.0f) return 1;
+    READERS_HOLD(mt_loss_scaler_update(&state.scaler, &norm) > 0.0f);
+    READERS_HOLD(state.scaler.scale >= state.scaler.desc.min_scale && state.scaler.scale <= FLT_MAX);
+    return 1;
+}
+
+/* 1 when it is a safetensors file; and 8 when it is of a checkpoint of step 7. */
+static inline int readers_safetensors(mt_context *ctx, const unsigned char *bytes, size_t size) {
+    mt_safetensors *s = (mt_safetensors *)calloc(1, sizeof *s);
+    READERS_HOLD(s);
+    snprintf(s->path, sizeof s->path, "fuzz");
+    mt_status status = mti_safetensors_parse(ctx, s, bytes, size);
+    readers_status(ctx, status);
+    int took = status == MT_SUCCESS;
+    if (took) readers_tensors(ctx, s, bytes, size);
+    if (took) took |= readers_state(ctx, s) << 3;
+    mt_safetensors_close(s);
+    return took;
+}
+
+static inline int readers_config(mt_context *ctx, const unsigned char *bytes, size_t size) {
+    mt_gpt_desc d;
+    mt_status status = mti_config_parse(ctx, "fuzz", bytes, size, &d);
+    readers_status(ctx, status);
+    return status == MT_SUCCESS;
+}
+
+static inline int readers_index(mt_context *ctx, const unsigned char *bytes, size_t size) {
+    mti_bundle b;
+    mti_json j = mti_json_begin(bytes, size);
+    char *text = (char *)malloc(size + 1); /* as mti_bundle_open_index has it, with ends that a sanitizer sees */
+    READERS_HOLD(text);
+    memset(&b, 0, sizeof b);
+    snprintf(b.path, sizeof b.path, "fuzz");
+    mt_status status = mti_bundle_index(ctx, &b, "/dev/null/fuzz", &j, text, size + 1);
+    readers_status(ctx, status);
+    mti_bundle_close(&b);
+    free(text);
+    return status == MT_SUCCESS;
+}
+
+/* Bit i of the result: reader i took it; the last one is that of a run's state. */
+static inline int readers_all(mt_context *ctx, const unsigned char *bytes, size_t size) {
+    return readers_safetensors(ctx, bytes, size) | readers_config(ctx, bytes, size) << 1 | readers_index(ctx, bytes, size) << 2;
+}
+
+#endif /* MT_FUZZ_READERS_H */

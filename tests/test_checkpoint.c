@@ -1,0 +1,1664 @@
+/* test_checkpoint - checkpoints: the same bits on every split, GPT-2 of Hugging Face, training that goes on as if it had never
+   stopped, pipeline stages, every way in which a file can be wrong, and a save that fails or dies at each of its system calls
+   or at any moment. Run it from the checkout's root.                                                                   */
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ---- the operating system, as the library sees it: call number plan.at fails, or is the last one ----------------- */
+
+enum { NO_FAULT, FAIL, DIE };
+
+static struct {
+    int fault, at, calls;
+    int error;      /* which a call fails with; 0: ENOSPC. EINTR: only what waits */
+    int lock_error; /* of every flock; 0: none */
+} plan;
+
+static int warnings; /* to the logger of any rank */
+
+/* Which files and directories have changed since they were brought to the disk. */
+static struct {
+    int watching, count, early; /* early: something was renamed before it was on the disk */
+    struct { char path[1024]; int dirty; } list[128];
+} disk;
+
+static int fault(void) {
+    int n = __atomic_fetch_add(&plan.calls, 1, __ATOMIC_RELAXED);
+    if (plan.fault == NO_FAULT || n != plan.at) return 0;
+    if (plan.fault == DIE) _exit(7);
+    errno = plan.error ? plan.error : ENOSPC;
+    return 1;
+}
+
+/* Of a call that no signal interrupts. */
+static int fault_at_once(void) { return plan.error == EINTR ? 0 : fault(); }
+
+static void disk_mark(const char *path, int dirty) {
+    int i = 0;
+    if (!disk.watching) return;
+    while (i < disk.count && strcmp(disk.list[i].path, path) != 0) i++;
+    if (i == (int)(sizeof disk.list / sizeof *disk.list)) abort();
+    if (i == disk.count) snprintf(disk.list[disk.count++].path, sizeof disk.list[0].path, "%s", path);
+    disk.list[i].dirty = dirty;
+}
+
+static void disk_mark_parent(const char *path) {
+    char parent[1024];
+    snprintf(parent, sizeof parent, "%s", path);
+    *strrchr(parent, '/') = 0;
+    disk_mark(parent, 1);
+}
+
+static void disk_mark_fd(int fd, int dirty) {
+    char link[64], path[1024];
+    ssize_t n;
+    if (!disk.watching) return;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    n = readlink(link, path, sizeof path - 1);
+    path[n > 0 ? n : 0] = 0;
+    disk_mark(path, dirty);
+}
+
+static int disk_is_dirty(const char *below) {
+    for (int i = 0; i < disk.count; i++)
+        if (disk.list[i].dirty && strncmp(disk.list[i].path, below, strlen(below)) == 0) return 1;
+    return 0;
+}
+
+static int test_open(const char *path, int flags, ...) {
+    int fd;
+    if (fault()) return -1;
+    fd = open(path, flags, 0666);
+    if (flags & O_CREAT) disk_mark_parent(path);
+    return fd;
+}
+
+/* What dies in a write has written half of it. */
+static ssize_t test_write(int fd, const void *data, size_t bytes) {
+    if (plan.fault == DIE && plan.calls == plan.at && write(fd, data, bytes / 2) < 0) _exit(8);
+    if (fault()) return -1;
+    disk_mark_fd(fd, 1);
+    return write(fd, data, bytes > 1000 ? bytes - 777 : bytes); /* and writes may be short */
+}
+
+static int test_fsync(int fd) {
+    if (fault()) return -1;
+    disk_mark_fd(fd, 0);
+    return 0; /* /tmp need not survive, and this takes its time */
+}
+
+static int lock_fd = -1;
+
+/* What was only read from has nothing to lose, nor has a lock. */
+static int test_close(int fd) {
+    int failed = fd != lock_fd && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY && fault(), error = errno, result = close(fd);
+    errno = error;
+    if (fd == lock_fd) lock_fd = -1;
+    return failed ? -1 : result;
+}
+
+static off_t test_lseek(int fd, off_t to, int whence) { return fault_at_once() ? -1 : lseek(fd, to, whence); }
+
+static int test_mkdir(const char *path, mode_t mode) {
+    if (fault_at_once()) return -1;
+    disk_mark_parent(path);
+    return mkdir(path, mode);
+}
+
+static int test_rename(const char *from, const char *to) {
+    if (fault_at_once()) return -1;
+    if (strstr(from, ".tmp") && disk_is_dirty(from)) disk.early = 1;
+    disk_mark_parent(to);
+    return rename(from, to);
+}
+
+static int test_unlink(const char *path) { return fault_at_once() ? -1 : unlink(path); }
+static int test_rmdir(const char *path) { return fault_at_once() ? -1 : rmdir(path); }
+static DIR *test_opendir(const char *path) { return fault_at_once() ? NULL : opendir(path); }
+
+static int test_flock(int fd, int how) {
+    if (fault()) return -1;
+    lock_fd = fd;
+    errno = plan.lock_error;
+    return plan.lock_error ? -1 : flock(fd, how);
+}
+
+#define open(...) test_open(__VA_ARGS__)
+#define write(fd, data, bytes) test_write(fd, data, bytes)
+#define fsync(fd) test_fsync(fd)
+#define close(fd) test_close(fd)
+#define lseek(fd, to, whence) test_lseek(fd, to, whence)
+#define mkdir(path, mode) test_mkdir(path, mode)
+#define rename(from, to) test_rename(from, to)
+#define unlink(path) test_unlink(path)
+#define rmdir(path) test_rmdir(path)
+#define opendir(path) test_opendir(path)
+#define flock(fd, how) test_flock(fd, how)
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#undef open
+#undef write
+#undef fsync
+#undef close
+#undef lseek
+#undef mkdir
+#undef rename
+#undef unlink
+#undef rmdir
+#undef opendir
+#undef flock
+
+#define GPT_STEPS 6
+#include "mt_test_gpt.h"
+#include "mt_test_resume.h"
+#include "mt_test_ranks.h"
+
+#define STRIDE (SANITIZED ? 3 : 1) /* through what is tried one by one */
+
+static char scratch[] = "/tmp/test_checkpoint_XXXXXX";
+
+static const char *in_scratch(const char *name) {
+    static char path[8][256];
+    static int next;
+    char *p = path[next++ % 8];
+    snprintf(p, sizeof path[0], "%s/%s", scratch, name);
+    return p;
+}
+
+static void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static void shell(const char *format, ...) {
+    char command[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(command, sizeof command, format, args);
+    va_end(args);
+    if (system(command) != 0) fail_msg("%s", command);
+}
+
+static void forget(const char *directory) { shell("rm -rf '%s'", in_scratch(directory)); }
+
+/* But for the lock, which stays. */
+static int entries(const char *directory) {
+    struct dirent *e;
+    DIR *d = opendir(directory);
+    int n = 0;
+    if (!d) return -1;
+    while ((e = readdir(d)) != NULL) n += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0 && strcmp(e->d_name, ".lock") != 0;
+    closedir(d);
+    return n;
+}
+
+/* ---- a model on some ranks --------------------------------------------------------------------------------------- */
+
+enum { GPT2, LLAMA, LAYERS = 4, VOCAB = 37, HIDDEN = 24, SEQ = 8, ARENA = 1 << 20 };
+
+/* What a job is to do on each rank, and what came of it. */
+typedef struct job {
+    int model, tensor, data, pipeline;
+    mt_dtype dtype;
+    int stochastic, no_optimizer, sharded, invariant, fill; /* fill: numbers that are nowhere the same, and their seed */
+    enum { SAVE, LOAD, IMPORT, NOTHING, LOCK } action;
+    int stays; /* a pipe: told when the action is done, the process then waits for its end; LOCK: -1: and saves */
+    const char *directory; /* below scratch, but for IMPORT */
+    int64_t step;
+    int keep, heads, hidden; /* of other models; 0: as they are */
+    size_t arena;            /* that the action has; 0: all */
+    mt_activation activation;
+    /* results */
+    mt_training_state state;
+    mt_status status[8];
+    char sentence[8][MTI_ERROR_BYTES];
+    int changed[8];        /* by an action that failed */
+    float *dump;           /* values, moments, masters: all of the first stage's parameters, unsharded */
+    int64_t dumped;
+    uint64_t digest[8];    /* of the same of each rank */
+    int64_t optimizer_step;
+} job;
+
+typedef struct replica {
+    test_rank r;
+    mt_gpt gpt;
+    mt_optimizer optimizer;
+    mt_checkpoint *checkpoint;
+} replica;
+
+static mt_gpt_desc model_desc(const job *j) {
+    mt_gpt_desc d = {.vocab = VOCAB, .layers = LAYERS, .max_seq = SEQ,
+                     .layer = {.hidden = j->hidden ? j->hidden : HIDDEN, .heads = j->heads ? j->heads : 6, .ffn = 44,
+                               .activation = j->activation}};
+    if (j->model != LLAMA) return d;
+    d.untied_head = 1;
+    d.layer.kv_heads = 4;
+    d.layer.heads = j->heads ? j->heads : 12;
+    d.layer.norm = MT_RMS_NORM;
+    d.layer.activation = MT_SWIGLU;
+    d.layer.rotary_base = 100.0f;
+    d.layer.no_bias = 1;
+    return d;
+}
+
+/* Numbers that depend on parameter, state and element only. */
+static mt_status fill(replica *m, const job *j) {
+    mt_status status = MT_SUCCESS;
+    for (int i = 0; status == MT_SUCCESS && i < mt_params_count(m->r.params); i++) {
+        const mt_param *p = mt_params_at(m->r.params, i);
+        int64_t n = p->desc.rows * p->desc.cols;
+        float *x = (float *)malloc((size_t)n * sizeof *x);
+        for (int what = j->no_optimizer ? MT_MASTER : MT_EXP_AVG; status == MT_SUCCESS && what <= MT_MASTER; what++) {
+            uint64_t seed = mti_name_stream(p->name) + (uint64_t)(3 * j->fill + what);
+            for (int64_t k = 0; k < n; k++) x[k] = test_float(&seed);
+            status = j->no_optimizer ? mt_param_scatter(m->r.ctx, p, x, p->value) :
+                     mt_optimizer_scatter(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x);
+        }
+        free(x);
+    }
+    m->optimizer.step = 1000 + j->fill;
+    return status;
+}
+
+static void count_warnings(void *user, mt_log_level level, const char *text) {
+    (void)user;
+    (void)text;
+    if (level == MT_LOG_WARNING) __atomic_fetch_add(&warnings, 1, __ATOMIC_RELAXED);
+}
+
+static mt_status replica_open(mt_comm *world, const job *j, replica *m) {
+    mt_grid_desc shape = {j->tensor, j->data, j->pipeline};
+    mt_context_desc where = {.arena_bytes = ARENA, .invariant = j->invariant, .logger = {.log = count_warnings},
+                             .device = mt_comm_is_meta(world) ? MT_DEVICE_META : MT_DEVICE_CPU};
+    mt_optimizer_desc adamw = {.stochastic_rounding = j->stochastic};
+    mt_data_parallel_desc share = {.sharded_optimizer = j->sharded};
+    mt_gpt_desc d = model_desc(j);
+    mt_checkpoint_desc c = {.directory = in_scratch(j->directory ? j->directory : "none"), .keep = j->keep};
+    memset(m, 0, sizeof *m);
+    MT_TRY(test_rank_open(world, shape, &where, &m->r));
+    MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, j->dtype));
+    MT_TRY(mt_params_set_data_parallel(m->r.ctx, m->r.params, &share));
+    MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
+    MT_TRY(mt_params_init(m->r.ctx, m->r.params, 5));
+    if (!j->no_optimizer) MT_TRY(mt_optimizer_create(m->r.ctx, m->r.params, &adamw, &m->optimizer));
+    c.gpt = &m->gpt;
+    c.optimizer = j->no_optimizer ? NULL : &m->optimizer;
+    if (j->fill) MT_TRY(fill(m, j));
+    return mt_checkpoint_create(m->r.ctx, m->r.params, &c, &m->checkpoint);
+}
+
+static void replica_close(replica *m) {
+    mt_checkpoint_destroy(m->r.ctx, m->checkpoint);
+    mt_optimizer_destroy(m->r.ctx, &m->optimizer);
+    test_rank_close(&m->r);
+}
+
+/* Everything of this stage, unsharded. */
+static mt_status dump(replica *m, const job *j, float **out, int64_t *count) {
+    int64_t n = mt_params_global_elements(m->r.params), used = 0;
+    float *x = (float *)calloc((size_t)(4 * n), sizeof *x);
+    *out = x;
+    *count = (j->no_optimizer ? 1 : 4) * n;
+    for (int i = 0; i < mt_params_count(m->r.params); i++) {
+        const mt_param *p = mt_params_at(m->r.params, i);
+        int64_t size = p->desc.rows * p->desc.cols;
+        MT_TRY(mt_param_gather(m->r.ctx, m->r.params, p, p->value, x + used));
+        for (int what = MT_EXP_AVG; !j->no_optimizer && what <= MT_MASTER; what++)
+            MT_TRY(mt_optimizer_gather(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x + (what + 1) * n + used));
+        used += size;
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status job_rank(mt_comm *world, void *user) {
+    job *j = (job *)user;
+    int rank = mt_comm_rank(world);
+    float *before = NULL, *after = NULL;
+    void *taken;
+    size_t mark;
+    int64_t n = 0;
+    replica m;
+    mt_training_state state = j->state;
+    mt_status status = replica_open(world, j, &m);
+    if (status == MT_SUCCESS) status = dump(&m, j, &before, &n);
+    if (status != MT_SUCCESS) return status;
+    m.r.ctx->error[0] = 0;
+    mark = mt_arena_mark(m.r.ctx);
+    if (j->arena > 0) MT_TRY(mt_arena_alloc(m.r.ctx, ARENA - mark - j->arena, &taken));
+    if (j->action == SAVE) j->status[rank] = mt_checkpoint_save(m.r.ctx, m.checkpoint, &state);
+    if (j->action == LOAD) j->status[rank] = mt_checkpoint_load(m.r.ctx, m.checkpoint, j->step, &state);
+    if (j->action == LOCK) j->status[rank] = mt_checkpoint_lock(m.r.ctx, m.checkpoint);
+    if (j->action == LOCK && j->stays && j->status[rank] == MT_SUCCESS)
+        j->status[rank] = mt_checkpoint_save(m.r.ctx, m.checkpoint, &state);
+    if (j->stays > 0 && j->status[rank] == MT_SUCCESS && write(j->stays, "", 1) == 1) pause();
+    if (j->action == IMPORT) j->status[rank] = mt_checkpoint_import(m.r.ctx, m.checkpoint, j->directory);
+    snprintf(j->sentence[rank], MTI_ERROR_BYTES, "%s", mt_last_error(m.r.ctx));
+    mt_arena_release(m.r.ctx, mark);
+    status = dump(&m, j, &after, &n);
+    j->changed[rank] = memcmp(before, after, (size_t)n * sizeof *before) != 0;
+    j->digest[rank] = mti_checksum(0, (const unsigned char *)after, (size_t)n * sizeof *after);
+    if (rank == 0) {
+        j->dump = after;
+        j->dumped = n;
+        j->state = state;
+        j->optimizer_step = m.optimizer.step;
+    } else {
+        free(after);
+    }
+    free(before);
+    replica_close(&m);
+    return status;
+}
+
+/* Runs the job; its dump is to be freed. */
+static void run(job *j) {
+    if (!j->tensor) j->tensor = 1;
+    if (!j->data) j->data = 1;
+    if (!j->pipeline) j->pipeline = 1;
+    test_launch(j->tensor * j->data * j->pipeline, job_rank, j);
+}
+
+static void run_quietly(job *j) {
+    run(j);
+    free(j->dump);
+    j->dump = NULL;
+}
+
+static void expect_success(const job *j) {
+    for (int r = 0; r < j->tensor * j->data * j->pipeline; r++)
+        if (j->status[r] != MT_SUCCESS) fail_msg("rank %d: %s: %s", r, mt_status_name(j->status[r]), j->sentence[r]);
+}
+
+/* Every rank has the same status and sentence, which holds these words, and what it had before. */
+static void expect_refusal(const job *j, mt_status status, const char *words) {
+    char text[256], *word, *rest = NULL;
+    for (int r = 0; r < j->tensor * j->data * j->pipeline; r++) {
+        if (j->status[r] != status)
+            fail_msg("rank %d: %s: '%s', must be %s", r, mt_status_name(j->status[r]), j->sentence[r], mt_status_name(status));
+        assert_string_equal(j->sentence[r], j->sentence[0]);
+        if (j->changed[r]) fail_msg("rank %d has other parameters after '%s'", r, j->sentence[r]);
+    }
+    snprintf(text, sizeof text, "%s", words);
+    for (word = strtok_r(text, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
+        if (!strstr(j->sentence[0], word)) fail_msg("'%s' is not in '%s'", word, j->sentence[0]);
+}
+
+static void same_dump(const job *want, const job *got) {
+    assert_int_equal(want->dumped, got->dumped);
+    for (int64_t i = 0; i < want->dumped; i++)
+        if (memcmp(&want->dump[i], &got->dump[i], sizeof(float)) != 0)
+            fail_msg("tensor %d x data %d: element %lld of %lld is %.9g, must be %.9g", got->tensor, got->data, (long long)i,
+                     (long long)want->dumped, (double)got->dump[i], (double)want->dump[i]);
+}
+
+static mt_training_state some_state(int64_t step) {
+    mt_training_state s;
+    memset(&s, 0, sizeof s);
+    s.step = step;
+    s.seed = UINT64_MAX - 3;
+    s.position = (int64_t)1 << 62;
+    s.scaler.desc = (mt_loss_scaler_desc){65536.0f, 1.17549435e-38f, 2.0f, 0.3333333f, 7, 2};
+    s.scaler.scale = 0.1f;
+    s.scaler.good_steps = 3;
+    s.scaler.overflows = 1;
+    s.scaler.skipped = 12345678901;
+    snprintf(s.note, sizeof s.note, "a \"note\"\n\\ \xc3\xa9");
+    return s;
+}
+
+/* ---- the same on every split ------------------------------------------------------------------------------------- */
+
+static const struct { int tensor, data; } splits[] = {{1, 1}, {2, 1}, {1, 2}, {4, 1}, {3, 2}};
+#define SPLITS (int)(sizeof splits / sizeof *splits)
+
+/* Saved on every split, into files of the same bytes; loaded on every other one. */
+static void round_trips(job kind) {
+    job first = kind;
+    first.action = SAVE;
+    first.fill = 1;
+    first.directory = "a";
+    first.state = some_state(7);
+    run(&first);
+    expect_success(&first);
+    for (int i = 0; i < SPLITS; i++) {
+        job again = first, load = kind;
+        again.tensor = splits[i].tensor;
+        again.data = splits[i].data;
+        again.directory = "b";
+        run_quietly(&again);
+        expect_success(&again);
+        shell("diff -r '%s' '%s'", in_scratch("a"), in_scratch("b"));
+        forget("b");
+        load.action = LOAD;
+        load.directory = "a";
+        load.step = 7;
+        load.tensor = splits[i].tensor;
+        load.data = splits[i].data;
+        run(&load);
+        expect_success(&load);
+        same_dump(&first, &load);
+        assert_memory_equal(&load.state, &first.state, sizeof load.state);
+        assert_int_equal(load.optimizer_step, kind.no_optimizer ? 0 : 1001);
+        free(load.dump);
+    }
+    free(first.dump);
+    forget("a");
+}
+
+static void every_split(void **state) {
+    (void)state;
+    for (int model = GPT2; model <= LLAMA; model++)
+        for (int dtype = MT_F32; dtype <= MT_F16; dtype++) {
+            round_trips((job){.model = model, .dtype = (mt_dtype)dtype});
+            round_trips((job){.model = model, .dtype = (mt_dtype)dtype, .sharded = 1});
+            if (dtype != MT_F32) round_trips((job){.model = model, .dtype = (mt_dtype)dtype, .stochastic = 1});
+        }
+    round_trips((job){.model = GPT2, .no_optimizer = 1, .dtype = MT_BF16});
+    round_trips((job){.model = GPT2, .activation = MT_GELU_ERF});
+}
+
+/* In invariant mode a rank's shards lie elsewhere; the files are the same. */
+static void invariant_mode(void **state) {
+    job plain = {.model = LLAMA, .action = SAVE, .fill = 2, .directory = "a", .state = {.step = 1}};
+    (void)state;
+    run_quietly(&plain);
+    expect_success(&plain);
+    for (int tensor = 1; tensor <= 4; tensor *= 2) {
+        job sharded = plain, load = {.model = LLAMA, .action = LOAD, .directory = "b", .step = 1};
+        sharded.invariant = 4;
+        sharded.tensor = tensor;
+        sharded.directory = "b";
+        run(&sharded);
+        expect_success(&sharded);
+        shell("diff -r '%s' '%s'", in_scratch("a"), in_scratch("b"));
+        load.invariant = 4;
+        load.tensor = 4 / tensor;
+        run(&load);
+        expect_success(&load);
+        same_dump(&sharded, &load);
+        free(load.dump);
+        free(sharded.dump);
+        forget("b");
+    }
+    forget("a");
+}
+
+/* Parameters of another type than they were saved with. */
+static void other_types(void **state) {
+    job half = {.model = GPT2, .dtype = MT_BF16, .action = SAVE, .fill = 3, .directory = "a", .state = {.step = 1}};
+    job whole = {.model = GPT2, .action = SAVE, .fill = 3, .directory = "b", .state = {.step = 1}}, load;
+    (void)state;
+    run(&half);
+    run(&whole);
+    expect_success(&half);
+    expect_success(&whole);
+    load = (job){.model = GPT2, .action = LOAD, .directory = "a", .step = 1, .tensor = 2};
+    run(&load); /* bf16 with masters becomes f32 */
+    expect_success(&load);
+    assert_memory_equal(load.dump, half.dump + 3 * half.dumped / 4, (size_t)half.dumped / 4 * sizeof(float));
+    assert_memory_equal(load.dump + load.dumped / 4, half.dump + half.dumped / 4, (size_t)half.dumped / 2 * sizeof(float));
+    free(load.dump);
+    load = (job){.model = GPT2, .dtype = MT_BF16, .action = LOAD, .directory = "b", .step = 1, .tensor = 2};
+    run(&load); /* f32 becomes bf16, and its masters */
+    expect_success(&load);
+    assert_memory_equal(load.dump + 3 * load.dumped / 4, whole.dump, (size_t)whole.dumped / 4 * sizeof(float));
+    assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * sizeof(float));
+    free(load.dump);
+    load = (job){.model = GPT2, .dtype = MT_BF16, .stochastic = 1, .action = LOAD, .directory = "a", .step = 1, .tensor = 2};
+    run(&load); /* no masters are kept */
+    expect_success(&load);
+    assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * 3 * sizeof(float));
+    free(load.dump);
+    load = (job){.model = GPT2, .dtype = MT_BF16, .no_optimizer = 1, .action = LOAD, .directory = "a", .step = 1};
+    run(&load);
+    expect_success(&load);
+    assert_memory_equal(load.dump, half.dump, (size_t)load.dumped * sizeof(float));
+    free(load.dump);
+    free(half.dump);
+    free(whole.dump);
+    forget("a");
+    forget("b");
+}
+
+/* ---- pipeline stages --------------------------------------------------------------------------------------------- */
+
+/* A GPT on stages and one in a piece read each other's checkpoints; the numbers depend on names only. */
+static void stages_of(int model) {
+    static const int shapes[][3] = {{1, 1, 2}, {2, 1, 2}, {1, 2, 2}, {2, 1, 4}};
+    job whole = {.model = model, .action = SAVE, .fill = 4, .directory = "whole", .state = {.step = 1}, .dtype = MT_BF16};
+    run(&whole);
+    expect_success(&whole);
+    for (int i = 0; i < 4; i++) {
+        job cut = whole, load = whole;
+        cut.tensor = shapes[i][0];
+        cut.data = shapes[i][1];
+        cut.pipeline = shapes[i][2];
+        cut.directory = "cut";
+        run_quietly(&cut);
+        expect_success(&cut);
+        assert_int_equal(entries(in_scratch("cut/step-00000001")), 2 * shapes[i][2] + (model == GPT2 ? 3 : 2));
+        load.fill = 0;
+        load.action = LOAD;
+        load.directory = "cut";
+        load.step = 1;
+        load.tensor = 2;
+        run(&load);
+        expect_success(&load);
+        same_dump(&whole, &load);
+        free(load.dump);
+        cut.action = LOAD; /* stages read what is in one piece, and what fewer stages have written */
+        cut.directory = i == 3 ? "cut" : "whole";
+        cut.step = 1;
+        cut.fill = 0;
+        run(&cut);
+        expect_success(&cut);
+        job filled = cut;
+        filled.action = NOTHING;
+        filled.fill = 4;
+        run(&filled);
+        same_dump(&filled, &cut);
+        assert_memory_equal(filled.digest, cut.digest, sizeof cut.digest);
+        free(filled.dump);
+        free(cut.dump);
+        if (i < 3) forget("cut");
+    }
+    job missing = {.model = model, .pipeline = 2, .action = LOAD, .directory = "cut", .step = 1, .dtype = MT_BF16};
+    shell("rm '%s'/step-00000001/model-00003-of-00004.safetensors", in_scratch("cut"));
+    run_quietly(&missing);
+    expect_refusal(&missing, MT_ERR_IO, "model-00003-of-00004.safetensors|No such file");
+    free(whole.dump);
+    forget("whole");
+    forget("cut");
+}
+
+static void stages(void **state) {
+    (void)state;
+    stages_of(GPT2);
+    stages_of(LLAMA);
+}
+
+/* An index that points elsewhere, names what is not there, or leaves out what is. */
+static void indices(void **state) {
+    static const struct { const char *edit; mt_status status; const char *words; } wrong[] = {
+        {"s/model-00002-of-00002/..\\/x\\/model/", MT_ERR_DATA, "not the name of a file"},
+        {"s/model-00002-of-00002.safetensors/.hidden/", MT_ERR_DATA, "not the name of a file"},
+        {"s/\"transformer.wpe.weight\"/\"transformer.wpx.weight\"/", MT_ERR_DATA, "transformer.wpx.weight|is not in"},
+        {"/wpe/d", MT_ERR_DATA, "names|its files have"},
+        {"s/weight_map/weight_mop/", MT_ERR_DATA, "names 0"},
+        {"s/wpe/w\\\\qpe/", MT_ERR_DATA, "JSON|no such escape"},
+        {"$d", MT_ERR_DATA, "JSON"}};
+    job save = {.model = GPT2, .pipeline = 2, .action = SAVE, .fill = 1, .directory = "cut", .state = {.step = 1}};
+    (void)state;
+    run_quietly(&save);
+    expect_success(&save);
+    char index[256];
+    snprintf(index, sizeof index, "%s", in_scratch("cut/step-00000001/model.safetensors.index.json"));
+    shell("cp '%s' '%s'", index, in_scratch("index"));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        job load = {.model = GPT2, .action = LOAD, .directory = "cut", .step = 1, .tensor = 2};
+        shell("sed '%s' '%s' > '%s'", wrong[i].edit, in_scratch("index"), index);
+        run_quietly(&load);
+        expect_refusal(&load, wrong[i].status, wrong[i].words);
+    }
+    shell("rm '%s'", in_scratch("index"));
+    forget("cut");
+}
+
+/* ---- GPT-2 of Hugging Face --------------------------------------------------------------------------------------- */
+
+typedef struct golden_run {
+    const char *directory;
+    const mt_safetensors *expected;
+    int tensor;
+} golden_run;
+
+static mt_status expected(mt_context *ctx, const mt_safetensors *s, const char *name, float *out) {
+    return mt_safetensors_read(ctx, mt_safetensors_find(s, name), out);
+}
+
+/* Logits, the loss of each token, and the norm of the mean loss's gradient. */
+static mt_status golden_compare(const golden_run *g, replica *m) {
+    enum { TOKENS = 48, V = 61 };
+    mt_batch batch = {.sequences = 4, .seq = 12};
+    float x[TOKENS], want_loss[TOKENS], loss[TOKENS], norm, want_norm;
+    int32_t ids[TOKENS], targets[TOKENS];
+    float *logits = test_floats(&m->r, TOKENS * V, 0), *want = test_floats(&m->r, TOKENS * V, 0);
+    mt_gpt_saved saved;
+    MT_TRY(expected(m->r.ctx, g->expected, "ids", x));
+    for (int i = 0; i < TOKENS; i++) ids[i] = (int32_t)x[i];
+    MT_TRY(expected(m->r.ctx, g->expected, "targets", x));
+    for (int i = 0; i < TOKENS; i++) targets[i] = (int32_t)x[i];
+    MT_TRY(expected(m->r.ctx, g->expected, "logits", want));
+    MT_TRY(expected(m->r.ctx, g->expected, "loss", want_loss));
+    MT_TRY(expected(m->r.ctx, g->expected, "grad_norm", &want_norm));
+    MT_TRY(mt_gpt_logits(m->r.ctx, &m->gpt, &batch, ids, mt_tensor_f32(logits, TOKENS, V)));
+    MT_TRY(test_near_f32("logits", logits, want, TOKENS * V, 1e-5));
+    MT_TRY(mt_gpt_saved_create(m->r.ctx, &m->gpt, &saved));
+    MT_TRY(mt_gpt_forward(m->r.ctx, &m->gpt, &batch, ids, targets, mt_tensor_f32(loss, 1, TOKENS), &saved));
+    MT_TRY(test_near_f32("loss", loss, want_loss, TOKENS, 1e-5));
+    MT_TRY(mt_gpt_backward(m->r.ctx, &m->gpt, 1.0f / TOKENS, &saved));
+    mt_gpt_saved_destroy(&saved);
+    MT_TRY(mt_sync_gradients(m->r.ctx, m->r.params));
+    MT_TRY(mt_grad_norm(m->r.ctx, m->r.params, &norm));
+    return test_near_f32("gradient norm", &norm, &want_norm, 1, 1e-5);
+}
+
+static mt_status golden_rank(mt_comm *world, void *user) {
+    const golden_run *g = (const golden_run *)user;
+    mt_grid_desc shape = {.tensor = g->tensor};
+    mt_checkpoint_desc c = {.directory = in_scratch("unused")};
+    mt_gpt_desc d;
+    replica m;
+    memset(&m, 0, sizeof m);
+    MT_TRY(test_rank_open(world, shape, NULL, &m.r));
+    MT_TRY(mt_gpt_desc_read(m.r.ctx, g->directory, &d));
+    CHECK(d.vocab == 61 && d.layers == 2 && d.max_seq == 12 && d.layer.heads == 4 && d.layer.ffn == 40);
+    CHECK(d.layer.norm_eps == 1e-4f && d.layer.activation == MT_GELU_TANH && !d.untied_head);
+    MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
+    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
+    c.gpt = &m.gpt;
+    MT_TRY(mt_checkpoint_create(m.r.ctx, m.r.params, &c, &m.checkpoint));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, g->directory));
+    MT_TRY(golden_compare(g, &m));
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void hugging_face(void **state) {
+    static const char *const directories[] = {"tests/golden/gpt2_hf", "tests/golden/gpt2_hf_bare"};
+    mt_context *ctx;
+    mt_safetensors *values;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/gpt2_hf/expected.safetensors", &values));
+    for (int i = 0; i < 2; i++)
+        for (int tensor = 1; tensor <= 4; tensor *= 2) {
+            golden_run g = {directories[i], values, tensor};
+            test_launch(tensor, golden_rank, &g);
+        }
+    mt_safetensors_close(values);
+    mt_context_destroy(ctx);
+}
+
+/* What we write has the names, shapes and numbers of the file that transformers has written. */
+static mt_status rewrite_rank(mt_comm *world, void *user) {
+    mt_training_state s = {.step = 0};
+    mt_checkpoint_desc c = {.directory = in_scratch("hf")};
+    mt_gpt_desc d;
+    replica m;
+    (void)user;
+    memset(&m, 0, sizeof m);
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tensor = 2}, NULL, &m.r));
+    MT_TRY(mt_gpt_desc_read(m.r.ctx, "tests/golden/gpt2_hf", &d));
+    MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
+    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
+    c.gpt = &m.gpt;
+    MT_TRY(mt_checkpoint_create(m.r.ctx, m.r.params, &c, &m.checkpoint));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, "tests/golden/gpt2_hf_bare"));
+    MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void as_hugging_face_writes(void **state) {
+    mt_context *ctx;
+    mt_safetensors *theirs, *ours;
+    mt_gpt_desc a, b;
+    char path[MT_PATH_MAX];
+    (void)state;
+    test_launch(2, rewrite_rank, NULL);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_path(ctx, in_scratch("hf"), 0, path, sizeof path));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, "tests/golden/gpt2_hf", &a));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, path, &b));
+    for (int i = 0; i < MTI_FIELDS(mti_gpt_fields); i++) {
+        char x[MTI_FIELD_TEXT], y[MTI_FIELD_TEXT];
+        mti_field_text(&mti_gpt_fields[i], &a, x);
+        mti_field_text(&mti_gpt_fields[i], &b, y);
+        assert_string_equal(x, y);
+    }
+    strcat(path, "/model.safetensors");
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, path, &ours));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/gpt2_hf/model.safetensors", &theirs));
+    assert_int_equal(mt_safetensors_count(ours), mt_safetensors_count(theirs));
+    assert_string_equal(mt_safetensors_metadata(ours, "format"), "pt");
+    for (int i = 0; i < mt_safetensors_count(ours); i++) {
+        const mt_safetensors_tensor *x = mt_safetensors_at(ours, i), *y = mt_safetensors_at(theirs, i);
+        assert_string_equal(x->name, y->name);
+        assert_string_equal(x->dtype, y->dtype);
+        assert_int_equal(x->dims, y->dims);
+        assert_memory_equal(x->shape, y->shape, sizeof x->shape);
+        assert_memory_equal(x->data, y->data, (size_t)x->bytes);
+    }
+    mt_safetensors_close(ours);
+    mt_safetensors_close(theirs);
+    mt_context_destroy(ctx);
+    forget("hf");
+}
+
+/* Members of config.json that change what a GPT-2 computes, each with a value that is not built. */
+static void other_configs(void **state) {
+    static const struct { const char *from, *to, *words; } wrong[] = {
+        {"\"gpt2\"", "\"llama\"", "model_type is 'llama'"},
+        {"gelu_new", "relu", "activation_function 'relu'"},
+        {"\"scale_attn_weights\": true", "\"scale_attn_weights\": false", "scale_attn_weights 0"},
+        {"layer_idx\": false", "layer_idx\": true", "inverse_layer_idx 1"},
+        {"cross_attention\": false", "cross_attention\": true", "cross_attention 1"},
+        {"tie_word_embeddings\": true", "tie_word_embeddings\": false", "tie_word_embeddings 0"},
+        {"0.0001", "-0.0001", "layer_norm_epsilon is -0.0001"},
+        {"\"n_layer\": 2", "\"n_layer\": 2.5", "not whole"},
+        {"\"n_layer\": 2", "\"n_layer\": true", "whole number is missing"},
+        {"\"n_positions\": 12,", "\"n_positions\": 12", "comma"}};
+    (void)state;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        mt_context *ctx;
+        mt_gpt_desc d;
+        shell("mkdir -p '%s' && cp tests/golden/gpt2_hf/model.safetensors '%s'", in_scratch("hf"), in_scratch("hf"));
+        shell("sed 's/%s/%s/' tests/golden/gpt2_hf/config.json > '%s'", wrong[i].from, wrong[i].to,
+              in_scratch("hf/config.json"));
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+        mt_status status = mt_gpt_desc_read(ctx, in_scratch("hf"), &d);
+        REFUSED(ctx, MT_ERR_DATA, wrong[i].words, status);
+        mt_context_destroy(ctx);
+    }
+    forget("hf");
+}
+
+/* ---- training goes on -------------------------------------------------------------------------------------------- */
+
+static void goes_on(gpt_run before, gpt_run after) {
+    resume_same_bits(before, after, in_scratch("resume"));
+    forget("resume");
+}
+
+static void goes_on_as_if_never_stopped(void **state) {
+    (void)state;
+    for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
+        for (int llama = 0; llama <= 1; llama++) {
+            gpt_run one = {.dtype = (mt_dtype)dtype, .tensor = 1, .data = 1, .llama = llama}, split = one, sharded;
+            if (dtype == MT_F16) one.loss_scale = split.loss_scale = 268435456.0f; /* some steps are left out */
+            split.tensor = split.data = 2;
+            split.sequence_parallel = 1;
+            goes_on(one, one);
+            goes_on(split, split);
+            sharded = one;
+            one.invariant = split.invariant = sharded.invariant = 4;
+            sharded.tensor = 4;
+            goes_on(sharded, split);
+            goes_on(split, one);
+        }
+    gpt_run stochastic = {.dtype = MT_BF16, .tensor = 2, .data = 1, .stochastic = 1};
+    goes_on(stochastic, stochastic);
+    gpt_run shared = {.dtype = MT_BF16, .tensor = 1, .data = 2, .share = {.sharded_optimizer = 1, .bucket_bytes = 4096}};
+    goes_on(shared, shared);
+    gpt_run stages = {.tensor = 2, .data = 1, .pipeline = 2, .share = {.sharded_optimizer = 1}};
+    goes_on(stages, stages);
+    stages.dtype = MT_BF16;
+    stages.data = 2;
+    goes_on(stages, stages);
+}
+
+/* ---- files that are not what they should be ---------------------------------------------------------------------- */
+
+static job a_save(const char *directory, int64_t step, int fill) {
+    return (job){.model = GPT2, .tensor = 2, .action = SAVE, .fill = fill, .directory = directory, .state = {.step = step}};
+}
+
+static job a_load(const char *directory, int64_t step) {
+    return (job){.model = GPT2, .tensor = 2, .action = LOAD, .directory = directory, .step = step};
+}
+
+static void save_one(const char *directory, int64_t step, int fill) {
+    job save = a_save(directory, step, fill);
+    run_quietly(&save);
+    expect_success(&save);
+}
+
+/* The checkpoint of this step loads, and holds what was filled in with `fill`. */
+static void loads(const char *directory, int64_t step, int fill) {
+    job load = a_load(directory, step), filled = load;
+    filled.action = NOTHING;
+    filled.fill = fill;
+    run(&load);
+    expect_success(&load);
+    run(&filled);
+    same_dump(&filled, &load);
+    free(load.dump);
+    free(filled.dump);
+}
+
+/* The same bit of two words: neighbours, and any two. */
+static void two_bits(const char *path, const char *name, size_t size) {
+    static const int bits[] = {63, 63, 63, 62, 0, 32, 31};
+    uint64_t seed = 12, words[2], first = (4000 + 7) / 8, last = size / 8 - 1;
+    for (size_t k = 0; k < 3 * sizeof bits / sizeof *bits; k++) {
+        off_t at[2];
+        job load = a_load("d", 1);
+        int fd = open(path, O_RDWR);
+        at[0] = (off_t)(8 * (first + test_below(&seed, last - first)));
+        at[1] = k % 3 == 0 ? (off_t)(8 * last) : at[0] + 8;
+        assert_true(fd >= 0);
+        for (int w = 0; w < 2; w++) {
+            assert_int_equal(pread(fd, &words[w], 8, at[w]), 8);
+            words[w] ^= (uint64_t)1 << bits[k / 3];
+            assert_int_equal(pwrite(fd, &words[w], 8, at[w]), 8);
+        }
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_DATA, name);
+        for (int w = 0; w < 2; w++) {
+            words[w] ^= (uint64_t)1 << bits[k / 3];
+            assert_int_equal(pwrite(fd, &words[w], 8, at[w]), 8);
+        }
+        close(fd);
+    }
+}
+
+/* Any bit of either file, and any length but the right one. */
+static void damaged(void **state) {
+    static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
+    uint64_t seed = 11;
+    (void)state;
+    save_one("d", 1, 1);
+    for (int i = 0; i < 2; i++) {
+        char path[300];
+        struct stat info;
+        snprintf(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
+        assert_int_equal(stat(path, &info), 0);
+        for (int k = 0; k < 120; k += STRIDE) {
+            size_t size = k < 100 ? 4000 : (size_t)info.st_size; /* most of them in the header */
+            off_t at = (off_t)(k < 70 ? (size_t)k : test_below(&seed, size));
+            unsigned char byte = 0, changed;
+            job load = a_load("d", 1);
+            int fd = open(path, O_RDWR);
+            assert_true(fd >= 0 && pread(fd, &byte, 1, at) == 1);
+            changed = (unsigned char)(byte ^ (1u << test_below(&seed, 8)));
+            assert_int_equal(pwrite(fd, &changed, 1, at), 1);
+            run_quietly(&load);
+            expect_refusal(&load, MT_ERR_DATA, names[i]);
+            assert_int_equal(pwrite(fd, &byte, 1, at), 1);
+            close(fd);
+        }
+        two_bits(path, names[i], (size_t)info.st_size);
+        for (int k = 0; k < 40; k += STRIDE) {
+            off_t length = k < 20 ? (off_t)k * 13 : (off_t)test_below(&seed, (size_t)info.st_size);
+            job load = a_load("d", 1);
+            shell("cp '%s' '%s'", path, in_scratch("whole"));
+            assert_int_equal(truncate(path, k == 39 ? info.st_size + 1 : length), 0);
+            run_quietly(&load);
+            expect_refusal(&load, MT_ERR_DATA, names[i]);
+            shell("mv '%s' '%s'", in_scratch("whole"), path);
+        }
+    }
+    loads("d", 1, 1);
+    forget("d");
+}
+
+/* Checkpoints of another model, of another step, without one of its files. */
+static void strangers(void **state) {
+    job j;
+    (void)state;
+    save_one("s", 1, 1);
+    save_one("s", 2, 2);
+    j = a_load("s", 1), j.heads = 4, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "step-00000001|heads 6|this one 4");
+    j = a_load("s", 1), j.hidden = 48, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "hidden 24|48");
+    j = a_load("s", 1), j.activation = MT_GELU_ERF, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "activation 0|this one 1");
+    j = a_load("s", 1), j.model = LLAMA, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "step-00000001|this one");
+    j = a_load("s", 3), run_quietly(&j), expect_refusal(&j, MT_ERR_IO, "step-00000003");
+    j = a_load("nowhere", 3), run_quietly(&j), expect_refusal(&j, MT_ERR_IO, "nowhere");
+    j = a_load("s", 1), j.action = IMPORT, j.directory = "tests/golden/gpt2_hf", run_quietly(&j);
+    expect_refusal(&j, MT_ERR_DATA, "tests/golden/gpt2_hf|vocab 61|37");
+    shell("cp '%s' '%s'", in_scratch("s/step-00000002/optimizer.safetensors"), in_scratch("s/step-00000001/"));
+    j = a_load("s", 1), run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "optimizer.safetensors: is of step 2|of 1");
+    shell("rm '%s'", in_scratch("s/step-00000001/optimizer.safetensors"));
+    j = a_load("s", 1), run_quietly(&j), expect_refusal(&j, MT_ERR_IO, "optimizer.safetensors");
+    j = a_load("s", 1), j.no_optimizer = 1, run_quietly(&j), expect_success(&j);
+    shell("mv '%s' '%s'", in_scratch("s/step-00000002"), in_scratch("s/step-00000009"));
+    j = a_load("s", 9), run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "step-00000009/model|step '2'|directory 9");
+    forget("s");
+}
+
+/* What is said of a run, as no run is. What is saved is not looked at, so that it can be written here. */
+static void impossible_states(void **state) {
+    mt_training_state good = some_state(1);
+    job save, load;
+    (void)state;
+    for (int i = 0; i < 20; i++) {
+        static const char *const words[] = {
+            "position '-5'", "loss_scaler.scale '-1.0", "loss_scaler.scale '0.0", "loss_scaler.scale '9.9", "scale '0'",
+            "loss_scaler.min_scale '0.0", "loss_scaler.initial_scale '1.0", "loss_scaler.growth '5.0",
+            "loss_scaler.backoff '2.0", "loss_scaler.growth_interval '0'", "loss_scaler.hysteresis '-1'",
+            "loss_scaler.good_steps '-3'", "loss_scaler.overflows '-4'", "loss_scaler.skipped '-7'"};
+        save = a_save("i", 1, 1);
+        save.state = good;
+        mt_loss_scaler *s = &save.state.scaler;
+        s->desc.min_scale = s->scale = 1.0f;
+        switch (i) {
+        case 0: save.state.position = -5; break;
+        case 1: s->scale = -1.0f; break;
+        case 2: s->scale = 0.0f; break;
+        case 3: s->scale = 0.99f; break;
+        case 4: s->scale = INFINITY; break; /* which is written as 0 */
+        case 5: s->desc.min_scale = 0.0f; break;
+        case 6: s->desc.initial_scale = 1e-3f; break;
+        case 7: s->desc.growth = 0.5f; break;
+        case 8: s->desc.backoff = 2.0f; break;
+        case 9: s->desc.growth_interval = 0; break;
+        case 10: s->desc.hysteresis = -1; break;
+        case 11: s->good_steps = -3; break;
+        case 12: s->overflows = -4; break;
+        case 13: s->skipped = -7; break;
+        case 14: save.fill = -1000 - 9; break; /* the optimizer's step is 1000 + fill */
+        default: continue;
+        }
+        run_quietly(&save);
+        expect_success(&save);
+        load = a_load("i", 1);
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_DATA, i == 14 ? "model.safetensors|optimizer_step '-9'" : words[i]);
+        expect_refusal(&load, MT_ERR_DATA, "step-00000001/model.safetensors: its metadata has");
+        forget("i");
+    }
+}
+
+/* Numbers that are none of their field's type. */
+static void field_texts(void **state) {
+    static const mti_field f32 = {"x", MTI_FIELD_F32, 0}, i64 = {"x", MTI_FIELD_I64, 0}, u64 = {"x", MTI_FIELD_U64, 0},
+                           whole = {"x", MTI_FIELD_INT, 0};
+    static const struct { const mti_field *field; const char *text; int good; } texts[] = {
+        {&f32, "3.4028234e38", 1}, {&f32, "-3.4028234e38", 1}, {&f32, "3.5e38", 0}, {&f32, "-1e39", 0}, {&f32, "1e999", 0},
+        {&f32, "nan", 0}, {&f32, "", 0}, {&i64, "9223372036854775807", 1}, {&i64, "9223372036854775808", 0},
+        {&i64, "-9223372036854775807", 1}, {&i64, "-", 0}, {&i64, "--1", 0}, {&i64, "+1", 0}, {&i64, " 1", 0},
+        {&u64, "18446744073709551615", 1}, {&u64, "18446744073709551616", 0}, {&u64, "99999999999999999999", 0},
+        {&u64, "-1", 0}, {&whole, "2147483647", 1}, {&whole, "2147483648", 0}, {&whole, "-2147483648", 1}, {&whole, "1x", 0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        uint64_t room = 0;
+        char again[MTI_FIELD_TEXT];
+        int good = mti_field_parse(texts[i].field, texts[i].text, &room);
+        if (good != texts[i].good) fail_msg("'%s' was %s", texts[i].text, good ? "taken" : "refused");
+        mti_field_text(texts[i].field, &room, again);
+        if (good && texts[i].field->kind != MTI_FIELD_F32) assert_string_equal(again, texts[i].text);
+    }
+}
+
+/* An arena that the largest shard in f32 does not fit into: nothing is loaded, nothing is published. */
+static void small_arenas(void **state) {
+    static const struct { mt_dtype dtype; int sharded; } kinds[] = {{MT_F32, 1}, {MT_BF16, 0}, {MT_BF16, 1}};
+    const size_t largest = 3 * HIDDEN / 2 * HIDDEN * sizeof(float); /* of query, key and value */
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        job save = a_save("r", 1, 1), load = a_load("r", 1);
+        save.dtype = load.dtype = kinds[i].dtype;
+        save.sharded = load.sharded = kinds[i].sharded;
+        save.data = load.data = 2;
+        run_quietly(&save);
+        expect_success(&save);
+        load.arena = largest / 512 * 512 - 512;
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_MEMORY, "mt_arena_alloc");
+        load.arena = (largest + 511) / 512 * 512;
+        run_quietly(&load);
+        expect_success(&load);
+        save.state.step = 2;
+        save.arena = 512;
+        run_quietly(&save);
+        expect_refusal(&save, MT_ERR_MEMORY, "mt_arena_alloc");
+        assert_int_equal(entries(in_scratch("r")), 1);
+        save.state.step = 3;
+        save.arena = 2 * (2 * largest + 512); /* as the header says: twice what two tensor ranks have together, in f32 */
+        run_quietly(&save);
+        expect_success(&save);
+        forget("r");
+    }
+}
+
+/* GPT-2 files with one tensor too many, too few, in another shape or type, made with the library's own writer of headers. */
+static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes) {
+    static mti_file f;
+    mt_context *ctx;
+    uint64_t header;
+    char text[512];
+    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tensor, dtype, shape,
+             (long long)bytes);
+    header = strlen(text);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_begin(ctx, &f, in_scratch("w"), name));
+    mti_file_put(&f, &header, sizeof header);
+    mti_file_text(&f, text);
+    while (bytes-- > 0) mti_file_put(&f, "", 1);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_end(ctx, &f, 0));
+    mt_context_destroy(ctx);
+}
+
+/* A small registry with its own names. */
+static mt_status small_rank(mt_comm *world, void *user) {
+    const char *words = (const char *)user;
+    mt_param_desc d = {.name = "w", .rows = 4, .cols = 6, .placement = MT_SPLIT_ROWS, .init_std = 1.0f};
+    mt_param_desc bias = {.name = "a \"b\"", .rows = 1, .cols = 4, .placement = MT_SPLIT_COLS, .init_std = 1.0f};
+    mt_checkpoint_desc c = {.directory = in_scratch("w")};
+    mt_checkpoint *checkpoint;
+    mt_param *p, *b;
+    test_rank r;
+    float before[24], after[24];
+    mt_status status;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tensor = 2}, NULL, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &d, &p));
+    if (!words) MT_TRY(mt_params_add(r.ctx, r.params, &bias, &b));
+    MT_TRY(mt_params_init(r.ctx, r.params, 5));
+    MT_TRY(mt_checkpoint_create(r.ctx, r.params, &c, &checkpoint));
+    MT_TRY(mt_param_gather(r.ctx, r.params, p, p->value, before));
+    if (!words) {
+        mt_training_state s = {.step = 3};
+        MT_TRY(mt_checkpoint_save(r.ctx, checkpoint, &s));
+        MT_TRY(mt_params_init(r.ctx, r.params, 6));
+        MT_TRY(mt_checkpoint_load(r.ctx, checkpoint, 3, &s));
+    } else {
+        char list[256], *word, *rest = NULL;
+        status = mt_checkpoint_import(r.ctx, checkpoint, in_scratch("w"));
+        CHECK(status == (words[0] ? MT_ERR_DATA : MT_SUCCESS));
+        snprintf(list, sizeof list, "%s", words);
+        for (word = strtok_r(list, "|", &rest); word; word = strtok_r(NULL, "|", &rest)) {
+            if (!strstr(mt_last_error(r.ctx), word)) fprintf(stderr, "%s: %s\n", word, mt_last_error(r.ctx));
+            CHECK(strstr(mt_last_error(r.ctx), word));
+        }
+        r.ctx->error[0] = 0;
+    }
+    MT_TRY(mt_param_gather(r.ctx, r.params, p, p->value, after));
+    CHECK((memcmp(before, after, sizeof before) == 0) == (!words || words[0]));
+    mt_checkpoint_destroy(r.ctx, checkpoint);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void small_models(void **state) {
+    static char words[128];
+    static const struct { const char *tensor, *dtype, *shape; int64_t bytes; const char *words; } files[] = {
+        {"w", "F32", "[4,6]", 96, ""},
+        {"w", "BF16", "[4,6]", 48, ""},
+        {"w", "F64", "[4,6]", 192, "model.safetensors|'w' is F64"},
+        {"w", "I32", "[4,6]", 96, "'w' is I32"},
+        {"w", "F32", "[6,4]", 96, "shape [6, 4]|[4, 6]"},
+        {"w", "F32", "[24]", 96, "shape [24]"},
+        {"w", "F32", "[1,4,6]", 96, "shape [1, 4, 6]"},
+        {"v", "F32", "[4,6]", 96, "no tensor 'w'"},
+        {"w\\\",\\\"x", "F32", "[4,6]", 96, "no tensor 'w'"}};
+    (void)state;
+    test_launch(2, small_rank, NULL);
+    shell("test -s '%s' && test ! -e '%s'", in_scratch("w/step-00000003/model.safetensors"),
+          in_scratch("w/step-00000003/config.json"));
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        write_tensors("model.safetensors", files[i].tensor, files[i].dtype, files[i].shape, files[i].bytes);
+        snprintf(words, sizeof words, "%s", files[i].words);
+        test_launch(2, small_rank, words);
+        shell("rm '%s'", in_scratch("w/model.safetensors"));
+    }
+    shell("cp '%s' '%s'", in_scratch("w/step-00000003/model.safetensors"), in_scratch("w"));
+    snprintf(words, sizeof words, "%s", "'a \"b\"' is no parameter");
+    test_launch(2, small_rank, words);
+    forget("w");
+}
+
+/* ---- a save that fails, or dies ---------------------------------------------------------------------------------- */
+
+/* The number of system calls in the save of a second checkpoint, which removes nothing, and of a third. */
+static int count_calls(int64_t step) {
+    plan.fault = NO_FAULT;
+    plan.calls = 0;
+    save_one("f", step, (int)step);
+    return plan.calls;
+}
+
+static void seed_two(void) {
+    plan.fault = NO_FAULT;
+    forget("f");
+    save_one("f", 1, 1);
+    save_one("f", 2, 2);
+}
+
+static int64_t latest(const char *directory) {
+    mt_context *ctx;
+    int64_t step = -2;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_latest(ctx, NULL, in_scratch(directory), &step));
+    mt_context_destroy(ctx);
+    return step;
+}
+
+/* Runs a job whose k-th call fails with `error`; 0: as a full disk. */
+static void run_failing(job *j, int k, int error) {
+    plan.fault = FAIL;
+    plan.at = k;
+    plan.calls = warnings = 0;
+    plan.error = error;
+    run_quietly(j);
+    plan.fault = NO_FAULT;
+}
+
+/* Each call of a save fails once: every rank is told, the old checkpoints load; the next save finds nothing in its way. What
+   can wait, since nothing but a removal failed, is a warning. */
+static void every_call_fails(void **state) {
+    int calls, waited = 0;
+    (void)state;
+    seed_two();
+    calls = count_calls(3);
+    assert_in_range(calls, 20, 200);
+    for (int k = 0; k < calls; k += STRIDE) {
+        job save = a_save("f", 3, 3);
+        seed_two();
+        run_failing(&save, k, k % 2 ? EACCES : ENOSPC);
+        int64_t newest = latest("f");
+        if (save.status[0] != MT_SUCCESS) {
+            expect_refusal(&save, MT_ERR_IO, k % 2 ? "Permission denied|/f" : "No space left|/f");
+        } else {
+            if (warnings == 0) fail_msg("call %d of %d failed, and nobody was told", k, calls);
+            assert_int_equal(newest, 3);
+            waited++;
+        }
+        assert_true(newest == 2 || newest == 3); /* 3: it was there already when bringing its name to the disk failed */
+        loads("f", newest, (int)newest);
+        save_one("f", 4, 4);
+        loads("f", 4, 4);
+        assert_int_equal(entries(in_scratch("f")), 2);
+    }
+    plan.error = 0;
+    assert_in_range(waited, 5 / STRIDE, 20);
+    forget("f");
+}
+
+/* A file that may not be read: a load says so on every rank, and changes nothing. */
+static void every_open_of_a_load_fails(void **state) {
+    job load = a_load("f", 1);
+    int calls;
+    (void)state;
+    save_one("f", 1, 1);
+    load.tensor = 1; /* the same order each time */
+    plan.fault = NO_FAULT;
+    plan.calls = 0;
+    run_quietly(&load);
+    expect_success(&load);
+    calls = plan.calls;
+    assert_in_range(calls, 2, 10);
+    for (int k = 0; k < calls; k++) {
+        run_failing(&load, k, EACCES);
+        plan.error = 0;
+        expect_refusal(&load, MT_ERR_IO, "step-00000001/|Permission denied");
+    }
+    forget("f");
+}
+
+/* A signal in the middle of a call is none of a checkpoint's business. */
+static void every_call_is_interrupted(void **state) {
+    int calls;
+    (void)state;
+    plan.error = EINTR;
+    seed_two();
+    calls = count_calls(3);
+    assert_in_range(calls, 10, 200);
+    for (int k = 0; k < calls; k += STRIDE) {
+        job save = a_save("f", 3, 3);
+        seed_two();
+        run_failing(&save, k, EINTR);
+        if (save.status[0] != MT_SUCCESS) fail_msg("call %d of %d: %s", k, calls, save.sentence[0]);
+        assert_int_equal(warnings, 0);
+        assert_int_equal(entries(in_scratch("f")), 2);
+        loads("f", 3, 3);
+    }
+    plan.error = 0;
+    forget("f");
+}
+
+/* What is none of ours in a checkpoint that is to be removed: the saves go on, and it stays. */
+static void strangers_stay(void **state) {
+    (void)state;
+    seed_two();
+    shell("mkdir '%s' && touch '%s'", in_scratch("f/step-00000001/mine"), in_scratch("f/step-00000001/mine/notes"));
+    for (int step = 3; step <= 5; step++) {
+        warnings = 0;
+        save_one("f", step, step);
+        assert_in_range(warnings, 2, 4); /* the directory in it, and so itself */
+        assert_int_equal(latest("f"), step);
+        loads("f", step, step);
+        loads("f", step - 1, step - 1);
+        assert_int_equal(entries(in_scratch("f")), 3);
+    }
+    shell("test -e '%s'", in_scratch("f/.step-00000001.tmp/mine/notes"));
+    shell("mkdir '%s'", in_scratch("f/.step-00000006.tmp"));
+    shell("mkdir '%s'", in_scratch("f/.step-00000006.tmp/mine"));
+    job save = a_save("f", 6, 6);
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f/.step-00000006.tmp|File exists");
+    save_one("f", 7, 7);
+    forget("f");
+}
+
+/* Another process has the lock for as long as it lives, however it ends. */
+static void another_run(void **state) {
+    int ready[2], status;
+    char c;
+    job save = a_save("f", 2, 2);
+    (void)state;
+    save_one("f", 1, 1);
+    assert_int_equal(pipe(ready), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        job mine = a_save("f", 5, 5);
+        mine.tensor = mine.data = mine.pipeline = 1;
+        mine.stays = ready[1];
+        mt_launch(NULL, job_rank, &mine);
+        _exit(1);
+    }
+    close(ready[1]);
+    assert_int_equal(read(ready[0], &c, 1), 1); /* its save is done; it lives on */
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f: another run writes to it");
+    save.action = LOCK;
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f: another run writes to it");
+    loads("f", 5, 5); /* to read is free */
+    pid_t killer = fork(); /* it dies while the next save begins, which takes a little patience */
+    assert_true(killer >= 0);
+    if (killer == 0) {
+        usleep(200000);
+        kill(child, SIGKILL);
+        _exit(0);
+    }
+    save_one("f", 6, 6);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFSIGNALED(status));
+    assert_int_equal(waitpid(killer, &status, 0), killer);
+    close(ready[0]);
+    for (int i = 0; i < 4; i++) {
+        static const int errors[] = {ENOLCK, ENOSYS, EOPNOTSUPP, EIO};
+        plan.lock_error = errors[i];
+        save = a_save("f", 7 + i, 1);
+        run_quietly(&save);
+        if (i < 3) expect_success(&save);
+        else expect_refusal(&save, MT_ERR_IO, "/f/.lock: cannot lock it: Input/output error");
+    }
+    plan.lock_error = 0;
+    forget("f");
+}
+
+/* What the first save does, done before. */
+static void locked_before(void **state) {
+    job lock = a_save("f", 1, 1), save = lock;
+    (void)state;
+    lock.action = LOCK;
+    run_quietly(&lock);
+    expect_success(&lock);
+    assert_int_equal(entries(in_scratch("f")), 0); /* made */
+    lock.stays = -1; /* saves behind it, on the same checkpoint */
+    run_quietly(&lock);
+    expect_success(&lock);
+    loads("f", 1, 1);
+    forget("f");
+    lock.directory = save.directory = "f/deeper";
+    run_quietly(&lock);
+    expect_refusal(&lock, MT_ERR_IO, "f/deeper|No such file");
+    shell("mkdir '%s'", in_scratch("f"));
+    for (int k = 0; k < 4; k++) { /* mkdir, sync of the parent: open, fsync; the lock's open */
+        plan = (__typeof__(plan)){.fault = FAIL, .error = EACCES, .at = k};
+        lock.stays = 0;
+        run_quietly(&lock);
+        plan.fault = NO_FAULT;
+        expect_refusal(&lock, MT_ERR_IO, "/f|Permission denied");
+        shell("rm -rf '%s'", in_scratch("f/deeper"));
+    }
+    plan.error = 0;
+    forget("f");
+}
+
+/* Each call of a save is the process's last one, in the middle if it is a write. */
+static void every_call_is_the_last(void **state) {
+    int calls, renamed = 0;
+    (void)state;
+    seed_two();
+    calls = count_calls(3);
+    for (int k = 0; k < calls; k += STRIDE) {
+        int status;
+        seed_two();
+        fflush(NULL);
+        pid_t child = fork();
+        assert_true(child >= 0);
+        if (child == 0) {
+            job save = a_save("f", 3, 3);
+            save.tensor = 1;
+            plan.fault = DIE;
+            plan.at = k;
+            plan.calls = 0;
+            save.data = save.pipeline = 1;
+            mt_launch(NULL, job_rank, &save);
+            _exit(0);
+        }
+        assert_int_equal(waitpid(child, &status, 0), child);
+        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+        int64_t newest = latest("f");
+        assert_true(newest == 3 || (newest == 2 && !renamed));
+        renamed |= newest == 3;
+        loads("f", newest, (int)newest);
+        if (newest == 3 && mti_exists(in_scratch("f/step-00000002"))) loads("f", 2, 2);
+        save_one("f", 4, 4);
+        loads("f", 4, 4);
+        assert_int_equal(entries(in_scratch("f")), 2);
+    }
+    assert_true(renamed);
+    forget("f");
+}
+
+/* Everything is on the disk when it is renamed, and the names are when the save returns. */
+static void reaches_the_disk(void **state) {
+    job save = a_save("new", 5, 1);
+    (void)state;
+    memset(&disk, 0, sizeof disk);
+    disk.watching = 1;
+    run_quietly(&save);
+    expect_success(&save);
+    disk.watching = 0;
+    assert_in_range(disk.count, 5, 20);
+    assert_false(disk.early);
+    for (int i = 0; i < disk.count; i++)
+        if (disk.list[i].dirty) fail_msg("%s was not brought to the disk", disk.list[i].path);
+    forget("new");
+}
+
+/* A limit of the real system, on every size up to that of the files. */
+static void no_room(void **state) {
+    static const rlim_t limits[] = {0, 1, 100, 5000, 20000, 100000};
+    struct rlimit before, less;
+    (void)state;
+    save_one("f", 1, 1);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    signal(SIGXFSZ, SIG_IGN);
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+        job save = a_save("f", 2, 2);
+        less = before;
+        less.rlim_cur = limits[i];
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &less), 0);
+        run_quietly(&save);
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+        expect_refusal(&save, MT_ERR_IO, "File too large|/f/.step-00000002.tmp/");
+        assert_int_equal(entries(in_scratch("f")), 1);
+    }
+    signal(SIGXFSZ, SIG_DFL);
+    loads("f", 1, 1);
+    forget("f");
+}
+
+/* Stages write at the same time; the error of the second one's is the first one's, too. */
+static void a_stage_fails(void **state) {
+    int refused = 0;
+    (void)state;
+    for (int k = 0; k < 24; k += 2) {
+        job save = {.model = GPT2, .tensor = 2, .pipeline = 2, .action = SAVE, .fill = 1, .directory = "f",
+                    .state = {.step = 1}};
+        run_failing(&save, k, 0);
+        expect_refusal(&save, MT_ERR_IO, "No space left");
+        refused++;
+        forget("f");
+    }
+    assert_int_equal(refused, 12);
+}
+
+/* What cannot be written to, or is there already. */
+static void in_the_way(void **state) {
+    job save = a_save("f/deeper", 1, 1);
+    (void)state;
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "f/deeper|No such file");
+    shell("touch '%s'", in_scratch("f"));
+    save = a_save("f", 1, 1);
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f|Not a directory");
+    forget("f");
+    save = a_save("f", 1, 1);
+    strcpy(save.state.note, "Stra\xdf" "e"); /* Latin-1, which no reader takes */
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_DATA, "/f/.step-00000001.tmp/model.safetensors|not UTF-8");
+    assert_int_equal(entries(in_scratch("f")), 0);
+    save_one("f//", 1, 1);
+    save = a_save("f", 1, 2);
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f: has a checkpoint of step 1 already|step 1 would");
+    save = a_save("f", 0, 2);
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f: has a checkpoint of step 1 already|step 0 would");
+    assert_int_equal(entries(in_scratch("f")), 1);
+    loads("f", 1, 1);
+    forget("f");
+}
+
+static void save_or_exit(const char *directory, int64_t step) {
+    job save = a_save(directory, step, (int)(step % 5) + 1);
+    save.tensor = save.data = save.pipeline = 1;
+    if (mt_launch(NULL, job_rank, &save) != MT_SUCCESS || save.status[0] != MT_SUCCESS) _exit(1);
+    free(save.dump);
+}
+
+/* Microseconds that a process takes to start, save once and end: the longest of a few, on a machine that does other things. */
+static uint64_t time_of_a_process(void) {
+    uint64_t longest = 0;
+    for (int i = 0; i < 5; i++) {
+        struct timespec a, b;
+        int status;
+        fflush(NULL);
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        pid_t child = fork();
+        assert_true(child >= 0);
+        if (child == 0) {
+            save_or_exit("time", i);
+            _exit(0);
+        }
+        assert_int_equal(waitpid(child, &status, 0), child);
+        assert_int_equal(status, 0);
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        uint64_t took = (uint64_t)(b.tv_sec - a.tv_sec) * 1000000 + (uint64_t)((b.tv_nsec - a.tv_nsec) / 1000);
+        if (took > longest) longest = took;
+    }
+    forget("time");
+    return longest;
+}
+
+/* Killed at any moment: a process saves one checkpoint after the other, until it is told to stop by signal 9. */
+static void killed(void **state) {
+    int kills = SANITIZED ? 60 : 300, saved = 0;
+    uint64_t seed = (uint64_t)time(NULL), window;
+    int64_t before = 0;
+    (void)state;
+    forget("k");
+    save_one("k", 0, 1);
+    window = 3 * time_of_a_process() + 1;
+    printf("      seed %llu, killed within %llu us\n", (unsigned long long)seed, (unsigned long long)window);
+    for (int k = 0; k < kills; k++) {
+        int status;
+        fflush(NULL);
+        pid_t child = fork();
+        assert_true(child >= 0);
+        if (child == 0)
+            for (int64_t step = before + 1;; step++) save_or_exit("k", step);
+        usleep((useconds_t)test_below(&seed, (size_t)window));
+        kill(child, SIGKILL);
+        assert_int_equal(waitpid(child, &status, 0), child);
+        if (!WIFSIGNALED(status)) fail_msg("the writer stopped by itself: %d", status);
+        int64_t newest = latest("k");
+        assert_true(newest >= before);
+        loads("k", newest, newest > 0 ? (int)(newest % 5) + 1 : 1);
+        saved += newest > before;
+        before = newest;
+    }
+    printf("      %d kills, %d of them after another checkpoint, the last of step %lld\n", kills, saved, (long long)before);
+    assert_in_range(saved, kills / 20, kills);
+    forget("k");
+}
+
+/* ---- around it --------------------------------------------------------------------------------------------------- */
+
+static void keeps_the_newest(void **state) {
+    (void)state;
+    assert_int_equal(latest("n"), -1);
+    for (int64_t step = 1; step <= 5; step++) {
+        job save = a_save("n", step * 99999999, (int)step); /* beyond eight digits, too */
+        save.keep = 3;
+        run_quietly(&save);
+        expect_success(&save);
+        assert_int_equal(latest("n"), step * 99999999);
+        assert_int_equal(entries(in_scratch("n")), step < 3 ? step : 3);
+    }
+    loads("n", 3 * 99999999, 3);
+    shell("mkdir '%s' '%s' && touch '%s'", in_scratch("n/step-999"), in_scratch("n/step-9999999999x"), in_scratch("n/other"));
+    assert_int_equal(latest("n"), 5 * 99999999); /* these are none of ours */
+    save_one("n", 5 * 99999999 + 1, 1);
+    assert_int_equal(entries(in_scratch("n")), 5);
+    forget("n");
+}
+
+static mt_status latest_rank(mt_comm *world, void *user) {
+    mt_context *ctx;
+    int64_t step = 5;
+    const char *const *directory = (const char *const *)user;
+    MT_TRY(mt_context_create(world, NULL, &ctx));
+    MT_TRY(mt_checkpoint_latest(ctx, world, directory[0], &step));
+    CHECK(step == 12);
+    step = 5;
+    CHECK(mt_checkpoint_latest(ctx, world, directory[1], &step) == MT_ERR_IO && step == -1);
+    CHECK(strstr(mt_last_error(ctx), "Not a directory"));
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void every_rank_is_told_the_latest(void **state) {
+    const char *directory[2] = {in_scratch("l"), in_scratch("l/step-00000012/config.json")};
+    (void)state;
+    save_one("l", 11, 1);
+    save_one("l", 12, 1);
+    test_launch(4, latest_rank, (void *)(uintptr_t)directory);
+    forget("l");
+}
+
+static void arguments(void **state) {
+    job j = {.model = GPT2, .tensor = 1, .data = 1, .pipeline = 1}, other = j;
+    mt_comm *world, *world2;
+    mt_checkpoint_desc d = {.directory = "x"};
+    mt_training_state s = {.step = -1};
+    mt_checkpoint *c;
+    replica m, n;
+    char path[32];
+    int64_t step;
+    mt_gpt_desc gpt;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world2));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, replica_open(world, &j, &m));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, replica_open(world2, &other, &n));
+    mt_context *ctx = m.r.ctx;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "directory", mt_checkpoint_create(ctx, m.r.params, NULL, &c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "out", mt_checkpoint_create(ctx, m.r.params, &d, NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "checkpoint", mt_checkpoint_lock(ctx, NULL));
+    d.keep = -1;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "keep is -1", mt_checkpoint_create(ctx, m.r.params, &d, &c));
+    d.keep = 0;
+    d.optimizer = &n.optimizer;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "not of this registry", mt_checkpoint_create(ctx, m.r.params, &d, &c));
+    d.optimizer = NULL;
+    d.gpt = &n.gpt;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "not of this registry", mt_checkpoint_create(ctx, m.r.params, &d, &c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "step is negative", mt_checkpoint_save(ctx, m.checkpoint, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "state", mt_checkpoint_save(ctx, m.checkpoint, NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "checkpoint", mt_checkpoint_save(ctx, NULL, &s));
+    s.step = 0;
+    memset(s.note, 'x', sizeof s.note);
+    REFUSED(ctx, MT_ERR_ARGUMENT, "note", mt_checkpoint_save(ctx, m.checkpoint, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "state", mt_checkpoint_load(ctx, m.checkpoint, 1, NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "step -1", mt_checkpoint_load(ctx, m.checkpoint, -1, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "directory", mt_checkpoint_import(ctx, m.checkpoint, NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "step is NULL", mt_checkpoint_latest(ctx, NULL, "x", NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_gpt_desc_read(ctx, "x", NULL));
+    REFUSED(ctx, MT_ERR_IO, "/none|neither", mt_gpt_desc_read(ctx, "/none", &gpt));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "31 characters",
+            mt_checkpoint_path(ctx, "a-name-of-20-letters", 1, path, sizeof path));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_path(ctx, "a-name-of-17-lets", 1, path, sizeof path));
+    assert_string_equal(path, "a-name-of-17-lets/step-00000001");
+    REFUSED(ctx, MT_ERR_ARGUMENT, "directory", mt_checkpoint_latest(ctx, NULL, NULL, &step));
+    mt_checkpoint_destroy(ctx, NULL);
+    replica_close(&m);
+    replica_close(&n);
+    mt_comm_destroy(world);
+    mt_comm_destroy(world2);
+}
+
+/* What a save needs is planned without touching a file. */
+static void meta(void **state) {
+    job j = {.model = GPT2, .tensor = 4, .data = 1, .pipeline = 1, .directory = "m"};
+    mt_comm *world;
+    mt_training_state s = {.step = 1};
+    replica m;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_meta(4, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, replica_open(world, &j, &m));
+    ASSERT_STATUS(m.r.ctx, MT_SUCCESS, mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
+    assert_int_equal(entries(in_scratch("m")), -1);
+    assert_true(mt_arena_peak(m.r.ctx) >= 44 * HIDDEN * sizeof(float));
+    assert_true(mt_comm_ledger(m.r.grid.tensor).calls[MT_ALL_GATHER] == 3 * (1 + 6 * LAYERS));
+    REFUSED(m.r.ctx, MT_ERR_UNSUPPORTED, "META", mt_checkpoint_load(m.r.ctx, m.checkpoint, 1, &s));
+    replica_close(&m);
+    mt_comm_destroy(world);
+}
+
+static int open_all(void **state) {
+    (void)state;
+    return !mkdtemp(scratch);
+}
+
+static int close_all(void **state) {
+    (void)state;
+    return rmdir(scratch); /* everything in it is gone */
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_split),
+        cmocka_unit_test(invariant_mode),
+        cmocka_unit_test(other_types),
+        cmocka_unit_test(stages),
+        cmocka_unit_test(indices),
+        cmocka_unit_test(hugging_face),
+        cmocka_unit_test(as_hugging_face_writes),
+        cmocka_unit_test(other_configs),
+        cmocka_unit_test(goes_on_as_if_never_stopped),
+        cmocka_unit_test(damaged),
+        cmocka_unit_test(strangers),
+        cmocka_unit_test(impossible_states),
+        cmocka_unit_test(field_texts),
+        cmocka_unit_test(small_arenas),
+        cmocka_unit_test(small_models),
+        cmocka_unit_test(every_call_fails),
+        cmocka_unit_test(every_open_of_a_load_fails),
+        cmocka_unit_test(every_call_is_interrupted),
+        cmocka_unit_test(strangers_stay),
+        cmocka_unit_test(another_run),
+        cmocka_unit_test(locked_before),
+        cmocka_unit_test(every_call_is_the_last),
+        cmocka_unit_test(reaches_the_disk),
+        cmocka_unit_test(no_room),
+        cmocka_unit_test(a_stage_fails),
+        cmocka_unit_test(in_the_way),
+        cmocka_unit_test(killed),
+        cmocka_unit_test(keeps_the_newest),
+        cmocka_unit_test(every_rank_is_told_the_latest),
+        cmocka_unit_test(arguments),
+        cmocka_unit_test(meta),
+    };
+    return cmocka_run_group_tests(tests, open_all, close_all);
+}

@@ -1,0 +1,397 @@
+/* test_safetensors - the reader of safetensors files: what it makes of good ones, each reason to refuse a bad one, and the
+   seeds of tests/fuzz with the same mutations every time. Run it from the checkout's root.                             */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "fuzz/readers.h"
+#include "mt_test_ranks.h"
+
+static mt_context *ctx;
+static char scratch[] = "/tmp/test_safetensors_XXXXXX";
+
+/* DATA bytes behind a header; *size: of all. The memory ends where the file does. */
+static unsigned char *make_file(const char *header, size_t header_bytes, size_t data, size_t *size) {
+    uint64_t n = header_bytes;
+    unsigned char *file = (unsigned char *)malloc(8 + header_bytes + data);
+    assert_non_null(file);
+    memcpy(file, &n, 8);
+    memcpy(file + 8, header, header_bytes);
+    for (size_t i = 0; i < data; i++) file[8 + header_bytes + i] = (unsigned char)(i + 1);
+    *size = 8 + header_bytes + data;
+    return file;
+}
+
+static const char *write_file(const void *bytes, size_t size) {
+    static char path[96];
+    snprintf(path, sizeof path, "%s/file", scratch);
+    FILE *f = fopen(path, "wb");
+    assert_non_null(f);
+    assert_int_equal(fwrite(bytes, 1, size, f), size);
+    fclose(f);
+    return path;
+}
+
+/* Parses header and data; the sentence of a refusal must hold these words, NULL: it is accepted. */
+static void expect(const char *header, size_t data, const char *words) {
+    size_t size;
+    unsigned char *file = make_file(header, strlen(header), data, &size);
+    mt_safetensors *s = (mt_safetensors *)calloc(1, sizeof *s);
+    assert_non_null(s);
+    snprintf(s->path, sizeof s->path, "NAME.safetensors");
+    mt_status status = mti_safetensors_parse(ctx, s, file, size);
+    if (!words && status != MT_SUCCESS) fail_msg("%s: %s", header, mt_last_error(ctx));
+    if (words && (status != MT_ERR_DATA || !strstr(ctx->error, words) || !strstr(ctx->error, "NAME.safetensors")))
+        fail_msg("%s: %s, '%s' has no '%s'", header, mt_status_name(status), ctx->error, words);
+    ctx->error[0] = 0;
+    mt_safetensors_close(s);
+    free(file);
+}
+
+static void good_files(void **state) {
+    static const char header[] =
+        "{\"b.2\":{\"dtype\":\"BF16\",\"shape\":[3],\"data_offsets\":[4,10]},\"__metadata__\":{\"k\":\"v\",\"format\":\"pt\"},"
+        "\"a\\u00e9\\ud83d\\ude00\\n\\\"\":{\"data_offsets\":[0,4],\"shape\":[1,1],\"dtype\":\"F32\","
+        "\"new\":[{\"x\":[1e3,null]}]},"
+        "\"none\":{\"dtype\":\"F16\",\"shape\":[2,0],\"data_offsets\":[10,10]},"
+        "\"scalar\":{\"dtype\":\"F16\",\"shape\":[],\"data_offsets\":[10,12]},"
+        "\"i\":{\"dtype\":\"I64\",\"shape\":[1],\"data_offsets\":[12,20]}}   ";
+    size_t size;
+    unsigned char *file = make_file(header, sizeof header - 1, 20, &size);
+    float one = -2.5f, out[3];
+    uint16_t halves[4] = {0x3f80, 0xc000, 0x7f80, 0x3c00};
+    (void)state;
+    memcpy(file + size - 20, &one, 4);
+    memcpy(file + size - 16, halves, 8);
+    mt_safetensors *s;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, write_file(file, size), &s));
+    free(file);
+    assert_int_equal(mt_safetensors_count(s), 5);
+    assert_string_equal(mt_safetensors_at(s, 0)->name, "a\xc3\xa9\xf0\x9f\x98\x80\n\"");
+    assert_string_equal(mt_safetensors_at(s, 1)->name, "b.2");
+    assert_string_equal(mt_safetensors_at(s, 4)->name, "scalar");
+    assert_null(mt_safetensors_at(s, 5));
+    assert_null(mt_safetensors_at(s, -1));
+    assert_null(mt_safetensors_find(s, "b"));
+    assert_null(mt_safetensors_find(s, "__metadata__"));
+    assert_string_equal(mt_safetensors_metadata(s, "k"), "v");
+    assert_string_equal(mt_safetensors_metadata(s, "format"), "pt");
+    assert_null(mt_safetensors_metadata(s, "form"));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_at(s, 0), out));
+    assert_true(out[0] == -2.5f);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_find(s, "b.2"), out));
+    assert_true(out[0] == 1.0f && out[1] == -2.0f && isinf(out[2]));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_find(s, "scalar"), out));
+    assert_true(out[0] == 1.0f && mt_safetensors_find(s, "scalar")->dims == 0);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_find(s, "none"), out));
+    assert_int_equal(mt_safetensors_find(s, "none")->bytes, 0);
+    REFUSED(ctx, MT_ERR_DTYPE, "'i'|I64", mt_safetensors_read(ctx, mt_safetensors_find(s, "i"), out));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "tensor", mt_safetensors_read(ctx, NULL, out));
+    mt_safetensors_close(s);
+    mt_safetensors_close(NULL);
+    assert_int_equal(mt_safetensors_count(NULL), 0);
+    expect("{}", 0, NULL);
+    expect("{ \t\n\r} \n", 0, NULL);
+}
+
+/* Numbers of elements that are read in pieces. */
+static void long_tensors(void **state) {
+    char header[128];
+    (void)state;
+    for (int n = 255; n <= 515; n += 1) {
+        size_t size, bytes = 2 * (size_t)n;
+        snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"BF16\",\"shape\":[%d],\"data_offsets\":[0,%zu]}}", n, bytes);
+        unsigned char *file = make_file(header, strlen(header), bytes, &size);
+        float *out = (float *)malloc((size_t)n * sizeof *out);
+        mt_safetensors *s;
+        for (int i = 0; i < n; i++) memcpy(file + size - bytes + 2 * (size_t)i, &(uint16_t){(uint16_t)(0x3f80 + i)}, 2);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, write_file(file, size), &s));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_at(s, 0), out));
+        for (int i = 0; i < n; i++) assert_true(mti_bits(out[i]) == (uint32_t)(0x3f80 + i) << 16);
+        mt_safetensors_close(s);
+        free(out);
+        free(file);
+    }
+}
+
+#define T(name, dtype, shape, offsets) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+
+/* Numbers, names and brackets of the header, each wrong in one way. */
+static void bad_headers(void **state) {
+    (void)state;
+    expect("", 0, "'{'");
+    expect(" {}", 0, "'{'");
+    expect("[]", 0, "'{'");
+    expect("{", 0, "string is missing");
+    expect("{}}", 0, "follows the end");
+    expect("{} x", 0, "follows the end");
+    expect("{\"a\"}", 0, "colon");
+    expect("{\"a\":1}", 0, "not an object");
+    expect("{" T("a", "F32", "[1]", "[0,4]") ",}", 4, "string is missing");
+    expect("{" T("a", "F32", "[1]", "[0,4]") " " T("b", "F32", "[1]", "[4,8]") "}", 8, "comma");
+    expect("{" T("a", "F32", "[1,]", "[0,4]") "}", 4, "whole number is missing");
+    expect("{" T("a", "F32", "[-1]", "[0,4]") "}", 4, "whole number is missing");
+    expect("{" T("a", "F32", "[1.0]", "[0,4]") "}", 4, "not whole");
+    expect("{" T("a", "F32", "[1e0]", "[0,4]") "}", 4, "not whole");
+    expect("{" T("a", "F32", "[01]", "[0,4]") "}", 4, "not whole");
+    expect("{" T("a", "F32", "[9223372036854775808]", "[0,4]") "}", 4, "too large");
+    expect("{" T("a", "F32", "[18446744073709551617]", "[0,4]") "}", 4, "too large");
+    expect("{" T("a", "F32", "[1,1,1,1,1,1,1,1,1]", "[0,4]") "}", 4, "8 dimensions");
+    expect("{" T("a", "F32", "1", "[0,4]") "}", 4, "not an array");
+    expect("{" T("a", "F32", "[1]", "[0]") "}", 4, "not two numbers");
+    expect("{" T("a", "F32", "[1]", "[0,4,4]") "}", 4, "not two numbers");
+    expect("{" T("a", "F32", "[1]", "null") "}", 4, "not an array");
+    expect("{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "no dtype, shape or data_offsets");
+    expect("{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "given twice");
+    expect("{" T("a", "F31", "[1]", "[0,4]") "}", 4, "F31");
+    expect("{" T("a", "f32", "[1]", "[0,4]") "}", 4, "f32");
+    expect("{\"a\":{\"dtype\":32,\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "string is missing");
+    expect("{\"__metadata__\":{\"a\":1}}", 0, "string is missing");
+    expect("{\"__metadata__\":[]}", 0, "not an object");
+    expect("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "twice");
+    expect("{\"__metadata__\":{\"a\":\"\",\"b\":\"\",\"a\":\"\"}}", 0, "'a' is given twice");
+}
+
+static void bad_strings(void **state) {
+    (void)state;
+    expect("{\"\\u0000\":1}", 0, "NUL");
+    expect("{\"\\x\":1}", 0, "no such escape");
+    expect("{\"\\u12g4\":1}", 0, "hexadecimal");
+    expect("{\"\\ud800\":1}", 0, "surrogate");
+    expect("{\"\\udc00\":1}", 0, "surrogate");
+    expect("{\"\\ud800\\u0041\":1}", 0, "surrogate");
+    expect("{\"a\nb\":1}", 0, "control");
+    expect("{\"abc", 0, "does not end");
+    expect("{\"abc\\", 0, "escape");
+    expect("{\"abc\\u12", 0, "hexadecimal");
+    expect("{\"\x80\":1}", 0, "UTF-8");
+    expect("{\"\xc0\xaf\":1}", 0, "UTF-8");
+    expect("{\"\xe0\x80\xaf\":1}", 0, "UTF-8");
+    expect("{\"\xed\xa0\x80\":1}", 0, "UTF-8");
+    expect("{\"\xf4\x90\x80\x80\":1}", 0, "UTF-8");
+    expect("{\"\xf8\x88\x80\x80\x80\":1}", 0, "UTF-8");
+    expect("{\"\xe2\x82", 0, "UTF-8");
+    expect("{\"\xe2\x28\xa1\":1}", 0, "UTF-8");
+}
+
+/* Shapes, offsets and the data, against each other. */
+static void bad_data(void **state) {
+    char deep[512];
+    (void)state;
+    expect("{" T("a", "F32", "[2]", "[0,4]") "}", 4, "64 bits");
+    expect("{" T("a", "F32", "[1]", "[0,8]") "}", 8, "32 bits");
+    expect("{" T("a", "F32", "[1]", "[4,0]") "}", 4, "[4, 0]");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "}", 3, "truncated");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "}", 5, "4 bytes, its data 5");
+    expect("{}", 1, "0 bytes, its data 1");
+    expect("{" T("a", "F32", "[1]", "[4,8]") "}", 8, "begins at 4");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[8,12]") "}", 12, "'b' begins at 8");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[2,6]") "}", 6, "'b' begins at 2");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[0,4]") "}", 4, "begins at 0");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("a", "F32", "[1]", "[4,8]") "}", 8, "'a' is given twice");
+    expect("{" T("a", "F4", "[3]", "[0,1]") "}", 1, "12 bits");
+    expect("{" T("a", "F32", "[4294967296,4294967296]", "[0,0]") "}", 0, "overflows");
+    expect("{" T("a", "F32", "[4611686018427387904,4]", "[0,0]") "}", 0, "overflows");
+    expect("{" T("a", "U8", "[9223372036854775807,2,0]", "[0,0]") "}", 0, "overflows");
+    expect("{" T("a", "F32", "[1]", "[9223372036854775804,9223372036854775807]") "}", 4, "data_offsets");
+    for (int depth = 61; depth <= 63; depth++) { /* two brackets are around them */
+        snprintf(deep, sizeof deep, "{\"a\":{\"x\":%.*s%.*s,\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", depth,
+                 "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", depth,
+                 "]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]");
+        expect(deep, 0, depth <= 62 ? NULL : "nested too deeply");
+    }
+}
+
+/* Files that are none, and lengths of the header that lie. */
+static void bad_files(void **state) {
+    unsigned char lies[16] = {0};
+    uint64_t lengths[] = {9, 100000001, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 7};
+    mt_safetensors *s;
+    char path[96];
+    (void)state;
+    for (size_t n = 0; n < 8; n++) {
+        const char *file = write_file(lies, n);
+        REFUSED(ctx, MT_ERR_DATA, "/file|no safetensors file", mt_safetensors_open(ctx, file, &s));
+        assert_null(s);
+    }
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        memcpy(lies, &lengths[i], 8);
+        const char *file = write_file(lies, sizeof lies);
+        REFUSED(ctx, MT_ERR_DATA, "/file|header of", mt_safetensors_open(ctx, file, &s));
+    }
+    snprintf(path, sizeof path, "%s/absent", scratch);
+    REFUSED(ctx, MT_ERR_IO, "/absent|No such file", mt_safetensors_open(ctx, path, &s));
+    REFUSED(ctx, MT_ERR_IO, "not a regular file", mt_safetensors_open(ctx, scratch, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "path is NULL", mt_safetensors_open(ctx, NULL, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_safetensors_open(ctx, path, NULL));
+    char too_long[MT_PATH_MAX + 2];
+    memset(too_long, 'a', sizeof too_long);
+    too_long[sizeof too_long - 1] = 0;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "characters", mt_safetensors_open(ctx, too_long, &s));
+}
+
+/* Numbers of config.json, which do not depend on the locale, to the last place of a float. */
+static void numbers(void **state) {
+    static const char *const good[] = {"0", "-0", "1", "-1.5", "1e-05", "1E+2", "0.1", "1e-50",
+                                       "123456789012345678901234567890", "3.4028235e38", "0.000012345678", "1e400", "9007199254740993", "16777217.0"};
+    static const char *const bad[] = {"", "-", "+1", ".5", "1.", "1e", "1e+", "01", "-01", "0x10", "1.e3", "nan", "Infinity"};
+    uint64_t seed = 9;
+    char text[64];
+    (void)state;
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        mti_json j = mti_json_begin(good[i], strlen(good[i]));
+        float got = (float)mti_json_number(&j), want = strtof(good[i], NULL);
+        mti_json_end(&j);
+        if (j.error || got != want) fail_msg("%s: %.9g, must be %.9g", good[i], (double)got, (double)want);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        mti_json j = mti_json_begin(bad[i], strlen(bad[i]));
+        mti_json_number(&j);
+        mti_json_end(&j);
+        if (!j.error) fail_msg("'%s' was taken for a number", bad[i]);
+    }
+    for (int i = 0; i < 100000; i++) { /* what is written is read back */
+        uint32_t bits = (uint32_t)test_random(&seed);
+        float want = mti_from_bits(bits), got;
+        if (!isfinite(want) || fabsf(want) < 1e-37f) continue;
+        mti_f32_text(want, text);
+        mti_json j = mti_json_begin(text, strlen(text));
+        got = (float)mti_json_number(&j);
+        if (got != want) fail_msg("%s: %.9g, must be %.9g", text, (double)got, (double)want);
+    }
+}
+
+/* A checksum by another program (tests/fuzz/seeds/run.safetensors was written by Python), and neither one bit nor two undo it. */
+static void checksums(void **state) {
+    unsigned char bytes[2048];
+    mt_safetensors s;
+    int has;
+    FILE *f = fopen("tests/fuzz/seeds/run.safetensors", "rb");
+    (void)state;
+    assert_non_null(f);
+    memset(&s, 0, sizeof s);
+    s.map.data = bytes;
+    s.map.bytes = fread(bytes, 1, sizeof bytes, f);
+    fclose(f);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_safetensors_verify(ctx, &s, &has));
+    assert_true(has);
+    for (size_t a = 64 * 8; a < 8 * (s.map.bytes - 7); a += 61)
+        for (size_t b = a; b <= a + 640 && b < 8 * s.map.bytes; b += 64) { /* a itself: one bit */
+            bytes[a / 8] ^= (unsigned char)(1u << a % 8);
+            if (b != a) bytes[b / 8] ^= (unsigned char)(1u << b % 8);
+            mt_status status = mti_safetensors_verify(ctx, &s, &has);
+            if (status != MT_ERR_DATA) fail_msg("bits %zu and %zu: %s", a, b, mt_status_name(status));
+            bytes[a / 8] ^= (unsigned char)(1u << a % 8);
+            if (b != a) bytes[b / 8] ^= (unsigned char)(1u << b % 8);
+        }
+    for (size_t a = 64 + 7; a + 8 < s.map.bytes; a += 8) { /* bit 63 of neighbours */
+        bytes[a] ^= 128;
+        bytes[a + 8] ^= 128;
+        assert_int_equal(mti_safetensors_verify(ctx, &s, &has), MT_ERR_DATA);
+        bytes[a] ^= 128;
+        bytes[a + 8] ^= 128;
+    }
+}
+
+/* ---- fuzzing ------------------------------------------------------------------------------------------------------- */
+
+static const char *const seeds[] = {"empty.safetensors", "one.safetensors", "types.safetensors", "escapes.safetensors",
+                                    "deep.safetensors", "ours.safetensors", "config.json", "index.json", "long_name.json",
+                                    "run.safetensors"};
+#define SEEDS (sizeof seeds / sizeof *seeds)
+
+static size_t read_seed(const char *name, unsigned char *bytes, size_t room) {
+    char path[96];
+    snprintf(path, sizeof path, "tests/fuzz/seeds/%s", name);
+    FILE *f = fopen(path, "rb");
+    if (!f) fail_msg("%s is missing; run from the checkout's root", path);
+    size_t n = fread(bytes, 1, room, f);
+    assert_true(n < room);
+    fclose(f);
+    return n;
+}
+
+/* One change: a bit, a byte, a piece taken out, put in twice or from elsewhere, a number that is at a limit. */
+static size_t mutate(unsigned char *b, size_t n, size_t room, uint64_t *seed) {
+    static const char *const words[] = {"9223372036854775807", "18446744073709551615", "0", "-1", "[", "]", "{", "}", "\"",
+                                        ",", ":", "\\u", "\\ud800", "null", "\xff", "1e999", "\"dtype\":\"F64\""};
+    size_t at = test_below(seed, n + 1), length;
+    const char *word;
+    switch (test_below(seed, 6)) {
+    case 0: if (at < n) b[at] ^= (unsigned char)(1u << test_below(seed, 8)); return n;
+    case 1: if (at < n) b[at] = (unsigned char)test_random(seed); return n;
+    case 2:
+        length = test_below(seed, 16) < n - at ? test_below(seed, 16) % (n - at + 1) : n - at;
+        memmove(b + at, b + at + length, n - at - length);
+        return n - length;
+    case 3: /* a piece twice */
+        length = test_below(seed, 64) % (n - at + 1);
+        if (n + length > room) return n;
+        memmove(b + at + length, b + at, n - at);
+        return n + length;
+    case 4: /* the length of the header follows what was changed, so that the rest is read */
+        if (n >= 8) memcpy(b, &(uint64_t){n - 8 - test_below(seed, 17) % (n - 7)}, 8);
+        return n;
+    default:
+        word = words[test_below(seed, sizeof words / sizeof *words)];
+        length = strlen(word);
+        if (n + length > room) return n;
+        memmove(b + at + length, b + at, n - at);
+        memcpy(b + at, word, length);
+        return n + length;
+    }
+}
+
+static void seeds_are_read(void **state) {
+    static const int takes[SEEDS] = {1, 1, 1, 1, 1, 1, 2, 0, 0, 9};
+    unsigned char bytes[4096];
+    (void)state;
+    for (size_t i = 0; i < SEEDS; i++) {
+        size_t n = read_seed(seeds[i], bytes, sizeof bytes);
+        int took = readers_all(ctx, bytes, n);
+        if (took != takes[i]) fail_msg("%s: taken by %d, must be by %d", seeds[i], took, takes[i]);
+    }
+}
+
+static void mutated_seeds(void **state) {
+    int accepted = 0, cases = SANITIZED ? 20000 : 200000;
+    (void)state;
+    for (int i = 0; i < cases; i++) {
+        uint64_t seed = (uint64_t)i;
+        unsigned char bytes[4096];
+        size_t n = read_seed(seeds[i % (int)SEEDS], bytes, sizeof bytes), changes = 1 + test_below(&seed, 4);
+        while (changes-- > 0) n = mutate(bytes, n, sizeof bytes, &seed);
+        unsigned char *file = (unsigned char *)malloc(n + 1); /* a sanitizer sees the end, but for one byte */
+        assert_non_null(file);
+        memcpy(file + 1, bytes, n);
+        accepted += readers_all(ctx, file + 1, n) != 0;
+        free(file);
+    }
+    if (accepted < cases / 50 || accepted > cases / 2)
+        fail_msg("%d of %d were taken: these mutations test little", accepted, cases);
+}
+
+static int open_all(void **state) {
+    mt_context_desc small = {.arena_bytes = 64};
+    (void)state;
+    return !mkdtemp(scratch) || mt_context_create(NULL, &small, &ctx) != MT_SUCCESS;
+}
+
+static int close_all(void **state) {
+    char path[96];
+    (void)state;
+    snprintf(path, sizeof path, "%s/file", scratch);
+    unlink(path);
+    mt_context_destroy(ctx);
+    return rmdir(scratch);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(good_files),     cmocka_unit_test(long_tensors), cmocka_unit_test(bad_headers),
+        cmocka_unit_test(bad_strings),    cmocka_unit_test(bad_data),     cmocka_unit_test(bad_files),
+        cmocka_unit_test(numbers),        cmocka_unit_test(checksums),
+        cmocka_unit_test(seeds_are_read), cmocka_unit_test(mutated_seeds),
+    };
+    return cmocka_run_group_tests(tests, open_all, close_all);
+}
