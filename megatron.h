@@ -43,9 +43,9 @@
 #define MEGATRON_H
 
 #define MT_VERSION_MAJOR 0
-#define MT_VERSION_MINOR 3
+#define MT_VERSION_MINOR 4
 #define MT_VERSION_PATCH 0
-#define MT_VERSION "0.3.0"
+#define MT_VERSION "0.4.0"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,4 +1,4 @@
-/* train_gpt - trains a GPT with tensor x data parallel ranks on a text file.
+/* train_gpt - trains a GPT with tensor x data x pipeline parallel ranks on a text file.
 
    cc -O3 -march=native -I. examples/train_gpt.c -o train_gpt -lm -lpthread
    cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
@@ -7,39 +7,51 @@
    ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this project's own
                                     headers and README (run it from the checkout's root)
    ./train_gpt --data FILE --tp 4 --dp 2 --steps 1000
+   ./train_gpt --tp 2 --pp 2 --micro-batch 2   two pipeline stages, 8 micro-batches; --schedule gpipe instead of 1f1b
    ./train_gpt --device cuda --dtype bf16      on GPUs: rank r on GPU r, or shared when there are more ranks than GPUs
+   torchrun --no-python --nproc-per-node 8 --nnodes 4 ... ./train_gpt --device cuda --tp 8 --dp 4
+   srun -n 32 ./train_gpt --device cuda --tp 8 --dp 4         ranks that are processes, over NCCL; see mt_world_from_env
+   mpicc -O3 -I. -DMT_USE_MPI examples/train_gpt.c -o train_gpt -lm -lpthread; mpirun -n 4 ./train_gpt --tp 2 --dp 2
+   ./train_gpt --checkpoint DIR --save-interval 100 --resume      goes on where it was stopped or killed, on any split
+   ./train_gpt --init-from DIR ...  begins with the weights of a checkpoint, or of a GPT-2 of Hugging Face
    ./train_gpt --help               all flags
 
    FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
-   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --micro-batch or --sequence-parallel, to
-   rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two runs part. */
+   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --pp, --micro-batch or --sequence-parallel,
+   to rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two runs part. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
 #include <errno.h>
 #include <getopt.h>
+#include <sys/stat.h>
 #include <time.h>
 
 #define GPT2_VOCAB 50257
 #define LLMC_MAGIC 20240520
 #define LLMC_HEADER_BYTES 1024
 #define EVAL_SEQUENCES 32
+#define SKIPPED_STEPS 10 /* in a row, after which there is no hope */
+#define MAX_RANKS 1024
 
 /* ---- options: one table for parsing, ranges and --help ------------------------------------------------------------- */
 
 typedef struct options {
-    const char *data, *log, *hash_log, *prompt;
-    double tp, dp, layers, hidden, heads, kv_heads, ffn, seq, batch, micro_batch, steps, warmup, seed, eval_interval;
+    const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from;
+    double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed, eval_interval;
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
-    double temperature, timeout;
-    int dtype, device, sequence_parallel, no_pinning, rotary, swiglu, rmsnorm, untied, dry_run, help;
+    double temperature, timeout, bucket_mb, save_interval;
+    int dtype, device, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning, rotary, swiglu;
+    int rmsnorm, untied, resume, dry_run, help;
 } options;
 
-enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE };
+enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, CONFIG };
 
-/* The words of mt_dtype and mt_device that can be chosen, in their order. */
-static const char *const choices[][3] = {{"f32", "bf16", "f16"}, {"cpu", "cuda", NULL}};
+/* The words of mt_dtype, mt_device, mt_recompute and mt_schedule that can be chosen, in their order; the configurations. */
+static const char *const choices[][4] = {
+    {"f32", "bf16", "f16"}, {"cpu", "cuda"}, {"none", "selective", "full"}, {"1f1b", "gpipe"},
+    {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}};
 
 typedef struct flag {
     const char *name;
@@ -51,19 +63,26 @@ typedef struct flag {
 
 #define AT(field) offsetof(options, field)
 static const flag flags[] = {
+    {"config", CONFIG, AT(config), 0, 3, "gpt2-1.2b, gpt2-2.5b, gpt2-4.2b or gpt2-8.3b of the paper; flags after it change it"},
     {"data", TEXT, AT(data), 0, 0, "FILE to train on; default: this project's headers and README"},
     {"device", DEVICE, AT(device), 0, 1, "cpu or cuda"},
     {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations; f16 scales the loss"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"},
+    {"bucket-mb", REAL, AT(bucket_mb), 0, 1e6, "MB of gradients summed over them in one call (0: 160, or 4 for each)"},
+    {"use-distributed-optimizer", SWITCH, AT(distributed_optimizer), 0, 1, "each of them keeps a share of its state (ZeRO-1)"},
+    {"pp", WHOLE, AT(pp), 1, MAX_RANKS, "pipeline stages, which share the layers evenly"},
+    {"schedule", SCHEDULE, AT(schedule), 0, 1, "1f1b or gpipe, of the micro-batches in the pipeline"},
     {"layers", WHOLE, AT(layers), 1, 1024, "transformer layers"},
     {"hidden", WHOLE, AT(hidden), 1, 65536, "hidden size"},
     {"heads", WHOLE, AT(heads), 1, 1024, "attention heads"},
     {"kv-heads", WHOLE, AT(kv_heads), 0, 1024, "key/value heads (0: as heads)"},
     {"ffn", WHOLE, AT(ffn), 0, 1 << 20, "inner width of the MLP (0: 4 x hidden)"},
     {"seq", WHOLE, AT(seq), 1, 1 << 20, "tokens per sequence"},
+    {"max-seq", WHOLE, AT(max_seq), 0, 1 << 20, "positions the model has (0: those of --init-from or --resume, or --seq)"},
     {"batch", WHOLE, AT(batch), 1, 1 << 20, "sequences per step, over all ranks"},
-    {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20, "sequences per forward on a rank (0: all of the rank's)"},
+    {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20, "sequences per forward on a rank (0: all of the rank's; with --pp, 1)"},
+    {"recompute", RECOMPUTE, AT(recompute), 0, 2, "none, selective (core attention) or full, in the backward of every layer"},
     {"invariant", WHOLE, AT(invariant), 0, 1024, "same bits on every split up to so many tensor ranks (0: off)"},
     {"invariant-data", WHOLE, AT(invariant_data), 0, 1024, "and up to so many data ranks (0: as --invariant)"},
     {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"},
@@ -82,6 +101,11 @@ static const flag flags[] = {
     {"temperature", REAL, AT(temperature), 1e-3, 100, "of the sampling"},
     {"log", TEXT, AT(log), 0, 0, "FILE.csv to write step,loss,grad_norm,tokens_per_s,lr,val_loss to"},
     {"hash-log", TEXT, AT(hash_log), 0, 0, "FILE to write step, tensor, hash to, for every tensor of every step"},
+    {"checkpoint", TEXT, AT(checkpoint), 0, 0, "DIR of the run's checkpoints: one at the end, the newest two are kept"},
+    {"save-interval", WHOLE, AT(save_interval), 0, 1e9, "steps between checkpoints (0: only at the end)"},
+    {"resume", SWITCH, AT(resume), 0, 1, "go on from the newest checkpoint, if there is one, and in the logs behind its step;\n"
+     "                              data, --seq, --batch, --seed and --dtype must be its own, other flags may change"},
+    {"init-from", TEXT, AT(init_from), 0, 0, "DIR of a checkpoint, or of a GPT-2 of Hugging Face, to begin with its weights"},
     {"threads", WHOLE, AT(threads), 1, 1024, "of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
@@ -97,10 +121,26 @@ static const flag flags[] = {
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
 
+/* arXiv 1909.08053, table 1: the GPT-2 models of the scaling study, 8 sequences at a time on so many tensor parallel GPUs, and
+   each layer's activations recomputed (section 4.2), as 32 GB of memory ask for. */
+static void set_config(options *o) {
+    static const struct { double hidden, heads, layers, tp; } table[] = {
+        {1536, 16, 40, 1}, {1920, 20, 54, 2}, {2304, 24, 64, 4}, {3072, 32, 72, 8}};
+    o->hidden = table[o->config].hidden;
+    o->heads = table[o->config].heads;
+    o->layers = table[o->config].layers;
+    o->tp = table[o->config].tp;
+    o->seq = 1024;
+    o->vocab = GPT2_VOCAB;
+    o->batch = o->micro_batch = 8;
+    o->recompute = MT_RECOMPUTE_FULL;
+}
+
 static int parse_choice(const flag *f, const char *text, options *o) {
     for (int i = 0; i <= (int)f->high; i++) {
         if (strcmp(text, choices[f->kind - DTYPE][i]) != 0) continue;
         memcpy(field(f, o), &i, sizeof i);
+        if (f->kind == CONFIG) set_config(o);
         return 1;
     }
     fprintf(stderr, "train_gpt: --%s %s: expected %s\n", f->name, text, f->help);
@@ -132,7 +172,7 @@ static void print_help(options *o) {
         const flag *f = &flags[i];
         double x = 0;
         if (f->kind == WHOLE || f->kind == REAL) memcpy(&x, field(f, o), sizeof x);
-        printf("  --%-18s %s", f->name, f->help);
+        printf("  --%-25s %s", f->name, f->help);
         if (f->kind == WHOLE || f->kind == REAL) printf(" (default %g)", x);
         printf("\n");
     }
@@ -163,7 +203,7 @@ static int check_options(options *o, int64_t tokens, int text) {
     int chosen = o->invariant > 0 && o->micro_batch > 0;
     if (o->invariant > 0 && o->invariant_data == 0) o->invariant_data = o->invariant;
     if (o->invariant > 0) o->micro_batch = (double)mt_invariant_micro_batch((int)o->invariant_data, (int64_t)o->batch);
-    if (o->micro_batch == 0) o->micro_batch = per_rank;
+    if (o->micro_batch == 0) o->micro_batch = o->pp > 1 ? 1 : per_rank;
     if (chosen) fprintf(stderr, "train_gpt: --invariant chooses the micro-batch, leave --micro-batch out\n");
     else if (per_rank != floor(per_rank))
         fprintf(stderr, "train_gpt: --batch %g is not a multiple of --dp %g\n", o->batch, o->dp);
@@ -175,8 +215,12 @@ static int check_options(options *o, int64_t tokens, int text) {
                 per_rank, o->micro_batch);
     else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
         fprintf(stderr, "train_gpt: --seq %g is not a multiple of --tp %g, which --sequence-parallel needs\n", o->seq, o->tp);
-    else if (o->tp * o->dp > 1024)
-        fprintf(stderr, "train_gpt: --tp %g x --dp %g are more than 1024 ranks\n", o->tp, o->dp);
+    else if (o->tp * o->dp * o->pp > MAX_RANKS)
+        fprintf(stderr, "train_gpt: --tp %g x --dp %g x --pp %g are more than %d ranks\n", o->tp, o->dp, o->pp, MAX_RANKS);
+    else if (o->max_seq > 0 && o->max_seq < o->seq)
+        fprintf(stderr, "train_gpt: --max-seq %g is less than --seq %g\n", o->max_seq, o->seq);
+    else if ((o->resume || o->save_interval > 0) && !o->checkpoint)
+        fprintf(stderr, "train_gpt: --%s needs --checkpoint DIR\n", o->resume ? "resume" : "save-interval");
     else if (o->prompt && !text)
         fprintf(stderr, "train_gpt: --prompt %s needs text; a token file has no letters\n", o->prompt);
     else if ((double)tokens < 4 * o->seq + 8)
@@ -191,6 +235,7 @@ static int check_options(options *o, int64_t tokens, int text) {
 typedef struct dataset {
     int32_t *tokens;
     int64_t count, train; /* the first `train` tokens are for training, the rest for validation */
+    uint64_t hash;        /* of all tokens */
     int text;             /* a token is a byte */
 } dataset;
 
@@ -250,7 +295,11 @@ static int load_data(options *o, dataset *d) {
     ok = ok && (d->text || check_bin(o->data, bytes, size, &d->count));
     d->tokens = ok ? (int32_t *)malloc((size_t)(d->count + 1) * sizeof *d->tokens) : NULL;
     if (ok && !d->tokens) fprintf(stderr, "train_gpt: no memory for %lld tokens\n", (long long)d->count);
-    for (int64_t i = 0; d->tokens && i < d->count; i++) d->tokens[i] = token_at(bytes, d->text, i);
+    d->hash = 14695981039346656037u; /* FNV-1a */
+    for (int64_t i = 0; d->tokens && i < d->count; i++) {
+        d->tokens[i] = token_at(bytes, d->text, i);
+        d->hash = (d->hash ^ (uint64_t)d->tokens[i]) * 1099511628211u;
+    }
     free(bytes);
     d->train = d->count - (int64_t)fmax((double)d->count / 10, o->seq + 1); /* at least one sequence for validation */
     if (o->vocab == 0) o->vocab = d->text ? 256 : GPT2_VOCAB;
@@ -273,12 +322,24 @@ static int64_t eval_start(const options *o, const dataset *d, int64_t i, int64_t
 
 /* ---- one rank ------------------------------------------------------------------------------------------------------ */
 
+/* What a rank of a pipeline stage needs. */
+typedef struct needs {
+    int64_t parameters;
+    size_t model, optimizer, activations, all, arena; /* bytes; arena: activations, and what evaluation and sampling need */
+} needs;
+
 typedef struct job {
     options o;
     dataset data;
-    size_t arena_bytes;
-    FILE *log, *hash_log;
+    needs stages[MAX_RANKS];
+    int64_t parameters; /* of the whole model */
+    mt_gpt_desc origin; /* the model of --init-from or --resume; zeros: there is none */
+    FILE *log, *hash_log; /* of rank 0 */
+    mt_status planned;
+    int refused;          /* a sentence has said why the run does not begin */
 } job;
+
+enum { GROUPS = 5 };
 
 typedef struct trainer {
     const struct job *job;
@@ -287,41 +348,80 @@ typedef struct trainer {
     mt_grid grid;
     mt_params *params;
     mt_gpt gpt;
-    mt_gpt_saved saved;
     mt_optimizer optimizer;
     mt_loss_scaler scaler;            /* of f16; of the others it is and stays 1 */
+    mt_checkpoint *checkpoint;        /* NULL without --checkpoint and --init-from */
+    int64_t first_step;               /* of this run: 0, or where --resume goes on */
     mt_hash_log *hashes;              /* NULL without --hash-log */
     int64_t *starts;                  /* of a micro-batch's sequences in the data */
-    int32_t *staging, *ids, *targets; /* one micro-batch: host, device, device */
-    mt_tensor loss, totals;           /* [1, tokens] of a micro-batch; [micro-batches, 1] their sums */
+    int32_t *staging, *ids, *targets; /* one micro-batch on the host; one for each slot on the device, twice */
+    mt_gpt_saved *saved;              /* one for each slot */
+    mt_action *actions;
+    int slots, max_actions;
+    mt_tensor losses, totals;         /* [slots, tokens] of micro-batches; [micro-batches, 1] their sums */
     int64_t micro_tokens;
-    mt_ledger ledgers[3];             /* of the last step: tensor, data, model group */
+    size_t model_bytes, optimizer_bytes;
+    int refused;                      /* by --resume; rank 0 has said why */
+    int skipped;                      /* steps in a row, without a smaller loss scale to try */
+    mt_ledger ledgers[GROUPS];        /* of the last step */
 } trainer;
 
-static mt_gpt_desc model_of(const options *o) {
+static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
+static int is_last_stage(const trainer *t) { return t->grid.pipeline_rank + 1 == t->grid.pipeline_size; }
+
+/* origin: whose positions and epsilon a model has that begins with its weights. */
+static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
+    int64_t positions = origin->max_seq > (int64_t)o->seq ? origin->max_seq : (int64_t)o->seq;
     mt_gpt_desc d = {
-        .vocab = (int64_t)o->vocab, .layers = (int64_t)o->layers, .max_seq = (int64_t)o->seq,
+        .vocab = (int64_t)o->vocab, .layers = (int64_t)o->layers,
+        .max_seq = o->max_seq > 0 ? (int64_t)o->max_seq : positions,
         .layer = {.hidden = (int64_t)o->hidden, .heads = (int64_t)o->heads, .kv_heads = (int64_t)o->kv_heads,
                   .ffn = (int64_t)o->ffn, .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
+                  .norm_eps = origin->layer.norm_eps,
                   .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH, .rotary_base = o->rotary ? 10000.0f : 0.0f,
                   .attention_dropout = (float)o->dropout, .hidden_dropout = (float)o->dropout,
-                  .sequence_parallel = o->sequence_parallel},
+                  .sequence_parallel = o->sequence_parallel, .recompute = (mt_recompute)o->recompute},
         .untied_head = o->untied, .embedding_dropout = (float)o->dropout, .label_smoothing = (float)o->label_smoothing};
     return d;
 }
 
+/* What the micro-batches of a training step take, and those of an evaluation, of which each has a sequence at least. */
+static mt_status create_slots(trainer *t) {
+    const options *o = &t->job->o;
+    int64_t per_rank = (int64_t)(o->batch / o->dp / o->micro_batch), totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
+    int count = 0;
+    void *memory;
+    t->max_actions = 6 * (int)totals;
+    t->actions = (mt_action *)malloc((size_t)t->max_actions * sizeof *t->actions);
+    if (!t->actions) return MT_ERR_MEMORY;
+    MT_TRY(mt_pipeline_schedule((mt_schedule)o->schedule, t->grid.pipeline_size, t->grid.pipeline_rank, (int)per_rank,
+                                t->actions, t->max_actions, &count));
+    t->slots = mt_pipeline_slots(t->actions, count);
+    t->saved = (mt_gpt_saved *)calloc((size_t)t->slots, sizeof *t->saved);
+    if (!t->saved) return MT_ERR_MEMORY;
+    for (int i = 0; i < t->slots; i++) MT_TRY(mt_gpt_saved_create(t->ctx, &t->gpt, &t->saved[i]));
+    MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->slots * t->micro_tokens + totals) * 4, &memory));
+    t->ids = (int32_t *)memory;
+    t->targets = t->ids + t->slots * t->micro_tokens;
+    t->losses = mt_tensor_f32((float *)memory + 2 * t->slots * t->micro_tokens, t->slots, t->micro_tokens);
+    t->totals = mt_tensor_f32((float *)memory + 3 * t->slots * t->micro_tokens, totals, 1);
+    return MT_SUCCESS;
+}
+
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
-    mt_context_desc where = {.arena_bytes = job->arena_bytes, .device = device, .threads = (int)o->threads,
-                             .invariant = (int)o->invariant, .invariant_data = (int)o->invariant_data,
-                             .ordinal = mt_comm_rank(world) % (int)fmax(1, mt_device_count(device)),
+    mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / (int)(o->tp * o->dp)].arena, .device = device,
+                             .threads = (int)o->threads, .invariant = (int)o->invariant,
+                             .invariant_data = (int)o->invariant_data,
+                             .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
-    int64_t totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
-    mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp};
-    mt_gpt_desc model = model_of(o);
+    mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp, .pipeline = (int)o->pp};
+    mt_gpt_desc model = model_of(o, &job->origin);
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = (float)o->weight_decay};
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
-    void *memory;
+    mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6), .sharded_optimizer = o->distributed_optimizer};
+    mt_checkpoint_desc files = {.directory = o->checkpoint ? o->checkpoint : o->init_from, .gpt = &t->gpt,
+                                .optimizer = &t->optimizer};
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
@@ -329,17 +429,16 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     MT_TRY(mt_grid_create(t->comm ? t->comm : world, &shape, &t->grid));
     MT_TRY(mt_params_create(t->ctx, &t->grid, &t->params));
     MT_TRY(mt_params_set_dtype(t->ctx, t->params, (mt_dtype)o->dtype));
+    MT_TRY(mt_params_set_data_parallel(t->ctx, t->params, &share));
     MT_TRY(mt_gpt_create(t->ctx, t->params, &model, &t->gpt));
     MT_TRY(mt_params_init(t->ctx, t->params, (uint64_t)o->seed));
+    t->model_bytes = mt_context_allocated(t->ctx);
     MT_TRY(mt_optimizer_create(t->ctx, t->params, &adamw, &t->optimizer));
+    t->optimizer_bytes = mt_context_allocated(t->ctx) - t->model_bytes;
     MT_TRY(mt_loss_scaler_create(t->ctx, o->dtype == MT_F16 ? NULL : &constant, &t->scaler));
-    MT_TRY(mt_gpt_saved_create(t->ctx, &t->gpt, &t->saved));
-    MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->micro_tokens + totals) * 4, &memory));
-    t->ids = (int32_t *)memory;
-    t->targets = t->ids + t->micro_tokens;
-    t->loss = mt_tensor_f32((float *)memory + 2 * t->micro_tokens, 1, t->micro_tokens);
-    t->totals = mt_tensor_f32((float *)memory + 3 * t->micro_tokens, totals, 1);
+    MT_TRY(create_slots(t));
     if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
+    if (files.directory) MT_TRY(mt_checkpoint_create(t->ctx, t->params, &files, &t->checkpoint));
     if (device == MT_DEVICE_META) return MT_SUCCESS;
     t->starts = (int64_t *)malloc((size_t)o->micro_batch * sizeof *t->starts);
     t->staging = (int32_t *)malloc((size_t)t->micro_tokens * sizeof *t->staging);
@@ -349,14 +448,17 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
 }
 
 static void trainer_destroy(trainer *t) {
+    mt_checkpoint_destroy(t->ctx, t->checkpoint);
     mt_hash_log_destroy(t->hashes);
-    mt_context_free(t->ctx, t->ids, (size_t)(3 * t->micro_tokens + t->totals.rows) * 4);
-    mt_gpt_saved_destroy(&t->saved);
+    mt_context_free(t->ctx, t->ids, (size_t)(3 * t->slots * t->micro_tokens + t->totals.rows) * 4);
+    for (int i = 0; t->saved && i < t->slots; i++) mt_gpt_saved_destroy(&t->saved[i]);
     mt_optimizer_destroy(t->ctx, &t->optimizer);
     mt_params_destroy(t->params);
     mt_grid_destroy(&t->grid);
     mt_comm_destroy(t->comm);
     mt_context_destroy(t->ctx);
+    free(t->saved);
+    free(t->actions);
     free(t->starts);
     free(t->staging);
 }
@@ -368,58 +470,89 @@ static mt_status upload_tokens(trainer *t, int64_t sequences, int shift, int32_t
     return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, tokens));
 }
 
-/* Sequences [first, first + count) of a step (training) or of the validation set, of which there are `of`. */
-static mt_status load_batch(trainer *t, int64_t step, int64_t first, int64_t count, int64_t of, int training) {
+/* Sequences [first, first + count) of a step (training) or of the validation set, of which there are `of`, into a slot. Every
+   stage of a pipeline has them. */
+static mt_status load_batch(trainer *t, int slot, int64_t step, int64_t first, int64_t count, int64_t of, int training) {
     const options *o = &t->job->o;
     if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
     for (int64_t j = 0; j < count; j++)
         t->starts[j] = training ? draw_start(o, &t->job->data, step, first + j) : eval_start(o, &t->job->data, first + j, of);
-    MT_TRY(upload_tokens(t, count, 0, t->ids));
-    return upload_tokens(t, count, 1, t->targets);
+    MT_TRY(upload_tokens(t, count, 0, t->ids + slot * t->micro_tokens));
+    return upload_tokens(t, count, 1, t->targets + slot * t->micro_tokens);
 }
 
-/* Forward, and backward when training, of `micro` sequences from `first` on; *total is the sum of their losses. */
-static mt_status run_micro_batch(trainer *t, int64_t step, int64_t first, int64_t micro, int64_t of, int training,
-                                 mt_tensor total) {
+/* One pass over sequences [first, end) of a step, or of the validation set, `micro` at a time. */
+typedef struct pass {
+    trainer *t;
+    int64_t step, first, end, micro, of;
+    int training;
+} pass;
+
+static int64_t rows_of(const options *o, int64_t sequences) {
+    return sequences * (int64_t)o->seq / (o->sequence_parallel ? (int64_t)o->tp : 1);
+}
+
+/* The last micro-batch of an evaluation may be smaller than what travels. */
+static mt_tensor some_rows(mt_tensor t, int64_t rows) { return t.data ? mt_tensor_rows(t, 0, rows) : t; }
+
+static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    const pass *p = (const pass *)user;
+    trainer *t = p->t;
     const options *o = &t->job->o;
-    mt_batch batch = {.sequences = micro, .seq = (int64_t)o->seq, .first_sequence = first, .seed = (uint64_t)o->seed,
-                      .step = (uint64_t)step};
-    mt_tensor loss = mt_tensor_cols(t->loss, 0, micro * batch.seq);
-    size_t mark = mt_arena_mark(t->ctx);
-    MT_TRY(load_batch(t, step, first, micro, of, training));
-    MT_TRY(mt_gpt_forward(t->ctx, &t->gpt, &batch, t->ids, t->targets, loss, training ? &t->saved : NULL));
-    MT_TRY(mt_sum(t->ctx, loss, total));
-    if (!training) return MT_SUCCESS;
-    MT_TRY(mt_gpt_backward(t->ctx, &t->gpt, (float)(t->scaler.scale / (o->batch * o->seq)), &t->saved));
-    mt_arena_release(t->ctx, mark);
-    return mt_accumulate_gradients(t->ctx, t->params);
+    int64_t first = p->first + a->micro_batch * p->micro, count = p->end - first < p->micro ? p->end - first : p->micro;
+    int64_t at = a->slot * t->micro_tokens, rows = rows_of(o, count);
+    mt_batch batch = {.sequences = count, .seq = (int64_t)o->seq, .first_sequence = first, .seed = (uint64_t)o->seed,
+                      .step = (uint64_t)p->step};
+    mt_tensor loss = mt_tensor_cols(mt_tensor_rows(t->losses, a->slot, 1), 0, count * batch.seq);
+    MT_TRY(load_batch(t, a->slot, p->step, first, count, p->of, p->training));
+    MT_TRY(mt_gpt_stage_forward(ctx, &t->gpt, &batch, t->ids + at, t->targets + at, some_rows(input, rows),
+                                some_rows(output, rows), loss, p->training ? &t->saved[a->slot] : NULL));
+    return is_last_stage(t) ? mt_sum(ctx, loss, mt_tensor_rows(t->totals, a->micro_batch, 1)) : MT_SUCCESS;
+}
+
+static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+    const pass *p = (const pass *)user;
+    trainer *t = p->t;
+    float scale = (float)(t->scaler.scale / (t->job->o.batch * t->job->o.seq));
+    if (p->first + (a->micro_batch + 1) * p->micro >= p->end) MT_TRY(mt_sync_gradients_begin(ctx, t->params));
+    MT_TRY(mt_gpt_stage_backward(ctx, &t->gpt, scale, doutput, dinput, &t->saved[a->slot]));
+    return mt_accumulate_gradients(ctx, t->params);
 }
 
 /* This rank's part of `sequences` sequences, `micro` at a time; *loss is the mean over those of all data ranks. */
 static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
-    int64_t ranks = t->grid.data_size, end = sequences * (t->grid.data_rank + 1) / ranks, n = 0;
+    int64_t ranks = t->grid.data_size, first = sequences * t->grid.data_rank / ranks;
+    pass p = {t, step, first, sequences * (t->grid.data_rank + 1) / ranks, micro, sequences, training};
+    mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, micro), .cols = (int64_t)t->job->o.hidden,
+                               .dtype = mt_params_dtype(t->params), .forward = forward,
+                               .backward = training ? backward : NULL, .user = &p};
+    int n = (int)((p.end - first + micro - 1) / micro), count = 0;
     float *total = (float *)t->totals.data;
+    MT_TRY(mt_pipeline_schedule(training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY, t->grid.pipeline_size,
+                                t->grid.pipeline_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
-    for (int64_t i = sequences * t->grid.data_rank / ranks; i < end; i += micro)
-        MT_TRY(run_micro_batch(t, step, i, end - i < micro ? end - i : micro, sequences, training,
-                               mt_tensor_rows(t->totals, n++, 1)));
+    MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
     MT_TRY(mt_all_reduce(t->ctx, t->grid.data, total, total, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_broadcast(t->ctx, t->grid.pipeline, total, total, 1, MT_F32, t->grid.pipeline_size - 1)); /* who has it */
     MT_TRY(mt_download(t->ctx, mt_tensor_rows(t->totals, 0, 1), loss));
     *loss /= (float)((double)sequences * t->job->o.seq);
     return MT_SUCCESS;
 }
 
+/* Some are missing on some ranks. */
+static mt_comm *group(const trainer *t, int i) {
+    mt_comm *const all[GROUPS] = {t->grid.tensor, t->grid.data, t->grid.pipeline, t->grid.model, t->grid.embedding};
+    return all[i];
+}
+
 static void ledgers_start(const trainer *t) {
-    mt_comm_ledger_reset(t->grid.tensor);
-    mt_comm_ledger_reset(t->grid.data);
-    mt_comm_ledger_reset(t->grid.model);
+    for (int i = 0; i < GROUPS; i++) mt_comm_ledger_reset(group(t, i));
 }
 
 static void ledgers_stop(trainer *t) {
-    t->ledgers[0] = mt_comm_ledger(t->grid.tensor);
-    t->ledgers[1] = mt_comm_ledger(t->grid.data);
-    t->ledgers[2] = mt_comm_ledger(t->grid.model);
+    for (int i = 0; i < GROUPS; i++)
+        t->ledgers[i] = mt_comm_ledger(group(t, i));
 }
 
 typedef struct hash_writer {
@@ -436,6 +569,7 @@ static void write_hash(void *user, const char *name, uint64_t hash, int differs)
 static mt_status log_gradients(trainer *t, float loss, float norm) {
     if (!t->hashes) return MT_SUCCESS;
     MT_TRY(mt_hash_log_value(t->ctx, t->hashes, "loss", loss));
+    MT_TRY(mt_gather_gradients(t->ctx, t->params));
     for (int i = 0; i < mt_params_count(t->params); i++) {
         const mt_param *p = mt_params_at(t->params, i);
         MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".grad", p->grad));
@@ -444,45 +578,65 @@ static mt_status log_gradients(trainer *t, float loss, float norm) {
 }
 
 /* The names are those of torch.optim.AdamW's state. */
+static mt_status log_state(trainer *t, const mt_param *p, mt_optimizer_state state, const char *suffix) {
+    size_t mark = mt_arena_mark(t->ctx);
+    mt_tensor shard;
+    MT_TRY(mt_arena_tensor(t->ctx, MT_F32, p->grad.rows, p->grad.cols, &shard));
+    MT_TRY(mt_optimizer_read(t->ctx, &t->optimizer, p, state, shard));
+    MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, suffix, shard));
+    mt_arena_release(t->ctx, mark);
+    return MT_SUCCESS;
+}
+
 static mt_status log_weights(trainer *t, int64_t step) {
     hash_writer writer = {mt_comm_rank(t->grid.world) == 0 ? t->job->hash_log : NULL, step + 1};
     if (!t->hashes) return MT_SUCCESS;
     for (int i = 0; i < mt_params_count(t->params); i++) {
         const mt_param *p = mt_params_at(t->params, i);
-        mt_tensor m, v, master;
-        MT_TRY(mt_optimizer_moments(t->ctx, &t->optimizer, p, &m, &v));
-        MT_TRY(mt_optimizer_master(t->ctx, &t->optimizer, p, &master));
         MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, "", p->value));
-        if (master.data != p->value.data) MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".master", master));
-        MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".exp_avg", m));
-        MT_TRY(mt_hash_log_shard(t->ctx, t->hashes, p, ".exp_avg_sq", v));
+        if (t->optimizer.master) MT_TRY(log_state(t, p, MT_MASTER, ".master"));
+        MT_TRY(log_state(t, p, MT_EXP_AVG, ".exp_avg"));
+        MT_TRY(log_state(t, p, MT_EXP_AVG_SQ, ".exp_avg_sq"));
     }
     return mt_hash_log_flush(t->ctx, t->hashes, write_hash, &writer);
 }
 
-/* A gradient that is not finite: f16 goes on with a smaller scale, as long as there is one. */
+/* Platforms differ in the sign of a NaN. */
+static double shown(float x) { return isnan(x) ? (double)NAN : (double)x; }
+
+/* A loss or a gradient that is not finite: parameters and optimizer stay as they are, on every rank, and the run goes on; f16
+   with a smaller scale. Where there is none, so many in a row are its end. */
 static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, float norm) {
+    int speaks = mt_comm_rank(t->grid.world) == 0;
+    if (speaks)
+        printf("step %lld: loss %g, gradient norm %g, step skipped (%lld so far)\n", (long long)step + 1, shown(loss),
+               shown(norm), (long long)t->scaler.skipped);
     MT_TRY(log_weights(t, step));
-    if (scale > t->scaler.desc.min_scale) return MT_SUCCESS;
-    if (mt_comm_rank(t->grid.world) == 0)
-        fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping, the weights are untouched\n",
-                (long long)step + 1, (double)loss, (double)norm);
+    t->skipped = scale > t->scaler.desc.min_scale ? 0 : t->skipped + 1;
+    if (t->skipped < SKIPPED_STEPS) return MT_SUCCESS;
+    if (speaks)
+        fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping after %d such steps in a row, "
+                "the weights are untouched\n", (long long)step + 1, shown(loss), shown(norm), t->skipped);
     return MT_ERR_DATA;
 }
 
 static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
     const options *o = &t->job->o;
-    float scale = t->scaler.scale, unscale;
+    float scale = t->scaler.scale, unscale, worst;
     ledgers_start(t);
     MT_TRY(mt_params_zero_grad(t->ctx, t->params));
     MT_TRY(run_sequences(t, step, (int64_t)o->batch, (int64_t)o->micro_batch, 1, loss));
     MT_TRY(mt_sync_gradients(t->ctx, t->params));
     MT_TRY(mt_grad_norm(t->ctx, t->params, norm));
     ledgers_stop(t);
-    unscale = mt_loss_scaler_update(&t->scaler, norm);
+    worst = isfinite(*loss) ? *norm : NAN; /* its gradient may still be finite */
+    unscale = mt_loss_scaler_update(&t->scaler, &worst);
+    *norm /= scale;
     MT_TRY(log_gradients(t, *loss, *norm));
     if (unscale == 0) return skip_step(t, step, scale, *loss, *norm);
+    t->skipped = 0;
     MT_TRY(mt_optimizer_step(t->ctx, &t->optimizer, lr, unscale * mt_clip_coefficient(*norm, (float)o->clip)));
+    ledgers_stop(t);
     return log_weights(t, step);
 }
 
@@ -492,6 +646,117 @@ static mt_status evaluate(trainer *t, float *loss) {
     int64_t most = (int64_t)fmin(o->micro_batch, EVAL_SEQUENCES / fmax(o->invariant_data, o->dp)), micro = 1;
     while (2 * micro <= most) micro *= 2;
     return run_sequences(t, 0, EVAL_SEQUENCES, micro, 0, loss);
+}
+
+/* ---- checkpoints --------------------------------------------------------------------------------------------------- */
+
+enum { FIXED_LINES = 5 };
+
+/* A line for each of what decides the bits, and is no matter of the split; the library compares the models. The first
+   FIXED_LINES decide which tokens a step sees. */
+static void note_flags(const job *j, char *note) {
+    const options *o = &j->o;
+    snprintf(note, MT_NOTE_MAX, "data of %lld tokens, hash %016llx\n--seq %.17g\n--batch %.17g\n--seed %.17g\n--dtype %s\n"
+             "--steps %.17g\n--lr %.17g\n--min-lr %.17g\n--warmup %.17g\n--dropout %.17g\n--clip %.17g\n"
+             "--weight-decay %.17g\n--label-smoothing %.17g\n", (long long)j->data.count, (unsigned long long)j->data.hash,
+             o->seq, o->batch, o->seed, mt_dtype_name((mt_dtype)o->dtype), o->steps, o->lr, o->min_lr, o->warmup, o->dropout,
+             o->clip, o->weight_decay, o->label_smoothing);
+}
+
+/* step: steps done, all of which are in the logs before they are in a checkpoint. */
+static mt_status save(trainer *t, int64_t step) {
+    mt_training_state state = {.step = step, .seed = (uint64_t)t->job->o.seed, .position = step * (int64_t)t->job->o.batch,
+                               .scaler = t->scaler};
+    int writes = mt_comm_rank(t->grid.world) == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
+    if (!t->job->o.checkpoint) return MT_SUCCESS;
+    if (writes && t->job->log) fflush(t->job->log);
+    if (writes && t->job->hash_log) fflush(t->job->hash_log);
+    note_flags(t->job, state.note);
+    return mt_checkpoint_save(t->ctx, t->checkpoint, &state);
+}
+
+/* Every rank knows, the first one says why. */
+static mt_status refuse(trainer *t, const char *format, ...) {
+    va_list args;
+    t->refused = 1;
+    if (mt_comm_rank(t->grid.world) != 0) return MT_ERR_ARGUMENT;
+    va_start(args, format);
+    fprintf(stderr, "train_gpt: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    return MT_ERR_ARGUMENT;
+}
+
+/* Line by line: a difference is refused, or said. */
+static mt_status compare_notes(trainer *t, const char *theirs, const char *ours) {
+    int speaks = mt_comm_rank(t->grid.world) == 0;
+    for (int line = 0; *theirs || *ours; line++) {
+        int a = (int)strcspn(theirs, "\n"), b = (int)strcspn(ours, "\n");
+        int same = a == b && strncmp(theirs, ours, (size_t)a) == 0;
+        if (!same && (line < FIXED_LINES || a == 0 || b == 0))
+            return refuse(t, "--resume: the checkpoint in %s is of '%.*s', this run is of '%.*s'", t->job->o.checkpoint, a,
+                          theirs, b, ours);
+        if (!same && speaks) printf("going on with %.*s, which was %.*s\n", b, ours, a, theirs);
+        theirs += a + (theirs[a] == '\n');
+        ours += b + (ours[b] == '\n');
+    }
+    return MT_SUCCESS;
+}
+
+/* Where this run begins: with the newest checkpoint, with the weights of --init-from, or with random ones. */
+static mt_status load(trainer *t, int64_t newest) {
+    const options *o = &t->job->o;
+    mt_training_state state;
+    char note[MT_NOTE_MAX];
+    if (newest < 0) return o->init_from ? mt_checkpoint_import(t->ctx, t->checkpoint, o->init_from) : MT_SUCCESS;
+    MT_TRY(mt_checkpoint_load(t->ctx, t->checkpoint, newest, &state));
+    note_flags(t->job, note);
+    MT_TRY(compare_notes(t, state.note, note));
+    t->scaler = state.scaler;
+    t->first_step = state.step;
+    return MT_SUCCESS;
+}
+
+/* A run that was killed has gone on behind its last checkpoint: lines of later steps, and one that is not whole, are dropped. */
+static mt_status cut_log(const char *path, FILE *file, int64_t step) {
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t n;
+    off_t end = 0;
+    struct stat info;
+    FILE *read;
+    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) return MT_SUCCESS; /* a terminal, say */
+    read = fopen(path, "r");
+    while (read && (n = getline(&line, &room, read)) > 0 && line[n - 1] == '\n') {
+        char *rest;
+        long long of = strtoll(line, &rest, 10);
+        if (rest != line && of > step) break;
+        end += n;
+    }
+    free(line);
+    if (read) fclose(read);
+    if (read && ftruncate(fileno(file), end) == 0) return MT_SUCCESS;
+    fprintf(stderr, "train_gpt: cannot shorten %s: %s\n", path, strerror(errno));
+    return MT_ERR_IO;
+}
+
+/* Before the first step: whether there can be checkpoints at all, and what is in the logs. */
+static mt_status begin(trainer *t) {
+    const options *o = &t->job->o;
+    int64_t newest = -1;
+    int speaks = mt_comm_rank(t->grid.world) == 0;
+    if (o->checkpoint) MT_TRY(mt_checkpoint_lock(t->ctx, t->checkpoint));
+    if (o->checkpoint) MT_TRY(mt_checkpoint_latest(t->ctx, t->grid.world, o->checkpoint, &newest));
+    if (newest >= 0 && !o->resume)
+        return refuse(t, "%s has a checkpoint of step %lld: go on with --resume, or take another directory", o->checkpoint,
+                      (long long)newest);
+    MT_TRY(load(t, newest));
+    if (!speaks || !o->resume) return MT_SUCCESS;
+    if (newest >= 0) printf("going on after step %lld, from %s\n", (long long)newest, o->checkpoint);
+    else printf("no checkpoint in %s: beginning with step 1\n", o->checkpoint);
+    MT_TRY(cut_log(o->log, t->job->log, t->first_step));
+    return cut_log(o->hash_log, t->job->hash_log, t->first_step);
 }
 
 /* ---- what a rank prints -------------------------------------------------------------------------------------------- */
@@ -510,20 +775,34 @@ static void print_ledger(const char *name, int ranks, const mt_ledger *l) {
 }
 
 static void print_ledgers(const trainer *t) {
-    printf("communication of one step, per rank%s:\n", t->grid.tensor_size * t->grid.data_size == 1 ? ": none" : "");
-    print_ledger("tensor", t->grid.tensor_size, &t->ledgers[0]);
-    print_ledger("data", t->grid.data_size, &t->ledgers[1]);
-    print_ledger("model", t->grid.tensor_size, &t->ledgers[2]);
+    printf("communication of one step, per rank%s%s:\n", t->grid.pipeline_size > 1 ? " of stage 0" : "",
+           rank_count(&t->job->o) == 1 ? ": none" : "");
+    for (int i = 0; i < GROUPS; i++)
+        print_ledger(mt_comm_name(group(t, i)), mt_comm_size(group(t, i)), &t->ledgers[i]);
 }
 
 static void print_model(const trainer *t) {
     const options *o = &t->job->o;
-    printf("GPT: %g layers, hidden %g, heads %g, vocabulary %g, %lld parameters in %s; %g x tensor, %g x data parallel%s\n",
-           o->layers, o->hidden, o->heads, o->vocab, (long long)mt_params_global_elements(t->params),
-           mt_dtype_name((mt_dtype)o->dtype), o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
+    printf("GPT: %g layers, hidden %g, heads %g, vocabulary %g, %lld parameters in %s; %g x tensor, %g x data parallel%s",
+           o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters, mt_dtype_name((mt_dtype)o->dtype), o->tp,
+           o->dp, o->sequence_parallel ? ", sequence parallel" : "");
+    if (o->pp > 1) printf("; %g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
+    printf("\n");
     printf("data: %lld tokens, %g sequences of %g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch, o->seq,
            o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
     fflush(stdout);
+}
+
+static void print_memory(const job *job) {
+    for (int i = 0; i < (int)job->o.pp; i++) {
+        const needs *n = &job->stages[i];
+        printf("per rank");
+        if (job->o.pp > 1) printf(" of stage %d", i);
+        printf(": %lld parameters\n", (long long)n->parameters);
+        printf("  parameters, gradients %15zu bytes\n  optimizer state       %15zu bytes\n", n->model, n->optimizer);
+        printf("  activations, scratch  %15zu bytes\n  all                   %15zu bytes, %.2f GiB\n", n->activations, n->all,
+               (double)n->all / 1073741824.0);
+    }
 }
 
 typedef struct progress {
@@ -535,18 +814,18 @@ static void report(const trainer *t, progress *p, int64_t step, double seconds, 
                    const float *val) {
     const options *o = &t->job->o;
     double time = now(), rate = o->batch * o->seq / seconds, done = (double)(step + 1);
-    double left = (time - p->start) / done * (o->steps - done);
+    double left = (time - p->start) / (done - (double)t->first_step) * (o->steps - done);
     if (t->job->log) {
-        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step + 1, (double)loss, (double)norm, rate, (double)lr);
-        if (val) fprintf(t->job->log, "%.9g", (double)*val);
+        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step + 1, shown(loss), shown(norm), rate, (double)lr);
+        if (val) fprintf(t->job->log, "%.9g", shown(*val));
         fprintf(t->job->log, "\n");
     }
-    if (step > 0 && done < o->steps && !val && time - p->last_print < 1.0) return;
+    if (step > t->first_step && done < o->steps && !val && time - p->last_print < 1.0) return;
     p->last_print = time;
     printf("step %5lld/%g  loss %7.4f  grad norm %7.3f  %8.0f tokens/s  %d:%02d left", (long long)step + 1, o->steps,
-           (double)loss, (double)norm, rate, (int)(left / 60), (int)left % 60);
+           shown(loss), shown(norm), rate, (int)(left / 60), (int)left % 60);
     if (o->dtype == MT_F16) printf("  loss scale %g, %lld skipped", (double)t->scaler.scale, (long long)t->scaler.skipped);
-    if (val) printf("  validation %7.4f", (double)*val);
+    if (val) printf("  validation %7.4f", shown(*val));
     printf("\n");
     fflush(stdout);
 }
@@ -599,7 +878,7 @@ static mt_status generate(trainer *t, int32_t *history, int64_t count, float *lo
         MT_TRY(next_logits(t, history, count, logits));
         mt_arena_release(t->ctx, mark);
         history[count] = draw_token(o, logits, (uint64_t)n);
-        if (t->grid.tensor_rank == 0) print_token(&t->job->data, history[count]);
+        if (mt_comm_rank(t->grid.world) == 0) print_token(&t->job->data, history[count]);
     }
     return MT_SUCCESS;
 }
@@ -608,7 +887,7 @@ static mt_status sample(trainer *t) {
     const options *o = &t->job->o;
     const dataset *d = &t->job->data;
     int64_t prompt = o->prompt && o->prompt[0] && d->text ? (int64_t)strlen(o->prompt) : (int64_t)(o->seq < 64 ? o->seq : 64);
-    int speaks = t->grid.tensor_rank == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
+    int speaks = mt_comm_rank(t->grid.world) == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
     int32_t *history;
     float *logits;
     mt_status status;
@@ -637,58 +916,74 @@ static mt_status train(trainer *t) {
     int speaks = mt_comm_rank(t->grid.world) == 0;
     progress p = {now(), 0};
     if (speaks) print_model(t);
-    for (int64_t step = 0; step < (int64_t)o->steps; step++) {
+    MT_TRY(begin(t));
+    for (int64_t step = t->first_step; step < (int64_t)o->steps; step++) {
         float lr = mt_cosine_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);
         int evaluates = o->eval_interval > 0 && (step + 1) % (int64_t)o->eval_interval == 0;
+        int saves = step + 1 == (int64_t)o->steps || (o->save_interval > 0 && (step + 1) % (int64_t)o->save_interval == 0);
         float loss, norm, val = 0;
         double start = now();
         MT_TRY(train_step(t, step, lr, &loss, &norm));
         double seconds = now() - start;
         if (evaluates) MT_TRY(evaluate(t, &val));
         if (speaks) report(t, &p, step, seconds, loss, norm, lr, evaluates ? &val : NULL);
+        if (saves) MT_TRY(save(t, step + 1));
     }
     if (speaks) print_ledgers(t);
     return sample(t);
 }
 
-static mt_status rank_main(mt_comm *world, void *user) {
-    const job *j = (const job *)user;
-    trainer t;
-    mt_status status;
-    memset(&t, 0, sizeof t);
-    status = trainer_create(world, j, (mt_device)j->o.device, &t);
-    if (status == MT_SUCCESS) status = train(&t);
-    trainer_destroy(&t);
-    return status;
+/* Parameters of this stage, but for the second copy of a shared embedding. */
+static int64_t stage_parameters(const trainer *t) {
+    int64_t n = mt_params_global_elements(t->params);
+    for (int i = 0; t->grid.pipeline_rank > 0 && i < mt_params_count(t->params); i++) {
+        const mt_param_desc *d = &mt_params_at(t->params, i)->desc;
+        if (d->shared_embedding) n -= d->rows * d->cols;
+    }
+    return n;
 }
 
-/* Runs one step on a device that computes nothing, to learn what a rank needs. */
+/* Runs one step of a stage on a device that computes nothing, to learn what a rank needs. */
+static mt_status plan_stage(job *job, int stage, trainer *t) {
+    needs *n = &job->stages[stage];
+    float loss = 0, norm = 0;
+    MT_TRY(train_step(t, 0, 0.0f, &loss, &norm));
+    *n = (needs){.parameters = mt_params_elements(t->params), .model = t->model_bytes, .optimizer = t->optimizer_bytes,
+                 .activations = mt_arena_peak(t->ctx), .all = mt_context_allocated(t->ctx) + mt_arena_peak(t->ctx)};
+    job->parameters += stage_parameters(t);
+    MT_TRY(evaluate(t, &loss));
+    MT_TRY(sample(t));
+    MT_TRY(save(t, 0));
+    n->arena = mt_arena_peak(t->ctx);
+    return MT_SUCCESS;
+}
+
+/* From the last stage to the first, which says it all. */
 static mt_status plan(job *job, int speaks) {
-    trainer t;
-    mt_comm *world = NULL;
-    float loss, norm;
-    mt_status status = mt_comm_create_meta((int)(job->o.tp * job->o.dp), 0, &world);
-    memset(&t, 0, sizeof t);
-    if (status == MT_SUCCESS) status = trainer_create(world, job, MT_DEVICE_META, &t);
-    if (status == MT_SUCCESS) status = train_step(&t, 0, 0.0f, &loss, &norm);
-    if (status == MT_SUCCESS && speaks) {
-        print_model(&t);
-        printf("per rank: %lld parameters; %zu bytes of parameters, gradients and optimizer state; %zu bytes of activations\n",
-               (long long)mt_params_elements(t.params), mt_context_allocated(t.ctx), mt_arena_peak(t.ctx));
-        print_ledgers(&t);
+    mt_status status = MT_SUCCESS;
+    for (int stage = (int)job->o.pp; status == MT_SUCCESS && stage-- > 0;) {
+        trainer t;
+        mt_comm *world = NULL;
+        memset(&t, 0, sizeof t);
+        status = mt_comm_create_meta(rank_count(&job->o), stage * (int)(job->o.tp * job->o.dp), &world);
+        if (status == MT_SUCCESS) status = trainer_create(world, job, MT_DEVICE_META, &t);
+        if (status == MT_SUCCESS) status = plan_stage(job, stage, &t);
+        if (status != MT_SUCCESS)
+            fprintf(stderr, "train_gpt: %s: %s\n", mt_status_name(status), world ? mt_comm_last_error(world) : "");
+        if (status == MT_SUCCESS && stage == 0 && speaks) {
+            print_model(&t);
+            print_memory(job);
+            print_ledgers(&t);
+        }
+        trainer_destroy(&t);
+        mt_comm_destroy(world);
     }
-    if (status == MT_SUCCESS) status = evaluate(&t, &loss);
-    if (status == MT_SUCCESS) status = sample(&t);
-    if (status == MT_SUCCESS) job->arena_bytes = mt_arena_peak(t.ctx);
-    else fprintf(stderr, "train_gpt: %s: %s\n", mt_status_name(status), world ? mt_comm_last_error(world) : "");
-    trainer_destroy(&t);
-    mt_comm_destroy(world);
     return status;
 }
 
 /* A file to write to, if there is to be one. */
-static int open_file(const char *path, FILE **out) {
-    *out = path ? fopen(path, "w") : NULL;
+static int open_file(const char *path, const char *mode, FILE **out) {
+    *out = path ? fopen(path, mode) : NULL;
     if (path && !*out) fprintf(stderr, "train_gpt: cannot write %s: %s\n", path, strerror(errno));
     return !path || *out;
 }
@@ -701,18 +996,75 @@ static int close_file(const char *path, FILE *file) {
     return !failed;
 }
 
+static mt_status open_logs(job *job) {
+    const char *mode = job->o.resume ? "a" : "w";
+    if (!open_file(job->o.log, mode, &job->log) || !open_file(job->o.hash_log, mode, &job->hash_log)) return MT_ERR_IO;
+    if (!job->log || fseek(job->log, 0, SEEK_END) != 0 || ftell(job->log) > 0) return MT_SUCCESS;
+    fprintf(job->log, "step,loss,grad_norm,tokens_per_s,lr,val_loss\n");
+    fflush(job->log); /* cut_log reads the file */
+    return MT_SUCCESS;
+}
+
+static mt_status rank_main(mt_comm *world, void *user) {
+    job *j = (job *)user;
+    trainer t;
+    mt_status status = MT_SUCCESS;
+    memset(&t, 0, sizeof t);
+    if (mt_comm_rank(world) == 0) status = open_logs(j); /* which no other rank looks at, be it a thread or a process */
+    if (status == MT_SUCCESS) status = trainer_create(world, j, (mt_device)j->o.device, &t);
+    if (status == MT_SUCCESS) status = train(&t);
+    if (t.refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
+    if (t.refused) status = MT_SUCCESS; /* nothing went wrong that would have to be said once more, by each rank */
+    trainer_destroy(&t);
+    return status;
+}
+
+/* A plan needs no peers: one rank makes it, however many were started. It has said by itself what is wrong. */
+static mt_status dry_run(mt_comm *world, void *user) {
+    job *j = (job *)user;
+    if (mt_comm_rank(world) == 0) j->planned = plan(j, 1);
+    return MT_SUCCESS;
+}
+
+/* A rank that is a thread hangs, in a file system say. Who writes to a stream has locked it, so that cannot be waited for. */
+static void leave(void *user) {
+    FILE *log = ((job *)user)->log;
+    if (log && ftrylockfile(log) == 0) fflush(log);
+    _exit(1);
+}
+
+/* What is known of the model whose weights this run begins with; what is wrong with it is said when they are loaded. */
+static mt_status find_origin(job *job) {
+    const options *o = &job->o;
+    const char *from = o->init_from;
+    char path[MT_PATH_MAX];
+    int64_t step = -1;
+    mt_context *ctx = NULL;
+    mt_context_desc small = {.arena_bytes = 64};
+    mt_status status = mt_context_create(NULL, &small, &ctx);
+    if (status == MT_SUCCESS && o->resume && mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS && step >= 0 &&
+        mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS) from = path;
+    if (status == MT_SUCCESS && from && mt_gpt_desc_read(ctx, from, &job->origin) != MT_SUCCESS)
+        memset(&job->origin, 0, sizeof job->origin);
+    mt_context_destroy(ctx);
+    return status;
+}
+
 static mt_status run(job *job) {
-    mt_launch_desc ranks = {.ranks = (int)(job->o.tp * job->o.dp), .no_pinning = job->o.no_pinning,
-                            .cores_per_rank = (int)job->o.threads, .timeout_s = job->o.timeout};
-    MT_TRY(plan(job, job->o.dry_run));
-    if (job->o.dry_run) return MT_SUCCESS;
-    if (!open_file(job->o.log, &job->log) || !open_file(job->o.hash_log, &job->hash_log)) return MT_ERR_IO;
-    if (job->log) fprintf(job->log, "step,loss,grad_norm,tokens_per_s,lr,val_loss\n");
-    return mt_launch(&ranks, rank_main, job);
+    mt_launch_desc ranks = {.ranks = rank_count(&job->o), .no_pinning = job->o.no_pinning,
+                            .cores_per_rank = (int)job->o.threads, .timeout_s = job->o.timeout, .stuck = leave};
+    MT_TRY(find_origin(job));
+    if (job->o.dry_run) {
+        MT_TRY(mt_world_from_env(NULL, dry_run, job));
+        return job->planned;
+    }
+    MT_TRY(plan(job, 0));
+    MT_TRY(mt_world_from_env(&ranks, rank_main, job));
+    return job->refused ? MT_ERR_ARGUMENT : MT_SUCCESS;
 }
 
 int main(int argc, char **argv) {
-    job job = {.o = {.tp = 2, .dp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 800,
+    job job = {.o = {.tp = 2, .dp = 1, .pp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 800,
                      .warmup = 20, .seed = 1234, .eval_interval = 100, .sample = 300, .threads = 1, .lr = 3e-3,
                      .min_lr = 3e-4, .clip = 1, .weight_decay = 0.1, .temperature = 0.7, .timeout = 600}};
     mt_status status = MT_ERR_ARGUMENT;

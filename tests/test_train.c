@@ -7,7 +7,9 @@
 
 #include "mt_test.h"
 
+#include <signal.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 #define MAX_ARGS 64
 #define STEPS 50
@@ -32,7 +34,8 @@ static int run_train_gpt(const char *words) {
     fflush(NULL);
     assert_non_null(freopen(in_scratch("out"), "w", stdout));
     assert_non_null(freopen(in_scratch("err"), "w", stderr));
-    optind = 0; /* getopt starts afresh */
+    setvbuf(stderr, NULL, _IONBF, 0); /* as it was: what is said is there, even if the process does not get further */
+    optind = 0;                       /* getopt starts afresh */
     rc = train_gpt_main(argc, argv);
     fflush(NULL);
     dup2(out, 1);
@@ -61,6 +64,30 @@ static void expect_error(const char *words, const char *sentence) {
     int rc = run_train_gpt(words);
     read_text("err", text, sizeof text);
     if (rc == 0 || !strstr(text, sentence)) fail_msg("train_gpt %s: exit %d, stderr: %s", words, rc, text);
+}
+
+/* Rank 0, a thread, opens a pipe that nobody reads, and never comes back. */
+static void test_stuck_rank_ends_the_process(void **state) {
+    char words[256], text[4096];
+    double start = mti_now();
+    int status = 0;
+    pid_t child;
+    (void)state;
+    assert_int_equal(mkfifo(in_scratch("pipe"), 0600), 0);
+    snprintf(words, sizeof words, "--data LICENSE --layers 1 --hidden 16 --seq 8 --timeout 0.5 --log %s", in_scratch("pipe"));
+    child = fork();
+    assert_true(child >= 0);
+    if (child == 0) _exit(run_train_gpt(words) + 40);
+    while (waitpid(child, &status, WNOHANG) == 0) {
+        struct timespec nap = mti_timespec(0.02);
+        nanosleep(&nap, NULL);
+        if (mti_now() - start > 40) kill(child, SIGKILL);
+    }
+    read_text("err", text, sizeof text);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 1) fail_msg("status %x: %s", (unsigned)status, text);
+    assert_non_null(strstr(text, "rank 1 of 2: MT_ERR_TIMEOUT: "));
+    assert_non_null(strstr(text, "rank 0 of 2: has not returned from its function"));
+    assert_true(mti_now() - start > MTI_GRACE_SECONDS);
 }
 
 /* A text that does not change when the project does: sentences of a few words, which a small model learns quickly. */
@@ -135,12 +162,15 @@ static void compare_splits(const char *model, const char *const *splits, size_t 
 
 static void test_gpt2_any_split(void **state) {
     static const char *const splits[] = {
-        "--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 2", "--tp 2 --dp 2", "--tp 4 --dp 2", "--tp 8 --dp 2",
+        "--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 2", "--tp 1 --dp 4 --bucket-mb 0.01",
+        "--tp 1 --dp 2 --micro-batch 1 --use-distributed-optimizer",
+        "--tp 2 --dp 2 --sequence-parallel --use-distributed-optimizer --bucket-mb 0.02",
+        "--tp 1 --dp 4 --use-distributed-optimizer", "--tp 2 --dp 2", "--tp 4 --dp 2", "--tp 8 --dp 2",
         "--tp 2 --sequence-parallel", "--tp 4 --sequence-parallel", "--tp 8 --sequence-parallel",
         "--tp 2 --dp 2 --sequence-parallel", "--tp 4 --dp 2 --sequence-parallel", "--tp 8 --dp 2 --sequence-parallel",
         "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel", "--tp 1 --micro-batch 2", "--tp 1 --threads 2",
         "--tp 2 --threads 2", "--tp 2 --no-pinning",
-        "--tp 1 --dp 8"};
+        "--tp 1 --dp 8", "--tp 2 --pp 2 --dp 2 --micro-batch 1"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                    COUNT(splits));
@@ -148,7 +178,8 @@ static void test_gpt2_any_split(void **state) {
 
 static void test_llama_any_split(void **state) {
     static const char *const splits[] = {"--tp 2", "--tp 4", "--tp 4 --dp 2 --sequence-parallel --micro-batch 2",
-                                         "--tp 2 --sequence-parallel"};
+                                         "--tp 2 --sequence-parallel",
+                                         "--tp 2 --pp 2 --micro-batch 2 --sequence-parallel --schedule gpipe"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
                    "--batch 8 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3", splits, COUNT(splits));
@@ -184,8 +215,10 @@ static void compare_bits(const char *model, const char *const *splits, size_t co
 
 static void test_invariant_any_split(void **state) {
     static const char *const splits[] = {"--tp 2", "--tp 8", "--tp 4 --sequence-parallel", "--tp 2 --dp 4 --sequence-parallel",
-                                         "--dp 8", "--tp 8 --dp 2", "--tp 2 --no-pinning"};
-    static const char *const few[] = {"--tp 8 --sequence-parallel", "--tp 4 --dp 2"};
+                                         "--dp 8", "--tp 8 --dp 2", "--tp 2 --no-pinning", "--tp 2 --pp 2 --dp 2",
+                                         "--tp 1 --pp 2 --dp 4 --schedule gpipe --recompute full"};
+    static const char *const few[] = {"--tp 8 --sequence-parallel", "--tp 4 --dp 2", "--tp 2 --pp 2 --sequence-parallel",
+                                      "--tp 2 --dp 4 --use-distributed-optimizer --bucket-mb 0.05"};
     (void)state;
     compare_bits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                  COUNT(splits));
@@ -194,13 +227,27 @@ static void test_invariant_any_split(void **state) {
 }
 
 static void test_invariant_in_bf16(void **state) {
-    static const char *const splits[] = {"--tp 4 --dp 2 --sequence-parallel"};
+    static const char *const splits[] = {"--tp 4 --dp 2 --sequence-parallel --use-distributed-optimizer",
+                                         "--tp 4 --dp 2 --sequence-parallel"};
     char text[1 << 16];
     (void)state;
     compare_bits("--dtype bf16 --layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3",
                  splits, COUNT(splits));
     read_text("one.hash", text, sizeof text);
     assert_non_null(strstr(text, "1 decoder.layers.0.mlp.linear_fc1.weight.master "));
+}
+
+/* What the stages of a small model say to each other fits into the arena that was planned. */
+static void test_hash_log_of_stages(void **state) {
+    char words[512];
+    (void)state;
+    snprintf(words, sizeof words, "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
+             "--tp 1 --hash-log %s", in_scratch("one.hash"));
+    assert_int_equal(run_train_gpt(words), 0);
+    snprintf(words, sizeof words, "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
+             "--pp 4 --hash-log %s", in_scratch("split.hash"));
+    assert_int_equal(run_train_gpt(words), 0);
+    assert_same_file("one.hash", "split.hash", "--pp 4");
 }
 
 /* The loss scale comes down to where f16 trains, and what was skipped is counted; a model that is lost stops at scale 1. */
@@ -242,6 +289,63 @@ static void test_hash_log_of_the_last_step(void **state) {
     if (!strstr(words, text)) fail_msg("the log ends with %sthe run with: %s", text, words);
 }
 
+static void test_recomputation(void **state) {
+    static const char *const model = "--layers 2 --hidden 16 --heads 4 --seq 8 --batch 2 --dropout 0.1";
+    curve kept = train_curve(model, "--tp 2"), selective = train_curve(model, "--tp 2 --recompute selective");
+    curve full = train_curve(model, "--tp 2 --recompute full");
+    (void)state;
+    assert_memory_equal(&kept, &selective, sizeof kept);
+    assert_memory_equal(&kept, &full, sizeof kept);
+    expect_error("--recompute some", "expected none, selective");
+}
+
+/* A model that is lost: each step is reported and left out, the tenth in a row is the last. */
+static void test_steps_that_are_not_finite(void **state) {
+    static const char *const splits[] = {"--tp 1", "--tp 2 --dp 2 --use-distributed-optimizer", "--dp 4 --dtype bf16",
+                                         "--tp 1 --pp 2 --dp 2 --dtype f16 --use-distributed-optimizer"};
+    char words[512], text[16384], *first;
+    (void)state;
+    for (size_t i = 0; i < COUNT(splits); i++) {
+        snprintf(words, sizeof words, "--data LICENSE --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 2 "
+                 "--hidden 16 --seq 8 --batch 4 %s", splits[i]);
+        expect_error(words, "is not finite: stopping after 10 such steps in a row");
+        read_text("out", text, sizeof text);
+        first = strstr(text, ", step skipped (1 so far)\n"); /* a step that is finite may come between */
+        assert_non_null(first);
+        assert_non_null(strstr(first, ", step skipped (10 so far)\n"));
+    }
+}
+
+static double bytes_per_parameter(const char *flags) {
+    char words[512], text[4096], *at;
+    long long parameters;
+    size_t model, state;
+    snprintf(words, sizeof words, "--data megatron.h --hidden 256 --tp 2 --dp 4 --dry-run %s", flags);
+    assert_int_equal(run_train_gpt(words), 0);
+    read_text("out", text, sizeof text);
+    at = strstr(text, "per rank: ");
+    assert_non_null(at);
+    assert_int_equal(sscanf(at, "per rank: %lld parameters parameters, gradients %zu bytes optimizer state %zu bytes",
+                            &parameters, &model, &state), 3);
+    return (double)(model + state) / (double)parameters;
+}
+
+/* To what is neither parameter, gradient nor state: the tokens of a batch, and alignment. */
+static void test_dry_run_of_the_distributed_optimizer(void **state) {
+    static const double want[] = {16, 8 + 8 / 4.0, 18, 6 + 12 / 4.0};
+    static const char *const flags[] = {"", "--use-distributed-optimizer", "--dtype bf16",
+                                        "--dtype bf16 --use-distributed-optimizer"};
+    char text[4096];
+    (void)state;
+    for (size_t i = 0; i < COUNT(flags); i++) {
+        double got = bytes_per_parameter(flags[i]);
+        if (!(got >= want[i] && got < want[i] + 0.03)) fail_msg("'%s': %g bytes per parameter, not %g", flags[i], got, want[i]);
+    }
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, "data     (4 ranks)  reduce_scatter      1 calls"));
+    assert_non_null(strstr(text, "data     (4 ranks)  all_gather          1 calls"));
+}
+
 /* Seeds, and the masks they draw, make a difference; otherwise equal runs would prove nothing. */
 static void test_seed_and_dropout_matter(void **state) {
     static const char *const model = "--layers 1 --hidden 16 --heads 2 --seq 8 --batch 2";
@@ -253,9 +357,20 @@ static void test_seed_and_dropout_matter(void **state) {
     assert_true(fabs(a.loss[5] - d.loss[5]) > 1e-4);
 }
 
+/* What a dry run says that a step sends is what it sends. */
+static void assert_done_as_planned(const char *model, const char *dry) {
+    char words[512], wet[4096];
+    const char *at = strstr(dry, "communication of one step");
+    snprintf(words, sizeof words, "%s --steps 1 --sample 0", model);
+    assert_int_equal(run_train_gpt(words), 0);
+    read_text("out", wet, sizeof wet);
+    assert_non_null(at);
+    assert_non_null(strstr(wet, at));
+}
+
 static void test_dry_run_and_ledger(void **state) {
     static const char *const model = "--tp 4 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h";
-    char words[512], dry[4096], wet[4096], *at;
+    char words[512], dry[4096];
     (void)state;
     snprintf(words, sizeof words, "%s --dry-run", model);
     assert_int_equal(run_train_gpt(words), 0);
@@ -265,12 +380,68 @@ static void test_dry_run_and_ledger(void **state) {
     /* 4 per layer, 1 for the embedding, 1 for the head's input; of 4 sequences x 16 tokens x 32 floats */
     assert_non_null(strstr(dry, "tensor   (4 ranks)  all_reduce         14 calls        114688 bytes"));
     assert_non_null(strstr(dry, "tensor   (4 ranks)  all_gather          1 calls          4096 bytes"));
-    snprintf(words, sizeof words, "%s --steps 1 --sample 0", model);
+    assert_done_as_planned(model, dry);
+}
+
+/* The paper's four models, one rank of up to 8 x 64: what the formulas say. Biases, norms and positions included; the table has
+   50257 rows, padded to what the ranks divide. */
+static void test_configurations(void **state) {
+    static const struct { const char *name; long long h, layers, tp; double billions; } paper[] = {
+        {"gpt2-1.2b", 1536, 40, 1, 1.2}, {"gpt2-2.5b", 1920, 54, 2, 2.5}, {"gpt2-4.2b", 2304, 64, 4, 4.2},
+        {"gpt2-8.3b", 3072, 72, 8, 8.3}};
+    char words[256], text[4096], line[256];
+    (void)state;
+    for (size_t i = 0; i < 4; i++) {
+        long long h = paper[i].h, l = paper[i].layers, t = paper[i].tp, rows = (50257 + t - 1) / t;
+        long long whole = l * (12 * h * h + 13 * h) + (50257 + 1024) * h + 2 * h;
+        long long rank = l * (12 * h * h / t + 7 * h / t + 6 * h) + (rows + 1024) * h + 2 * h;
+        double all;
+        snprintf(words, sizeof words, "--config %s --dp 64 --batch 512 --dtype f16 --dry-run --sample 0", paper[i].name);
+        assert_int_equal(run_train_gpt(words), 0);
+        read_text("out", text, sizeof text);
+        assert_true(fabs((double)whole / 1e9 - paper[i].billions) < 0.05);
+        snprintf(line, sizeof line, " %lld parameters in f16; %lld x tensor, 64 x data", whole, t);
+        assert_non_null(strstr(text, line));
+        snprintf(line, sizeof line, "per rank: %lld parameters", rank);
+        assert_non_null(strstr(text, line));
+        snprintf(line, sizeof line, "(%lld ranks)  all_reduce     %6lld calls  %12lld bytes", t, 5 * l + 2,
+                 (5 * l + 2) * 8 * 1024 * h * 2); /* 4 of a layer, 1 as it is recomputed */
+        assert_true((strstr(text, line) != NULL) == (t > 1));
+        assert_int_equal(sscanf(strstr(text, "  optimizer state") + 20, "%lf", &all), 1);
+        assert_true(all >= 12.0 * (double)rank && all < 12.001 * (double)rank);
+        assert_int_equal(sscanf(strstr(text, "gradients ") + 10, "%lf", &all), 1);
+        assert_true(all >= 6.0 * (double)rank && all < 6.001 * (double)rank);
+        assert_int_equal(sscanf(strstr(text, "  all ") + 5, "%lf", &all), 1);
+        assert_true(all < 32e9); /* the paper's GPUs had so much */
+    }
+    assert_int_equal(run_train_gpt("--config gpt2-8.3b --layers 2 --tp 4 --dry-run --sample 0"), 0);
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, "GPT: 2 layers, hidden 3072, heads 32, vocabulary 50257,"));
+    assert_non_null(strstr(text, "4 x tensor"));
+}
+
+/* Each stage by itself; the embedding and its copy are one parameter of the model. */
+static void test_dry_run_of_a_pipeline(void **state) {
+    static const char *const model = "--pp 3 --tp 1 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --micro-batch 1 "
+                                     "--data megatron.h";
+    char words[512], dry[4096];
+    (void)state;
+    snprintf(words, sizeof words, "%s --dry-run", model);
     assert_int_equal(run_train_gpt(words), 0);
-    read_text("out", wet, sizeof wet);
-    at = strstr(dry, "communication of one step");
-    assert_non_null(at);
-    assert_non_null(strstr(wet, at)); /* what was planned is what happened */
+    read_text("out", dry, sizeof dry);
+    assert_non_null(strstr(dry, "46880 parameters in f32")); /* 256 x 32, 16 x 32, 3 x (12 x 32 x 32 + 13 x 32), 2 x 32 */
+    assert_non_null(strstr(dry, "3 pipeline stages, 1f1b"));
+    assert_non_null(strstr(dry, "per rank of stage 0: 21408 parameters"));
+    assert_non_null(strstr(dry, "per rank of stage 1: 12704 parameters"));
+    assert_non_null(strstr(dry, "per rank of stage 2: 20960 parameters"));
+    /* 4 micro-batches of 16 tokens x 32 floats, there and back */
+    assert_non_null(strstr(dry, "pipeline (3 ranks)  send                4 calls          8192 bytes"));
+    assert_non_null(strstr(dry, "pipeline (3 ranks)  recv                4 calls          8192 bytes"));
+    assert_non_null(strstr(dry, "embedding (2 ranks)  all_reduce          1 calls         32768 bytes"));
+    assert_done_as_planned(model, dry);
+    expect_error("--pp 3 --layers 4 --data megatron.h --tp 1", "4 layers cannot be divided over 3 pipeline stages");
+    expect_error("--pp 32 --tp 8 --dp 8 --data megatron.h", "--tp 8 x --dp 8 x --pp 32 are more than 1024 ranks");
+    expect_error("--schedule zb", "expected 1f1b or gpipe");
 }
 
 static void test_sampling(void **state) {
@@ -283,6 +454,13 @@ static void test_sampling(void **state) {
     read_text("out", one, sizeof one);
     assert_non_null(strstr(one, "continuation of static\n---\n"));
     snprintf(with, sizeof with, "%s --tp 4 --dp 2 --sequence-parallel", words);
+    assert_int_equal(run_train_gpt(with), 0);
+    read_text("out", four, sizeof four);
+    assert_string_equal(strstr(one, "continuation"), strstr(four, "continuation"));
+    snprintf(with, sizeof with, "%s --layers 2", words);
+    assert_int_equal(run_train_gpt(with), 0);
+    read_text("out", one, sizeof one);
+    snprintf(with, sizeof with, "%s --layers 2 --tp 2 --pp 2 --dp 2", words);
     assert_int_equal(run_train_gpt(with), 0);
     read_text("out", four, sizeof four);
     assert_string_equal(strstr(one, "continuation"), strstr(four, "continuation"));
@@ -378,6 +556,251 @@ static void test_refusal_keeps_the_log(void **state) {
     assert_string_equal(text, "precious");
 }
 
+#define SIX_STEPS                                                                                                      \
+    "--data %s --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 6 --sample 0 --eval-interval 0 --warmup 0 "
+
+/* The loss of each step in a log, from line `first` on; returns how many there are. */
+static int read_losses(const char *log, int first, double *loss) {
+    char text[2048];
+    int n = 0, step;
+    read_text(log, text, sizeof text);
+    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
+        if (sscanf(line, "%d,%lf", &step, &loss[n]) != 2) continue;
+        assert_int_equal(step, first + n);
+        n++;
+    }
+    return n;
+}
+
+static void run_six_steps(const char *words) {
+    char all[1024], text[1024];
+    snprintf(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), words);
+    if (run_train_gpt(all) == 0) return;
+    read_text("err", text, sizeof text);
+    fail_msg("train_gpt %s: %s", all, text);
+}
+
+static void refuse_six_steps(const char *flags, const char *sentence) {
+    char all[1024];
+    snprintf(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), flags);
+    expect_error(all, sentence);
+}
+
+/* Stopped after three of six steps, a run goes on with the other three, on another split. */
+static void test_checkpoints(void **state) {
+    double whole[8], rest[8], again[8];
+    char words[512], command[512];
+    char c[128];
+    (void)state;
+    write_text();
+    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
+    snprintf(words, sizeof words, "--checkpoint %s --save-interval 3 --log %s", c, in_scratch("whole.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("whole.csv", 1, whole), 6);
+    snprintf(command, sizeof command, "rm -r %s/step-00000006", c);
+    assert_int_equal(system(command), 0);
+    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --log %s", c, in_scratch("init.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("init.csv", 1, again), 1);
+    assert_true(again[0] < whole[1]); /* it has learned something */
+    snprintf(words, sizeof words, "--checkpoint %s", c);
+    refuse_six_steps(words, "has a checkpoint of step 3: go on with --resume");
+    snprintf(words, sizeof words, "--checkpoint %s --resume --batch 8", c);
+    refuse_six_steps(words, "is of '--batch 4', this run is of '--batch 8'");
+    snprintf(words, sizeof words, "--checkpoint %s --resume --seed 1", c);
+    refuse_six_steps(words, "is of '--seed 1234', this run is of '--seed 1'");
+    snprintf(words, sizeof words, "--checkpoint %s --resume --heads 8", c);
+    refuse_six_steps(words, "step-00000003: its model has heads 4, this one 8");
+    snprintf(words, sizeof words, "--checkpoint %s --resume", in_scratch("whole.csv"));
+    refuse_six_steps(words, "whole.csv/.lock: cannot open it: Not a directory");
+    snprintf(words, sizeof words, "--checkpoint %s --resume --tp 1 --dp 4 --log %s", c, in_scratch("rest.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("rest.csv", 4, rest), 3);
+    for (int i = 0; i < 3; i++)
+        if (!(fabs(rest[i] - whole[3 + i]) <= 1e-5 * whole[3 + i]))
+            fail_msg("step %d: loss %.9g, must be %.9g", 4 + i, rest[i], whole[3 + i]);
+    run_six_steps(words); /* there is nothing left to do, and nothing is saved once more */
+    assert_int_equal(read_losses("rest.csv", 4, rest), 3);
+    snprintf(command, sizeof command, "rm -r %s", c);
+    assert_int_equal(system(command), 0);
+}
+
+/* A sentence, once, however many ranks there are; nothing was trained. */
+static void expect_one_sentence(const char *sentence) {
+    char text[4096];
+    read_text("err", text, sizeof text);
+    if (!strstr(text, sentence) || strchr(text, '\n') != text + strlen(text) - 1) fail_msg("not one sentence: %s", text);
+    read_text("out", text, sizeof text);
+    assert_null(strstr(text, "step     1/6"));
+}
+
+/* What --resume refuses, what it only says, and what is known before the first step. */
+static void test_resuming_something_else(void **state) {
+    char words[512], text[40000], c[128];
+    size_t size;
+    FILE *f;
+    (void)state;
+    write_text();
+    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
+    snprintf(words, sizeof words, "--checkpoint %s --steps 3", c);
+    run_six_steps(words);
+    refuse_six_steps(words, "go on with --resume");
+    expect_one_sentence("has a checkpoint of step 3");
+    snprintf(words, sizeof words, "--checkpoint %s --resume --tp 4 --seq 8", c);
+    refuse_six_steps(words, "is of '--seq 16', this run is of '--seq 8'");
+    expect_one_sentence("--seq");
+    snprintf(words, sizeof words, "--checkpoint %s --resume --lr 1e-4 --dropout 0.1", c);
+    run_six_steps(words);
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, "going on with --steps 6, which was --steps 3\n"));
+    assert_non_null(strstr(text, "going on with --lr 0.0001"));
+    assert_non_null(strstr(text, "going on with --dropout 0.1"));
+    assert_null(strstr(text, "going on with --clip"));
+    f = fopen(in_scratch("text"), "rb"); /* another text of the same length */
+    assert_non_null(f);
+    size = fread(text, 1, sizeof text, f);
+    fclose(f);
+    text[size / 2] ^= 1;
+    write_bytes("text", text, size);
+    snprintf(words, sizeof words, "--checkpoint %s --resume --steps 9", c);
+    refuse_six_steps(words, "--resume: the checkpoint in");
+    expect_one_sentence("is of 'data of");
+    snprintf(words, sizeof words, "--checkpoint %s/nope/deeper", c);
+    refuse_six_steps(words, "nope/deeper: cannot create the directory: No such file");
+    read_text("out", text, sizeof text);
+    assert_null(strstr(text, "step     1/6"));
+    snprintf(words, sizeof words, "rm -r %s", c);
+    assert_int_equal(system(words), 0);
+}
+
+/* Killed behind its last checkpoint, in the middle of a line: in the logs, every step is there once. */
+static void test_logs_go_on(void **state) {
+    char words[512], c[128], csv[128], hashes[128];
+    double whole[8], rest[8], whole_norm[8], rest_norm[8];
+    static char text[4][1 << 16];
+    (void)state;
+    write_text();
+    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
+    snprintf(csv, sizeof csv, "%s", in_scratch("whole.csv"));
+    snprintf(hashes, sizeof hashes, "%s", in_scratch("one.hash"));
+    snprintf(words, sizeof words, "--checkpoint %s --save-interval 2 --log %s --hash-log %s", c, csv, hashes);
+    run_six_steps(words);
+    read_text("whole.csv", text[0], sizeof text[0]);
+    read_text("one.hash", text[1], sizeof text[1]);
+    snprintf(words, sizeof words, "rm -r %s/step-00000006 && printf 7,1.2 >>%s && printf '7 a' >>%s", c, csv, hashes);
+    assert_int_equal(system(words), 0);
+    snprintf(words, sizeof words, "--checkpoint %s --resume --log %s --hash-log %s", c, csv, hashes);
+    run_six_steps(words);
+    read_text("whole.csv", text[2], sizeof text[2]);
+    read_text("one.hash", text[3], sizeof text[3]);
+    assert_string_equal(text[1], text[3]);
+    for (int i = 0; i < 2; i++) {
+        double *loss = i ? rest : whole, *norm = i ? rest_norm : whole_norm;
+        char *line = strtok(text[2 * i], "\n");
+        assert_string_equal(line, "step,loss,grad_norm,tokens_per_s,lr,val_loss");
+        for (int step = 1, got; step <= 6; step++) {
+            line = strtok(NULL, "\n");
+            assert_non_null(line);
+            assert_int_equal(sscanf(line, "%d,%lf,%lf,", &got, &loss[step], &norm[step]), 3);
+            assert_int_equal(got, step);
+        }
+        assert_null(strtok(NULL, "\n"));
+    }
+    assert_memory_equal(whole + 1, rest + 1, 6 * sizeof *whole);
+    assert_memory_equal(whole_norm + 1, rest_norm + 1, 6 * sizeof *whole_norm);
+    snprintf(words, sizeof words, "rm -r %s", c); /* no checkpoint is left: the logs begin anew, too */
+    assert_int_equal(system(words), 0);
+    snprintf(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv, hashes);
+    run_six_steps(words);
+    assert_int_equal(read_losses("whole.csv", 1, rest), 1);
+    snprintf(words, sizeof words, "rm -r %s", c);
+    assert_int_equal(system(words), 0);
+}
+
+/* A model with more positions than --seq: by --max-seq, and by whose weights it begins with. */
+static void test_positions(void **state) {
+    char words[512], command[512], c[128];
+    double loss[8], again[8];
+    (void)state;
+    write_text();
+    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
+    refuse_six_steps("--max-seq 8", "--max-seq 8 is less than --seq 16");
+    snprintf(words, sizeof words, "--checkpoint %s --steps 3 --max-seq 40", c);
+    run_six_steps(words);
+    snprintf(words, sizeof words, "--checkpoint %s --resume --max-seq 20", c);
+    refuse_six_steps(words, "its model has max_seq 40, this one 20");
+    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --log %s", c, in_scratch("init.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("init.csv", 1, loss), 1);
+    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --max-seq 40 --tp 1 --log %s", c,
+             in_scratch("init.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("init.csv", 1, again), 1);
+    assert_true(fabs(loss[0] - again[0]) <= 1e-5 * loss[0]);
+    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 48", c);
+    refuse_six_steps(words, "its model has max_seq 40, this one 48");
+    snprintf(words, sizeof words, "--checkpoint %s --resume", c);
+    run_six_steps(words);
+    snprintf(command, sizeof command, "rm -r %s", c);
+    assert_int_equal(system(command), 0);
+}
+
+/* What PyTorch's logits say of the one token of the file, behind nothing, and less after some training. */
+static double golden_loss(int32_t *token) {
+    enum { TOKENS = 48, VOCABULARY = 61 };
+    static float logits[TOKENS * VOCABULARY], ids[TOKENS];
+    mt_safetensors *s;
+    mt_context *ctx;
+    double sum = 0;
+    assert_int_equal(mt_context_create(NULL, NULL, &ctx), MT_SUCCESS);
+    assert_int_equal(mt_safetensors_open(ctx, "tests/golden/gpt2_hf/expected.safetensors", &s), MT_SUCCESS);
+    assert_int_equal(mt_safetensors_read(ctx, mt_safetensors_find(s, "logits"), logits), MT_SUCCESS);
+    assert_int_equal(mt_safetensors_read(ctx, mt_safetensors_find(s, "ids"), ids), MT_SUCCESS);
+    mt_safetensors_close(s);
+    mt_context_destroy(ctx);
+    *token = (int32_t)ids[0];
+    for (int i = 0; i < VOCABULARY; i++) sum += exp((double)logits[i]);
+    return log(sum) - (double)logits[*token];
+}
+
+static void test_gpt2_of_hugging_face(void **state) {
+    static unsigned char file[LLMC_HEADER_BYTES + 2 * 400];
+    static const char *const splits[] = {"--tp 1", "--tp 4", "--tp 2 --dp 2"};
+    char words[512];
+    double loss[8], want;
+    int32_t token, header[3] = {LLMC_MAGIC, 1, 400};
+    (void)state;
+    want = golden_loss(&token);
+    memcpy(file, header, sizeof header);
+    for (int i = 0; i < 400; i++) file[LLMC_HEADER_BYTES + 2 * i] = (unsigned char)token;
+    write_bytes("good.bin", file, sizeof file);
+    for (size_t i = 0; i < COUNT(splits); i++) {
+        snprintf(words, sizeof words, "--data %s --init-from tests/golden/gpt2_hf --layers 2 --hidden 16 --heads 4 --ffn 40 "
+                 "--vocab 61 --seq 1 --batch 4 --steps 6 --warmup 0 --sample 0 --eval-interval 0 --log %s %s",
+                 in_scratch("good.bin"), in_scratch("init.csv"), splits[i]);
+        assert_int_equal(run_train_gpt(words), 0);
+        assert_int_equal(read_losses("init.csv", 1, loss), 6);
+        if (!(fabs(loss[0] - want) <= 1e-5 * want)) fail_msg("%s: loss %.9g, PyTorch %.9g", splits[i], loss[0], want);
+        assert_true(loss[5] < loss[0] - 0.2);
+    }
+}
+
+/* Whatever sign a NaN has. */
+static void test_nan_has_no_sign(void **state) {
+    char words[512], text[16384];
+    (void)state;
+    assert_false(signbit(shown(-(float)NAN)) || signbit(shown((float)NAN)));
+    assert_true(shown(-1.5f) == -1.5 && isinf(shown(-INFINITY)));
+    snprintf(words, sizeof words, "--data LICENSE --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 "
+             "--seq 8 --batch 4 --tp 1 --log %s", in_scratch("log.csv"));
+    expect_error(words, "is not finite");
+    for (int i = 0; i < 3; i++) {
+        read_text(i == 0 ? "out" : i == 1 ? "err" : "log.csv", text, sizeof text);
+        assert_null(strstr(text, "-nan"));
+        assert_true(i == 1 || strstr(text, "nan"));
+    }
+}
+
 static void test_absurd_flags(void **state) {
     static const struct {
         const char *words, *sentence;
@@ -389,6 +812,9 @@ static void test_absurd_flags(void **state) {
         {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
         {"--batch 8 --dp 2 --micro-batch 3", "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
+        {"--resume", "--resume needs --checkpoint DIR"},
+        {"--save-interval 5", "--save-interval needs --checkpoint DIR"},
+        {"--init-from /nonexistent --steps 1", "/nonexistent: has neither model.safetensors nor its index"},
         {"--dtype f64", "--dtype f64: expected f32, bf16 or f16"},
         {"--device tpu", "--device tpu: expected cpu or cuda"},
         {"--invariant 6", "invariant is 6, invariant_data 6: must be 0 or a power of two up to 1024"},
@@ -437,7 +863,8 @@ static void test_help(void **state) {
 
 static int remove_scratch(void **state) {
     static const char *const names[] = {"out", "err", "text", "log.csv", "one.hash", "split.hash", "good.bin", "magic.bin",
-                                        "version.bin", "short.bin", "negative.bin", "empty.bin", "header.bin", "empty.txt", "short.txt", "vocab.bin"};
+                                        "version.bin", "short.bin", "negative.bin", "empty.bin", "header.bin", "empty.txt", "short.txt", "vocab.bin",
+                                        "whole.csv", "rest.csv", "init.csv", "pipe"};
     (void)state;
     for (size_t i = 0; i < COUNT(names); i++) remove(in_scratch(names[i]));
     return remove(scratch);
@@ -447,13 +874,22 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gpt2_any_split),  cmocka_unit_test(test_llama_any_split),
         cmocka_unit_test(test_invariant_any_split), cmocka_unit_test(test_hash_log_of_the_last_step),
-        cmocka_unit_test(test_invariant_in_bf16), cmocka_unit_test(test_f16_scales_the_loss),
+        cmocka_unit_test(test_invariant_in_bf16), cmocka_unit_test(test_hash_log_of_stages),
+        cmocka_unit_test(test_f16_scales_the_loss),
         cmocka_unit_test(test_device_that_is_not_built),
+        cmocka_unit_test(test_recomputation),
         cmocka_unit_test(test_seed_and_dropout_matter), cmocka_unit_test(test_dry_run_and_ledger),
-        cmocka_unit_test(test_sampling),        cmocka_unit_test(test_token_file),
+        cmocka_unit_test(test_configurations),
+        cmocka_unit_test(test_dry_run_of_a_pipeline), cmocka_unit_test(test_sampling),        cmocka_unit_test(test_token_file),
         cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
+        cmocka_unit_test(test_steps_that_are_not_finite),
+        cmocka_unit_test(test_dry_run_of_the_distributed_optimizer),
         cmocka_unit_test(test_help),            cmocka_unit_test(test_smallest_file),
-        cmocka_unit_test(test_refusal_keeps_the_log),
+        cmocka_unit_test(test_refusal_keeps_the_log), cmocka_unit_test(test_checkpoints),
+        cmocka_unit_test(test_stuck_rank_ends_the_process),
+        cmocka_unit_test(test_resuming_something_else), cmocka_unit_test(test_logs_go_on),
+        cmocka_unit_test(test_positions), cmocka_unit_test(test_gpt2_of_hugging_face),
+        cmocka_unit_test(test_nan_has_no_sign),
     };
     const char *tmp = getenv("TMPDIR");
     snprintf(scratch, sizeof scratch, "%.40s/mt_train.%ld", tmp ? tmp : "/tmp", (long)getpid());

@@ -1,0 +1,186 @@
+/* 04_generate - loads a GPT from a checkpoint, on any number of tensor parallel ranks, and lets it write.
+
+   cc -O3 -march=native -I. examples/04_generate.c -o 04_generate -lm -lpthread && ./04_generate tests/golden/gpt2_hf --ids 1,2,3
+
+   ./04_generate DIR --prompt "The "        DIR: train_gpt --checkpoint's, of which the newest checkpoint is taken, one of them,
+   ./04_generate DIR --tp 4 --tokens 200    or a GPT-2 of Hugging Face (model.safetensors and config.json)
+
+   A vocabulary of 256 is bytes: --prompt is text, and text comes out. Of any other, tokens go in and come out as numbers; the
+   tokenizer is not this program's business. --temperature 0 always takes the most probable token. The same DIR, --seed and
+   flags give the same tokens on every --tp, but for two that are equally probable to the last digits. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+typedef struct job {
+    const char *directory, *prompt, *ids;
+    double tp, tokens, temperature, seed;
+    char path[MT_PATH_MAX]; /* of the model */
+    mt_gpt_desc gpt;
+    int32_t *history;       /* the prompt, and how many tokens it has */
+    int64_t prompted;
+} job;
+
+static int is_text(const job *j) { return j->gpt.vocab == 256; }
+
+static void print_token(const job *j, int32_t token) {
+    if (!is_text(j)) printf("%d ", (int)token);
+    else if (token == '\n' || token == '\t' || (token >= ' ' && token < 127)) putchar(token);
+    else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
+}
+
+/* Draws from softmax(logits / temperature); every rank draws the same, since all have the same logits. */
+static int32_t draw_token(const job *j, const float *logits, int64_t n) {
+    uint32_t counter[4] = {(uint32_t)n, 0, 0, 0}, key[2] = {(uint32_t)j->seed, 0}, random[4];
+    int32_t vocab = (int32_t)j->gpt.vocab, best = 0, i;
+    double sum = 0, u;
+    for (i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
+    if (j->temperature == 0) return best;
+    mt_philox4x32(counter, key, random);
+    for (i = 0; i < vocab; i++) sum += exp((double)(logits[i] - logits[best]) / j->temperature);
+    u = random[0] / 4294967296.0 * sum;
+    for (i = 0; i < vocab - 1; i++)
+        if ((u -= exp((double)(logits[i] - logits[best]) / j->temperature)) < 0) break;
+    return i;
+}
+
+/* One whole forward for each token, of the last max_seq tokens. */
+static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, int32_t *history, float *logits, int speaks) {
+    for (int64_t n = j->prompted; n < j->prompted + (int64_t)j->tokens; n++) {
+        mt_batch batch = {.sequences = 1, .seq = n < gpt->desc.max_seq ? n : gpt->desc.max_seq};
+        size_t mark = mt_arena_mark(ctx);
+        mt_tensor ids, out;
+        MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch.seq, &ids));
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, gpt->desc.vocab, &out));
+        MT_TRY(mt_upload(ctx, history + n - batch.seq, ids));
+        MT_TRY(mt_gpt_logits(ctx, gpt, &batch, (const int32_t *)ids.data, out));
+        MT_TRY(mt_download(ctx, out, logits));
+        mt_arena_release(ctx, mark);
+        history[n] = draw_token(j, logits, n);
+        if (speaks) print_token(j, history[n]);
+        if (speaks) fflush(stdout);
+    }
+    return MT_SUCCESS;
+}
+
+/* Its own copy of the history, and room for the logits. */
+static mt_status speak(mt_context *ctx, const mt_gpt *gpt, const job *j, int speaks) {
+    int64_t count = j->prompted + (int64_t)j->tokens;
+    int32_t *history = (int32_t *)malloc((size_t)count * sizeof *history);
+    float *logits = (float *)malloc((size_t)j->gpt.vocab * sizeof *logits);
+    mt_status status = history && logits ? MT_SUCCESS : MT_ERR_MEMORY;
+    if (history) memcpy(history, j->history, (size_t)j->prompted * sizeof *history);
+    for (int64_t i = 0; speaks && history && i < j->prompted; i++) print_token(j, history[i]);
+    if (status == MT_SUCCESS) status = generate(ctx, gpt, j, history, logits, speaks);
+    if (speaks) printf("\n");
+    free(history);
+    free(logits);
+    return status;
+}
+
+static mt_status rank_main(mt_comm *world, void *user) {
+    const job *j = (const job *)user;
+    mt_grid_desc shape = {.tensor = mt_comm_size(world)};
+    mt_grid grid = {0};
+    mt_context *ctx = NULL;
+    mt_params *params = NULL;
+    mt_gpt gpt;
+    mt_checkpoint_desc files = {.directory = j->directory, .gpt = &gpt};
+    mt_checkpoint *checkpoint = NULL;
+    mt_status status = mt_context_create(world, NULL, &ctx);
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
+    if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
+    if (status == MT_SUCCESS) status = mt_gpt_create(ctx, params, &j->gpt, &gpt);
+    if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 0);
+    if (status == MT_SUCCESS) status = mt_checkpoint_create(ctx, params, &files, &checkpoint);
+    if (status == MT_SUCCESS) status = mt_checkpoint_import(ctx, checkpoint, j->path);
+    if (status == MT_SUCCESS) status = speak(ctx, &gpt, j, mt_comm_rank(world) == 0);
+    mt_checkpoint_destroy(ctx, checkpoint);
+    mt_params_destroy(params);
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    return status;
+}
+
+/* Which model it is, before any rank starts. */
+static mt_status find_model(job *j) {
+    mt_context *ctx;
+    int64_t step = -1;
+    MT_TRY(mt_context_create(NULL, &(mt_context_desc){.arena_bytes = 64}, &ctx));
+    mt_status status = mt_checkpoint_latest(ctx, NULL, j->directory, &step);
+    if (step >= 0) status = mt_checkpoint_path(ctx, j->directory, step, j->path, sizeof j->path);
+    else snprintf(j->path, sizeof j->path, "%s", j->directory);
+    if (status == MT_SUCCESS) status = mt_gpt_desc_read(ctx, j->path, &j->gpt);
+    if (status != MT_SUCCESS) fprintf(stderr, "04_generate: %s\n", mt_last_error(ctx));
+    mt_context_destroy(ctx);
+    return status;
+}
+
+/* "1,2,3" */
+static int read_ids(job *j, const char *text) {
+    char *end;
+    for (const char *at = text; *at; at = end + (*end == ',')) {
+        long token = strtol(at, &end, 10);
+        if (end == at || token < 0 || token >= j->gpt.vocab || (*end && *end != ',')) {
+            fprintf(stderr, "04_generate: --ids %s: expected numbers from 0 to %lld\n", text, (long long)j->gpt.vocab - 1);
+            return 0;
+        }
+        j->history[j->prompted++] = (int32_t)token;
+    }
+    return 1;
+}
+
+/* --ids, or --prompt; a newline where there is neither. */
+static int read_prompt(job *j) {
+    const char *text = j->ids ? j->ids : j->prompt ? j->prompt : "\n";
+    j->history = (int32_t *)malloc((strlen(text) + 1) * sizeof *j->history);
+    if (!j->history) return 0;
+    if (!j->ids && !is_text(j)) {
+        fprintf(stderr, "04_generate: a vocabulary of %lld is no bytes: give --ids 1,2,3\n", (long long)j->gpt.vocab);
+        return 0;
+    }
+    if (j->ids && !read_ids(j, text)) return 0;
+    while (!j->ids && *text) j->history[j->prompted++] = (unsigned char)*text++;
+    if (j->prompted == 0) fprintf(stderr, "04_generate: the prompt is empty\n");
+    return j->prompted > 0;
+}
+
+static int read_number(const char *name, const char *text, double low, double high, double *out) {
+    char *end;
+    *out = strtod(text, &end);
+    if (end != text && !*end && *out >= low && *out <= high) return 1;
+    fprintf(stderr, "04_generate: %s %s: expected a number from %g to %g\n", name, text, low, high);
+    return 0;
+}
+
+static int parse(int argc, char **argv, job *j) {
+    j->directory = argc > 1 ? argv[1] : NULL;
+    for (int i = 2; i < argc; i += 2) {
+        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : "";
+        int ok = 1;
+        if (strcmp(name, "--prompt") == 0) j->prompt = value;
+        else if (strcmp(name, "--ids") == 0) j->ids = value;
+        else if (strcmp(name, "--tp") == 0) ok = read_number(name, value, 1, 1024, &j->tp);
+        else if (strcmp(name, "--tokens") == 0) ok = read_number(name, value, 0, 1 << 20, &j->tokens);
+        else if (strcmp(name, "--temperature") == 0) ok = read_number(name, value, 0, 100, &j->temperature);
+        else if (strcmp(name, "--seed") == 0) ok = read_number(name, value, 0, 4294967295.0, &j->seed);
+        else ok = fprintf(stderr, "04_generate: what is '%s'?\n", name) < 0;
+        if (!ok) return 0;
+    }
+    if (j->directory) return 1;
+    fprintf(stderr, "usage: 04_generate DIR [--prompt TEXT | --ids 1,2,3] [--tokens N] [--tp N] [--temperature T] "
+            "[--seed N]\n");
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    job j = {.tp = 2, .tokens = 40, .temperature = 0.7};
+    mt_status status = MT_ERR_ARGUMENT;
+    if (parse(argc, argv, &j) && find_model(&j) == MT_SUCCESS && read_prompt(&j)) {
+        mt_launch_desc launch = {.ranks = (int)j.tp};
+        status = mt_launch(&launch, rank_main, &j);
+    }
+    free(j.history);
+    return status == MT_SUCCESS ? 0 : 1;
+}
