@@ -61,14 +61,19 @@ on_the_engine() {
     check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
     check "a GPT on 1 to 8 GPUs, as on the CPU; overlap; invariant mode; what is planned" \
         cuda_test fast "-O2 -g" "" test_cuda_gpt
+    check "checkpoints of a GPT: training goes on, the files are the CPU's" cuda_test fast "-O1 -g" "" test_cuda_checkpoint
     check "several GPUs in one process" cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_devices
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_devices"
     check "NVTX ranges nest and end" cuda_test fast "-O1 -g" "" test_cuda_nvtx
     check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O1 -g" "" test_cuda_nccl
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
     check "the GPT over NCCL" cuda_test fast "-O2 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
+    check "the same, data parallel, streams lazy, greedy and random" every_order "$build/fast/test_cuda_gpt" streams
     check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
+    check "ranks that are processes: where they meet, collectives, faults" \
+        cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_processes
     check "train_gpt --device cuda" trains_on_the_engine
+    check "the same as processes of torchrun, on one machine and two; killed and stopped ranks" trains_as_processes
     check "the benchmark of a GPU runs" bench_on_the_engine
 }
 
@@ -120,6 +125,9 @@ trains_on_the_engine() {
             END { exit !(n == 4 && !wrong) }' "$build/both.csv" || { cat "$build/both.csv"; return 1; }
     done
 }
+
+# shellcheck disable=SC2086  # a list of flags
+trains_as_processes() { sh tests/processes.sh "$build/fast/train_gpt" "$build/processes" $few_steps; }
 
 # Shapes so small that they only show that everything runs.
 bench_on_the_engine() {

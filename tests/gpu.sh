@@ -61,6 +61,8 @@ check "operators, contexts and collectives against the CPU" $each test_cuda
 check "attention on tensor cores against the CPU" $each test_cuda_flash
 check "several GPUs in one process" $each test_cuda_devices
 check "NCCL" $each test_cuda_nccl "" -lnccl
+check "ranks that are processes" $each test_cuda_processes -DMT_USE_NCCL -lnccl
 check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
+check "checkpoints of a GPT" $each test_cuda_checkpoint
 closing_line
 [ "$failed" -eq 0 ]

@@ -12,7 +12,7 @@ usage() {
     cat <<'END'
 sh tests/run.sh [--strict] [--quick] [STAGE...]
 
-  stages       tests headers bisect asan tsan examples package cuda (default: all of them)
+  stages       tests headers bisect checkpoints asan tsan mpi examples package cuda (default: all of them)
   --quick      tests and headers only
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1)
 
@@ -20,7 +20,7 @@ What is missing on Debian or Ubuntu is installed first, as root or with a sudo t
 the tests without the rest. Environment:
 
   MT_INSTALL=no           install nothing
-  MT_TEST_WITHOUT="..."   behave as if these were not there: cmake cmocka dnnl openblas clang pkg-config nvcc ...
+  MT_TEST_WITHOUT="..."   behave as if these were not there: cmake cmocka dnnl openblas openmpi clang pkg-config nvcc ...
   MT_BUILD_DIR=build      where programs and logs go
   CC, CXX                 compilers (cc, c++)
 
@@ -35,13 +35,14 @@ for argument in "$@"; do
     --strict) strict=1 ;;
     --quick) stages="tests headers" ;;
     --help) usage; exit 0 ;;
-    tests | headers | bisect | asan | tsan | examples | package | cuda) stages="$stages $argument" ;;
+    tests | headers | bisect | checkpoints | asan | tsan | mpi | examples | package | cuda) stages="$stages $argument" ;;
     *) usage >&2; exit 2 ;;
     esac
 done
-stages=${stages:-tests headers bisect asan tsan examples package cuda}
+stages=${stages:-tests headers bisect checkpoints asan tsan mpi examples package cuda}
 
-tsan_tests="test_comm test_faults test_comm_stress test_train" # those with ranks that race if they can
+# those with ranks that race if they can
+tsan_tests="test_comm test_faults test_lost_ranks test_comm_stress test_train test_data_parallel test_pipeline"
 per_gemm_tests="test_kernels test_gemm test_golden test_invariant" # also built with each GEMM, see CMakeLists.txt
 build=${MT_BUILD_DIR:-build}
 jobs=$(nproc 2>/dev/null || echo 2)
@@ -117,8 +118,8 @@ build_with_cmake() {
 
 build_with_cc() {
     case $2 in
-    address) flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
-    thread) flags="-O1 -g -fno-omit-frame-pointer -fsanitize=thread" ;;
+    address) flags="-O2 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+    thread) flags="-O2 -g -fno-omit-frame-pointer -fsanitize=thread" ;;
     *) flags="-O2 -g -Wall -Wextra -Wpedantic -Wconversion -Werror" ;;
     esac
     gemm=$1
@@ -329,11 +330,31 @@ stage_bisect() {
     tally "$build/logs/bisect.log"
 }
 
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+stage_checkpoints() {
+    sh tests/checkpoints.sh | tee "$build/logs/checkpoints.log" | grep -v '^[0-9]* passed, '
+    tally "$build/logs/checkpoints.log"
+    missed=$(sed -n 's/^  skip  /  /p' "$build/logs/checkpoints.log")
+    [ -z "$missed" ] || left_out="$left_out$missed
+"
+}
+
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 stage_cuda() {
     sh tests/cuda.sh | tee "$build/logs/cuda.log" | grep -v '^[0-9]* passed, '
     tally "$build/logs/cuda.log"
+}
+
+# ---- MPI -----------------------------------------------------------------------------------------------------------
+
+stage_mpi() {
+    sh tests/mpi.sh | tee "$build/logs/mpi.log" | grep -v '^[0-9]* passed, '
+    tally "$build/logs/mpi.log"
+    missed=$(sed -n 's/^  skip  /  /p' "$build/logs/mpi.log" | grep -v 'also with --strict')
+    [ -z "$missed" ] || left_out="$left_out$missed
+"
 }
 
 # ---- examples ------------------------------------------------------------------------------------------------------
@@ -434,8 +455,10 @@ run_stage() {
     bisect) echo "== planted bugs, found by the hash log" && stage_bisect ;;
     asan) echo "== tests, address, undefined behaviour and leak sanitizers" && stage_asan ;;
     tsan) echo "== communication and training tests, thread sanitizer" && stage_tsan ;;
+    mpi) echo "== communicators over MPI, by processes" && stage_mpi ;;
     examples) echo "== examples, each by the command in its first lines" && stage_examples ;;
     package) echo "== installed package" && stage_package ;;
+    checkpoints) echo "== checkpoints: a fuzzer, Python's safetensors, signal 9" && stage_checkpoints ;;
     cuda) echo "== CUDA, executed on the CPU and built by nvcc" && stage_cuda ;;
     esac
     echo "   $((($(now) - stage_start) / 1000)) s"
@@ -452,9 +475,33 @@ finish() {
     exit $code
 }
 
+# Those that keep one core busy run beside the others. What they print comes in one piece, after that.
+beside() {
+    check_log=$build/logs/beside-check.log passed=0 failed=0 skipped=0 left_out=
+    for stage in $1; do
+        run_stage "$stage"
+    done
+    printf '%s' "$left_out" >"$build/logs/beside.left_out"
+    closing_line
+}
+
 set_up
 describe
+alone= together=
 for stage in $stages; do
+    case $stage in
+    headers | bisect | checkpoints | examples | package) together="$together $stage" ;;
+    *) alone="$alone $stage" ;;
+    esac
+done
+: >"$build/logs/beside.left_out"
+beside "$together" >"$build/logs/beside.out" 2>&1 </dev/null &
+for stage in $alone; do
     run_stage "$stage"
 done
+wait
+grep -v '^[0-9]* passed, ' "$build/logs/beside.out"
+tally "$build/logs/beside.out"
+left_out=$left_out$(cat "$build/logs/beside.left_out"; echo .)
+left_out=${left_out%.}
 finish

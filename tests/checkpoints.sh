@@ -1,0 +1,213 @@
+#!/bin/sh
+# Checkpoints against what is not ours: a fuzzer, Python's safetensors, and signal 9 at random moments of a training run.
+#
+#   sh tests/checkpoints.sh        one line per check, closing line "N passed, N failed, N skipped"
+#
+# MT_FUZZ_SECONDS says how long the fuzzer runs (60). Python needs numpy and safetensors of PyPI, which go to a virtual
+# environment in the build directory; what cannot be had is left out, and the line says so.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+build=${MT_BUILD_DIR:-build}/checkpoints
+mkdir -p "$build" || exit 1
+build=$(cd "$build" && pwd)
+check_log=$build/check.log check_lines=40
+seconds=${MT_FUZZ_SECONDS:-60}
+
+# ---- the fuzzer ----------------------------------------------------------------------------------------------------
+
+build_fuzzer() {
+    clang -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. tests/fuzz/fuzz_readers.c \
+        -o "$build/fuzz_readers" -lm -lpthread
+}
+
+# What is found lies in the build directory, as crash-... or timeout-...
+fuzz() {
+    mkdir -p "$build/corpus"
+    "$build/fuzz_readers" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+        -artifact_prefix="$build/" "$build/corpus" tests/fuzz/seeds
+}
+
+fuzzing() {
+    if ! have_command clang || ! build_fuzzer >"$build/fuzzer.log" 2>&1; then
+        leave_out "fuzzing: no clang with libFuzzer here; test_safetensors has the seeds, and the same mutations each time"
+        return
+    fi
+    check "the readers of files, fuzzed for $seconds s, address and undefined behaviour sanitizers" fuzz
+}
+
+# ---- Python's safetensors ------------------------------------------------------------------------------------------
+
+python_has() { "$1" -c 'import numpy, safetensors' 2>/dev/null; }
+
+# Sets python to one that has both packages.
+find_python() {
+    for python in python3 "$build/python/bin/python"; do
+        python_has "$python" && return 0
+    done
+    [ "${MT_INSTALL:-yes}" != no ] || return 1
+    { python3 -m venv "$build/python" || { ensure_packages python3-venv && python3 -m venv "$build/python"; }; } &&
+        "$build/python/bin/pip" install --quiet numpy safetensors && python_has "$python"
+}
+
+with_python() {
+    rm -rf "$build/peer.d" && mkdir "$build/peer.d" || return 1
+    "$CC" -O1 -I. tests/checkpoints_peer.c -o "$build/peer" -lm -lpthread &&
+        "$python" tests/checkpoints_peer.py "$build/peer" "$build/peer.d"
+}
+
+python_safetensors() {
+    if hidden python3 || ! have_command python3 || ! find_python >"$build/python.log" 2>&1; then
+        leave_out "Python's safetensors: no Python with numpy and safetensors here, and they could not be installed"
+        return
+    fi
+    check "Python's safetensors opens ours, we open its, of mutated headers both say the same" with_python
+}
+
+# ---- train_gpt, killed ---------------------------------------------------------------------------------------------
+
+model="--data README.md --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 40 --warmup 4 --dropout 0.1 --sample 0
+    --eval-interval 0 --no-pinning"
+
+# train FLAGS: which is killed after $1 seconds, if $1 is not "to_the_end"
+train() {
+    after=$1
+    shift
+    # shellcheck disable=SC2086  # a list of flags
+    if [ "$after" = to_the_end ]; then
+        "$build/train_gpt" $model "$@"
+    else
+        timeout -s KILL "$after" "$build/train_gpt" $model "$@"
+    fi
+}
+
+# goes_on FLAGS -- SPLIT [SPLIT...]: killed again and again, on one split after the other, until it is done; its hash log is the
+# uninterrupted run's, its losses and norms are, too, and after the last step, done once more on the first split, so that there
+# are as many files, the checkpoint is that run's to the last byte. The first three kills come within parts of the time of the
+# uninterrupted run, on whatever machine, that make less than half of it together.
+goes_on() {
+    flags=
+    while [ "$1" != -- ]; do
+        flags="$flags $1"
+        shift
+    done
+    shift
+    rm -rf "$build/run" "$build/whole" "$build"/run.* "$build"/whole.*
+    start=$(now)
+    # shellcheck disable=SC2086  # lists of flags
+    train to_the_end $flags $1 --hash-log "$build/whole.log" --log "$build/whole.csv" --checkpoint "$build/whole" \
+        --save-interval 1 >/dev/null || return 1
+    took=$(($(now) - start)) seed=$(date +%s) kills=0 first=$1
+    echo "$took ms without kills, seed $seed"
+    while :; do
+        after=$(awk -v seed="$seed" -v n=$kills -v ms=$took \
+            'BEGIN { srand(seed + 7919 * n); print ms / 1000 * (0.05 + (0.05 + 0.03 * n) * rand()) }')
+        # shellcheck disable=SC2086
+        train "$after" $flags $1 --checkpoint "$build/run" --save-interval 1 --resume --hash-log "$build/run.log" \
+            --log "$build/run.csv" >"$build/out.log" 2>&1
+        code=$?
+        [ $code -ne 0 ] || break
+        [ $code -eq 137 ] || { cat "$build/out.log"; echo "exit code $code"; return 1; }
+        kills=$((kills + 1))
+        split=$1 # the next one's turn
+        shift
+        set -- "$@" "$split"
+    done
+    echo "$kills kills"
+    for run in whole run; do
+        cut -d , -f 1-3 "$build/$run.csv" >"$build/$run.losses"
+    done
+    diff "$build/whole.log" "$build/run.log" && diff "$build/whole.losses" "$build/run.losses" &&
+        [ $kills -ge 3 ] && [ "$(wc -l <"$build/run.log")" -gt 1000 ] && rm -r "$build/run/step-00000040" || return 1
+    # shellcheck disable=SC2086
+    train to_the_end $flags $first --checkpoint "$build/run" --resume >/dev/null &&
+        diff -r "$build/whole/step-00000040" "$build/run/step-00000040"
+}
+
+# Where hashes differ between splits without --invariant, only the same split goes on.
+killing() {
+    if ! command -v timeout >/dev/null 2>&1; then
+        leave_out "train_gpt, killed: no timeout here"
+        return
+    fi
+    "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt" -lm -lpthread || return
+    for dtype in f32 bf16 f16; do
+        check "train_gpt --dtype $dtype, killed and resumed until it is done, has the bits of a run that was not" \
+            goes_on --dtype $dtype --tp 2 -- ""
+        check "the same, each time on another split, --invariant 4" \
+            goes_on --dtype $dtype --invariant 4 -- "--tp 2 --dp 2" "--tp 4" "--tp 1" "--tp 2 --pp 2" \
+            "--tp 1 --dp 4 --use-distributed-optimizer" "--tp 2 --sequence-parallel" "--tp 1 --dp 2 --pp 2 --use-distributed-optimizer"
+    done
+}
+
+# ---- 04_generate ---------------------------------------------------------------------------------------------------
+
+# same_tokens ARGUMENTS: on 1, 2 and 4 ranks.
+same_tokens() {
+    for tp in 1 2 4; do
+        "$build/generate" "$@" --tp $tp >"$build/tokens.$tp" || return 1
+    done
+    cat "$build/tokens.1"
+    [ "$(wc -c <"$build/tokens.1")" -gt 45 ] && cmp "$build/tokens.1" "$build/tokens.2" && cmp "$build/tokens.1" "$build/tokens.4"
+}
+
+of_hugging_face() {
+    same_tokens tests/golden/gpt2_hf --ids 1,2,3 --seed 7 || return 1
+    cp "$build/tokens.1" "$build/tokens.seven"
+    same_tokens tests/golden/gpt2_hf_bare --ids 1,2,3 --seed 7 && cmp "$build/tokens.1" "$build/tokens.seven" &&
+        same_tokens tests/golden/gpt2_hf --ids 1,2,3 --seed 8 && ! cmp -s "$build/tokens.1" "$build/tokens.seven" &&
+        same_tokens tests/golden/gpt2_hf --ids 1,2,3 --temperature 0
+}
+
+of_train_gpt() {
+    rm -rf "$build/text"
+    # shellcheck disable=SC2086  # a list of flags
+    train to_the_end --tp 2 --checkpoint "$build/text" >/dev/null && same_tokens "$build/text" --prompt "The rank" &&
+        grep -q '^The rank' "$build/tokens.1" && cp "$build/tokens.1" "$build/tokens.newest" &&
+        same_tokens "$build/text/step-00000040" --prompt "The rank" && cmp "$build/tokens.1" "$build/tokens.newest"
+}
+
+# refused SENTENCE ARGUMENTS: with an exit code, a sentence and no token.
+refused() {
+    words=$1
+    shift
+    if "$build/generate" "$@" >"$build/tokens" 2>"$build/sentence"; then
+        echo "not refused: $*"
+        return 1
+    fi
+    cat "$build/sentence"
+    [ ! -s "$build/tokens" ] && grep -q -- "$words" "$build/sentence"
+}
+
+refusals() {
+    mkdir -p "$build/empty"
+    refused "usage: 04_generate DIR" &&
+        refused "nonexistent: has neither model.safetensors nor its index" "$build/nonexistent" &&
+        refused "empty: has neither model.safetensors nor its index" "$build/empty" &&
+        refused "vocabulary of 61 is no bytes: give --ids" tests/golden/gpt2_hf --prompt a &&
+        refused "ids 1,61: expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,61 &&
+        refused "expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,-1 &&
+        refused "expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,x &&
+        refused "the prompt is empty" tests/golden/gpt2_hf --ids "" &&
+        refused "cannot be split over 5 tensor ranks" tests/golden/gpt2_hf --ids 1 --tp 5 &&
+        refused "tp 0: expected a number" tests/golden/gpt2_hf --ids 1 --tp 0 &&
+        refused "what is '--nonsense'" tests/golden/gpt2_hf --nonsense 1
+}
+
+generating() {
+    "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt" -lm -lpthread &&
+        "$CC" -O2 -I. examples/04_generate.c -o "$build/generate" -lm -lpthread || return
+    check "04_generate: a GPT-2 of Hugging Face writes the same tokens on 1, 2 and 4 ranks" of_hugging_face
+    check "04_generate: so does what train_gpt has trained" of_train_gpt
+    check "04_generate: what it refuses" refusals
+}
+
+fuzzing
+python_safetensors
+generating
+killing
+closing_line
+[ "$failed" -eq 0 ]

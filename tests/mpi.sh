@@ -1,0 +1,410 @@
+#!/bin/sh
+# shellcheck disable=SC2317,SC2086,SC2016  # check calls functions; lists of flags and numbers; programs for other shells
+# Tests communicators over MPI, whose ranks are processes: under Open MPI's mpirun, through shared memory and through TCP, also
+# between two machines made of network namespaces; ranks that die, stand still, sleep, leave or fail.
+#
+#   sh tests/mpi.sh [PART...]      one line per check, closing line "N passed, N failed, N skipped"
+#
+# Parts: builds (which the others need), all_tests, sanitizers, training, faults, two_machines; default: all of them.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+build=${MT_BUILD_DIR:-build}/mpi
+mkdir -p "$build" || exit 1
+build=$(cd "$build" && pwd)
+check_log=$build/check.log check_lines=40
+cmocka="-Itests/fallback"
+have_package libcmocka-dev && cmocka=-lcmocka
+warnings="-Wall -Wextra -Wpedantic -Wconversion -Werror"
+tcp="--mca btl tcp,self"
+# As root, and with more ranks than cores; ranks are not bound, or those of two jobs would share a core.
+OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
+export OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM OMPI_MCA_rmaps_base_oversubscribe \
+    OMPI_MCA_hwloc_base_binding_policy
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+# mpi.h is not ours to be free of warnings
+mpi_flags() { for folder in $(mpicc --showme:incdirs); do echo "-isystem $folder"; done; }
+
+# program NAME SOURCE FLAGS...
+program() {
+    name=$1 source=$2
+    shift 2
+    # shellcheck disable=SC2046,SC2086  # lists of flags
+    "$CC" -g "$@" $warnings -I. -Itests $(mpi_flags) "$source" -o "$build/$name" $(mpicc --showme:link) $cmocka -lm -lpthread
+}
+
+# The implementation, by compiler $1, as language $2, in standard $3, with mpi.h from the folders of flags $4
+dialect() {
+    printf '#define MT_USE_MPI\n#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/dialect.c"
+    # shellcheck disable=SC2086
+    "$1" -x "$2" "-std=$3" $warnings -Wsign-conversion -Wshadow -S -I. $4 "$build/dialect.c" -o /dev/null
+}
+
+# all_dialects FLAGS
+all_dialects() {
+    for compiler in "$CC" clang; do
+        have_command "$compiler" || continue
+        for standard in c99 gnu11; do dialect "$compiler" c $standard "$1" || return 1; done
+        for standard in c++11 c++17; do dialect "$compiler" c++ $standard "$1" || return 1; done
+    done
+}
+
+links_as_cpp() {
+    printf '#define MT_USE_MPI\n#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\nint main() { return 0; }\n' >"$build/cpp.c"
+    # shellcheck disable=SC2046
+    "$CXX" -x c++ -I. $(mpi_flags) "$build/cpp.c" -o "$build/cpp" -x none $(mpicc --showme:link) -lm -lpthread && "$build/cpp"
+}
+
+builds() {
+    check "the headers with Open MPI's mpi.h, C99 to C++17, without a warning" all_dialects "$(mpi_flags)"
+    for mpich in /usr/include/*/mpich /usr/include/mpich /usr/include/mpich-*; do
+        [ ! -f "$mpich/mpi.h" ] || break
+    done
+    if [ -f "$mpich/mpi.h" ]; then
+        check "the same with MPICH's, whose MPI_Comm is an int" all_dialects "-isystem $mpich"
+    else
+        skip "MPICH's mpi.h: not here"
+    fi
+    for name in comm faults comm_stress mpi; do
+        check "test_$name builds" program "test_$name" "tests/mpi/test_$name.c" -O2
+    done
+    check "the implementation as C++ links with MPI's C library alone" links_as_cpp
+    check "faulty builds" program faulty tests/mpi/faulty.c -O2 -DMT_USE_MPI
+    check "train_gpt builds" program train_gpt examples/train_gpt.c -O2 -std=gnu11 -DMT_USE_MPI -Wno-error
+}
+
+# ---- running -------------------------------------------------------------------------------------------------------
+
+# run SECONDS RANKS OPTIONS PROGRAM ARGUMENTS...
+run() {
+    seconds=$1 ranks=$2 options=$3
+    shift 3
+    # shellcheck disable=SC2086  # a list of options
+    timeout -k 10 "$seconds" mpirun $options -n "$ranks" "$@"
+}
+
+# tests_over HOW OPTIONS
+tests_over() {
+    check "contexts, collectives, splits, messages, conjugates, over $1" run 200 8 "$2" "$build/test_comm"
+    check "large messages, grids, many groups and worlds, their ends, over $1" run 200 4 "$2" "$build/test_mpi"
+}
+
+# Leaks of memory that our code, not MPI, asked for; but two tests leave it to MPI on purpose.
+our_leaks() {
+    awk '/ leak of / { block = ""; ours = meant = 0; inside = 1 }
+        inside { block = block "\n" $0 }
+        / #1 .* in (mti?_|counting_|test_|new_)/ { ours = 1 }
+        / in test_(nobody_comes|slow_end) / { meant = 1 }
+        /^ *$/ { if (inside && ours && !meant) print block; inside = 0 }' "$1"
+}
+
+# sanitized PROGRAM RANKS. What breaks may leave memory to MPI, see mt_comm_create_mpi; so leaks are looked at separately.
+sanitized() {
+    # shellcheck disable=SC2086
+    program "$1_asan" "tests/mpi/$1.c" -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
+        -Wno-error || return 1
+    (export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1 LSAN_OPTIONS=exitcode=0 \
+        UBSAN_OPTIONS=print_stacktrace=1
+    run 400 "$2" "" "$build/$1_asan" >"$build/$1_asan.log" 2>&1) || { tail -n 60 "$build/$1_asan.log"; return 1; }
+}
+
+no_leak() { grep -q 'PASSED' "$build/$1_asan.log" && our_leaks "$build/$1_asan.log" | fail_on_output; }
+
+# Reads what is wrong, passes it on, and fails when there was anything.
+fail_on_output() { awk '{ print } END { exit NR > 0 }'; }
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+small="--steps 10 --hidden 64 --layers 2 --seq 32 --batch 4 --eval-interval 5 --sample 10"
+
+# What a log holds besides the speed.
+losses() { cut -d, -f1,2,3,5,6 "$1"; }
+
+# same_losses RANKS FLAGS...
+same_losses() {
+    ranks=$1
+    shift
+    rm -f "$build/threads.csv" "$build/processes.csv"
+    # shellcheck disable=SC2086  # a list of flags
+    timeout -k 10 100 "$build/train_gpt" $small "$@" --no-pinning --log "$build/threads.csv" >"$build/threads.out" &&
+        run 100 "$ranks" "" "$build/train_gpt" $small "$@" --log "$build/processes.csv" >"$build/processes.out" || return 1
+    [ "$(wc -l <"$build/threads.csv")" -gt 10 ] && losses "$build/threads.csv" >"$build/threads.losses" &&
+        losses "$build/processes.csv" | cmp - "$build/threads.losses" || return 1
+    # rank 0 prints what threads print, and nobody else prints anything
+    grep -v 'tokens/s' "$build/threads.out" >"$build/threads.text"
+    grep -v 'tokens/s' "$build/processes.out" | cmp - "$build/threads.text"
+}
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+recovery="--enable-recovery --mca orte_abort_on_non_zero_status 0" # are not killed by mpirun, and live to tell
+
+# faulty FAULT CALL OPTIONS: rank 2 of 4 has the fault
+faulty() {
+    log=$build/faulty-$1-$2.log
+    (run 60 4 "$3" sh -c '"$@"; code=$?; echo "rank $OMPI_COMM_WORLD_RANK exits with $code"; exit $code' sh \
+        "$build/faulty" "$1" 2 "$2" 2 >"$log" 2>&1 </dev/null
+    echo "mpirun exits with $?" >>"$log") &
+}
+
+# told FAULT CALL RANK SENTENCE: that rank said this, and it exited with 1, or mpirun did and ended it
+told() {
+    log=$build/faulty-$1-$2.log
+    grep -q "^rank $3 of 4: $4" "$log" && grep -q -e "^rank $3 exits with 1" -e "^mpirun exits with 1$" "$log" && return 0
+    echo "$1, $2: rank $3 did not say \"$4\", or exit with 1:"
+    cat "$log"
+    return 1
+}
+
+late() { echo "MT_ERR_TIMEOUT: $1.* on \"world\" (4 ranks): waited 2.00 s for rank 2, whose last call here was $1"; }
+
+all_told() { # FAULT CALL SENTENCE
+    told "$1" "$2" 0 "$3" && told "$1" "$2" 1 "$3" && told "$1" "$2" 3 "$3"
+}
+
+# Several jobs at once: they wait most of the time.
+start_faults() {
+    faulty kill all_reduce "$recovery"
+    faulty kill large "$recovery"
+    faulty kill group "$recovery"
+    faulty stop all_gather ""
+    faulty stop broadcast "$tcp"
+    wait
+    faulty sleep barrier ""
+    faulty sleep reduce_scatter "$tcp"
+    faulty kill ring "$recovery $tcp"
+    faulty return all_reduce "$recovery"
+    faulty fail broadcast "$recovery $tcp"
+    wait
+}
+
+group_told() { # the ranks of the other group wait for it at the end
+    told kill group 0 'MT_ERR_TIMEOUT: all_reduce(count 100, f32, sum) on "even" (2 ranks): waited 2.00 s for rank 1' &&
+        told kill group 1 'MT_ERR_TIMEOUT: waited [2-9][.0-9]* s at the end for rank \(0, \)*2' &&
+        told kill group 3 'MT_ERR_TIMEOUT: waited [2-9][.0-9]* s at the end for rank \(0, \)*2'
+}
+
+ring_told() { # only its neighbours wait for it; the first of them whose time is over tells the others
+    told kill ring 1 'MT_ERR_[TP].*: send_recv(count 9000 to rank [02], count 9000 from rank [02]' &&
+        told kill ring 3 'MT_ERR_[TP].*: send_recv(' && told kill ring 0 'MT_ERR_[TP].*: send_recv('
+}
+
+cause="rank 2 failed: MT_ERR_DATA: loss is 17, which is no good"
+failed_told() {
+    all_told fail broadcast "MT_ERR_PEER: broadcast.*$cause" && told fail broadcast 2 "MT_ERR_DATA: loss is 17"
+}
+
+# Without these options mpirun ends the job when a rank dies by a signal, long before the timeout.
+mpirun_ends() {
+    start=$(now)
+    ! run 40 4 "" "$build/faulty" kill 2 all_reduce 50 && [ $(($(now) - start)) -lt 30000 ]
+}
+
+# A trainer whose rank 1 is killed from outside, at any moment.
+killed_trainer() {
+    rm -f "$build/pid"
+    (sleep 4; [ -s "$build/pid" ] && kill -9 "$(cat "$build/pid")") &
+    # shellcheck disable=SC2016
+    run 100 4 "$recovery" sh -c '[ "$OMPI_COMM_WORLD_RANK" != 1 ] || echo $$ >"$0"; exec "$@"' "$build/pid" \
+        "$build/train_gpt" --tp 4 --steps 1000000 --eval-interval 0 --timeout 2 >"$build/trainer.log" 2>&1
+    code=$?
+    wait
+    [ $code -ne 124 ] && [ "$(grep -c '^rank [023] of 4: MT_ERR_[TP]' "$build/trainer.log")" = 3 ] && return 0
+    echo "mpirun exits with $code"
+    tail -n 40 "$build/trainer.log"
+    return 1
+}
+
+# As it is killed again and again, the run has more steps than it does in that time.
+long_run="--data README.md --tp 2 --pp 2 --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 200 --warmup 4 --dropout 0.1
+    --sample 0 --eval-interval 0 --timeout 1"
+
+# The victim writes who it is; the others, how they end.
+# shellcheck disable=SC2016
+lives='victim=$1; shift; [ "$OMPI_COMM_WORLD_RANK" != "$victim" ] || { echo $$ >"$0"; exec "$@"; }
+    "$@"; echo "rank $OMPI_COMM_WORLD_RANK exits with $?"'
+
+# interrupted NAME VICTIM DELAY: the run goes on from its checkpoint, and so long after it has begun that rank dies. Sets
+# survivors to how many others say why they end, with an exit code that is not 0; it is 0 when the run was done.
+interrupted() {
+    log=$build/$1.log pid=$build/$1.pid tries=0
+    rm -f "$pid"
+    : >"$log"
+    run 60 4 "$recovery" sh -c "$lives" "$pid" "$2" "$build/train_gpt" $long_run --checkpoint "$build/$1" --save-interval 1 \
+        --resume >"$log" 2>&1 &
+    job=$!
+    until grep -q '^data: ' "$log" || [ $tries -ge 300 ]; do
+        tries=$((tries + 1))
+        sleep 0.1
+    done
+    sleep "$3"
+    start=$(now)
+    kill -9 "$(cat "$pid")"
+    wait $job
+    code=$?
+    survivors=$(grep -c '^rank [0-3] of 4: MT_ERR_[TP]' "$log")
+    [ "$survivors" -ge 3 ] && [ "$(grep -c '^rank [0-3] exits with 1$' "$log")" = 3 ] && [ $code -ne 124 ] &&
+        [ $(($(now) - start)) -lt 20000 ] && return 0
+    [ "$survivors" = 0 ] && [ "$(grep -c '^rank [0-3] exits with 0$' "$log")" = 3 ] && return 0
+    echo "rank $2, killed after $3 s: mpirun exits with $code after $(($(now) - start)) ms"
+    cat "$log"
+    return 1
+}
+
+# killed_5_times NAME VICTIM: one rank after the other, mostly in a save, since it saves after each step
+killed_5_times() {
+    kills=0 seed=$(date +%s)$2
+    echo "seed $seed"
+    rm -rf "${build:?}/$1"
+    while [ $kills -lt 5 ]; do
+        interrupted "$1" $((($2 + kills) % 4)) \
+            "$(awk -v seed="$seed" -v n=$kills 'BEGIN { srand(seed + 7919 * n); print 0.3 * rand() }')" || return 1
+        [ "$survivors" != 0 ] || break # a fast machine
+        kills=$((kills + 1))
+    done
+    echo "$kills kills"
+    [ $kills -ge 2 ] && run 100 4 "" "$build/train_gpt" $long_run --checkpoint "$build/$1" --resume >/dev/null &&
+        diff -r "$build/whole/step-00000200" "$build/$1/step-00000200"
+}
+
+# Two runs at once, which wait most of the time; the last checkpoint is that of a run that was not interrupted.
+resumed_after_kills() {
+    rm -rf "$build/whole"
+    run 100 4 "" "$build/train_gpt" $long_run --checkpoint "$build/whole" >/dev/null || return 1
+    killed_5_times first 0 >"$build/first.out" 2>&1 &
+    other=$!
+    killed_5_times second 2
+    second=$?
+    wait $other
+    first=$?
+    cat "$build/first.out"
+    [ $first = 0 ] && [ $second = 0 ]
+}
+
+faults() {
+    start_faults
+    check "killed (-9): every survivor says for whom it waited, in which call" all_told kill all_reduce "$(late all_reduce)"
+    check "killed, others in a large all_reduce" all_told kill large "$(late all_reduce)"
+    check "killed, others in another group" group_told
+    check "killed, others in a ring, over TCP" ring_told
+    check "stopped (-STOP)" all_told stop all_gather "$(late all_gather)"
+    check "stopped, over TCP" all_told stop broadcast "$(late broadcast)"
+    check "sleeping in its own code" all_told sleep barrier "$(late barrier)"
+    check "sleeping, others in a reduce_scatter, over TCP" all_told sleep reduce_scatter "$(late reduce_scatter)"
+    check "returned early" all_told return all_reduce "MT_ERR_PEER: all_reduce.* rank 2 returned from its function"
+    check "failed: every other rank says why, over TCP" failed_told
+    check "killed, and mpirun ends the job" mpirun_ends
+    check "train_gpt, a rank killed from outside" killed_trainer
+    check "train_gpt, killed 10 times and resumed, has the checkpoint of a run that was not" resumed_after_kills
+}
+
+# ---- two machines made of network namespaces -------------------------------------------------------------------------
+
+near=mtn$$a far=mtn$$b
+trap 'ip netns del $near 2>/dev/null; ip netns del $far 2>/dev/null' EXIT
+trap 'exit 1' HUP INT TERM
+
+# Prints why there are none.
+machines() {
+    [ "$(id -u)" = 0 ] || { echo "not root"; return 1; }
+    if ! have_command ip || ! have_command unshare; then
+        echo "no ip, or no unshare"
+        return 1
+    fi
+    { ip netns add $near && ip netns add $far && ip link add veth0 netns $near type veth peer name veth0 netns $far &&
+        ip -n $near addr add 10.99.7.1/24 dev veth0 && ip -n $far addr add 10.99.7.2/24 dev veth0 &&
+        for each in $near $far; do ip -n $each link set lo up && ip -n $each link set veth0 up || return 1; done &&
+        ip netns exec $near unshare -u true; } 2>&1 | tail -n 1
+    ip -n $far link show dev veth0 up >/dev/null 2>&1
+}
+
+# between RANKS PROGRAM ARGUMENTS...: half of them on either; mpirun starts its daemon there as it would by ssh
+between() {
+    ranks=$1
+    shift
+    # shellcheck disable=SC2016
+    printf '#!/bin/sh\nshift\nexec ip netns exec %s unshare -u sh -c '\''hostname far; exec sh -c "$*"'\'' sh "$@"\n' $far \
+        >"$build/agent"
+    chmod +x "$build/agent"
+    # shellcheck disable=SC2016
+    ip netns exec $near unshare -u sh -c 'hostname near; exec timeout -k 10 200 "$@"' sh mpirun $tcp \
+        --mca plm_rsh_agent "$build/agent" --mca btl_tcp_if_include 10.99.7.0/24 --mca oob_tcp_if_include 10.99.7.0/24 \
+        --host 10.99.7.1:$((ranks / 2)),10.99.7.2:$((ranks / 2)) -n "$ranks" "$@"
+}
+
+# Two ranks on either machine, as their names say.
+spread() {
+    between 4 sh -c 'echo "$(hostname)"; exec "$@"' sh "$build/faulty" none 0 large 20 >"$build/spread.log" 2>&1 || return 1
+    [ "$(grep -c '^near$' "$build/spread.log")" = 2 ] && [ "$(grep -c '^far$' "$build/spread.log")" = 2 ]
+}
+
+trains_between() {
+    same_losses 4 --tp 2 --dp 2 || return 1
+    rm -f "$build/processes.csv"
+    # shellcheck disable=SC2086
+    between 4 "$build/train_gpt" $small --tp 2 --dp 2 --log "$build/processes.csv" || return 1
+    losses "$build/processes.csv" | cmp - "$build/threads.losses"
+}
+
+# The cable is cut while ranks talk.
+cut_cable() {
+    (sleep 3; ip -n $far link set veth0 down; sleep 7; ip -n $far link set veth0 up) & # mpirun waits for its own daemon
+    between 4 "$build/train_gpt" --tp 4 --steps 1000000 --eval-interval 0 --timeout 2 >"$build/cut.log" 2>&1
+    code=$?
+    wait
+    [ $code -ne 0 ] && [ $code -ne 124 ] && [ "$(grep -c '^rank [0-3] of 4: MT_ERR_[TP]' "$build/cut.log")" -ge 2 ] && return 0
+    echo "mpirun exits with $code"
+    tail -n 40 "$build/cut.log"
+    return 1
+}
+
+two_machines() {
+    if ! why=$(machines); then
+        leave_out "two machines: no network namespaces here: $why"
+        return
+    fi
+    check "two machines: a program runs on both" spread
+    check "two machines: large messages, grids, many groups" between 4 "$build/test_mpi"
+    check "two machines: train_gpt has the losses of threads" trains_between
+    check "two machines: the cable is cut" cut_cable
+}
+
+# ---- everything ----------------------------------------------------------------------------------------------------
+
+all_tests() {
+    tests_over "shared memory" ""
+    check "every mistake of a rank, or of two together" run 200 4 "" "$build/test_faults"
+    check "thousands of random collectives in random groups" run 200 8 "" "$build/test_comm_stress"
+    tests_over TCP "$tcp"
+}
+
+sanitizers() {
+    check "large messages, groups, ends: address, undefined behaviour" sanitized test_mpi 4
+    check "the same, no leak of ours" no_leak test_mpi
+    check "every mistake: address, undefined behaviour" sanitized test_faults 4
+}
+
+training() {
+    check "train_gpt: the losses of 4 threads, to the last bit" same_losses 4 --tp 4
+    check "train_gpt: the same, 2 x 2, sequence parallel, invariant" \
+        same_losses 4 --tp 2 --dp 2 --sequence-parallel --invariant 4
+    check "train_gpt: the same, 2 stages of 2 tensor ranks" same_losses 4 --tp 2 --pp 2
+    check "train_gpt: the same, 2 stages, 2 data ranks that share the optimizer, GPipe" \
+        same_losses 4 --tp 1 --pp 2 --dp 2 --use-distributed-optimizer --schedule gpipe
+}
+
+ensure_packages openmpi-bin libopenmpi-dev
+if have_package openmpi-bin && have_package libopenmpi-dev && mpirun --version 2>/dev/null | grep -q 'Open MPI'; then
+    [ $# -gt 0 ] || set -- builds all_tests sanitizers training faults two_machines
+    for part in "$@"; do $part; done
+else
+    leave_out "MPI: no mpirun and mpicc of Open MPI here (openmpi-bin libopenmpi-dev)"
+fi
+closing_line
+exit $((failed > 0))

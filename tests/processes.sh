@@ -1,0 +1,162 @@
+#!/bin/sh
+# train_gpt as processes that meet over NCCL, started with the environment of torchrun, on as many machines as NCCL is told.
+#
+#   sh tests/processes.sh PROGRAM FOLDER [FLAGS...]
+#
+# PROGRAM is examples/train_gpt.c built for GPUs with MT_USE_NCCL, or for the engine, of which tests/cuda.sh makes one. Checked:
+# the losses are to the last digit those of the same number of threads; only rank 0 prints and writes; when a rank is killed or
+# stopped, every other one ends within the timeout, with one sentence and an exit status that is not 0; and what goes on from the
+# last checkpoint has the bits of a run that lost nobody. Logs go to FOLDER.
+set -u
+program=$1 out=$2
+shift 2
+ranks=4
+port=$((20000 + $$ % 20000))
+mkdir -p "$out" || exit 1
+
+pid() { eval "echo \${pid_$1:-}"; }
+
+# Those of `start` that have not been waited for.
+end_all() {
+    for rank in 0 1 2 3; do
+        [ -z "$(pid $rank)" ] || kill -s KILL "$(pid $rank)" 2>/dev/null
+    done
+    wait
+}
+trap 'exit 1' HUP INT TERM
+trap end_all EXIT
+
+# ends RANK: waits for it, and has its exit status
+ends() {
+    process=$(pid "$1")
+    eval "pid_$1="
+    wait "$process"
+}
+
+fail() {
+    echo "$1"
+    shift
+    for file in "$@"; do
+        echo "-- $file:"
+        head -n 20 "$file"
+    done
+    exit 1
+}
+
+# start NAME MACHINES FLAGS...: one process per rank, in the background; sets pid_0, pid_1, ... and the next port
+start() {
+    name=$1 here=$((ranks / $2))
+    shift 2
+    port=$((port + 2))
+    rank=0
+    while [ $rank -lt $ranks ]; do
+        RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % here)) NCCL_HOSTID=machine$((rank / here)) MASTER_ADDR=127.0.0.1 \
+            MASTER_PORT=$port "$program" --device cuda --tp 2 --dp 2 "$@" >"$out/$name.$rank.out" 2>"$out/$name.$rank.err" &
+        eval "pid_$rank=$!"
+        rank=$((rank + 1))
+    done
+}
+
+# threads FLAGS...: what is expected of processes
+threads() {
+    rm -f "$out/threads.csv"
+    "$program" --device cuda --tp 2 --dp 2 "$@" --log "$out/threads.csv" >"$out/threads.out" 2>&1 ||
+        fail "threads" "$out/threads.out"
+}
+
+same_losses() {
+    cut -d , -f 1-3,5- "$out/threads.csv" >"$out/expected.csv" # all but the tokens per second
+    cut -d , -f 1-3,5- "$out/$1.csv" | cmp -s - "$out/expected.csv" || fail "$1: other losses" "$out/expected.csv" "$out/$1.csv"
+}
+
+# trains NAME MACHINES FLAGS...
+trains() {
+    start "$@" --log "$out/$1.csv"
+    for rank in 0 1 2 3; do
+        ends $rank || fail "$name: rank $rank fails" "$out/$name.$rank.err"
+        [ ! -s "$out/$name.$rank.err" ] || fail "$name: rank $rank complains" "$out/$name.$rank.err"
+        [ $rank = 0 ] || [ ! -s "$out/$name.$rank.out" ] || fail "$name: rank $rank prints" "$out/$name.$rank.out"
+    done
+    grep -q '^step ' "$out/$name.0.out" || fail "$name: rank 0 says nothing" "$out/$name.0.out"
+    same_losses "$name"
+    echo "$name: $ranks processes on $2 machine(s), the losses of $ranks threads"
+}
+
+now() { date +%s; }
+
+# says NAME RANK SIGNAL: one sentence, of the rank, that names a collective and its communicator; who is killed is seen at once
+says() {
+    [ "$(wc -l <"$out/$1.err")" -eq 1 ] && grep -q "^rank $2 of $ranks: MT_ERR_[A-Z]*: [a-z_]*.* on \"" "$out/$1.err" || return 1
+    grep -q 'MT_ERR_PEER' "$out/$1.err" || { [ "$3" = STOP ] && grep -q 'MT_ERR_TIMEOUT' "$out/$1.err"; }
+}
+
+# lost SIGNAL VICTIM: what the others do about it
+lost() {
+    kill -s "$1" "$(pid "$2")"
+    begin=$(now)
+    for rank in 0 1 2 3; do
+        [ $rank != "$2" ] || continue
+        ends $rank && fail "$name: rank $rank succeeds" "$out/$name.$rank.err"
+        says "$name.$rank" $rank "$1" || fail "$name: what rank $rank says" "$out/$name.$rank.err"
+    done
+    took=$(($(now) - begin))
+    end_all
+    [ $took -le 20 ] || fail "$name: the others took $took s"
+    echo "$name: $took s; $(cat "$out/$name".*.err | head -n 1)"
+}
+
+# until_there COMMAND...: waits until it succeeds
+until_there() {
+    tries=0
+    until "$@"; do
+        tries=$((tries + 1))
+        [ $tries -lt 300 ] || fail "$name: it does not begin" "$out/$name.0.err"
+        sleep 0.1
+    done
+}
+
+# loses SIGNAL VICTIM FLAGS...: in the middle of a long run
+loses() {
+    signal=$1 victim=$2
+    shift 2
+    start "$signal-$victim" 1 "$@" --steps 1000000 --timeout 2
+    until_there grep -qs '^step ' "$out/$name.0.out"
+    lost "$signal" "$victim"
+}
+
+# resumes VICTIM FLAGS...: a run that loses that rank goes on, and ends with the files of one that did not
+resumes() {
+    victim=$1
+    shift
+    rm -rf "$out/whole" "$out/run"
+    threads "$@" --steps 12 --checkpoint "$out/whole"
+    start "checkpoint-$victim" 1 "$@" --steps 12 --timeout 2 --checkpoint "$out/run" --save-interval 1
+    until_there test -d "$out/run/step-00000003"
+    lost KILL "$victim"
+    [ ! -d "$out/run/step-00000012" ] || fail "$name: it was over before"
+    start "resumed-$victim" 1 "$@" --steps 12 --checkpoint "$out/run" --resume
+    for rank in 0 1 2 3; do
+        ends $rank || fail "$name: rank $rank fails" "$out/$name.$rank.err"
+    done
+    diff -r "$out/whole/step-00000012" "$out/run/step-00000012" || fail "$name: other files"
+    echo "$name: the files of a run that lost nobody"
+}
+
+threads "$@"
+trains one-machine 1 "$@"
+trains two-machines 2 "$@"
+if command -v torchrun >/dev/null 2>&1; then
+    torchrun --standalone --no-python --nproc-per-node $ranks "$program" --device cuda --tp 2 --dp 2 "$@" \
+        --log "$out/torchrun.csv" >"$out/torchrun.out" 2>&1 || fail "torchrun" "$out/torchrun.out"
+    same_losses torchrun
+    echo "torchrun: the losses of $ranks threads"
+else
+    echo "torchrun is not here: its environment is, above"
+fi
+threads "$@" --tp 1 --pp 2 --use-distributed-optimizer
+trains stages 1 "$@" --tp 1 --pp 2 --use-distributed-optimizer
+loses KILL 2 "$@"
+loses KILL 0 "$@"
+loses STOP 1 "$@"
+loses STOP 0 "$@"
+resumes 2 "$@" --dp 1 --pp 2
