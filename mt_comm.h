@@ -1210,6 +1210,9 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 #define MTI_IN_P2P 2
 
 #define MTI_SPIN_SECONDS 20e-6
+#define MTI_LATE_TURN 500e-6
+#define MTI_LATE_TURNS 2 /* of each rank, one after the other */
+#define MTI_CROWDED 32
 
 typedef struct mti_call {
     int kind; /* mt_collective, MTI_SPLIT or MTI_SEND_RECV */
@@ -1247,6 +1250,9 @@ typedef struct mti_group {
     int sleepers, left_count, references;
     int size;
     int spin; /* the cores suffice for all ranks of the job */
+    struct mti_group *root; /* the group this one, and others, were split from, which it holds; NULL: it is that one */
+    int late_turns;         /* of the root, atomic: turns given away that came back late, one after the other */
+    int64_t crowded_until;  /* of the root, atomic, microseconds by mti_now: until then others would take turns */
     double timeout;
     pthread_mutex_t mutex;
     pthread_cond_t cond;
@@ -1459,11 +1465,14 @@ static mt_comm *mti_comm_new(int rank, int size, const char *name) {
 }
 
 static void mti_group_release(mti_group *g) {
+    mti_group *root;
     if (!g || __atomic_sub_fetch(&g->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    root = g->root;
     pthread_cond_destroy(&g->cond);
     pthread_mutex_destroy(&g->mutex);
     free(g->slots);
     free(g);
+    mti_group_release(root);
 }
 
 static mti_group *mti_group_new(int size, double timeout, int spin) {
@@ -1491,8 +1500,10 @@ static mti_group *mti_group_new(int size, double timeout, int spin) {
     return g;
 }
 
-/* All communicators of a new group, or none of them. */
-static mt_status mti_family_new(int size, double timeout, int spin, const char *name, mt_comm **comms) {
+static mti_group *mti_root_of(mti_group *g) { return g && g->root ? g->root : g; }
+
+/* All communicators of a new group, or none of them. parent: whose members these are; NULL: there is none */
+static mt_status mti_family_new(int size, double timeout, int spin, mti_group *parent, const char *name, mt_comm **comms) {
     mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
     int r, made = 0;
     if (size > 1 && !g) return MT_ERR_MEMORY;
@@ -1504,6 +1515,10 @@ static mt_status mti_family_new(int size, double timeout, int spin, const char *
         return MT_ERR_MEMORY;
     }
     for (r = 0; r < size; r++) comms[r]->group = g;
+    if (g && parent) {
+        g->root = mti_root_of(parent);
+        __atomic_add_fetch(&g->root->references, 1, __ATOMIC_RELAXED);
+    }
     return MT_SUCCESS;
 }
 
@@ -1512,7 +1527,7 @@ MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **com
     mt_status status;
     if (!comms || ranks < 1 || ranks > MTI_MAX_RANKS || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
     spin = ranks <= mti_allowed_cores(NULL, 0);
-    status = mti_family_new(ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, "world", comms);
+    status = mti_family_new(ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, NULL, "world", comms);
     for (r = 0; status != MT_SUCCESS && r < ranks; r++) comms[r] = NULL;
     return status;
 }
@@ -1715,21 +1730,36 @@ static int mti_wait_over(const mti_wait *w) {
     return ((__atomic_load_n(w->word, __ATOMIC_SEQ_CST) & w->mask) == w->value) != (w->until_not != 0);
 }
 
+/* A turn that comes back late went to somebody who computes, perhaps in another program. When one after the other does, each
+   wait would cost a turn: for MTI_CROWDED times as long the ranks had better sleep at once, for sleepers are woken in front
+   of those who compute. */
+static void mti_note_turn(mti_group *root, double start, double now) {
+    if (now - start <= MTI_LATE_TURN) {
+        if (__atomic_load_n(&root->late_turns, __ATOMIC_RELAXED) != 0) __atomic_store_n(&root->late_turns, 0, __ATOMIC_RELAXED);
+    } else if (__atomic_add_fetch(&root->late_turns, 1, __ATOMIC_RELAXED) >= MTI_LATE_TURNS * root->size) {
+        __atomic_store_n(&root->crowded_until, (int64_t)(1e6 * (now + MTI_CROWDED * (now - start))), __ATOMIC_RELAXED);
+    }
+}
+
 /* Before going to sleep, for a moment: with a core for every rank, spin; with fewer, let the others run, who may be the
-   ones waited for. Giving way costs half of sleeping and being woken (8 ranks on 2 cores). */
-static int mti_spin(const mti_group *g, const mti_wait *w) {
-    int rounds = g->spin ? 32 : 1, i;
-    double start;
-    if (mti_wait_over(w)) return 1;
+   ones waited for. Giving way costs an eighth of sleeping and being woken (8 ranks on 2 cores). */
+static int mti_spin(mti_group *g, const mti_wait *w) {
+    mti_group *root = mti_root_of(g);
+    int rounds = g->spin ? 32 : 1, over = mti_wait_over(w), i;
+    double start, now;
+    if (over) return 1;
     start = mti_now();
+    if (1e6 * start < (double)__atomic_load_n(&root->crowded_until, __ATOMIC_RELAXED)) return 0;
     do {
-        for (i = 0; i < rounds; i++) {
+        for (i = 0; i < rounds && !over; i++) {
             if (g->spin) mti_pause();
             else sched_yield();
-            if (mti_wait_over(w)) return 1;
+            over = mti_wait_over(w);
         }
-    } while (mti_now() - start < MTI_SPIN_SECONDS);
-    return 0;
+        now = mti_now();
+    } while (!over && now - start < MTI_SPIN_SECONDS);
+    if (!g->spin) mti_note_turn(root, start, now);
+    return over;
 }
 
 static int mti_is_broken(const mti_group *g) {
@@ -2112,7 +2142,8 @@ static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
     char name[32];
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     if (!family) return NULL;
-    if (mti_family_new(size, timeout, comm->group ? comm->group->spin : 0, name, family) == MT_SUCCESS) return family;
+    if (mti_family_new(size, timeout, comm->group ? comm->group->spin : 0, comm->group, name, family) == MT_SUCCESS)
+        return family;
     free(family);
     return NULL;
 }
