@@ -25,8 +25,14 @@
 
 #include <errno.h>
 #include <getopt.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #define GPT2_VOCAB 50257
 #define LLMC_MAGIC 20240520

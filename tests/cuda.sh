@@ -29,14 +29,22 @@ engine_objects() {
     done
 }
 
-# engine_program VARIANT FLAGS KERNEL_FLAGS SOURCE NAME: compiled and linked against the engine
-engine_program() {
+# engine_object VARIANT FLAGS KERNEL_FLAGS SOURCE NAME: compiled to be executed by the engine
+engine_object() {
     # shellcheck disable=SC2086  # lists of flags
     "$CXX" -std=c++17 $2 -Wall -Wextra -Werror -Wno-deprecated-declarations $3 -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I. -x c++ -c "$4" -o "$build/$1/$5.o" || return 1
-    # shellcheck disable=SC2086
-    (cd "$build/$1" && "$CXX" $2 "$5.o" core.o runtime.o check.o blaslt.o nccl.o -o "$5" $cmocka_link -lpthread)
+        -include tests/engine/engine.h -I. -x c++ -c "$4" -o "$build/$1/$5.o"
 }
+
+# engine_program VARIANT FLAGS KERNEL_FLAGS SOURCE NAME: compiled and linked against the engine
+engine_program() {
+    engine_object "$1" "$2" "$3 ${declarations_only:-}" "$4" "$5" || return 1
+    # shellcheck disable=SC2086
+    (cd "$build/$1" && "$CXX" $2 "$5.o" ${implementation:-} core.o runtime.o check.o blaslt.o nccl.o -o "$5" $cmocka_link -lpthread)
+}
+
+# shared OBJECT COMMAND...: for programs that use nothing but what the headers declare, the implementation is built once
+shared() { (implementation=$1.o declarations_only=$DECLARATIONS_ONLY && shift && "$@"); }
 
 # cuda_test VARIANT FLAGS KERNEL_FLAGS PROGRAM: builds and runs it on the engine
 cuda_test() { engine_program "$1" "$2" "$3 $cmocka_include" "tests/$4.cu" "$4" && timeout -k 10 1500 "$build/$1/$4"; }
@@ -52,22 +60,25 @@ on_the_engine() {
     check "the engine itself, and every planted bug found" sh tests/engine/run.sh
     check "the stand-ins of cuBLASLt and NCCL" sh tests/engine/build_standins.sh
     check "the engine and the stand-ins build" engine_objects fast "-O2 -g"
+    check "the implementation" engine_object fast "-O2 -g" "" tests/package/implementation.c implementation
+    check "the implementation with NCCL" engine_object fast "-O2 -g" "-DMT_USE_NCCL" tests/package/implementation.c with_nccl
     check "the models of PTX instructions, by the manual" cuda_test fast "-O1 -g" "" test_cuda_ptx
     check "operators on CUDA against the CPU" cuda_test fast "-O1 -g" "" test_cuda
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda"
-    check "products: epilogues, the choice of an algorithm" cuda_test fast "-O1 -g" "" test_cuda_gemm
+    check "products: epilogues, the choice of an algorithm" shared implementation cuda_test fast "-O1 -g" "" test_cuda_gemm
     check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda_gemm"
     check "attention on tensor cores against the CPU" cuda_test fast "-O2 -g" "" test_cuda_flash
     check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
     check "a GPT on 1 to 8 GPUs, as on the CPU; overlap; invariant mode; what is planned" \
-        cuda_test fast "-O2 -g" "" test_cuda_gpt
-    check "checkpoints of a GPT: training goes on, the files are the CPU's" cuda_test fast "-O1 -g" "" test_cuda_checkpoint
-    check "several GPUs in one process" cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_devices
+        shared implementation cuda_test fast "-O1 -g" "" test_cuda_gpt
+    check "checkpoints of a GPT: training goes on, the files are the CPU's" \
+        shared implementation cuda_test fast "-O1 -g" "" test_cuda_checkpoint
+    check "several GPUs in one process" shared with_nccl cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_devices
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_devices"
     check "NVTX ranges nest and end" cuda_test fast "-O1 -g" "" test_cuda_nvtx
     check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O1 -g" "" test_cuda_nccl
     check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
-    check "the GPT over NCCL" cuda_test fast "-O2 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
+    check "the GPT over NCCL" shared with_nccl cuda_test fast "-O1 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
     check "the same, data parallel, streams lazy, greedy and random" every_order "$build/fast/test_cuda_gpt" streams
     check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
     check "ranks that are processes: where they meet, collectives, faults" \
@@ -112,7 +123,7 @@ few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sampl
 
 # examples/train_gpt.c as it is, on two GPUs over NCCL: in f32 the losses of the CPU, in the others losses that fall.
 trains_on_the_engine() {
-    engine_program fast "-O2 -g" "-DMT_USE_NCCL -w" examples/train_gpt.c train_gpt || return 1
+    shared with_nccl engine_program fast "-O1 -g" "-DMT_USE_NCCL -w" examples/train_gpt.c train_gpt || return 1
     "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt_cpu" -lm -lpthread || return 1
     # shellcheck disable=SC2086  # a list of flags
     "$build/train_gpt_cpu" $few_steps --tp 2 --log "$build/cpu.csv" || return 1
@@ -131,7 +142,7 @@ trains_as_processes() { sh tests/processes.sh "$build/fast/train_gpt" "$build/pr
 
 # Shapes so small that they only show that everything runs.
 bench_on_the_engine() {
-    engine_program fast "-O1 -g" "" tests/bench/bench_cuda.cu bench_cuda || return 1
+    shared implementation engine_program fast "-O1 -g" "" tests/bench/bench_cuda.cu bench_cuda || return 1
     "$build/fast/bench_cuda" --tiny --csv >"$build/bench_cuda.csv" && cat "$build/bench_cuda.csv" || return 1
     [ "$(grep -c '^[a-z]*,"' "$build/bench_cuda.csv")" -gt 50 ]
 }
@@ -249,17 +260,20 @@ no_gpu_is_said() {
     done
 }
 
-# lane NAME FUNCTION: checks that run beside those of other lanes
+# lane NAME FUNCTION: checks that run beside those of other lanes; give_way: which let the others go first
 lane() { (check_log=$build/$1.log passed=0 failed=0 skipped=0; "$2"; closing_line) >"$build/$1.out" 2>&1 & }
+give_way() { renice -n 10 -p $! >/dev/null 2>&1; }
 
 if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
     lane engine on_the_engine
     lane checked checked_on_the_engine
+    give_way
 else
     skip "CUDA on the engine: the headers of CUDA, cuBLASLt and NCCL are not in $cuda/include (CUDA_HOME)"
 fi
 if have_command nvcc; then
     lane nvcc by_nvcc
+    give_way
 else
     skip "nvcc: not here, nothing was built for a GPU"
 fi

@@ -45,6 +45,10 @@ gpu_build() {
 
 gpu_test() { gpu_build "$@" && timeout -k 10 600 "$build/$1"; }
 
+# Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they do.
+gpu_implementation() { nvcc -x cu -std=c++17 -O2 $arch -I. -c tests/package/implementation.c -o "$build/implementation.o"; }
+shared() { "$1" "$2" "$DECLARATIONS_ONLY" "$build/implementation.o"; }
+
 have_command nvcc || no_gpu "nvcc is not here to build for one"
 if [ "${1:-}" = --build ]; then
     each=gpu_build arch="-gencode arch=compute_80,code=compute_80" # the driver makes the rest
@@ -56,13 +60,14 @@ else
     echo "$device"
 fi
 check "the wrappers of PTX instructions" $each test_cuda_ptx
-check "GEMM, its epilogues and the choice of algorithms" $each test_cuda_gemm
+check "the implementation builds" gpu_implementation
+check "GEMM, its epilogues and the choice of algorithms" shared $each test_cuda_gemm
 check "operators, contexts and collectives against the CPU" $each test_cuda
 check "attention on tensor cores against the CPU" $each test_cuda_flash
-check "several GPUs in one process" $each test_cuda_devices
+check "several GPUs in one process" shared $each test_cuda_devices
 check "NCCL" $each test_cuda_nccl "" -lnccl
 check "ranks that are processes" $each test_cuda_processes -DMT_USE_NCCL -lnccl
-check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
-check "checkpoints of a GPT" $each test_cuda_checkpoint
+check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" shared $each test_cuda_gpt
+check "checkpoints of a GPT" shared $each test_cuda_checkpoint
 closing_line
 [ "$failed" -eq 0 ]

@@ -4,6 +4,9 @@
 #   MT_TEST_WITHOUT="cmake cmocka dnnl openblas openmpi clang nvcc ..."   behave as if these were not there, and could not be had
 #   MT_INSTALL=no                                                 install nothing, only say what is missing
 
+# For programs that are linked to the implementation, though they ask for one of their own.
+DECLARATIONS_ONLY="-DMEGATRON_IMPLEMENTED -DMT_PARALLEL_IMPLEMENTED -DMT_KERNELS_IMPLEMENTED -DMT_COMM_IMPLEMENTED"
+
 CC=${CC:-cc}
 CXX=${CXX:-c++}
 

@@ -43,7 +43,7 @@ stages=${stages:-tests headers bisect checkpoints asan tsan mpi examples package
 
 # those with ranks that race if they can
 tsan_tests="test_comm test_faults test_lost_ranks test_comm_stress test_train test_data_parallel test_pipeline"
-per_gemm_tests="test_kernels test_gemm test_golden test_invariant" # also built with each GEMM, see CMakeLists.txt
+per_gemm_tests="test_kernels test_gemm test_golden test_invariant" # built with each GEMM, see CMakeLists.txt
 build=${MT_BUILD_DIR:-build}
 jobs=$(nproc 2>/dev/null || echo 2)
 mkdir -p "$build/logs" || exit 1
@@ -143,9 +143,10 @@ plain_programs() {
     for source in tests/test_*.c; do
         program=$(basename "$source" .c)
         [ -z "$2" ] || in_list "$program" "$2" || continue
-        echo "$program"
         if [ -z "$1" ] && in_list "$program" "$per_gemm_tests"; then
             for each in $gemms; do echo "${program}_$each"; done
+        else
+            echo "$program"
         fi
     done
 }
@@ -475,7 +476,8 @@ finish() {
     exit $code
 }
 
-# Those that keep one core busy run beside the others. What they print comes in one piece, after that.
+# Those that keep one core busy run beside the others, and give way to them: ranks that meet many times a second would wait for
+# a turn each time. What they print comes in one piece, after that.
 beside() {
     check_log=$build/logs/beside-check.log passed=0 failed=0 skipped=0 left_out=
     for stage in $1; do
@@ -496,6 +498,7 @@ for stage in $stages; do
 done
 : >"$build/logs/beside.left_out"
 beside "$together" >"$build/logs/beside.out" 2>&1 </dev/null &
+renice -n 19 -p $! >/dev/null 2>&1
 for stage in $alone; do
     run_stage "$stage"
 done

@@ -60,7 +60,7 @@ static mt_status disturb_params(test_rank *r, float scale) {
         mt_param *p = mt_params_at(r->params, i);
         int64_t n = p->desc.rows * p->desc.cols;
         float *x = (float *)malloc((size_t)n * sizeof *x);
-        uint64_t seed = mti_name_stream(p->name);
+        uint64_t seed = test_name_seed(p->name);
         mt_status status = mt_param_gather(r->ctx, r->params, p, p->value, x);
         for (int64_t k = 0; status == MT_SUCCESS && k < n; k++) x[k] += scale * test_float(&seed);
         if (status == MT_SUCCESS) status = mt_param_scatter(r->ctx, p, x, p->value);
@@ -389,7 +389,7 @@ static double central_difference(const differentiable *d, const double *v, doubl
 
 static void check_directions(const differentiable *d) {
     double norm = 0, v[DIFFERENCE_MAX], length, want, got;
-    uint64_t seed = mti_name_stream(d->what);
+    uint64_t seed = test_name_seed(d->what);
     assert_true(d->n <= DIFFERENCE_MAX);
     for (int64_t i = 0; i < d->n; i++) norm += (double)d->g[i] * (double)d->g[i];
     norm = sqrt(norm);

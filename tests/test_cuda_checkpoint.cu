@@ -11,6 +11,8 @@
 #include "mt_test_gpt.h"
 #include "mt_test_resume.h"
 
+#include <unistd.h>
+
 static char scratch[] = "/tmp/test_cuda_checkpoint_XXXXXX";
 
 static const char *in_scratch(const char *name) {

@@ -9,6 +9,7 @@
 
 #include "mt_test.h"
 
+#include <cublasLt.h>
 #include <math.h>
 #if defined(MT_CUDA_ENGINE)
 #include "runtime.h"

@@ -10,6 +10,8 @@
 
 #include "mt_test_ranks.h"
 
+#include <limits.h>
+
 static const int splits[] = {1, 2, 3, 4, 8};
 #define SPLITS (sizeof splits / sizeof *splits)
 
@@ -1129,7 +1131,7 @@ static mt_status norm_stage(test_rank *r, int stage, double *square) {
                          {.name = "words", .rows = 11, .cols = 3, .placement = MT_SPLIT_ROWS, .shared_embedding = 1}};
     for (int i = 0; i < 4; i++) snprintf(name[i], sizeof name[i], "%s.%d", kinds[i], stage);
     for (int i = 0; i < 5; i++) {
-        uint64_t seed = mti_name_stream(d[i].name);
+        uint64_t seed = test_name_seed(d[i].name);
         if (stage == r->grid.pipeline_rank) CHECK(add_or_null(r, d[i]) != NULL);
         for (int64_t k = 0; k < d[i].rows * d[i].cols && !(d[i].shared_embedding && stage > 0); k++) {
             double x = (double)(3 * test_float(&seed));
@@ -1164,7 +1166,7 @@ static mt_status norm_body(test_rank *r) {
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     for (int i = 0; i < mt_params_count(r->params); i++) {
         mt_param *p = mt_params_at(r->params, i);
-        float *x = test_noise(r, p->desc.rows * p->desc.cols, mti_name_stream(p->name), 3.0f);
+        float *x = test_noise(r, p->desc.rows * p->desc.cols, test_name_seed(p->name), 3.0f);
         MT_TRY(mt_param_scatter(r->ctx, p, x, p->grad));
     }
     want = sqrt(square);

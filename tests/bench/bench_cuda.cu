@@ -11,6 +11,8 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include <cublasLt.h>
+
 #include <algorithm>
 #include <cmath>
 #include <functional>
