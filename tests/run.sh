@@ -314,46 +314,13 @@ stage_tsan() {
     stage_sanitizer thread -fsanitize=thread "$tsan_tests"
 }
 
-# ---- headers -------------------------------------------------------------------------------------------------------
+# ---- scripts -------------------------------------------------------------------------------------------------------
 
-stage_headers() {
-    sh tests/check_headers.sh | tee "$build/logs/headers.log" | grep -v '^[0-9]* passed, '
-    tally "$build/logs/headers.log"
-    missed=$(sed -n 's/^  skip  /  /p' "$build/logs/headers.log" | grep -v 'also with --strict')
-    [ -z "$missed" ] || left_out="$left_out$missed
-"
-}
-
-# ---- the hash log --------------------------------------------------------------------------------------------------
-
-stage_bisect() {
-    sh tests/bisect.sh | tee "$build/logs/bisect.log" | grep -v '^[0-9]* passed, '
-    tally "$build/logs/bisect.log"
-}
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-stage_checkpoints() {
-    sh tests/checkpoints.sh | tee "$build/logs/checkpoints.log" | grep -v '^[0-9]* passed, '
-    tally "$build/logs/checkpoints.log"
-    missed=$(sed -n 's/^  skip  /  /p' "$build/logs/checkpoints.log")
-    [ -z "$missed" ] || left_out="$left_out$missed
-"
-}
-
-# ---- CUDA ----------------------------------------------------------------------------------------------------------
-
-stage_cuda() {
-    sh tests/cuda.sh | tee "$build/logs/cuda.log" | grep -v '^[0-9]* passed, '
-    tally "$build/logs/cuda.log"
-}
-
-# ---- MPI -----------------------------------------------------------------------------------------------------------
-
-stage_mpi() {
-    sh tests/mpi.sh | tee "$build/logs/mpi.log" | grep -v '^[0-9]* passed, '
-    tally "$build/logs/mpi.log"
-    missed=$(sed -n 's/^  skip  /  /p' "$build/logs/mpi.log" | grep -v 'also with --strict')
+# stage_script NAME: runs tests/NAME.sh, which prints its own lines and a closing one. What it left out counts here, too.
+stage_script() {
+    sh "tests/$1.sh" | tee "$build/logs/$1.log" | grep -v '^[0-9]* passed, '
+    tally "$build/logs/$1.log"
+    missed=$(sed -n 's/^  skip  /  /p' "$build/logs/$1.log" | grep -v 'also with --strict')
     [ -z "$missed" ] || left_out="$left_out$missed
 "
 }
@@ -452,15 +419,15 @@ run_stage() {
     stage_start=$(now)
     case $stage in
     tests) echo "== tests, GEMM: ${gemms%% *}" && stage_tests ;;
-    headers) echo "== headers" && stage_headers ;;
-    bisect) echo "== planted bugs, found by the hash log" && stage_bisect ;;
+    headers) echo "== headers" && stage_script check_headers ;;
+    bisect) echo "== planted bugs, found by the hash log" && stage_script bisect ;;
     asan) echo "== tests, address, undefined behaviour and leak sanitizers" && stage_asan ;;
     tsan) echo "== communication and training tests, thread sanitizer" && stage_tsan ;;
-    mpi) echo "== communicators over MPI, by processes" && stage_mpi ;;
+    mpi) echo "== communicators over MPI, by processes" && stage_script mpi ;;
     examples) echo "== examples, each by the command in its first lines" && stage_examples ;;
     package) echo "== installed package" && stage_package ;;
-    checkpoints) echo "== checkpoints: a fuzzer, Python's safetensors, signal 9" && stage_checkpoints ;;
-    cuda) echo "== CUDA, executed on the CPU and built by nvcc" && stage_cuda ;;
+    checkpoints) echo "== checkpoints: a fuzzer, Python's safetensors, signal 9" && stage_script checkpoints ;;
+    cuda) echo "== CUDA, executed on the CPU and built by nvcc" && stage_script cuda ;;
     esac
     echo "   $((($(now) - stage_start) / 1000)) s"
 }
