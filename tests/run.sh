@@ -456,7 +456,7 @@ beside() {
 
 set_up
 describe
-alone= together=
+alone="" together=""
 for stage in $stages; do
     case $stage in
     headers | bisect | checkpoints | examples | package) together="$together $stage" ;;
