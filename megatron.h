@@ -6,34 +6,51 @@
        cc -O3 -march=native -I. yours.c -lm -lpthread          (add -DMT_USE_ONEDNN -ldnnl for a fast GEMM)
        nvcc -O3 -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs: mt_context_desc.device = MT_DEVICE_CUDA)
 
-   A tensor-parallel MLP, [tokens, hidden] -> [tokens, hidden]; every rank runs this (examples/01_mlp.c is the whole program):
-       mt_context *ctx;   MT_TRY(mt_context_create(world, NULL, &ctx));      // NULL: CPU, defaults
-       mt_grid grid;      mt_grid_desc shape = {.tensor = 2};                // data parallel over the rest of world
-       mt_params *params; MT_TRY(mt_grid_create(world, &shape, &grid));
-                          MT_TRY(mt_params_create(ctx, &grid, &params));
-       mt_mlp mlp;        mt_mlp_desc desc = {.hidden = 1024};
-                          MT_TRY(mt_mlp_create(ctx, params, "mlp", &desc, &mlp));   // this rank's shard of the weights
-                          MT_TRY(mt_params_init(ctx, params, 1234));         // the same model on any number of ranks
-       mt_mlp_saved saved;
-       MT_TRY(mt_mlp_forward (ctx, &mlp, x, y, &saved));                     // x, y: views of your buffers; one all-reduce
-       MT_TRY(mt_mlp_backward(ctx, &mlp, dy, dx, &saved));                   // one all-reduce; parameter gradients +=
+   A whole program, which trains a small GPT on 2 ranks. examples/01_mlp.c also shows how everything is destroyed.
 
-   Four floors, each usable alone, includes go down only:
+    #define MEGATRON_IMPLEMENTATION                           // in exactly one file of the program
+    #include "megatron.h"
+    #include <stdio.h>
+    static mt_status train(mt_comm *world, void *tokens) {    // every rank runs this: here, a thread
+        mt_context *ctx; mt_grid grid; mt_params *params; mt_gpt gpt; mt_gpt_saved saved; mt_optimizer adam;
+        mt_grid_desc shape = {.tensor = 2};                   // 2-way tensor parallel; data parallel over the rest
+        mt_gpt_desc model = {.vocab = 10, .layers = 2, .max_seq = 4, .layer = {.hidden = 64, .heads = 4}};
+        mt_batch batch = {.sequences = 1, .seq = 4}; int32_t *ids = tokens; float loss[4];
+        MT_TRY(mt_context_create(world, NULL, &ctx));         // NULL: on the CPU, with the defaults
+        MT_TRY(mt_grid_create(world, &shape, &grid)); MT_TRY(mt_params_create(ctx, &grid, &params));
+        MT_TRY(mt_gpt_create(ctx, params, &model, &gpt));     // this rank's shard of the weights
+        MT_TRY(mt_params_init(ctx, params, 1234));            // the same model on any number of ranks
+        MT_TRY(mt_gpt_saved_create(ctx, &gpt, &saved)); MT_TRY(mt_optimizer_create(ctx, params, NULL, &adam));
+        for (size_t step = 0, mark = mt_arena_mark(ctx); step < 50; step++, mt_arena_release(ctx, mark)) {
+            MT_TRY(mt_params_zero_grad(ctx, params));
+            MT_TRY(mt_gpt_forward(ctx, &gpt, &batch, ids, ids + 1, mt_tensor_f32(loss, 1, 4), &saved));
+            MT_TRY(mt_gpt_backward(ctx, &gpt, 1.0f / 4, &saved));        // the gradient of the mean loss
+            MT_TRY(mt_sync_gradients(ctx, params));                      // summed over the data parallel ranks
+            MT_TRY(mt_optimizer_step(ctx, &adam, 3e-3f, 1.0f));          // AdamW, learning rate 0.003
+            if (mt_comm_rank(world) == 0) printf("%2zu: %.4f\n", step, (loss[0] + loss[1] + loss[2] + loss[3]) / 4.0);
+        }
+        return MT_SUCCESS;
+    }
+    int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
+
+   Four headers; each includes only those below it and can be used without those above:
        megatron.h       attention, MLP, transformer layer, GPT, checkpoints          (this page)
-       mt_parallel.h    process grid, parameters, column/row-parallel linear, vocabulary-parallel embedding and loss, AdamW
+       mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
+                        loss, AdamW
        mt_kernels.cuh   the operators, forward and backward
        mt_comm.h        contexts, communicators, collectives, the conjugates f and g, mt_launch
 
-   After Megatron-LM (arXiv 1909.08053): 2 all-reduces of [tokens, hidden] per layer forward, 2 backward, and no others; with
-   sequence parallelism (arXiv 2205.05198) all-gathers and reduce-scatters instead. The ledger of a communicator counts them.
+   A layer communicates as in Megatron-LM (arXiv 1909.08053): 2 all-reduces of [tokens, hidden] forward and 2 backward.
+   With sequence parallelism (arXiv 2205.05198) they become all-gathers and reduce-scatters. Each communicator has a
+   ledger that counts them.
 
-   It does not: own your loop, your tensors or your process; read other files than checkpoints; keep globals; exit or abort;
-   allocate after create, but for the time in which a checkpoint's files are open.
+   It does not: own your loop, your tensors or your process; read files other than checkpoints; keep globals; exit or
+   abort; allocate after create, except while the files of a checkpoint are open.
 
    Shapes: activations [tokens, features] with token = sequence * seq + position, weights [out, in], as in PyTorch.
    Types: everything f32, or bf16 or f16 with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
    Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
-   Threads: one context, one communicator, one registry per rank, and a rank is one thread. Config macros: see mt_comm.h.
+   Threads: a rank is one thread, with one context, one communicator and one registry. Config macros: see mt_comm.h.
 
    Rooms of the implementation: >>mlp >>attention >>layer >>gpt >>json >>files >>safetensors >>checkpoint                   */
 

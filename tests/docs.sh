@@ -1,0 +1,72 @@
+#!/bin/sh
+# Checks what README.md and docs/ promise: the first program compiles and learns, and every link leads somewhere.
+#
+#   sh tests/docs.sh        one line per check, closing line "N passed, N failed, N skipped"
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+work=$(mktemp -d) || exit 1
+check_log=$work/log
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+
+# The first block of C in README.md, and the program in the head of megatron.h.
+readme_program() { awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' README.md; }
+header_program() {
+    awk '/^    #define MEGATRON_IMPLEMENTATION/ { inside = 1 }
+        inside { sub(/^    /, ""); print }
+        /^int main/ { exit }' megatron.h
+}
+
+# It is short, says the same twice, compiles without a warning, and its loss falls below a tenth.
+first_program() {
+    readme_program >"$work/loop.c" && header_program >"$work/header.c" || return 1
+    diff "$work/loop.c" "$work/header.c" || return 1
+    [ "$(wc -l <"$work/loop.c")" -lt 25 ] || { wc -l "$work/loop.c"; return 1; }
+    "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/loop.c" -o "$work/loop" -lm -lpthread &&
+        "$work/loop" >"$work/loop.txt" || return 1
+    awk 'NR == 1 { first = $2 }
+        END { print NR " steps: " first " -> " $2; exit !(NR == 50 && first > 1 && $2 > 0 && $2 < first / 10) }' "$work/loop.txt"
+}
+
+# links_of PAGE: what stands in the parentheses of [text](link), outside code
+links_of() {
+    awk '/^```/ { code = !code; next } !code' "$1" | tr '\n' ' ' | grep -o ']([^)]*)' | sed 's/^](//; s/)$//'
+}
+
+# anchors_of PAGE: what the headings of a page are called in links
+anchors_of() { grep '^#' "$1" | tr 'A-Z ' 'a-z-' | sed 's/^#*-//; s/[^a-z0-9_-]//g'; }
+
+# check_link PAGE LINK: a file, a heading, or both
+check_link() {
+    case $2 in http://* | https://*) return ;; esac
+    target=$(dirname "$1")/${2%%#*}
+    [ -n "${2%%#*}" ] || target=$1
+    [ -e "$target" ] || { echo "$1: $2 is not there"; return; }
+    case $2 in *#*) anchors_of "$target" | grep -qx -e "${2#*#}" || echo "$1: $2: no such heading" ;; esac
+}
+
+links() {
+    for page in README.md docs/*.md tests/bench/README.md; do
+        links_of "$page" | while read -r link; do check_link "$page" "$link"; done
+    done | awk '{ print } END { exit NR > 0 }'
+}
+
+# README.md leads to every chapter, and every chapter ends with something to run.
+chapters() {
+    [ "$(wc -l <README.md)" -le 200 ] || { wc -l README.md; return 1; }
+    for page in docs/*.md; do
+        grep -q "($page)" README.md || echo "README.md has no link to $page"
+        awk '/^## Run it/ { run = 1 } run && /^```sh/ { sh = 1 } END { exit !sh }' "$page" ||
+            echo "$page does not end with 'Run it'"
+    done | awk '{ print } END { exit NR > 0 }'
+}
+
+check "the first program is the same in README.md and megatron.h, compiles and learns" first_program
+check "links lead to files and headings" links
+check "README.md leads to every chapter, which ends with something to run" chapters
+closing_line
+[ $failed -eq 0 ]
