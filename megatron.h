@@ -402,6 +402,7 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
    directory; MT_ERR_DATA: the note, or a name, is not UTF-8. The checkpoints that were there still are.
    Removes what a save that was killed has left, and checkpoints beyond desc.keep; what of them cannot be removed (a directory
    that is none of ours, say) is a warning to the logger, and tried again by the next save.
+   A link in the directory is removed as a link: what it points to stays as it is.
    On MT_DEVICE_META no file is touched.
    Ranks that write nothing wait for those that do in a collective: the timeout of the world (mt_launch_desc.timeout_s) must
    exceed the time in which a rank's files are written and synchronised with the disk.
@@ -457,9 +458,12 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
 extern "C" {
 #endif
 
-/* A strict -std=c99 hides it. */
+/* A strict -std=c99 hides them. */
 #if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
 int fsync(int fd);
+int openat(int directory, const char *name, int flags, ...);
+int unlinkat(int directory, const char *name, int flags);
+DIR *fdopendir(int fd);
 #endif
 
 /* ---- >>mlp -------------------------------------------------------------------------------------------------------- */
@@ -1956,6 +1960,17 @@ static void mti_io_warning(mt_context *ctx, const char *path, const char *what, 
 #define MTI_CLOEXEC 0
 #endif
 
+/* Whoever opens with these gets an error instead of what a link points to. */
+#if defined(O_NOFOLLOW) && defined(O_DIRECTORY)
+#define MTI_NOFOLLOW O_NOFOLLOW
+#define MTI_DIRECTORY O_DIRECTORY
+#elif defined(__O_NOFOLLOW) && defined(__O_DIRECTORY)
+#define MTI_NOFOLLOW __O_NOFOLLOW
+#define MTI_DIRECTORY __O_DIRECTORY
+#else
+#error "megatron.h: open has no O_NOFOLLOW and O_DIRECTORY here, so links in a checkpoint directory would be followed"
+#endif
+
 /* -1 and errno, as open has it; a signal is no reason to fail, nor is it below. */
 static int mti_open(const char *path, int flags) {
     int fd;
@@ -2122,8 +2137,10 @@ static void mti_file_string(mti_file *f, const char *text) {
     mti_file_text(f, "\"");
 }
 
-/* Begins to count (directory NULL), or to write a file that is not there yet. */
+/* Begins to count (directory NULL), or to write a file that is not there yet. Neither the directory nor the file may be
+   a link. */
 static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *directory, const char *name) {
+    int at, error;
     f->fd = -1;
     f->error = 0;
     f->bytes = 0;
@@ -2131,8 +2148,13 @@ static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *direct
     f->checksum = MTI_CHECKSUM_BASIS;
     if (!directory) return MT_SUCCESS;
     MT_TRY(mti_path(ctx, directory, name, f->path, sizeof f->path));
-    f->fd = mti_open(f->path, O_WRONLY | O_CREAT | O_EXCL);
-    return f->fd < 0 ? mti_io_error(ctx, f->path, "create it", errno) : MT_SUCCESS;
+    at = mti_open(directory, O_RDONLY | MTI_DIRECTORY | MTI_NOFOLLOW);
+    if (at < 0) return mti_io_error(ctx, directory, "open the directory", errno);
+    do f->fd = openat(at, name, O_WRONLY | O_CREAT | O_EXCL | MTI_NOFOLLOW | MTI_CLOEXEC, 0666);
+    while (f->fd < 0 && errno == EINTR);
+    error = errno;
+    close(at);
+    return f->fd < 0 ? mti_io_error(ctx, f->path, "create it", error) : MT_SUCCESS;
 }
 
 static void mti_file_seal(mti_file *f) {
@@ -2170,20 +2192,30 @@ static mt_status mti_directory_make(mt_context *ctx, const char *path) {
     return mti_directory_sync(ctx, slash ? parent : ".");
 }
 
-/* The files in a directory, and itself, as far as that goes: a directory in it is none of ours, and keeps it. */
+/* The files in a directory, and itself, as far as that goes: a directory in it is none of ours, and keeps it. What a
+   link points to is none of ours either: a link in the directory, or in its place, is removed as a link. */
 static void mti_directory_remove(mt_context *ctx, const char *path) {
     char file[MT_PATH_MAX];
     struct dirent *entry;
-    DIR *d = opendir(path);
+    int fd = mti_open(path, O_RDONLY | MTI_DIRECTORY | MTI_NOFOLLOW), error = errno;
+    DIR *d;
+    if (fd < 0 && unlink(path) == 0) return; /* it was no directory */
+    if (fd < 0) {
+        mti_io_warning(ctx, path, "list the directory", error);
+        return;
+    }
+    d = fdopendir(fd);
     if (!d) {
         mti_io_warning(ctx, path, "list the directory", errno);
+        close(fd);
         return;
     }
     while ((entry = readdir(d)) != NULL) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        if (snprintf(file, sizeof file, "%s/%s", path, entry->d_name) >= (int)sizeof file) errno = ENAMETOOLONG;
-        else if (unlink(file) == 0) continue;
-        mti_io_warning(ctx, file, "remove it", errno);
+        if (unlinkat(fd, entry->d_name, 0) == 0) continue;
+        error = errno;
+        snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
+        mti_io_warning(ctx, file, "remove it", error);
     }
     closedir(d);
     if (rmdir(path) != 0) mti_io_warning(ctx, path, "remove the directory", errno);
@@ -3408,7 +3440,7 @@ static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
     char path[MT_PATH_MAX];
     int error;
     MT_TRY(mti_path(ctx, c->directory, ".lock", path, sizeof path));
-    c->lock = mti_open(path, O_RDWR | O_CREAT);
+    c->lock = mti_open(path, O_RDWR | O_CREAT | MTI_NOFOLLOW);
     if (c->lock < 0) return mti_io_error(ctx, path, "open it", errno);
     error = mti_lock_wait(c->lock);
     if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS; /* it has no locks */

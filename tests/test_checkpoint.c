@@ -86,6 +86,14 @@ static int test_open(const char *path, int flags, ...) {
     return fd;
 }
 
+static int test_openat(int directory, const char *name, int flags, ...) {
+    int fd;
+    if (fault()) return -1;
+    fd = openat(directory, name, flags, 0666);
+    if (flags & O_CREAT) disk_mark_fd(directory, 1);
+    return fd;
+}
+
 /* What dies in a write has written half of it. */
 static ssize_t test_write(int fd, const void *data, size_t bytes) {
     if (plan.fault == DIE && plan.calls == plan.at && write(fd, data, bytes / 2) < 0) _exit(8);
@@ -128,6 +136,11 @@ static int test_rename(const char *from, const char *to) {
 static int test_unlink(const char *path) { return fault_at_once() ? -1 : unlink(path); }
 static int test_rmdir(const char *path) { return fault_at_once() ? -1 : rmdir(path); }
 static DIR *test_opendir(const char *path) { return fault_at_once() ? NULL : opendir(path); }
+static DIR *test_fdopendir(int fd) { return fault_at_once() ? NULL : fdopendir(fd); }
+
+static int test_unlinkat(int directory, const char *name, int flags) {
+    return fault_at_once() ? -1 : unlinkat(directory, name, flags);
+}
 
 static int test_flock(int fd, int how) {
     if (fault()) return -1;
@@ -146,6 +159,9 @@ static int test_flock(int fd, int how) {
 #define unlink(path) test_unlink(path)
 #define rmdir(path) test_rmdir(path)
 #define opendir(path) test_opendir(path)
+#define openat(directory, ...) test_openat(directory, __VA_ARGS__)
+#define unlinkat(directory, name, flags) test_unlinkat(directory, name, flags)
+#define fdopendir(fd) test_fdopendir(fd)
 #define flock(fd, how) test_flock(fd, how)
 
 #define MEGATRON_IMPLEMENTATION
@@ -161,6 +177,9 @@ static int test_flock(int fd, int how) {
 #undef unlink
 #undef rmdir
 #undef opendir
+#undef openat
+#undef unlinkat
+#undef fdopendir
 #undef flock
 
 #define GPT_STEPS 6
@@ -1242,6 +1261,82 @@ static void strangers_stay(void **state) {
     forget("f");
 }
 
+/* A checkpoint's directory with another one's files beside it. */
+static void victim(void) {
+    forget("f");
+    forget("victim");
+    shell("mkdir '%s' '%s' && touch '%s'", in_scratch("f"), in_scratch("victim"), in_scratch("victim/notes"));
+}
+
+static void victim_stays(void) {
+    shell("test -f '%s'", in_scratch("victim/notes"));
+    assert_int_equal(entries(in_scratch("victim")), 1);
+}
+
+/* A link where a save writes, in what it removes, or where a checkpoint was, goes as a link; its target stays. */
+static void links_are_removed_as_links(void **state) {
+    static const char *const planted[] = {"f/.step-00000001.tmp", "f/.step-00000007.tmp", "f/.step-probe.tmp"};
+    static const char *const targets[] = {"../victim", "../victim/notes", "../victim/none"};
+    (void)state;
+    for (int i = 0; i < 9; i++) {
+        victim();
+        shell("ln -s %s '%s'", targets[i / 3], in_scratch(planted[i % 3]));
+        warnings = 0;
+        save_one("f", 1, 1);
+        assert_int_equal(warnings, 0);
+        victim_stays();
+        assert_int_equal(entries(in_scratch("f")), 1);
+        loads("f", 1, 1);
+    }
+    victim(); /* links in what a killed save has left, and in a checkpoint that is one too many */
+    save_one("f", 1, 1);
+    save_one("f", 2, 2);
+    shell("cd '%s' && mkdir .step-00000003.tmp && ln -s ../../victim .step-00000003.tmp/a && ln -s ../../victim/notes "
+          ".step-00000003.tmp/b && ln -s ../../victim step-00000001/a && ln -s ../../victim/notes step-00000001/b",
+          in_scratch("f"));
+    warnings = 0;
+    save_one("f", 3, 3);
+    assert_int_equal(warnings, 0);
+    victim_stays();
+    assert_int_equal(entries(in_scratch("f")), 2);
+    victim(); /* a checkpoint that was moved away and linked: it loads, and only the link goes when its time comes */
+    save_one("f", 1, 1);
+    shell("mv '%s' '%s'", in_scratch("f/step-00000001"), in_scratch("victim/moved"));
+    shell("ln -s ../victim/moved '%s'", in_scratch("f/step-00000001"));
+    loads("f", 1, 1);
+    save_one("f", 2, 2);
+    loads("f", 1, 1);
+    save_one("f", 3, 3);
+    assert_int_equal(warnings, 0);
+    assert_int_equal(entries(in_scratch("f")), 2);
+    assert_int_equal(entries(in_scratch("victim/moved")), 3);
+    forget("f");
+    forget("victim");
+}
+
+/* Nothing is written through a link: of the directory that a save has just made, of a file in it, or of the lock. */
+static void links_are_not_written_through(void **state) {
+    static mti_file f;
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    victim();
+    shell("cd '%s' && ln -s victim link && ln -s ../victim/none f/new && ln -s ../victim/notes f/old", scratch);
+    REFUSED(ctx, MT_ERR_IO, "/link: cannot open the directory", mti_file_begin(ctx, &f, in_scratch("link"), "new"));
+    REFUSED(ctx, MT_ERR_IO, "/f/new: cannot create it: File exists", mti_file_begin(ctx, &f, in_scratch("f"), "new"));
+    REFUSED(ctx, MT_ERR_IO, "/f/old: cannot create it: File exists", mti_file_begin(ctx, &f, in_scratch("f"), "old"));
+    mt_context_destroy(ctx);
+    victim_stays();
+    shell("ln -s ../victim/lock '%s'", in_scratch("f/.lock"));
+    job save = a_save("f", 1, 1);
+    run_quietly(&save);
+    expect_refusal(&save, MT_ERR_IO, "/f/.lock: cannot open it");
+    victim_stays();
+    shell("rm '%s'", in_scratch("link"));
+    forget("f");
+    forget("victim");
+}
+
 /* Another process has the lock for as long as it lives, however it ends. */
 static void another_run(void **state) {
     int ready[2], status;
@@ -1647,6 +1742,8 @@ int main(void) {
         cmocka_unit_test(every_open_of_a_load_fails),
         cmocka_unit_test(every_call_is_interrupted),
         cmocka_unit_test(strangers_stay),
+        cmocka_unit_test(links_are_removed_as_links),
+        cmocka_unit_test(links_are_not_written_through),
         cmocka_unit_test(another_run),
         cmocka_unit_test(locked_before),
         cmocka_unit_test(every_call_is_the_last),
