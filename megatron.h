@@ -1940,6 +1940,11 @@ static mt_status mti_json_status(mt_context *ctx, const mti_json *j, const char 
 
 /* ---- >>files ------------------------------------------------------------------------------------------------------ */
 
+/* The files are little-endian, and what is in them is copied to and from memory as it is. */
+#if defined(__BYTE_ORDER__) && defined(__ORDER_LITTLE_ENDIAN__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "megatron.h: safetensors files are little-endian and this machine is not: its files would be byte-swapped"
+#endif
+
 static mt_status mti_io_error(mt_context *ctx, const char *path, const char *what, int error) {
     return mti_fail(ctx, MT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(error));
 }

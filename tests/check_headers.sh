@@ -275,6 +275,19 @@ check_fast_math() {
     done
 }
 
+# Files have one byte order, and what reads and writes them swaps no bytes. Declarations compile everywhere.
+check_big_endian() {
+    form megatron.h implementation >"$work/endian.c"
+    set -- -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__ -fsyntax-only -I "$H"
+    if "$CC" "$@" "$work/endian.c" 2>"$work/endian.log"; then
+        echo "the implementation compiles for a big-endian machine"
+        return 1
+    fi
+    grep -q 'safetensors files are little-endian' "$work/endian.log" || { cat "$work/endian.log"; return 1; }
+    form megatron.h declarations >"$work/endian.c"
+    "$CC" "$@" "$work/endian.c"
+}
+
 # ---- the checks find planted faults --------------------------------------------------------------------------------
 
 # planted WHERE FAULT COMMAND...: copies the headers, adds the fault at their end, and the command has to fail and to name it;
@@ -392,6 +405,7 @@ check_programs() {
     check "links and runs: implementation in c, use in c" check_link "$CC" c c
     check "a program without MEGATRON_IMPLEMENTATION does not link" check_no_implementation
     check "the implementation refuses -ffast-math" check_fast_math
+    check "the implementation refuses big-endian machines" check_big_endian
     if ! have_command "$CXX"; then
         leave_out "$CXX: not here, no program of C and C++ was linked"
         return
