@@ -320,9 +320,12 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ---- safetensors files -------------------------------------------------------------------------------------------- */
 
-/* A file in the format of github.com/huggingface/safetensors, mapped into memory: opening it reads and checks the header, a
-   tensor's bytes are read when they are used. The file must not change while it is open. What the format's own library
-   refuses is refused, and duplicate keys, NUL characters, and more than MT_SAFETENSORS_DIMS dimensions. */
+/* A file in the format of github.com/huggingface/safetensors: opening it reads and checks the header, a tensor's bytes
+   are read when they are used. What the format's own library refuses is refused, and duplicate keys, NUL characters,
+   and more than MT_SAFETENSORS_DIMS dimensions.
+   The file stays open, and mapped into memory, until mt_safetensors_close. It must not change in that time. When
+   another program truncates it all the same, mt_safetensors_read returns MT_ERR_IO, and so do the functions below that
+   load checkpoints. A program that uses mt_safetensors_tensor.data itself gets SIGBUS then, as with any mapping. */
 typedef struct mt_safetensors mt_safetensors; /* opaque */
 
 #define MT_SAFETENSORS_DIMS 8
@@ -334,6 +337,7 @@ typedef struct mt_safetensors_tensor {
     int64_t shape[MT_SAFETENSORS_DIMS];
     const void *data;  /* little endian, perhaps not aligned */
     int64_t bytes;
+    const mt_safetensors *file;
 } mt_safetensors_tensor;
 
 /* MT_ERR_IO: it cannot be read; MT_ERR_DATA: it is not what it should be. The sentence names file and reason. */
@@ -344,7 +348,8 @@ MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file
 MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file, const char *name); /* NULL: there is none */
 MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);   /* of "__metadata__"; NULL: none */
 
-/* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. */
+/* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. MT_ERR_IO: they
+   cannot be read, or the file was truncated since it was opened; the content of out is undefined then. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
 
 /* ---- checkpoints -------------------------------------------------------------------------------------------------- */
@@ -414,6 +419,8 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
    many, that the model is the registry's in what shapes do not show (heads, activation, ...), and that what is said of the run
    can be: this step, a loss scaler that works. MT_ERR_IO or MT_ERR_DATA name file and reason; MT_ERR_MEMORY: the arena has no
    room for the largest shard in f32, which parameters in 16 bits and sharded optimizers need.
+   One error can come later: MT_ERR_IO when another program truncates a file, or the disk fails, after the checks. Some
+   parameters are the checkpoint's then, and the others are as they were.
    The type of the parameters may be another one than it was: 16-bit parameters have no masters but themselves then, and f32
    parameters become what the masters were. */
 MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
@@ -461,6 +468,7 @@ extern "C" {
 /* A strict -std=c99 hides them. */
 #if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
 int fsync(int fd);
+ssize_t pread(int fd, void *data, size_t bytes, off_t at);
 int openat(int directory, const char *name, int flags, ...);
 int unlinkat(int directory, const char *name, int flags);
 DIR *fdopendir(int fd);
@@ -2009,38 +2017,79 @@ static int mti_exists(const char *path) {
     return stat(path, &info) == 0;
 }
 
-/* A regular file, mapped. One of no bytes is mapped to NULL. */
+/* A regular file that is read. It is mapped only for the pointers that users get: the library reads from fd, since a
+   mapping of what a file has lost is SIGBUS. */
 typedef struct mti_mapped {
-    void *data;
-    size_t bytes;
+    int fd;       /* -1: data is memory of somebody else */
+    void *data;   /* NULL: not mapped, or of no bytes */
+    size_t bytes; /* when it was opened */
 } mti_mapped;
 
-static mt_status mti_mapped_file(mt_context *ctx, const char *path, int fd, mti_mapped *out) {
+static mt_status mti_mapped_file(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
     struct stat info;
     void *data;
-    if (fstat(fd, &info) != 0) return mti_io_error(ctx, path, "look at it", errno);
+    if (fstat(out->fd, &info) != 0) return mti_io_error(ctx, path, "look at it", errno);
     if (!S_ISREG(info.st_mode)) return mti_fail(ctx, MT_ERR_IO, "%s: is not a regular file", path);
-    if (info.st_size == 0) return MT_SUCCESS;
-    data = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    out->bytes = (size_t)info.st_size;
+    if (!maps || info.st_size == 0) return MT_SUCCESS;
+    data = mmap(NULL, out->bytes, PROT_READ, MAP_PRIVATE, out->fd, 0);
     if (data == MAP_FAILED) return mti_io_error(ctx, path, "map it into memory", errno);
     out->data = data;
-    out->bytes = (size_t)info.st_size;
     return MT_SUCCESS;
 }
 
-static mt_status mti_mapped_open(mt_context *ctx, const char *path, mti_mapped *out) {
-    int fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* a pipe does not keep us waiting */
+static void mti_mapped_close(mti_mapped *map) {
+    if (map->fd >= 0 && map->data) munmap(map->data, map->bytes);
+    if (map->fd >= 0) close(map->fd);
+    memset(map, 0, sizeof *map);
+    map->fd = -1;
+}
+
+static mt_status mti_mapped_open(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
     mt_status status;
     memset(out, 0, sizeof *out);
-    if (fd < 0) return mti_io_error(ctx, path, "open it", errno);
-    status = mti_mapped_file(ctx, path, fd, out);
-    close(fd);
+    out->fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* a pipe does not keep us waiting */
+    if (out->fd < 0) return mti_io_error(ctx, path, "open it", errno);
+    status = mti_mapped_file(ctx, path, maps, out);
+    if (status != MT_SUCCESS) mti_mapped_close(out);
     return status;
 }
 
-static void mti_mapped_close(mti_mapped *map) {
-    if (map->data) munmap(map->data, map->bytes);
-    memset(map, 0, sizeof *map);
+#define MTI_READ_MAX ((size_t)1 << 30) /* in one call, which not every system has a larger size for */
+
+/* The bytes [at, at + bytes), which were in the file when it was opened. Ranks may share it: no position is moved. */
+static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_mapped *map, size_t at, size_t bytes,
+                                 void *out) {
+    size_t done = 0;
+    ssize_t n = 1;
+    if (map->fd < 0 && bytes > 0) memcpy(out, (const unsigned char *)map->data + at, bytes);
+    if (map->fd < 0) return MT_SUCCESS;
+    while (done < bytes && n != 0) {
+        size_t rest = bytes - done;
+        n = pread(map->fd, (unsigned char *)out + done, rest < MTI_READ_MAX ? rest : MTI_READ_MAX, (off_t)(at + done));
+        if (n < 0 && errno != EINTR) return mti_io_error(ctx, path, "read it", errno);
+        if (n > 0) done += (size_t)n;
+    }
+    if (done == bytes) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_IO, "%s: wanted %zu bytes at byte %zu, got %zu: it had %zu bytes when it was opened, "
+                    "and was truncated since", path, bytes, at, done, map->bytes);
+}
+
+#define MTI_TEXT_MAX 100000000 /* bytes, as of the header of a safetensors file */
+
+/* A whole file of JSON, to be freed also when this fails. */
+static mt_status mti_text_read(mt_context *ctx, const char *path, void **text, size_t *bytes) {
+    mti_mapped file;
+    mt_status status = MT_SUCCESS;
+    *text = NULL;
+    MT_TRY(mti_mapped_open(ctx, path, 0, &file));
+    *bytes = file.bytes;
+    if (file.bytes > MTI_TEXT_MAX)
+        status = mti_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, file.bytes, MTI_TEXT_MAX);
+    if (status == MT_SUCCESS) status = mti_host_new(ctx, file.bytes + 1, text);
+    if (status == MT_SUCCESS) status = mti_mapped_read(ctx, path, &file, 0, file.bytes, *text);
+    mti_mapped_close(&file);
+    return status;
 }
 
 static uint64_t mti_load_word(const unsigned char *p) {
@@ -2240,7 +2289,7 @@ struct mt_safetensors {
     int count, capacity, metadata_count, metadata_capacity;
     char *text;                     /* decoded strings, one after the other */
     size_t text_bytes, text_used;
-    const unsigned char *data;      /* what follows the header */
+    const unsigned char *data;      /* what follows the header, mapped */
     int64_t data_bytes;
     mti_mapped map;
     char path[MT_PATH_MAX];
@@ -2355,6 +2404,7 @@ static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s,
                         s->path, t->name, (long long)bits, t->dtype, (long long)(end - begin));
     t->data = s->data + begin;
     t->bytes = end - begin;
+    t->file = s;
     return MT_SUCCESS;
 }
 
@@ -2424,31 +2474,37 @@ static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     return MT_SUCCESS;
 }
 
-/* A whole file in memory, which stays as long as s. */
-static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s, const unsigned char *bytes, size_t size) {
-    uint64_t header = size >= 8 ? mti_load_word(bytes) : 0;
+/* The file s->map. */
+static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
+    uint64_t header;
+    size_t size = s->map.bytes;
     void *memory;
     mti_json j;
+    mt_status status;
     if (size < 8) return mti_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are no safetensors file", s->path, size);
+    MT_TRY(mti_mapped_read(ctx, s->path, &s->map, 0, sizeof header, &header));
     if (header > MTI_HEADER_MAX || header > size - 8)
         return mti_fail(ctx, MT_ERR_DATA, "%s: a header of %llu bytes (at most %d) in a file of %zu; it may be truncated",
                         s->path, (unsigned long long)header, MTI_HEADER_MAX, size);
-    s->data = bytes + 8 + header;
+    s->data = (const unsigned char *)s->map.data + 8 + header;
     s->data_bytes = (int64_t)(size - 8 - header);
     s->text_bytes = (size_t)header + 1;
     MT_TRY(mti_host_new(ctx, s->text_bytes, &memory));
     s->text = (char *)memory;
-    j = mti_json_begin(bytes + 8, (size_t)header);
-    MT_TRY(mti_safetensors_header(ctx, s, &j));
-    return mti_safetensors_sort(ctx, s);
+    MT_TRY(mti_host_new(ctx, header > 0 ? (size_t)header : 1, &memory));
+    j = mti_json_begin(memory, (size_t)header);
+    status = mti_mapped_read(ctx, s->path, &s->map, 8, (size_t)header, memory);
+    if (status == MT_SUCCESS) status = mti_safetensors_header(ctx, s, &j);
+    mti_host_free(memory);
+    return status == MT_SUCCESS ? mti_safetensors_sort(ctx, s) : status;
 }
 
 static mt_status mti_safetensors_open(mt_context *ctx, const char *path, mt_safetensors *s) {
     if (strlen(path) >= sizeof s->path)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: a path of %zu characters", strlen(path));
     snprintf(s->path, sizeof s->path, "%s", path);
-    MT_TRY(mti_mapped_open(ctx, path, &s->map));
-    return mti_safetensors_parse(ctx, s, (const unsigned char *)s->map.data, s->map.bytes);
+    MT_TRY(mti_mapped_open(ctx, path, 1, &s->map));
+    return mti_safetensors_parse(ctx, s);
 }
 
 MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out) {
@@ -2459,6 +2515,7 @@ MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safet
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
     *out = NULL;
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
+    ((mt_safetensors *)memory)->map.fd = -1;
     status = mti_safetensors_open(ctx, path, (mt_safetensors *)memory);
     if (status == MT_SUCCESS) *out = (mt_safetensors *)memory;
     else mt_safetensors_close((mt_safetensors *)memory);
@@ -2498,23 +2555,25 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
 }
 
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
-    const unsigned char *from;
+    const mti_mapped *map;
+    unsigned char *from = (unsigned char *)out;
     uint16_t halves[256];
     int64_t elements, i, n;
     int type;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensor || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL", tensor ? "out" : "tensor");
+    if (!tensor || !out || !tensor->file)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
+                        !tensor ? "tensor" : !out ? "out" : "tensor->file");
     type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
     if (type < 0)
         return mti_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
                         tensor->dtype);
-    if (type == MT_F32) {
-        if (tensor->bytes > 0) memcpy(out, tensor->data, (size_t)tensor->bytes);
-        return MT_SUCCESS;
-    }
-    from = (const unsigned char *)tensor->data;
-    elements = tensor->bytes / 2;
+    if (type != MT_F32) from += tensor->bytes; /* the second half of out: what is widened never overtakes it */
+    map = &tensor->file->map;
+    MT_TRY(mti_mapped_read(ctx, tensor->file->path, map,
+                           (size_t)((const unsigned char *)tensor->data - (const unsigned char *)map->data),
+                           (size_t)tensor->bytes, from));
+    elements = type == MT_F32 ? 0 : tensor->bytes / 2;
     for (i = 0; i < elements; i += n) {
         n = mti_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
         memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
@@ -2525,19 +2584,25 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
 
 /* Whether all bytes of a file are those that were written; *has: whether it says so. */
 static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s, int *has) {
-    const unsigned char *bytes = (const unsigned char *)s->map.data;
-    unsigned char first[MTI_CHECKSUM_FIRST];
-    char digits[MTI_CHECKSUM_DIGITS + 1];
+    unsigned char block[1 << 14]; /* whole words, and all of MTI_CHECKSUM_FIRST */
+    char wanted[MTI_CHECKSUM_DIGITS + 1] = "", digits[MTI_CHECKSUM_DIGITS + 1];
     uint64_t h = MTI_CHECKSUM_BASIS;
-    *has = s->map.bytes >= sizeof first && memcmp(bytes + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1) == 0;
-    if (!*has) return MT_SUCCESS;
-    memcpy(first, bytes, sizeof first);
-    memset(first + MTI_CHECKSUM_AT, '0', MTI_CHECKSUM_DIGITS);
-    h = mti_checksum(mti_checksum(h, first, sizeof first), bytes + sizeof first, s->map.bytes - sizeof first);
+    size_t at, n;
+    *has = s->map.bytes >= MTI_CHECKSUM_FIRST;
+    for (at = 0; *has && at < s->map.bytes; at += n) {
+        n = s->map.bytes - at < sizeof block ? s->map.bytes - at : sizeof block;
+        MT_TRY(mti_mapped_read(ctx, s->path, &s->map, at, n, block));
+        if (at == 0) {
+            *has = memcmp(block + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1) == 0;
+            memcpy(wanted, block + MTI_CHECKSUM_AT, MTI_CHECKSUM_DIGITS);
+            memset(block + MTI_CHECKSUM_AT, '0', MTI_CHECKSUM_DIGITS);
+        }
+        h = mti_checksum(h, block, n);
+    }
     snprintf(digits, sizeof digits, "%016llx", (unsigned long long)h);
-    if (memcmp(digits, bytes + MTI_CHECKSUM_AT, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %.16s", s->path,
-                    digits, (const char *)bytes + MTI_CHECKSUM_AT);
+    if (!*has || memcmp(digits, wanted, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %s",
+                    s->path, digits, wanted);
 }
 
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------- */
@@ -2845,12 +2910,13 @@ static mt_status mti_config_parse(mt_context *ctx, const char *path, const void 
 
 static mt_status mti_config_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
     char path[MT_PATH_MAX];
-    mti_mapped map;
+    void *text;
+    size_t bytes;
     mt_status status;
     MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
-    MT_TRY(mti_mapped_open(ctx, path, &map));
-    status = mti_config_parse(ctx, path, map.data ? map.data : "", map.bytes, out);
-    mti_mapped_close(&map);
+    status = mti_text_read(ctx, path, &text, &bytes);
+    if (status == MT_SUCCESS) status = mti_config_parse(ctx, path, text, bytes, out);
+    mti_host_free(text);
     return status;
 }
 
@@ -2993,16 +3059,17 @@ static mt_status mti_bundle_index(mt_context *ctx, mti_bundle *b, const char *di
 }
 
 static mt_status mti_bundle_open_index(mt_context *ctx, mti_bundle *b, const char *directory) {
-    mti_mapped map;
-    void *text = NULL;
+    void *json, *text = NULL;
+    size_t bytes;
     mti_json j;
-    mt_status status;
-    MT_TRY(mti_mapped_open(ctx, b->path, &map));
-    status = mti_host_new(ctx, map.bytes + 1, &text);
-    j = mti_json_begin(map.data ? map.data : "", map.bytes);
-    if (status == MT_SUCCESS) status = mti_bundle_index(ctx, b, directory, &j, (char *)text, map.bytes + 1);
+    mt_status status = mti_text_read(ctx, b->path, &json, &bytes);
+    if (status == MT_SUCCESS) status = mti_host_new(ctx, bytes + 1, &text);
+    if (status == MT_SUCCESS) {
+        j = mti_json_begin(json, bytes);
+        status = mti_bundle_index(ctx, b, directory, &j, (char *)text, bytes + 1);
+    }
+    mti_host_free(json);
     mti_host_free(text);
-    mti_mapped_close(&map);
     return status;
 }
 

@@ -43,6 +43,29 @@ static int fault(void) {
     return 1;
 }
 
+/* A file that gets shorter while it is loaded: before the at-th time that a part of any file is read or mapped. */
+static struct {
+    const char *path; /* NULL: none */
+    off_t length;
+    int at, calls;
+} shortened;
+
+static void shorten(void) {
+    if (shortened.path && __atomic_fetch_add(&shortened.calls, 1, __ATOMIC_RELAXED) == shortened.at &&
+        truncate(shortened.path, shortened.length) != 0) abort();
+}
+
+static ssize_t test_pread(int fd, void *data, size_t bytes, off_t at) {
+    shorten();
+    return pread(fd, data, bytes > 5000 ? bytes - 777 : bytes, at); /* and reads may be short */
+}
+
+static void *test_mmap(void *wanted, size_t bytes, int protection, int flags, int fd, off_t at) {
+    void *data = mmap(wanted, bytes, protection, flags, fd, at);
+    shorten();
+    return data;
+}
+
 /* Of a call that no signal interrupts. */
 static int fault_at_once(void) { return plan.error == EINTR ? 0 : fault(); }
 
@@ -163,6 +186,8 @@ static int test_flock(int fd, int how) {
 #define unlinkat(directory, name, flags) test_unlinkat(directory, name, flags)
 #define fdopendir(fd) test_fdopendir(fd)
 #define flock(fd, how) test_flock(fd, how)
+#define pread(fd, data, bytes, at) test_pread(fd, data, bytes, at)
+#define mmap(wanted, bytes, protection, flags, fd, at) test_mmap(wanted, bytes, protection, flags, fd, at)
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -181,6 +206,8 @@ static int test_flock(int fd, int how) {
 #undef unlinkat
 #undef fdopendir
 #undef flock
+#undef pread
+#undef mmap
 
 #define GPT_STEPS 6
 #include "mt_test_gpt.h"
@@ -920,6 +947,44 @@ static void damaged(void **state) {
         }
     }
     loads("d", 1, 1);
+    forget("d");
+}
+
+/* A file that another program truncates while it is loaded: no signal, and one sentence on every rank. While files are
+   opened and checked no parameter changes. */
+static void truncated_while_loaded(void **state) {
+    static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
+    static const off_t lengths[] = {0, 100, 4096, 9000};
+    (void)state;
+    save_one("d", 1, 1);
+    for (int i = 0; i < 2; i++) {
+        char path[300];
+        int refused = 0, changed = 0, late = 0;
+        snprintf(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
+        shell("cp '%s' '%s'", path, in_scratch("whole"));
+        shortened.path = path;
+        for (shortened.at = 0; late < 8; shortened.at += shortened.at < 30 ? 1 : 17) {
+            job load = a_load("d", 1);
+            shortened.calls = 0;
+            shortened.length = lengths[refused % 4];
+            run_quietly(&load);
+            shell("cp '%s' '%s'", in_scratch("whole"), path);
+            late += load.status[0] == MT_SUCCESS; /* all was read before, or the other file only */
+            if (load.status[0] == MT_SUCCESS) continue;
+            if (shortened.at >= 10) {
+                changed += load.changed[0] || load.changed[1];
+                load.changed[0] = load.changed[1] = 0;
+            }
+            expect_refusal(&load, load.status[0] == MT_ERR_IO ? MT_ERR_IO : MT_ERR_DATA, names[i]);
+            expect_refusal(&load, load.status[0], load.status[0] == MT_ERR_IO ? "wanted|got|truncated since" : "");
+            refused++;
+        }
+        shortened.path = NULL;
+        assert_in_range(refused, 30, 200);
+        assert_in_range(changed, 1, refused - 10);
+    }
+    loads("d", 1, 1);
+    shell("rm '%s'", in_scratch("whole"));
     forget("d");
 }
 
@@ -1733,6 +1798,7 @@ int main(void) {
         cmocka_unit_test(other_configs),
         cmocka_unit_test(goes_on_as_if_never_stopped),
         cmocka_unit_test(damaged),
+        cmocka_unit_test(truncated_while_loaded),
         cmocka_unit_test(strangers),
         cmocka_unit_test(impossible_states),
         cmocka_unit_test(field_texts),

@@ -39,7 +39,7 @@ static void expect(const char *header, size_t data, const char *words) {
     mt_safetensors *s = (mt_safetensors *)calloc(1, sizeof *s);
     assert_non_null(s);
     snprintf(s->path, sizeof s->path, "NAME.safetensors");
-    mt_status status = mti_safetensors_parse(ctx, s, file, size);
+    mt_status status = readers_parse(ctx, s, file, size);
     if (!words && status != MT_SUCCESS) fail_msg("%s: %s", header, mt_last_error(ctx));
     if (words && (status != MT_ERR_DATA || !strstr(ctx->error, words) || !strstr(ctx->error, "NAME.safetensors")))
         fail_msg("%s: %s, '%s' has no '%s'", header, mt_status_name(status), ctx->error, words);
@@ -261,6 +261,45 @@ static void numbers(void **state) {
     }
 }
 
+/* A file that is truncated after it was opened: what is left of it is read, the rest is an error. */
+static void truncated_while_open(void **state) {
+    enum { BYTES = 1 << 16 };
+    static const char header[] = "{\"half\":{\"dtype\":\"BF16\",\"shape\":[32768],\"data_offsets\":[0,65536]},"
+                                 "\"none\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[131072,131072]},"
+                                 "\"whole\":{\"dtype\":\"F32\",\"shape\":[16384],\"data_offsets\":[65536,131072]}}";
+    static float out[BYTES / 2];
+    size_t size;
+    char words[128];
+    int has;
+    mt_safetensors *s;
+    unsigned char *file = make_file(header, sizeof header - 1, 2 * BYTES, &size);
+    (void)state;
+    for (size_t left = size; left < 2 * size; left = left > 8192 ? left - 8192 : left > 0 ? 0 : 2 * size) {
+        const char *path = write_file(file, size);
+        size_t half = size - 2 * BYTES, whole = size - BYTES;
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, path, &s));
+        assert_int_equal(truncate(path, (off_t)left), 0);
+        snprintf(words, sizeof words, "/file|wanted 65536 bytes at byte %zu|got %zu:|truncated", whole,
+                 left > whole ? left - whole : 0);
+        mt_status status = mt_safetensors_read(ctx, mt_safetensors_find(s, "whole"), out);
+        if (left == size) ASSERT_STATUS(ctx, MT_SUCCESS, status);
+        else REFUSED(ctx, MT_ERR_IO, words, status);
+        snprintf(words, sizeof words, "wanted 65536 bytes at byte %zu|got %zu:", half, left > half ? left - half : 0);
+        status = mt_safetensors_read(ctx, mt_safetensors_find(s, "half"), out);
+        if (left >= whole) ASSERT_STATUS(ctx, MT_SUCCESS, status);
+        else REFUSED(ctx, MT_ERR_IO, words, status);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_find(s, "none"), out));
+        mt_safetensors_close(s);
+    }
+    memcpy(file + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1); /* the checksum, of what was a good file */
+    const char *path = write_file(file, size);
+    mt_safetensors sealed = {.map = {.fd = open(path, O_RDONLY), .bytes = size}};
+    assert_int_equal(truncate(path, (off_t)size / 2), 0);
+    REFUSED(ctx, MT_ERR_IO, "wanted 16384 bytes at byte|truncated", mti_safetensors_verify(ctx, &sealed, &has));
+    close(sealed.map.fd);
+    free(file);
+}
+
 /* A checksum by another program (tests/fuzz/seeds/run.safetensors was written by Python), and neither one bit nor two undo it. */
 static void checksums(void **state) {
     unsigned char bytes[2048];
@@ -270,6 +309,7 @@ static void checksums(void **state) {
     (void)state;
     assert_non_null(f);
     memset(&s, 0, sizeof s);
+    s.map.fd = -1;
     s.map.data = bytes;
     s.map.bytes = fread(bytes, 1, sizeof bytes, f);
     fclose(f);
@@ -390,7 +430,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(good_files),     cmocka_unit_test(long_tensors), cmocka_unit_test(bad_headers),
         cmocka_unit_test(bad_strings),    cmocka_unit_test(bad_data),     cmocka_unit_test(bad_files),
-        cmocka_unit_test(numbers),        cmocka_unit_test(checksums),
+        cmocka_unit_test(numbers),        cmocka_unit_test(checksums),    cmocka_unit_test(truncated_while_open),
         cmocka_unit_test(seeds_are_read), cmocka_unit_test(mutated_seeds),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);

@@ -63,12 +63,20 @@ static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     return 1;
 }
 
+/* A file that is in memory. */
+static inline mt_status readers_parse(mt_context *ctx, mt_safetensors *s, const unsigned char *bytes, size_t size) {
+    s->map.fd = -1;
+    s->map.data = (void *)(uintptr_t)bytes;
+    s->map.bytes = size;
+    return mti_safetensors_parse(ctx, s);
+}
+
 /* 1 when it is a safetensors file; and 8 when it is of a checkpoint of step 7. */
 static inline int readers_safetensors(mt_context *ctx, const unsigned char *bytes, size_t size) {
     mt_safetensors *s = (mt_safetensors *)calloc(1, sizeof *s);
     READERS_HOLD(s);
     snprintf(s->path, sizeof s->path, "fuzz");
-    mt_status status = mti_safetensors_parse(ctx, s, bytes, size);
+    mt_status status = readers_parse(ctx, s, bytes, size);
     readers_status(ctx, status);
     int took = status == MT_SUCCESS;
     if (took) readers_tensors(ctx, s, bytes, size);
