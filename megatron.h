@@ -386,9 +386,9 @@ typedef struct mt_checkpoint_desc {
 
 /* What a loop needs to go on, beside parameters and optimizer. The library only reads step. */
 typedef struct mt_training_state {
-    int64_t step;          /* steps done; names the checkpoint */
+    int64_t step;          /* steps done, at most 2^48; names the checkpoint */
     uint64_t seed;         /* of weights, batches and dropout */
-    int64_t position;      /* in the data, in units of the loop's own */
+    int64_t position;      /* in the data, in units of the loop's own, at most 2^62 */
     mt_loss_scaler scaler; /* zeros when there is none */
     char note[MT_NOTE_MAX]; /* a text of the loop's own, UTF-8, such as its flags */
 } mt_training_state;
@@ -417,8 +417,9 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
 
 /* Everything is checked before the first parameter is written: names, shapes, types, checksums, that nothing is missing or too
    many, that the model is the registry's in what shapes do not show (heads, activation, ...), and that what is said of the run
-   can be: this step, a loss scaler that works. MT_ERR_IO or MT_ERR_DATA name file and reason; MT_ERR_MEMORY: the arena has no
-   room for the largest shard in f32, which parameters in 16 bits and sharded optimizers need.
+   can be: this step, a loss scaler that works, counts that can be added to. MT_ERR_IO or MT_ERR_DATA name file and
+   reason; MT_ERR_MEMORY: the arena has no room for the largest shard in f32, which parameters in 16 bits and sharded
+   optimizers need.
    One error can come later: MT_ERR_IO when another program truncates a file, or the disk fails, after the checks. Some
    parameters are the checkpoint's then, and the others are as they were.
    The type of the parameters may be another one than it was: 16-bit parameters have no masters but themselves then, and f32
@@ -1298,8 +1299,10 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 
 /* ---- >>gpt -------------------------------------------------------------------------------------------------------- */
 
+#define MTI_LAYERS_MAX (1 << 17)
+
 static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gpt_desc *d) {
-    if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > (1 << 17) || d->max_seq < 1 ||
+    if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > MTI_LAYERS_MAX || d->max_seq < 1 ||
         d->recompute_layers < 0 || d->recompute_layers > d->layers ||
         !mti_probability(d->embedding_dropout) || !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: vocab %lld, layers %lld, max_seq %lld, embedding_dropout %g, "
@@ -2614,42 +2617,58 @@ typedef struct mti_field {
     const char *name;
     mti_field_kind kind;
     size_t offset;
+    int64_t low, high;   /* of a whole number that is read */
+    const char *allowed; /* what else a number that is read has to be: see mti_gpt_fault, mti_state_fault */
 } mti_field;
 
-/* All that changes what a GPT computes, but for max_seq, which rotary embedding may change. */
+/* What is read leaves room for what is added to it and multiplied by it. 2^48 steps of 1 us take nine years. */
+#define MTI_STEPS_MAX ((int64_t)1 << 48)
+#define MTI_POSITION_MAX ((int64_t)1 << 62)
+
+/* All that changes what a GPT computes, but for max_seq, which rotary embedding may change. Sizes are at most what
+   mt_gpt_create takes. */
 static const mti_field mti_gpt_fields[] = {
-    {"gpt.vocab", MTI_FIELD_I64, offsetof(mt_gpt_desc, vocab)},
-    {"gpt.layers", MTI_FIELD_I64, offsetof(mt_gpt_desc, layers)},
-    {"gpt.max_seq", MTI_FIELD_I64, offsetof(mt_gpt_desc, max_seq)},
-    {"gpt.hidden", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.hidden)},
-    {"gpt.heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.heads)},
-    {"gpt.kv_heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.kv_heads)},
-    {"gpt.ffn", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.ffn)},
-    {"gpt.placement", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.placement)},
-    {"gpt.norm", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.norm)},
-    {"gpt.norm_eps", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.norm_eps)},
-    {"gpt.activation", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.activation)},
-    {"gpt.mask", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.mask)},
-    {"gpt.rotary_base", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.rotary_base)},
-    {"gpt.no_bias", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.no_bias)},
-    {"gpt.untied_head", MTI_FIELD_INT, offsetof(mt_gpt_desc, untied_head)}};
+    {"gpt.vocab", MTI_FIELD_I64, offsetof(mt_gpt_desc, vocab), 1, INT32_MAX, NULL},
+    {"gpt.layers", MTI_FIELD_I64, offsetof(mt_gpt_desc, layers), 1, MTI_LAYERS_MAX, NULL},
+    {"gpt.max_seq", MTI_FIELD_I64, offsetof(mt_gpt_desc, max_seq), 1, INT32_MAX, NULL},
+    {"gpt.hidden", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.hidden), 1, INT32_MAX, NULL},
+    {"gpt.heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.heads), 1, INT32_MAX, NULL},
+    {"gpt.kv_heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.kv_heads), 1, INT32_MAX, NULL},
+    {"gpt.ffn", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.ffn), 1, INT32_MAX, NULL},
+    {"gpt.placement", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.placement), MT_PRE_LN, MT_RESIDUAL_POST_LN, NULL},
+    {"gpt.norm", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.norm), MT_LAYER_NORM, MT_RMS_NORM, NULL},
+    {"gpt.norm_eps", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.norm_eps), 0, 0, "above 0"},
+    {"gpt.activation", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.activation), MT_GELU_TANH, MT_SWIGLU, NULL},
+    {"gpt.mask", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.mask), MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, NULL},
+    {"gpt.rotary_base", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.rotary_base), 0, 0, "at least 0"},
+    {"gpt.no_bias", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.no_bias), 0, 1, NULL},
+    {"gpt.untied_head", MTI_FIELD_INT, offsetof(mt_gpt_desc, untied_head), 0, 1, NULL}};
 
+/* A loss scaler of zeros is none. */
 static const mti_field mti_state_fields[] = {
-    {"step", MTI_FIELD_I64, offsetof(mt_training_state, step)},
-    {"seed", MTI_FIELD_U64, offsetof(mt_training_state, seed)},
-    {"position", MTI_FIELD_I64, offsetof(mt_training_state, position)},
-    {"loss_scaler.initial_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.initial_scale)},
-    {"loss_scaler.min_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.min_scale)},
-    {"loss_scaler.growth", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.growth)},
-    {"loss_scaler.backoff", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.backoff)},
-    {"loss_scaler.growth_interval", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.growth_interval)},
-    {"loss_scaler.hysteresis", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.hysteresis)},
-    {"loss_scaler.scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.scale)},
-    {"loss_scaler.good_steps", MTI_FIELD_INT, offsetof(mt_training_state, scaler.good_steps)},
-    {"loss_scaler.overflows", MTI_FIELD_INT, offsetof(mt_training_state, scaler.overflows)},
-    {"loss_scaler.skipped", MTI_FIELD_I64, offsetof(mt_training_state, scaler.skipped)}};
+    {"step", MTI_FIELD_I64, offsetof(mt_training_state, step), 0, MTI_STEPS_MAX, NULL},
+    {"seed", MTI_FIELD_U64, offsetof(mt_training_state, seed), 0, 0, NULL},
+    {"position", MTI_FIELD_I64, offsetof(mt_training_state, position), 0, MTI_POSITION_MAX, NULL},
+    {"loss_scaler.initial_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.initial_scale), 0, 0,
+     "at least loss_scaler.min_scale"},
+    {"loss_scaler.min_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.min_scale), 0, 0,
+     "above 0, and so large that 1 / min_scale is finite"},
+    {"loss_scaler.growth", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.growth), 0, 0, "at least 1"},
+    {"loss_scaler.backoff", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.backoff), 0, 0,
+     "above 0 and at most 1"},
+    {"loss_scaler.growth_interval", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.growth_interval), 0,
+     INT32_MAX, "at least 1"},
+    {"loss_scaler.hysteresis", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.hysteresis), 0, INT32_MAX,
+     "at least 1"},
+    {"loss_scaler.scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.scale), 0, 0,
+     "at least loss_scaler.min_scale"},
+    {"loss_scaler.good_steps", MTI_FIELD_INT, offsetof(mt_training_state, scaler.good_steps), 0, INT32_MAX,
+     "below loss_scaler.growth_interval"},
+    {"loss_scaler.overflows", MTI_FIELD_INT, offsetof(mt_training_state, scaler.overflows), 0, INT32_MAX / 2, NULL},
+    {"loss_scaler.skipped", MTI_FIELD_I64, offsetof(mt_training_state, scaler.skipped), 0, MTI_STEPS_MAX, NULL}};
 
-static const mti_field mti_optimizer_fields[] = {{"optimizer_step", MTI_FIELD_I64, offsetof(mt_optimizer, step)}};
+static const mti_field mti_optimizer_fields[] = {
+    {"optimizer_step", MTI_FIELD_I64, offsetof(mt_optimizer, step), 0, MTI_STEPS_MAX, NULL}};
 
 #define MTI_FIELDS(list) (int)(sizeof(list) / sizeof *(list))
 #define MTI_FIELD_TEXT 32
@@ -2707,15 +2726,61 @@ static int mti_field_parse(const mti_field *f, const char *text, void *base) {
     return n == (int64_t)whole;
 }
 
-static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *s, const mti_field *fields, int count, void *base) {
+static int mti_field_in_range(const mti_field *f, const void *base) {
+    const char *at = (const char *)base + f->offset;
+    int64_t x = f->low;
+    int n;
+    if (f->kind == MTI_FIELD_I64) memcpy(&x, at, sizeof x);
+    if (f->kind == MTI_FIELD_INT) {
+        memcpy(&n, at, sizeof n);
+        x = n;
+    }
+    return x >= f->low && x <= f->high;
+}
+
+/* Of a field that is no number of its kind, or outside of its range. */
+static mt_status mti_field_refuse(mt_context *ctx, const char *path, const mti_field *f, const char *text) {
+    char range[64] = "a finite number";
+    if (f->kind == MTI_FIELD_U64)
+        snprintf(range, sizeof range, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX);
+    else if (f->kind != MTI_FIELD_F32)
+        snprintf(range, sizeof range, "a whole number from %lld to %lld", (long long)f->low, (long long)f->high);
+    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", path, f->name, text, range);
+}
+
+/* fault: what of fields that are in their ranges is not allowed, by its name; may be NULL. */
+static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *s, const mti_field *fields, int count,
+                                 void *base, const char *(*fault)(const void *base)) {
+    const char *text, *name;
     int i;
     for (i = 0; i < count; i++) {
-        const char *text = mt_safetensors_metadata(s, fields[i].name);
-        if (!text || !mti_field_parse(&fields[i], text, base))
-            return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s'", s->path, text ? fields[i].name : "no",
-                            text ? text : fields[i].name);
+        text = mt_safetensors_metadata(s, fields[i].name);
+        if (!text) return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no %s", s->path, fields[i].name);
+        if (!mti_field_parse(&fields[i], text, base) || !mti_field_in_range(&fields[i], base))
+            return mti_field_refuse(ctx, s->path, &fields[i], text);
     }
-    return MT_SUCCESS;
+    name = fault ? fault(base) : NULL;
+    if (!name) return MT_SUCCESS;
+    for (i = 0; i + 1 < count && strcmp(fields[i].name, name) != 0; i++) continue;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", s->path, name,
+                    mt_safetensors_metadata(s, name), fields[i].allowed);
+}
+
+static const char *mti_gpt_fault(const void *desc) {
+    const mt_transformer_layer_desc *layer = &((const mt_gpt_desc *)desc)->layer;
+    if (!(layer->norm_eps > 0.0f)) return "gpt.norm_eps";
+    return layer->rotary_base >= 0.0f ? NULL : "gpt.rotary_base";
+}
+
+/* After mti_field_in_range, for a scaler that a run can have left so. */
+static const char *mti_state_fault(const void *state) {
+    const mt_loss_scaler *scaler = &((const mt_training_state *)state)->scaler;
+    mt_loss_scaler none;
+    memset(&none, 0, sizeof none);
+    if (memcmp(scaler, &none, sizeof none) == 0) return NULL;
+    if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
+    if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
+    return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
 }
 
 /* ---- >>checkpoint: GPT-2 of Hugging Face ---- */
@@ -2864,6 +2929,22 @@ static void mti_config_member(mti_json *j, mti_gpt2_config *c, const char *name)
     else mti_json_skip(j, 1);
 }
 
+static mt_status mti_config_size(mt_context *ctx, const char *path, const char *name, int64_t x, int64_t low,
+                                 int64_t high) {
+    if (x >= low && x <= high) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: %s is %lld, must be from %lld to %lld", path, name, (long long)x,
+                    (long long)low, (long long)high);
+}
+
+static mt_status mti_config_sizes(mt_context *ctx, const char *path, const mti_gpt2_config *c) {
+    MT_TRY(mti_config_size(ctx, path, "vocab_size", c->vocab_size, 1, INT32_MAX));
+    MT_TRY(mti_config_size(ctx, path, "n_positions", c->n_positions, 1, INT32_MAX));
+    MT_TRY(mti_config_size(ctx, path, "n_embd", c->n_embd, 1, c->n_inner ? INT32_MAX : INT32_MAX / 4));
+    MT_TRY(mti_config_size(ctx, path, "n_layer", c->n_layer, 1, MTI_LAYERS_MAX));
+    MT_TRY(mti_config_size(ctx, path, "n_head", c->n_head, 1, INT32_MAX));
+    return mti_config_size(ctx, path, "n_inner", c->n_inner, 0, INT32_MAX);
+}
+
 static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti_gpt2_config *c, mt_gpt_desc *out) {
     size_t i = 0, n = sizeof mti_gpt2_activations / sizeof *mti_gpt2_activations;
     while (i < n && strcmp(c->activation_function, mti_gpt2_activations[i].name) != 0) i++;
@@ -2875,9 +2956,10 @@ static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti
                         "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 that is "
                         "not built here", path, c->activation_function, c->scale_attn_weights,
                         c->scale_attn_by_inverse_layer_idx, c->add_cross_attention, c->tie_word_embeddings);
-    if (!(c->layer_norm_epsilon > 0 && c->layer_norm_epsilon < 1) || c->n_embd > INT32_MAX)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, n_embd %lld", path, c->layer_norm_epsilon,
-                        (long long)c->n_embd);
+    MT_TRY(mti_config_sizes(ctx, path, c));
+    if (!((float)c->layer_norm_epsilon > 0 && c->layer_norm_epsilon < 1))
+        return mti_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, must be above 0 and below 1", path,
+                        c->layer_norm_epsilon);
     memset(out, 0, sizeof *out);
     out->vocab = c->vocab_size;
     out->max_seq = c->n_positions;
@@ -3224,7 +3306,7 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
 static int64_t mti_step_of(const char *name) {
     uint64_t step;
     char same[32];
-    if (strncmp(name, "step-", 5) != 0 || !mti_whole(name + 5, (uint64_t)INT64_MAX, &step)) return -1;
+    if (strncmp(name, "step-", 5) != 0 || !mti_whole(name + 5, (uint64_t)MTI_STEPS_MAX, &step)) return -1;
     snprintf(same, sizeof same, mti_step_format, (long long)step);
     return strcmp(same, name) == 0 ? (int64_t)step : -1;
 }
@@ -3634,6 +3716,9 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
     if (!checkpoint || !state || state->step < 0 || !memchr(state->note, 0, sizeof state->note))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %s", !checkpoint ? "checkpoint is NULL" : !state ?
                         "state is NULL" : state->step < 0 ? "step is negative" : "the note does not end");
+    if (state->step > MTI_STEPS_MAX)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: step %lld, must be at most %lld",
+                        (long long)state->step, (long long)MTI_STEPS_MAX);
     MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, state->step, final_path, sizeof final_path));
     mti_beside(ctx, checkpoint->directory, state->step, beside);
     status = mti_checkpoint_save(ctx, checkpoint, state, final_path, beside);
@@ -3662,7 +3747,7 @@ static mt_status mti_source_gpt(mt_context *ctx, const char *directory, const mt
     memset(out, 0, sizeof *out);
     *known = 1;
     if (mt_safetensors_metadata(model->files[0], mti_gpt_fields[0].name))
-        return mti_fields_read(ctx, model->files[0], mti_gpt_fields, MTI_FIELDS(mti_gpt_fields), out);
+        return mti_fields_read(ctx, model->files[0], mti_gpt_fields, MTI_FIELDS(mti_gpt_fields), out, mti_gpt_fault);
     MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
     if (mti_exists(path)) return mti_config_read(ctx, directory, out);
     *known = 0;
@@ -3764,7 +3849,8 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
 /* Collective over the pipeline: the files hold as many tensors as the stages have parameters. */
 static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
     mt_comm *pipeline = c->params->grid->pipeline;
-    int32_t wanted = 0, has = (int32_t)b->tensors;
+    int32_t wanted = 0;
+    int64_t has = b->tensors;
     int i, k;
     for (i = 0; i < c->params->count; i++)
         wanted += mti_param_is_ours(c->params, c->params->list[i]) ? part->last - part->first + 1 : 0;
@@ -3779,7 +3865,7 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
             has -= mti_gpt2_ignores(mt_safetensors_at(b->files[i], k)->name, part->prefix);
     if (has == wanted) return MT_SUCCESS;
     if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
-    return mti_fail(ctx, MT_ERR_DATA, "%s: has %d tensors, the model %d", b->path, (int)has, (int)wanted);
+    return mti_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
 }
 
 /* Every rank reads the whole tensor and takes its part; nothing is communicated. */
@@ -3825,40 +3911,21 @@ static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, co
     return mti_source_check_part(ctx, c, &s->optimizer, &part);
 }
 
-/* The name of a field in the metadata that no run has left so, NULL when there is none. */
-static const char *mti_state_fault(const mt_training_state *state, int64_t optimizer_step) {
-    const mt_loss_scaler *scaler = &state->scaler;
-    mt_loss_scaler none;
-    memset(&none, 0, sizeof none);
-    if (state->position < 0) return "position";
-    if (optimizer_step < 0) return "optimizer_step";
-    if (memcmp(scaler, &none, sizeof none) == 0) return NULL;
-    if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
-    if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
-    if (scaler->good_steps < 0) return "loss_scaler.good_steps";
-    if (scaler->overflows < 0) return "loss_scaler.overflows";
-    return scaler->skipped < 0 ? "loss_scaler.skipped" : NULL;
-}
-
 /* The state of step `wanted`, as the first file has it. */
 static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
                                 mt_optimizer *optimizer) {
     const mt_safetensors *first = s->model.files[0];
-    const char *note = mt_safetensors_metadata(first, "note"), *fault;
+    const char *note = mt_safetensors_metadata(first, "note");
     memset(state, 0, sizeof *state);
-    MT_TRY(mti_fields_read(ctx, first, mti_state_fields, MTI_FIELDS(mti_state_fields), state));
+    MT_TRY(mti_fields_read(ctx, first, mti_state_fields, MTI_FIELDS(mti_state_fields), state, mti_state_fault));
     if (!note || strlen(note) >= sizeof state->note)
         return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no note of at most %d bytes", first->path, MT_NOTE_MAX - 1);
     memcpy(state->note, note, strlen(note) + 1);
     if (s->optimizer.count > 0)
-        MT_TRY(mti_fields_read(ctx, first, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), optimizer));
-    if (state->step != wanted)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
-                        (long long)state->step, (long long)wanted);
-    fault = mti_state_fault(state, optimizer->step);
-    if (!fault) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s'", first->path, fault,
-                    mt_safetensors_metadata(first, fault));
+        MT_TRY(mti_fields_read(ctx, first, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), optimizer, NULL));
+    if (state->step == wanted) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
+                    (long long)state->step, (long long)wanted);
 }
 
 /* All files are of that step; *state is what the first one says. */
@@ -3956,14 +4023,16 @@ MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint
 
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
     mti_bundle model;
+    mt_gpt_desc theirs;
     mt_status status;
     int known = 1;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !out)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
     status = mti_bundle_open(ctx, directory, "model", &model);
-    if (status == MT_SUCCESS) status = mti_source_gpt(ctx, directory, &model, &known, out);
+    if (status == MT_SUCCESS) status = mti_source_gpt(ctx, directory, &model, &known, &theirs);
     mti_bundle_close(&model);
+    if (status == MT_SUCCESS && known) *out = theirs;
     if (status != MT_SUCCESS || known) return status;
     return mti_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT", directory);
 }

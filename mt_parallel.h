@@ -2646,7 +2646,7 @@ MT_API float mt_clip_coefficient(float norm, float max_norm) {
 
 /* What is wrong with it, by the name it has in a checkpoint; NULL: nothing. */
 static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
-    if (!(d->min_scale > 0.0f)) return "loss_scaler.min_scale";
+    if (!(d->min_scale > 0.0f && 1.0f / d->min_scale <= FLT_MAX)) return "loss_scaler.min_scale";
     if (!(d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX)) return "loss_scaler.initial_scale";
     if (!(d->growth >= 1.0f && d->growth <= FLT_MAX)) return "loss_scaler.growth";
     if (!(d->backoff > 0.0f && d->backoff <= 1.0f)) return "loss_scaler.backoff";

@@ -803,6 +803,14 @@ static void other_configs(void **state) {
         {"cross_attention\": false", "cross_attention\": true", "cross_attention 1"},
         {"tie_word_embeddings\": true", "tie_word_embeddings\": false", "tie_word_embeddings 0"},
         {"0.0001", "-0.0001", "layer_norm_epsilon is -0.0001"},
+        {"0.0001", "1e-60", "layer_norm_epsilon is 1e-60, must be above 0"},
+        {"\"vocab_size\": 61", "\"vocab_size\": 2147483648", "vocab_size is 2147483648, must be from 1 to 2147483647"},
+        {"\"n_positions\": 12", "\"n_positions\": 0", "n_positions is 0, must be from 1 to 2147483647"},
+        {"\"n_embd\": 16", "\"n_embd\": 4294967296", "n_embd is 4294967296, must be from 1 to 2147483647"},
+        {"\"n_inner\": 40", "\"n_inner\": null, \"n_embd\": 536870912", "n_embd is 536870912, must be"},
+        {"\"n_layer\": 2", "\"n_layer\": 131073", "n_layer is 131073, must be from 1 to 131072"},
+        {"\"n_head\": 4", "\"n_head\": 0", "n_head is 0, must be from 1 to 2147483647"},
+        {"\"n_inner\": 40", "\"n_inner\": 9223372036854775807", "n_inner is 9223372036854775807, must be from 0"},
         {"\"n_layer\": 2", "\"n_layer\": 2.5", "not whole"},
         {"\"n_layer\": 2", "\"n_layer\": true", "whole number is missing"},
         {"\"n_positions\": 12,", "\"n_positions\": 12", "comma"}};
@@ -1055,6 +1063,163 @@ static void impossible_states(void **state) {
     }
 }
 
+static int64_t latest(const char *directory) {
+    mt_context *ctx;
+    int64_t step = -2;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_latest(ctx, NULL, in_scratch(directory), &step));
+    mt_context_destroy(ctx);
+    return step;
+}
+
+/* Sets a field of the metadata in a file, or takes it out (NULL). The checksum is right again afterwards. */
+static void set_field(const char *path, const char *key, const char *value) {
+    static unsigned char file[1 << 20], after[1 << 20];
+    char member[64], zeros[] = "0000000000000000", digits[MTI_CHECKSUM_DIGITS + 1];
+    FILE *f = fopen(path, "rb");
+    assert_non_null(f);
+    size_t size = fread(file, 1, sizeof file - 1, f), used, length = 0;
+    fclose(f);
+    unsigned char *at = NULL;
+    snprintf(member, sizeof member, ",\"%s\":\"", key);
+    for (size_t i = 8; !at && i < size; i++)
+        if (memcmp(file + i, member, strlen(member)) == 0) at = file + i;
+    assert_non_null(at);
+    while (at[strlen(member) + length] != '"') length++;
+    used = (size_t)(at - file);
+    memcpy(after, file, used);
+    if (value) used += (size_t)sprintf((char *)after + used, "%s%s\"", member, value);
+    at += strlen(member) + length + 1;
+    memcpy(after + used, at, size - (size_t)(at - file));
+    used += size - (size_t)(at - file);
+    uint64_t header;
+    memcpy(&header, after, sizeof header);
+    header += used - size;
+    memcpy(after, &header, sizeof header);
+    memcpy(after + MTI_CHECKSUM_AT, zeros, MTI_CHECKSUM_DIGITS);
+    snprintf(digits, sizeof digits, "%016llx", (unsigned long long)mti_checksum(MTI_CHECKSUM_BASIS, after, used));
+    memcpy(after + MTI_CHECKSUM_AT, digits, MTI_CHECKSUM_DIGITS);
+    f = fopen(path, "wb");
+    assert_true(f && fwrite(after, 1, used, f) == used);
+    fclose(f);
+}
+
+/* The last number that each field of a run may have, with which a loop can go on, and the first that it may not. */
+static void bounds_of_a_state(void **state) {
+    static const struct { const char *key, *good, *bad, *words; } fields[] = {
+        {"step", NULL, "281474976710657", "must be a whole number from 0 to 281474976710656"},
+        {"step", NULL, "-1", "must be a whole number from 0 to 281474976710656"},
+        {"seed", "18446744073709551615", "18446744073709551616", "from 0 to 18446744073709551615"},
+        {"position", "4611686018427387904", "4611686018427387905", "from 0 to 4611686018427387904"},
+        {"position", "0", "-9223372036854775807", "must be a whole number from 0 to 4611686018427387904"},
+        {"loss_scaler.initial_scale", "3.4028234e+38", "1e39", "must be a finite number"},
+        {"loss_scaler.initial_scale", "1.0", "0.99", "must be at least loss_scaler.min_scale"},
+        {"loss_scaler.min_scale", "3e-39", "2.9e-39", "1 / min_scale is finite"},
+        {"loss_scaler.min_scale", "1.0", "-1.0", "must be above 0"},
+        {"loss_scaler.growth", "1.0", "0.5", "must be at least 1"},
+        {"loss_scaler.backoff", "1.0", "1.01", "must be above 0 and at most 1"},
+        {"loss_scaler.backoff", "1e-30", "0", "must be above 0 and at most 1"},
+        {"loss_scaler.growth_interval", "2147483647", "2147483648", "must be a whole number from 0 to 2147483647"},
+        {"loss_scaler.growth_interval", "4", "0", "must be at least 1"},
+        {"loss_scaler.hysteresis", "2147483647", "-1", "must be a whole number from 0 to 2147483647"},
+        {"loss_scaler.hysteresis", "1", "0", "must be at least 1"},
+        {"loss_scaler.scale", "3.4028234e+38", "nan", "must be a finite number"},
+        {"loss_scaler.scale", "1.0", "0", "must be at least loss_scaler.min_scale"},
+        {"loss_scaler.good_steps", "6", "7", "must be below loss_scaler.growth_interval"},
+        {"loss_scaler.good_steps", "0", "2147483647", "must be below loss_scaler.growth_interval"},
+        {"loss_scaler.good_steps", "0", "-1", "must be a whole number from 0 to 2147483647"},
+        {"loss_scaler.overflows", "1073741823", "1073741824", "must be a whole number from 0 to 1073741823"},
+        {"loss_scaler.skipped", "281474976710656", "9223372036854775807", "from 0 to 281474976710656"},
+        {"optimizer_step", "281474976710656", "281474976710657", "from 0 to 281474976710656"},
+        {"optimizer_step", "0", "9223372036854775807", "must be a whole number from 0 to 281474976710656"}};
+    char path[300], words[256];
+    job save = a_save("i", 1, 1), load;
+    (void)state;
+    save.state = some_state(1);
+    save.state.scaler.desc.min_scale = save.state.scaler.scale = 1.0f;
+    run_quietly(&save);
+    expect_success(&save);
+    snprintf(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
+    shell("cp '%s' '%s'", path, in_scratch("whole"));
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        if (fields[i].good) {
+            float overflow = INFINITY, norm = 1.0f;
+            set_field(path, fields[i].key, fields[i].good);
+            load = a_load("i", 1), run_quietly(&load), expect_success(&load);
+            assert_true(load.optimizer_step + 1 > 0 && load.state.position + load.state.step > 0);
+            for (int k = 0; k < 3; k++) mt_loss_scaler_update(&load.state.scaler, &overflow);
+            assert_true(mt_loss_scaler_update(&load.state.scaler, &norm) > 0);
+        }
+        set_field(path, fields[i].key, fields[i].bad);
+        load = a_load("i", 1), run_quietly(&load);
+        snprintf(words, sizeof words, "step-00000001/model.safetensors: its metadata has %s '%s', must be |%s",
+                 fields[i].key, fields[i].bad, fields[i].words);
+        expect_refusal(&load, MT_ERR_DATA, words);
+        assert_memory_equal(&load.state, &(mt_training_state){0}, sizeof load.state);
+        set_field(path, fields[i].key, NULL);
+        load = a_load("i", 1), run_quietly(&load);
+        snprintf(words, sizeof words, "step-00000001/model.safetensors: its metadata has no %s", fields[i].key);
+        expect_refusal(&load, MT_ERR_DATA, words);
+        shell("cp '%s' '%s'", in_scratch("whole"), path);
+    }
+    save = a_save("i", MTI_STEPS_MAX + 1, 1), run_quietly(&save);
+    expect_refusal(&save, MT_ERR_ARGUMENT, "step 281474976710657, must be at most 281474976710656");
+    shell("rm '%s' && mkdir '%s'", in_scratch("whole"), in_scratch("i/step-281474976710657"));
+    assert_int_equal(latest("i"), 1); /* that is none of ours */
+    forget("i");
+}
+
+/* The same of a model's fields. A description that is refused is not written to. */
+static void bounds_of_a_model(void **state) {
+    static const struct { const char *key, *good, *bad, *words; } fields[] = {
+        {"gpt.vocab", "2147483647", "2147483648", "must be a whole number from 1 to 2147483647"},
+        {"gpt.vocab", "1", "0", "must be a whole number from 1 to 2147483647"},
+        {"gpt.layers", "131072", "131073", "must be a whole number from 1 to 131072"},
+        {"gpt.max_seq", "2147483647", "9223372036854775807", "must be a whole number from 1 to 2147483647"},
+        {"gpt.hidden", "2147483647", "9223372036854775807", "must be a whole number from 1 to 2147483647"},
+        {"gpt.heads", "2147483647", "-6", "must be a whole number from 1 to 2147483647"},
+        {"gpt.kv_heads", "1", "0", "must be a whole number from 1 to 2147483647"},
+        {"gpt.ffn", "2147483647", "2147483648", "must be a whole number from 1 to 2147483647"},
+        {"gpt.placement", "2", "3", "must be a whole number from 0 to 2"},
+        {"gpt.norm", "1", "2", "must be a whole number from 0 to 1"},
+        {"gpt.norm_eps", "1e-30", "0", "must be above 0"},
+        {"gpt.norm_eps", "1e-5", "-1e-5", "must be above 0"},
+        {"gpt.activation", "2", "3", "must be a whole number from 0 to 2"},
+        {"gpt.mask", "1", "-1", "must be a whole number from 0 to 1"},
+        {"gpt.rotary_base", "3e38", "-1", "must be at least 0"},
+        {"gpt.rotary_base", "0", "4e38", "must be a finite number"},
+        {"gpt.no_bias", "1", "2", "must be a whole number from 0 to 1"},
+        {"gpt.untied_head", "1", "2147483648", "must be a whole number from 0 to 1"}};
+    char path[300], words[256];
+    mt_context *ctx;
+    mt_gpt_desc d, before;
+    (void)state;
+    save_one("i", 1, 1);
+    snprintf(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
+    shell("cp '%s' '%s'", path, in_scratch("whole"));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    memset(&d, 0x5a, sizeof d);
+    memcpy(&before, &d, sizeof d);
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        mt_gpt_desc good;
+        const char *directory = in_scratch("i/step-00000001");
+        set_field(path, fields[i].key, fields[i].good);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &good));
+        set_field(path, fields[i].key, fields[i].bad);
+        snprintf(words, sizeof words, "model.safetensors: its metadata has %s '%s', must be |%s", fields[i].key,
+                 fields[i].bad, fields[i].words);
+        REFUSED(ctx, MT_ERR_DATA, words, mt_gpt_desc_read(ctx, directory, &d));
+        assert_memory_equal(&d, &before, sizeof d);
+        job load = a_load("i", 1);
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_DATA, words);
+        shell("cp '%s' '%s'", in_scratch("whole"), path);
+    }
+    mt_context_destroy(ctx);
+    shell("rm '%s'", in_scratch("whole"));
+    forget("i");
+}
+
 /* Numbers that are none of their field's type. */
 static void field_texts(void **state) {
     static const mti_field f32 = {"x", MTI_FIELD_F32, 0}, i64 = {"x", MTI_FIELD_I64, 0}, u64 = {"x", MTI_FIELD_U64, 0},
@@ -1208,15 +1373,6 @@ static void seed_two(void) {
     forget("f");
     save_one("f", 1, 1);
     save_one("f", 2, 2);
-}
-
-static int64_t latest(const char *directory) {
-    mt_context *ctx;
-    int64_t step = -2;
-    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_latest(ctx, NULL, in_scratch(directory), &step));
-    mt_context_destroy(ctx);
-    return step;
 }
 
 /* Runs a job whose k-th call fails with `error`; 0: as a full disk. */
@@ -1801,6 +1957,8 @@ int main(void) {
         cmocka_unit_test(truncated_while_loaded),
         cmocka_unit_test(strangers),
         cmocka_unit_test(impossible_states),
+        cmocka_unit_test(bounds_of_a_state),
+        cmocka_unit_test(bounds_of_a_model),
         cmocka_unit_test(field_texts),
         cmocka_unit_test(small_arenas),
         cmocka_unit_test(small_models),

@@ -47,7 +47,7 @@ static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     mti_source source;
     mt_training_state state;
     mt_optimizer optimizer;
-    float norm = 1.0f;
+    float norm = 1.0f, overflow = INFINITY;
     memset(&source, 0, sizeof source);
     memset(&optimizer, 0, sizeof optimizer);
     source.model.files = source.optimizer.files = &s; /* as if both were this one */
@@ -56,9 +56,11 @@ static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     readers_status(ctx, status);
     if (status != MT_SUCCESS) return 0;
     READERS_HOLD(state.step == 7 && state.position >= 0 && optimizer.step >= 0);
+    READERS_HOLD(state.position + state.step > 0 && optimizer.step + state.scaler.skipped + 1 > 0); /* no overflow */
     READERS_HOLD(memchr(state.note, 0, sizeof state.note));
     if (state.scaler.desc.initial_scale == 0.0f) return 1;
     READERS_HOLD(mt_loss_scaler_update(&state.scaler, &norm) > 0.0f);
+    READERS_HOLD(mt_loss_scaler_update(&state.scaler, &overflow) == 0.0f);
     READERS_HOLD(state.scaler.scale >= state.scaler.desc.min_scale && state.scaler.scale <= FLT_MAX);
     return 1;
 }
