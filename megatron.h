@@ -367,6 +367,10 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
    (GPT2LMHeadModel.from_pretrained), and what transformers has written is read by mt_checkpoint_import. Other models have the
    registry's names, shapes and layouts; so have the optimizer's files always.
 
+   Its files say which version of the library has written them. Those of this version and of older ones are read. Those
+   of a newer one, be it in the last number only, are MT_ERR_DATA with a sentence that has both versions. Files without
+   a version are not ours: mt_checkpoint_import and mt_gpt_desc_read take them, mt_checkpoint_load does not.
+
    It is written beside (DIRECTORY/.step-00000100.tmp), every file and directory is synchronised with the disk, then it is
    renamed: what is killed at any moment leaves the old checkpoints, or the new one with them. Each file has a checksum of all
    its bytes. One tensor at a time is in host memory, whole.
@@ -2670,6 +2674,8 @@ static const mti_field mti_state_fields[] = {
 static const mti_field mti_optimizer_fields[] = {
     {"optimizer_step", MTI_FIELD_I64, offsetof(mt_optimizer, step), 0, MTI_STEPS_MAX, NULL}};
 
+#define MTI_VERSION_KEY "megatron" /* of the library that has written a file */
+
 #define MTI_FIELDS(list) (int)(sizeof(list) / sizeof *(list))
 #define MTI_FIELD_TEXT 32
 
@@ -3064,6 +3070,33 @@ static const mt_safetensors_tensor *mti_bundle_find(const mti_bundle *b, const c
     return found;
 }
 
+/* A number that grows with the version "1.2.3", -1: it is none. */
+static int64_t mti_version_number(const char *text) {
+    int64_t number = 0, part;
+    int i, digits;
+    for (i = 0; i < 3; i++) {
+        part = 0;
+        for (digits = 0; *text >= '0' && *text <= '9' && digits < 6; digits++) part = 10 * part + (*text++ - '0');
+        if (digits == 0 || *text++ != (i < 2 ? '.' : 0)) return -1;
+        number = 1000000 * number + part;
+    }
+    return number;
+}
+
+/* Whether this version of the library reads what that of a file has written. needed: a file without one is refused. */
+static mt_status mti_version_check(mt_context *ctx, const mt_safetensors *s, int needed) {
+    const char *theirs = mt_safetensors_metadata(s, MTI_VERSION_KEY);
+    int64_t number = theirs ? mti_version_number(theirs) : 0;
+    if (!theirs && !needed) return MT_SUCCESS;
+    if (!theirs) return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no " MTI_VERSION_KEY, s->path);
+    if (number < 0)
+        return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has " MTI_VERSION_KEY " '%.40s', must be a version such as "
+                        MT_VERSION, s->path, theirs);
+    if (number <= mti_version_number(MT_VERSION)) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_DATA, "%s: was written by megatron.h %.40s, this is " MT_VERSION ": it reads files of "
+                    "its own version and of older ones", s->path, theirs);
+}
+
 static mt_status mti_bundle_add(mt_context *ctx, mti_bundle *b, const char *directory, const char *name) {
     char path[MT_PATH_MAX];
     void *list = b->files;
@@ -3075,6 +3108,11 @@ static mt_status mti_bundle_add(mt_context *ctx, mti_bundle *b, const char *dire
     b->files = (mt_safetensors **)list;
     MT_TRY(mt_safetensors_open(ctx, path, &b->files[b->count]));
     added = b->files[b->count];
+    status = mti_version_check(ctx, added, 0);
+    if (status != MT_SUCCESS) {
+        mt_safetensors_close(added);
+        return status;
+    }
     for (i = 0; b->count > 0 && i < mt_safetensors_count(added); i++)
         if (mti_bundle_find(b, mt_safetensors_at(added, i)->name)) {
             status = mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is in another file, too", path,
@@ -3434,7 +3472,7 @@ static void mti_put_fields(mti_file *f, const mti_field *fields, int count, cons
 static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *state, mti_file *f) {
     mti_file_text(f, MTI_CHECKSUM_BEFORE "0000000000000000\"");
     mti_put_member(f, "format", "pt");
-    mti_put_member(f, "megatron", MT_VERSION);
+    mti_put_member(f, MTI_VERSION_KEY, MT_VERSION);
     mti_put_fields(f, mti_state_fields, MTI_FIELDS(mti_state_fields), state);
     mti_put_member(f, "note", state->note);
     if (c->optimizer) mti_put_fields(f, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), c->optimizer);
@@ -3937,6 +3975,7 @@ static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t 
     MT_TRY(mti_source_run(ctx, s, wanted, state, optimizer));
     for (i = 0; i < s->model.count + s->optimizer.count; i++) {
         const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
+        MT_TRY(mti_version_check(ctx, file, 1));
         other = mt_safetensors_metadata(file, "step");
         if (!other || strcmp(step, other) != 0)
             return mti_fail(ctx, MT_ERR_DATA, "%s: is of step %.24s, %s of %.24s", file->path, other ? other : "(none)",

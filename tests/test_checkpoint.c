@@ -1220,6 +1220,61 @@ static void bounds_of_a_model(void **state) {
     forget("i");
 }
 
+/* Files of this version and of older ones load; those of newer ones are refused, whichever of the files it is. */
+static void versions(void **state) {
+    static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
+    static const char *const older[] = {MT_VERSION, "0.4.0", "0.0.999999", "0.3.7"};
+    static const char *const none[] = {"", "0.4", "0.4.", "0.4.x", "0.4.0.0", "-1.0.0", "0.4.0 ", "9999999.0.0", "a"};
+    char newer[6][32], words[256], path[300];
+    const int now[] = {MT_VERSION_MAJOR, MT_VERSION_MINOR, MT_VERSION_PATCH};
+    mt_context *ctx;
+    mt_gpt_desc d;
+    (void)state;
+    snprintf(newer[0], sizeof newer[0], "%d.%d.%d", now[0], now[1], now[2] + 1);
+    snprintf(newer[1], sizeof newer[1], "%d.%d.0", now[0], now[1] + 1);
+    snprintf(newer[2], sizeof newer[2], "%d.0.0", now[0] + 1);
+    snprintf(newer[3], sizeof newer[3], "%d.%d.%d", now[0], now[1], now[2] + 100);
+    snprintf(newer[4], sizeof newer[4], "999999.999999.999999");
+    snprintf(newer[5], sizeof newer[5], "%d.%d.%d", now[0], now[1] + 10, now[2]);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    save_one("v", 1, 1);
+    for (int i = 0; i < 2; i++) {
+        job load = a_load("v", 1);
+        snprintf(path, sizeof path, "%s/%s", in_scratch("v/step-00000001"), names[i]);
+        shell("cp '%s' '%s'", path, in_scratch("whole"));
+        for (int k = 0; k < 4; k++) {
+            set_field(path, "megatron", older[k]);
+            loads("v", 1, 1);
+        }
+        for (int k = 0; k < 6; k++) {
+            set_field(path, "megatron", newer[k]);
+            snprintf(words, sizeof words, "/%s: was written by megatron.h %s, this is " MT_VERSION ":", names[i],
+                     newer[k]);
+            load = a_load("v", 1), run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);
+        }
+        if (i == 0) { /* parameters only, and the description of the model: the same */
+            char directory[300];
+            snprintf(directory, sizeof directory, "%s", in_scratch("v/step-00000001"));
+            load.action = IMPORT;
+            load.directory = directory;
+            run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);
+            REFUSED(ctx, MT_ERR_DATA, words, mt_gpt_desc_read(ctx, directory, &d));
+        }
+        for (int k = 0; k < 9; k++) {
+            set_field(path, "megatron", none[k]);
+            snprintf(words, sizeof words, "/%s: its metadata has megatron '%s', must be a version such as", names[i],
+                     none[k]);
+            load = a_load("v", 1), run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);
+        }
+        set_field(path, "megatron", NULL);
+        snprintf(words, sizeof words, "/%s: its metadata has no megatron", names[i]);
+        load = a_load("v", 1), run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);
+        shell("mv '%s' '%s'", in_scratch("whole"), path);
+    }
+    mt_context_destroy(ctx);
+    forget("v");
+}
+
 /* Numbers that are none of their field's type. */
 static void field_texts(void **state) {
     static const mti_field f32 = {"x", MTI_FIELD_F32, 0}, i64 = {"x", MTI_FIELD_I64, 0}, u64 = {"x", MTI_FIELD_U64, 0},
@@ -1959,6 +2014,7 @@ int main(void) {
         cmocka_unit_test(impossible_states),
         cmocka_unit_test(bounds_of_a_state),
         cmocka_unit_test(bounds_of_a_model),
+        cmocka_unit_test(versions),
         cmocka_unit_test(field_texts),
         cmocka_unit_test(small_arenas),
         cmocka_unit_test(small_models),
