@@ -1410,7 +1410,9 @@ static int mti_allowed_cores(int *core, int limit) {
 #if defined(__linux__)
     unsigned char mask[MTI_CORE_BYTES];
     int i;
-    long bytes = syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
+    long bytes;
+    memset(mask, 0, sizeof mask); /* MemorySanitizer does not see what a system call writes */
+    bytes = syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
     for (i = 0; i < 8 * (int)bytes; i++) {
         if (!(mask[i / 8] >> (i % 8) & 1)) continue; /* little endian, as all 64-bit Linux of today */
         if (found < limit) core[found] = i;

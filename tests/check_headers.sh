@@ -263,6 +263,14 @@ check_no_implementation() {
     grep -q 'mt_launch' "$work/link.log" || { cat "$work/link.log"; return 1; }
 }
 
+# clang's MemorySanitizer sees reads of memory that nobody has written.
+msan() { clang -g -O1 -fsanitize=memory -I "$H" "$@" -o "$work/msan" -lm -lpthread && "$work/msan"; }
+has_msan() {
+    echo 'int main(void) { return 0; }' >"$work/empty.c"
+    have_command clang && msan "$work/empty.c" >/dev/null 2>&1
+}
+check_msan() { msan "$sources/implementation.c" "$sources/use.c"; }
+
 # Without infinities and NaN, losses that diverge would go unnoticed.
 check_fast_math() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$work/fast.c"
@@ -406,6 +414,11 @@ check_programs() {
     check "a program without MEGATRON_IMPLEMENTATION does not link" check_no_implementation
     check "the implementation refuses -ffast-math" check_fast_math
     check "the implementation refuses big-endian machines" check_big_endian
+    if has_msan; then
+        check "ranks as threads read nothing that MemorySanitizer has not seen written" check_msan
+    else
+        leave_out "MemorySanitizer: clang has none here, no program was run with it"
+    fi
     if ! have_command "$CXX"; then
         leave_out "$CXX: not here, no program of C and C++ was linked"
         return
