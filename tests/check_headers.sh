@@ -191,6 +191,21 @@ check_dialect() {
     return $bad
 }
 
+# check_optimized COMPILER LANGUAGE STANDARD LEVELS...: the implementation. Some warnings, of values that may not be set, need
+# an optimizer. A level is -O and the flags that go with it.
+check_optimized() {
+    compiler=$1 language=$2 standard=$3 bad=0
+    shift 3
+    form megatron.h implementation >"$work/form.c"
+    for level in "$@"; do
+        # shellcheck disable=SC2086  # lists of flags
+        "$compiler" -x "$language" "-std=$standard" $warnings -S $level -I "$H" "$work/form.c" -o /dev/null && continue
+        echo "^ megatron.h, implementation, $level"
+        bad=1
+    done
+    return $bad
+}
+
 check_nvcc() {
     bad=0
     for header in $headers; do
@@ -361,6 +376,11 @@ planted_dialects() {
     ! have_command "$CXX" ||
         planted declarations 'static inline char *mti_bad(void *x) { char *y = x; return y; }' check_dialect "$CXX" c++ c++11
     planted implementation 'static int mti_bad(void) { return 0; }' check_dialect "$CC" c c17
+    case $("$CC" --version) in
+    *clang*) ;; # does not look for it
+    *) planted implementation 'int mt_bad(int n); int mt_bad(int n) { int x; if (n > 3) x = n; return n > 2 ? x : 0; }' \
+        check_optimized "$CC" c c99 -O1 ;;
+    esac
 }
 
 check_planted() { "planted_$1" | fail_on_output; }
@@ -392,6 +412,13 @@ check_compiler() {
         have_package "lib${gemm%%:*}-dev" || continue
         check "$compiler -std=$1 with ${gemm##*:}: the same" check_dialect "$compiler" "$language" "$1" "-D${gemm##*:}"
     done
+    case $compiler in
+    gcc) set -- -O1 -O2 "-O3 -march=native" ;;
+    g++) set -- -O3 ;;
+    clang) set -- "-O3 -march=native" ;;
+    *) set -- ;; # warns of nothing more
+    esac
+    [ $# -eq 0 ] || check "$compiler with optimization: $*" check_optimized "$compiler" "$language" "$standard" "$@"
     [ "$language" = c ] || return 0
     check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
     check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
