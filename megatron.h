@@ -1969,7 +1969,7 @@ static void mti_io_warning(mt_context *ctx, const char *path, const char *what, 
     char text[MT_PATH_MAX + 128];
     if (!ctx->logger.log) return;
     snprintf(text, sizeof text, "%s: cannot %s: %s", path, what, strerror(error));
-    ctx->logger.log(ctx->logger.user, MT_LOG_WARNING, text);
+    (ctx->logger.log)(ctx->logger.user, MT_LOG_WARNING, text);
 }
 
 #if defined(O_CLOEXEC)

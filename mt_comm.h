@@ -676,7 +676,7 @@ static mt_status mti_fail(mt_context *ctx, mt_status status, const char *format,
     vsnprintf(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
     if (ctx->world) mti_comm_keep_error(ctx->world, status, ctx->error);
-    if (ctx->logger.log) ctx->logger.log(ctx->logger.user, MT_LOG_ERROR, ctx->error);
+    if (ctx->logger.log) (ctx->logger.log)(ctx->logger.user, MT_LOG_ERROR, ctx->error);
     return status;
 }
 
@@ -945,7 +945,7 @@ static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)
 /* Where creation fails there is no context yet to keep the sentence: it goes to the world and to the logger. */
 static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
     if (world) mti_comm_keep_error(world, status, text);
-    if (desc && desc->logger.log) desc->logger.log(desc->logger.user, MT_LOG_ERROR, text);
+    if (desc && desc->logger.log) (desc->logger.log)(desc->logger.user, MT_LOG_ERROR, text);
     return status;
 }
 
@@ -1015,7 +1015,7 @@ static mt_status mti_context_arena(mt_context *ctx) {
         ctx->arena = mti_meta_address(0);
         return MT_SUCCESS;
     }
-    ctx->arena = (unsigned char *)ctx->allocator.alloc(ctx->allocator.user, ctx->arena_bytes, MTI_ALIGNMENT);
+    ctx->arena = (unsigned char *)(ctx->allocator.alloc)(ctx->allocator.user, ctx->arena_bytes, MTI_ALIGNMENT);
     if (ctx->arena) return MT_SUCCESS;
     return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
 }
@@ -1042,7 +1042,7 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
 MT_API void mt_context_destroy(mt_context *ctx) {
     if (!ctx) return;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
-    if (ctx->device != MT_DEVICE_META && ctx->arena) ctx->allocator.free(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    if (ctx->device != MT_DEVICE_META && ctx->arena) (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
     mti_host_free(ctx);
 }
 
@@ -1071,11 +1071,11 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
         mt_status status = MT_SUCCESS;
         void *ptr;
         if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter(ctx)); /* the allocator takes the current device's */
-        ptr = ctx->allocator.alloc(ctx->allocator.user, size, MTI_ALIGNMENT);
+        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MTI_ALIGNMENT);
         if (!ptr) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
         if (ctx->device == MT_DEVICE_CUDA) status = mti_cuda_zero(ctx, ptr, size);
         else memset(ptr, 0, size);
-        if (status != MT_SUCCESS) ctx->allocator.free(ctx->allocator.user, ptr, size);
+        if (status != MT_SUCCESS) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
         MT_TRY(status);
         *out = ptr;
     }
@@ -1087,7 +1087,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mti_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr) return;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_forget(ctx, ptr); /* no kernel still uses it, whose allocator it may be */
-    if (ctx->device != MT_DEVICE_META) ctx->allocator.free(ctx->allocator.user, ptr, size);
+    if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     ctx->allocated -= size;
 }
 
@@ -4767,7 +4767,7 @@ static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...) 
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (desc->logger.log) desc->logger.log(desc->logger.user, MT_LOG_ERROR, text);
+    if (desc->logger.log) (desc->logger.log)(desc->logger.user, MT_LOG_ERROR, text);
     else fprintf(stderr, "%s\n", text);
 }
 

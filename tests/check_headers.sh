@@ -206,6 +206,32 @@ check_optimized() {
     return $bad
 }
 
+# check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: the implementation after these system headers and the usual macros
+check_macros_before() {
+    compiler=$1 language=$2 standard=$3
+    shift 3
+    {
+        for header in "$@"; do echo "#include <$header>"; done
+        echo "#include \"$sources/macros.h\""
+        form megatron.h implementation
+    } >"$work/form.c"
+    # shellcheck disable=SC2086  # a list of flags
+    "$compiler" -x "$language" "-std=$standard" $warnings -fsyntax-only -I "$H" "$work/form.c"
+}
+
+# With tgmath.h, sqrt and its kin mean another function for a float than for a double: a training step has the same bits.
+check_tgmath_bits() {
+    for how in plain tgmath; do
+        set -- -std=gnu17
+        [ $how = plain ] || set -- "$@" -include tgmath.h -include complex.h
+        "$CC" "$@" -O1 -I "$H" examples/train_gpt.c -o "$work/train_$how" -lm -lpthread || return 1
+        "$work/train_$how" --data LICENSE --steps 2 --layers 2 --hidden 32 --heads 2 --seq 16 --batch 4 --micro-batch 2 \
+            --dropout 0.1 --dtype bf16 --label-smoothing 0.1 --hash-log "$work/$how.hashes" >"$work/$how.log" 2>&1 ||
+            { cat "$work/$how.log"; return 1; }
+    done
+    [ -s "$work/plain.hashes" ] && diff "$work/plain.hashes" "$work/tgmath.hashes"
+}
+
 check_nvcc() {
     bad=0
     for header in $headers; do
@@ -376,6 +402,7 @@ planted_dialects() {
     ! have_command "$CXX" ||
         planted declarations 'static inline char *mti_bad(void *x) { char *y = x; return y; }' check_dialect "$CXX" c++ c++11
     planted implementation 'static int mti_bad(void) { return 0; }' check_dialect "$CC" c c17
+    planted implementation 'static inline int mti_bad(int N) { return N; }' check_macros_before "$CC" c c11
     case $("$CC" --version) in
     *clang*) ;; # does not look for it
     *) planted implementation 'int mt_bad(int n); int mt_bad(int n) { int x; if (n > 3) x = n; return n > 2 ? x : 0; }' \
@@ -419,6 +446,15 @@ check_compiler() {
     *) set -- ;; # warns of nothing more
     esac
     [ $# -eq 0 ] || check "$compiler with optimization: $*" check_optimized "$compiler" "$language" "$standard" "$@"
+    if [ "$language" = c ]; then
+        set -- c11 complex.h tgmath.h
+        check "$compiler -std=c99 after tgmath.h, complex.h and the usual macros: the implementation" \
+            check_macros_before "$compiler" c c99 tgmath.h complex.h
+    else
+        set -- c++11
+    fi
+    check "$compiler -std=$1 after ${2:+$2, $3 and }the usual macros: the implementation" \
+        check_macros_before "$compiler" "$language" "$@"
     [ "$language" = c ] || return 0
     check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
     check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
@@ -446,6 +482,7 @@ check_programs() {
     else
         leave_out "MemorySanitizer: clang has none here, no program was run with it"
     fi
+    check "tgmath.h changes no bits" check_tgmath_bits
     if ! have_command "$CXX"; then
         leave_out "$CXX: not here, no program of C and C++ was linked"
         return
