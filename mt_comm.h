@@ -38,7 +38,7 @@
    collectives in the same order. Two contexts in one process do not see each other.
 
    Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
-   >>conjugates >>launch                                                                                                */
+   >>compare >>conjugates >>launch                                                                                  */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -64,7 +64,7 @@ extern "C" {
     X(MT_ERR_UNSUPPORTED, -4, "not built or not supported")                                                            \
     X(MT_ERR_MEMORY, -5, "out of memory")                                                                              \
     X(MT_ERR_DATA, -6, "data out of range")                                                                            \
-    X(MT_ERR_MISMATCH, -7, "ranks issued different collectives")                                                       \
+    X(MT_ERR_MISMATCH, -7, "ranks called, or were told, different things")                                             \
     X(MT_ERR_TIMEOUT, -8, "a rank did not arrive in time")                                                             \
     X(MT_ERR_PEER, -9, "a peer rank is gone or failed")                                                                \
     X(MT_ERR_IO, -10, "input/output error")                                                                            \
@@ -372,6 +372,28 @@ MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, si
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
                               void *recvbuf, size_t recvcount, int src, mt_dtype dtype);
+
+/* ---- what ranks were told ---------------------------------------------------------------------------------------- */
+
+/* Something that each rank was told by itself: a flag and its value, a file and the hash of its content. The strings are
+   the caller's; they are needed during the call only. */
+typedef struct mt_setting {
+    const char *name, *value;
+} mt_setting;
+
+/* Compares settings between ranks, so that processes that were started with different flags or data do not train side by
+   side. mt_params_init and mt_optimizer_create do it for what they are given. A program does it for its own flags:
+       char lr[32]; snprintf(lr, sizeof lr, "%.9g", flags.lr);
+       mt_setting told[] = {{"--lr", lr}, {"--data", hash_of_data}};
+       MT_TRY(mt_comm_compare(ctx, world, "my_program", 0, told, 2));
+   Collective over comm: one all_gather of 16 bytes, in the ledger. The texts travel only when their hashes differ. A group
+   of one and a meta communicator have nobody to compare with: the call is free.
+   Ranks that give the same `group` must have the same settings, in the same order. `what` begins the sentence.
+   MT_ERR_MISMATCH when they differ, on every rank of comm, whatever its group is. The sentence, the same on all of them,
+   names the first setting that differs, two of its values and the ranks that have them. comm can be used afterwards.
+   MT_ERR_ARGUMENT for NULL and a negative count. Other errors are those of a collective. */
+MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
+                                 const mt_setting *settings, int count);
 
 /* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) ----------------- */
 
@@ -4497,6 +4519,207 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
     call.root = dst;
     call.source = src;
     return MTI_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
+}
+
+/* ---- >>compare: what ranks were told ----------------------------------------------------------------------------- */
+
+#define MTI_TOLD_CHUNK ((size_t)1024)
+
+/* What everybody sees of a rank's settings. */
+typedef struct mti_told {
+    uint64_t hash;
+    int64_t group;
+} mti_told;
+
+/* Name, NUL, value, NUL, ...: the settings of a rank in one piece of memory. */
+typedef struct mti_told_text {
+    char *data;
+    uint64_t bytes;
+} mti_told_text;
+
+static mti_told_text mti_told_write(const mt_setting *settings, int count) {
+    mti_told_text t;
+    size_t n;
+    int i, value;
+    t.bytes = 0;
+    for (i = 0; i < count; i++) t.bytes += strlen(settings[i].name) + strlen(settings[i].value) + 2;
+    t.data = (char *)mti_host_alloc((size_t)t.bytes + 1);
+    t.bytes = 0;
+    for (i = 0; t.data && i < 2 * count; i++) {
+        value = i % 2;
+        n = strlen(value ? settings[i / 2].value : settings[i / 2].name) + 1;
+        memcpy(t.data + t.bytes, value ? settings[i / 2].value : settings[i / 2].name, n);
+        t.bytes += n;
+    }
+    return t;
+}
+
+/* FNV-1a. */
+static uint64_t mti_told_hash(const mti_told_text *t) {
+    uint64_t h = 14695981039346656037u, i;
+    for (i = 0; i < t->bytes; i++) h = (h ^ (uint64_t)(unsigned char)t->data[i]) * 1099511628211u;
+    return h;
+}
+
+/* The string at *at, which moves behind it; NULL at the end. */
+static const char *mti_told_next(const mti_told_text *t, uint64_t *at) {
+    const char *s = t->data + *at;
+    if (*at >= t->bytes) return NULL;
+    *at += strlen(s) + 1;
+    return s;
+}
+
+/* From the device, when all that the collectives before it bring is there. */
+static mt_status mti_told_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    MT_TRY(mt_context_synchronize(ctx)); /* first: a copy to pageable memory waits, too, but without a timeout */
+    MT_TRY(mti_bytes_copy(ctx, to, from, bytes));
+    return mt_context_synchronize(ctx);
+}
+
+/* `bytes` of rank `root` become those of all ranks, through `room` [MTI_TOLD_CHUNK] on the device. */
+static mt_status mti_told_broadcast(mt_context *ctx, mt_comm *comm, int root, void *data, uint64_t bytes, void *room) {
+    uint64_t at, n;
+    for (at = 0; at < bytes; at += n) {
+        n = bytes - at < MTI_TOLD_CHUNK ? bytes - at : MTI_TOLD_CHUNK;
+        if (comm->rank == root) MT_TRY(mti_bytes_copy(ctx, room, (char *)data + at, (size_t)n));
+        MT_TRY(mt_broadcast(ctx, comm, room, room, (size_t)n, MT_U8, root));
+        MT_TRY(mti_told_fetch(ctx, (char *)data + at, room, (size_t)n));
+    }
+    return MT_SUCCESS;
+}
+
+/* *out, empty so far, becomes the settings of rank `root`. The memory is the caller's to free. */
+static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const mti_told_text *mine, void *room,
+                                mti_told_text *out) {
+    out->bytes = mine->bytes;
+    MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, room));
+    out->data = (char *)mti_host_alloc((size_t)out->bytes + 1); /* which ends with a NUL */
+    if (!out->data)
+        return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for the settings of rank %d", root);
+    if (comm->rank == root) memcpy(out->data, mine->data, (size_t)mine->bytes);
+    return mti_told_broadcast(ctx, comm, root, out->data, out->bytes, room);
+}
+
+/* Two ranks of one group that were told different things: its lowest one, and the first that differs from that. */
+static int mti_told_differ(const mti_told *all, int size, int *a, int *b) {
+    for (*b = 1; *b < size; ++*b) {
+        for (*a = 0; all[*a].group != all[*b].group; ++*a) continue;
+        if (all[*a].hash != all[*b].hash) return 1;
+    }
+    return 0;
+}
+
+/* "ranks 0, 2 and 3 more": those that were told the same as rank `like`. */
+static void mti_say_alike_told(mti_text *text, const mti_told *all, int size, int like) {
+    int r, alike = 0, said = 0;
+    for (r = 0; r < size; r++) alike += all[r].group == all[like].group && all[r].hash == all[like].hash;
+    mti_say(text, alike > 1 ? " on ranks " : " on rank ");
+    for (r = 0; r < size && said < 8; r++)
+        if (all[r].group == all[like].group && all[r].hash == all[like].hash) mti_say(text, said++ ? ", %d" : "%d", r);
+    if (alike > said) mti_say(text, " and %d more", alike - said);
+}
+
+/* A setting; long values from a little before the place where they begin to differ, at `same`. */
+static void mti_say_setting(mti_text *text, const char *name, const char *value, size_t same) {
+    int cut = same > 100;
+    if (!name) mti_say(text, "nothing more");
+    else mti_say(text, "%.100s%s%s%.250s", name, *name ? " " : "", cut ? "..." : "", value + (cut ? same - 20 : 0));
+}
+
+/* The sentence, from the settings x and y of ranks a and b. */
+static void mti_say_told(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
+                         const mti_told_text *y) {
+    const char *name, *other, *value = "", *second = "";
+    uint64_t i = 0, j = 0;
+    size_t same = 0;
+    do {
+        name = mti_told_next(x, &i);
+        other = mti_told_next(y, &j);
+        if (name) value = mti_told_next(x, &i);
+        if (other) second = mti_told_next(y, &j);
+    } while (name && other && strcmp(name, other) == 0 && strcmp(value, second) == 0);
+    if (name && other && strcmp(name, other) == 0) {
+        mti_say(text, "%.100s is ", name);
+        name = other = "";
+        while (value[same] && value[same] == second[same]) same++;
+    }
+    mti_say_setting(text, name, value, same);
+    mti_say_alike_told(text, all, comm->size, a);
+    mti_say(text, ", but ");
+    mti_say_setting(text, other, second, same);
+    mti_say_alike_told(text, all, comm->size, b);
+    mti_say(text, " of \"%s\" (%d ranks)", comm->name, comm->size);
+}
+
+/* all: of every rank; room: on the device. */
+static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_told_text *mine,
+                                  mti_told *all, void *room) {
+    mti_told *place = (mti_told *)room + comm->rank;
+    mti_told_text x = {NULL, 0}, y = {NULL, 0};
+    mti_text text;
+    mt_status status;
+    int a, b;
+    MT_TRY(mti_bytes_copy(ctx, place, &all[comm->rank], sizeof *all));
+    MT_TRY(mt_all_gather(ctx, comm, place, room, sizeof *all, MT_U8));
+    MT_TRY(mti_told_fetch(ctx, all, room, (size_t)comm->size * sizeof *all));
+    if (!mti_told_differ(all, comm->size, &a, &b)) return MT_SUCCESS;
+    status = mti_told_share(ctx, comm, a, mine, room, &x);
+    if (status == MT_SUCCESS) status = mti_told_share(ctx, comm, b, mine, room, &y);
+    if (status == MT_SUCCESS) {
+        text.used = 0;
+        mti_say(&text, "%.100s: ", what);
+        mti_say_told(&text, all, comm, a, b, &x, &y);
+        status = mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+    }
+    mti_host_free(x.data);
+    mti_host_free(y.data);
+    return status;
+}
+
+MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
+                                 const mt_setting *settings, int count) {
+    mti_told_text mine;
+    mti_told *all;
+    void *room = NULL;
+    size_t bytes;
+    mt_status status;
+    int i, bad = !what || count < 0 || (count > 0 && !settings);
+    if (!ctx || !comm)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: %s is NULL", ctx ? "comm" : "ctx");
+    for (i = 0; !bad && i < count; i++) bad = !settings[i].name || !settings[i].value;
+    if (bad) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: count is %d, or something is NULL", count);
+    if (comm->size == 1 || comm->meta) return MT_SUCCESS;
+    bytes = (size_t)comm->size * sizeof *all > MTI_TOLD_CHUNK ? (size_t)comm->size * sizeof *all : MTI_TOLD_CHUNK;
+    mine = mti_told_write(settings, count);
+    all = (mti_told *)mti_host_alloc((size_t)comm->size * sizeof *all);
+    status = mine.data && all ? mt_context_alloc(ctx, bytes, &room) :
+             mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
+    if (status == MT_SUCCESS) {
+        all[comm->rank].hash = mti_told_hash(&mine);
+        all[comm->rank].group = group;
+        status = mti_compare_told(ctx, comm, what, &mine, all, room);
+    }
+    mt_context_free(ctx, room, bytes); /* waits for what still reads the two below */
+    mti_host_free(all);
+    mti_host_free(mine.data);
+    return status;
+}
+
+/* What printf has written of a number, with a point in every locale. */
+static inline void mti_decimal_point(char *text) {
+    static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* inf, nan(...), exponents */
+    char *point = text + strspn(text, others);
+    size_t n = strcspn(point, others);
+    if (n == 0) return;
+    *point = '.';
+    memmove(point + 1, point + n, strlen(point + n) + 1);
+}
+
+/* All digits of a float. Returns text. */
+static inline const char *mti_f32_digits(float x, char text[32]) {
+    snprintf(text, 32, "%.9g", (double)x);
+    mti_decimal_point(text);
+    return text;
 }
 
 /* ---- >>conjugates ------------------------------------------------------------------------------------------------- */

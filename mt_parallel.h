@@ -165,14 +165,17 @@ typedef struct mt_data_parallel_desc {
                               parameter, its gradient included, and 8 + 8 / d for each f32 one. See mt_sync_gradients */
 } mt_data_parallel_desc;
 
-/* Before mt_params_init, the same on every data rank. */
+/* Before mt_params_init, the same on every rank of a pipeline stage. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
 /* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed, drawn
    in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call fills again.
-   Over NCCL every rank of the data group calls it. */
+   Collective over the grid's world, whose ranks compare what they were told (mt_comm_compare). All ranks must have the
+   same seed and the same mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage must have the same
+   parameters in the same order with the same descriptions, dtype and mt_data_parallel_desc. MT_ERR_MISMATCH on every rank
+   names what differs; nothing was changed then. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -402,7 +405,8 @@ typedef struct mt_optimizer {
     int64_t step;     /* steps done */
 } mt_optimizer;
 
-/* Masters start as the parameters are: create the optimizer when they have their values. */
+/* Masters start as the parameters are: create the optimizer when they have their values. Collective over the grid's world,
+   whose ranks compare desc: MT_ERR_MISMATCH on every rank where it is not the same on all of them. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
 
@@ -1195,11 +1199,84 @@ static mt_status mti_params_zero(mt_context *ctx, const mt_params *params) {
     return mt_fill(ctx, mt_tensor_make(params->values, MT_F32, 1, words), 0.0f);
 }
 
+/* -- what ranks compare, see mt_comm_compare -- */
+
+#define MTI_TOLD_VALUE 288
+
+typedef struct mti_told_list {
+    mt_setting *list; /* the values of room for so many follow it */
+    int room, count;
+} mti_told_list;
+
+static mt_status mti_told_begin(mt_context *ctx, int room, mti_told_list *t) {
+    void *memory;
+    MT_TRY(mti_host_new(ctx, (size_t)room * (sizeof *t->list + MTI_TOLD_VALUE), &memory));
+    t->list = (mt_setting *)memory;
+    t->room = room;
+    t->count = 0;
+    return MT_SUCCESS;
+}
+
+/* name: needed until mti_told_end */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static void mti_told_add(mti_told_list *t, const char *name, const char *format, ...) {
+    char *value = (char *)(t->list + t->room) + t->count * MTI_TOLD_VALUE;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(value, MTI_TOLD_VALUE, format, args);
+    va_end(args);
+    t->list[t->count].name = name;
+    t->list[t->count++].value = value;
+}
+
+static void mti_told_add_f32(mti_told_list *t, const char *name, float x) {
+    char text[32];
+    mti_told_add(t, name, "%s", mti_f32_digits(x, text));
+}
+
+static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const char *function, int group,
+                              mti_told_list *t) {
+    mt_status status = mt_comm_compare(ctx, params->grid->world, function, group, t->list, t->count);
+    mti_host_free(t->list);
+    return status;
+}
+
+static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
+    static const char *const placements[] = {"replicated", "split by rows", "split by columns"};
+    const mt_param_desc *d = &p->desc;
+    char deviation[32], value[32];
+    mti_told_add(t, p->name, "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
+                 "sequence_partial %d, shared_embedding %d", (long long)d->rows, (long long)d->cols,
+                 placements[d->placement], (long long)d->parts, (long long)d->unit, mti_f32_digits(d->init_std, deviation),
+                 mti_f32_digits(d->init_value, value), d->weight_decay, d->sequence_partial, d->shared_embedding);
+}
+
+/* The seed and the mode are everybody's; the rest is what a stage's ranks have in common. */
+static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, uint64_t seed) {
+    static const char *const function = "mt_params_init";
+    mti_told_list t;
+    int i;
+    MT_TRY(mti_told_begin(ctx, 3, &t));
+    mti_told_add(&t, "seed", "%llu", (unsigned long long)seed);
+    mti_told_add(&t, "mt_context_desc.invariant", "%d", ctx->invariant);
+    mti_told_add(&t, "mt_context_desc.invariant_data", "%d", ctx->invariant_data);
+    MT_TRY(mti_told_end(ctx, params, function, 0, &t));
+    MT_TRY(mti_told_begin(ctx, params->count + 3, &t));
+    mti_told_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
+    mti_told_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
+    mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
+    for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
+    return mti_told_end(ctx, params, function, params->grid->pipeline_rank, &t);
+}
+
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed) {
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || params->count == 0)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_init: %s", params ? "there are no parameters" : "params is NULL");
+    MT_TRY(mti_params_compare(ctx, params, seed));
     if (!params->values) MT_TRY(mti_params_place(ctx, params));
     MT_TRY(mti_params_zero(ctx, params));
     for (i = 0; i < params->count; i++) MT_TRY(mti_param_init(ctx, params->list[i], seed));
@@ -2748,6 +2825,18 @@ static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) 
     return MT_SUCCESS;
 }
 
+static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
+    mti_told_list t;
+    MT_TRY(mti_told_begin(ctx, 6, &t));
+    mti_told_add_f32(&t, "beta1", d->beta1);
+    mti_told_add_f32(&t, "beta2", d->beta2);
+    mti_told_add_f32(&t, "eps", d->eps);
+    mti_told_add_f32(&t, "weight_decay", d->weight_decay);
+    mti_told_add(&t, "stochastic_rounding", "%d", d->stochastic_rounding);
+    mti_told_add(&t, "seed", "%llu", (unsigned long long)d->seed);
+    return mti_told_end(ctx, params, "mt_optimizer_create", 0, &t);
+}
+
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out) {
     mt_optimizer_desc d;
     mt_status status;
@@ -2759,6 +2848,7 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     d.beta2 = mti_default(d.beta2, 0.999f);
     d.eps = mti_default(d.eps, 1e-8f);
     MT_TRY(mti_optimizer_check(ctx, params, &d));
+    MT_TRY(mti_optimizer_compare(ctx, params, &d));
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->params = params;

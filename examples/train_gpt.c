@@ -17,6 +17,8 @@
    ./train_gpt --help               all flags
 
    FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
+   Ranks that are processes compare their flags and their data before the first step. Each may have its own --log,
+   --timeout and --no-pinning, and its own path to the same data.
    Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --pp, --micro-batch or --sequence-parallel,
    to rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two runs part. */
 
@@ -414,6 +416,55 @@ static mt_status create_slots(trainer *t) {
     return MT_SUCCESS;
 }
 
+/* Flags of which each rank may have its own: what concerns its machine only, and a log, which rank 0 alone writes. Of
+   --data the tokens are compared, and of --config the flags that it sets. */
+static int may_differ(const flag *f) {
+    static const char *const names[] = {"config", "data", "log", "timeout", "no-pinning", "dry-run", "help"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(f->name, names[i]) == 0) return 1;
+    return 0;
+}
+
+enum { VALUE_BYTES = 64 };
+
+/* The value of a flag, in text where it is no text itself. */
+static const char *value_of(const flag *f, const options *o, char text[VALUE_BYTES]) {
+    const char *at = (const char *)o + f->offset, *words = NULL;
+    double x = 0;
+    int i = 0;
+    if (f->kind == TEXT) {
+        memcpy(&words, at, sizeof words);
+        if (words && strcmp(f->name, "hash-log") == 0) return "given"; /* rank 0 alone writes it */
+        return words ? words : "not given";
+    }
+    if (f->kind == WHOLE || f->kind == REAL) {
+        memcpy(&x, at, sizeof x);
+        snprintf(text, VALUE_BYTES, f->kind == WHOLE ? "%.0f" : "%.9g", x);
+        if (f->kind == REAL && strtod(text, NULL) != x) snprintf(text, VALUE_BYTES, "%.17g", x);
+        return text;
+    }
+    memcpy(&i, at, sizeof i);
+    return f->kind == SWITCH ? (i ? "given" : "not given") : choices[f->kind - DTYPE][i];
+}
+
+/* Ranks that are processes have each been told what to do. */
+static mt_status compare_ranks(const trainer *t) {
+    const job *j = t->job;
+    char names[FLAGS + 1][32], values[FLAGS + 1][VALUE_BYTES];
+    mt_setting told[FLAGS + 1] = {{"--data", values[0]}};
+    int n = 1;
+    snprintf(values[0], VALUE_BYTES, "%lld tokens with hash %016llx", (long long)j->data.count,
+             (unsigned long long)j->data.hash);
+    for (int i = 0; i < FLAGS; i++) {
+        if (may_differ(&flags[i])) continue;
+        snprintf(names[n], sizeof names[n], "--%s", flags[i].name);
+        told[n].name = names[n];
+        told[n].value = value_of(&flags[i], &j->o, values[n]);
+        n++;
+    }
+    return mt_comm_compare(t->ctx, t->comm, "train_gpt", 0, told, n);
+}
+
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
     mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / (int)(o->tp * o->dp)].arena, .device = device,
@@ -432,6 +483,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
     if (device != MT_DEVICE_META) MT_TRY(mt_comm_create_for(t->ctx, world, &t->comm));
+    if (device != MT_DEVICE_META) MT_TRY(compare_ranks(t));
     MT_TRY(mt_grid_create(t->comm ? t->comm : world, &shape, &t->grid));
     MT_TRY(mt_params_create(t->ctx, &t->grid, &t->params));
     MT_TRY(mt_params_set_dtype(t->ctx, t->params, (mt_dtype)o->dtype));
@@ -1014,10 +1066,11 @@ static mt_status open_logs(job *job) {
 static mt_status rank_main(mt_comm *world, void *user) {
     job *j = (job *)user;
     trainer t;
-    mt_status status = MT_SUCCESS;
+    mt_status status;
     memset(&t, 0, sizeof t);
-    if (mt_comm_rank(world) == 0) status = open_logs(j); /* which no other rank looks at, be it a thread or a process */
-    if (status == MT_SUCCESS) status = trainer_create(world, j, (mt_device)j->o.device, &t);
+    status = trainer_create(world, j, (mt_device)j->o.device, &t);
+    if (status == MT_SUCCESS && mt_comm_rank(world) == 0)
+        status = open_logs(j); /* which no other rank looks at, be it a thread or a process */
     if (status == MT_SUCCESS) status = train(&t);
     if (t.refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
     if (t.refused) status = MT_SUCCESS; /* nothing went wrong that would have to be said once more, by each rank */

@@ -141,6 +141,43 @@ same_losses() {
     grep -v 'tokens/s' "$build/processes.out" | cmp - "$build/threads.text"
 }
 
+# told_otherwise RANKS VALUES SPLIT FLAGS...: rank 1 has FLAGS, the others have not. The sentence of each rank has VALUES;
+# no step is done and nothing is written.
+told_otherwise() {
+    ranks=$1 values=$2 split=$3
+    shift 3
+    log=$build/told.log
+    rm -rf "$build/told.d" && mkdir "$build/told.d" && echo "as it was" >"$build/told.d/log.csv" || return 1
+    flags="$small $split --data README.md --log $build/told.d/log.csv --checkpoint $build/told.d/c"
+    run 60 "$ranks" "$recovery" sh -c 'flags=$1; shift; [ "$OMPI_COMM_WORLD_RANK" = 1 ] || set --
+        "$0" $flags "$@"; echo "rank $OMPI_COMM_WORLD_RANK exits with $?"' "$build/train_gpt" "$flags" "$@" >"$log" 2>&1
+    [ "$(grep -c "^rank [0-$((ranks - 1))] of $ranks: MT_ERR_MISMATCH: train_gpt: $values" "$log")" = "$ranks" ] &&
+        [ "$(grep -c '^rank [0-9] exits with 1$' "$log")" = "$ranks" ] && ! grep -q '^step' "$log" &&
+        [ "$(cat "$build/told.d/log.csv")" = "as it was" ] && [ ! -e "$build/told.d/c" ] && return 0
+    cat "$log"
+    return 1
+}
+
+told_by_flags() {
+    told_otherwise 2 '--lr is 0.003 on rank 0, but 0.004 on rank 1 of "world" (2 ranks)' "--tp 2" --lr 0.004 &&
+        told_otherwise 2 '--lr is 0.003 on rank 0, but 0.0030000000000000005 on rank 1 of' "--tp 2" \
+            --lr 0.0030000000000000005 &&
+        told_otherwise 2 '--seed is 1234 on rank 0, but 9000000000000000 on rank 1 of' "--tp 1 --dp 2" --seed 9e15 &&
+        told_otherwise 4 '--dropout is 0 on ranks 0, 2, 3, but 0.1 on rank 1 of' "--tp 2 --dp 2" --dropout 0.1 &&
+        told_otherwise 2 '--swiglu is not given on rank 0, but given on rank 1 of' "--tp 1 --pp 2" --swiglu &&
+        told_otherwise 2 '--tp is 2 on rank 0, but 1 on rank 1 of' "--tp 2" --tp 1 --dp 2
+}
+
+# The same number of bytes, one of which differs; and the same bytes by another path, beside other things that may differ.
+told_by_data() {
+    sed 's/megatron/Megatron/' README.md >"$build/other.md"
+    told_otherwise 2 '--data is [0-9]* tokens with hash [0-9a-f]* on rank 0, but [0-9]* tokens with hash' "--tp 1 --dp 2" \
+        --data "$build/other.md" || return 1
+    cp README.md "$build/other.md"
+    run 60 2 "" sh -c '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || set -- "$@" --data "$0.md" --timeout 30 --no-pinning --log "$0.csv"
+        exec "${0%/*}/train_gpt" "$@"' "$build/other" $small --dp 2 --tp 1 --data README.md
+}
+
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 recovery="--enable-recovery --mca orte_abort_on_non_zero_status 0" # are not killed by mpirun, and live to tell
@@ -391,6 +428,8 @@ sanitizers() {
 }
 
 training() {
+    check "train_gpt: ranks that were given different flags do not begin, and say which" told_by_flags
+    check "train_gpt: the same of their data, whose path may differ" told_by_data
     check "train_gpt: the losses of 4 threads, to the last bit" same_losses 4 --tp 4
     check "train_gpt: the same, 2 x 2, sequence parallel, invariant" \
         same_losses 4 --tp 2 --dp 2 --sequence-parallel --invariant 4

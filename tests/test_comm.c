@@ -967,6 +967,117 @@ static void test_launch(void **state) {
     assert_int_equal(mti_allowed_cores(NULL, 0), cores);
 }
 
+/* ---- what ranks were told ---------------------------------------------------------------------------------------- */
+
+#define TOLD_RANKS 8
+
+typedef struct told {
+    int ranks, groups; /* rank r is of group r % groups */
+    int odd;           /* this rank has been told something else; -1: none has */
+    int kind;          /* what, see told_settings */
+    mt_status status[TOLD_RANKS];
+    char text[TOLD_RANKS][MTI_ERROR_BYTES];
+} told;
+
+enum { OTHER_VALUE, OTHER_NAME, ONE_MORE, LONG_VALUES, TWO_ODD, TOLD_KINDS };
+
+static int told_settings(const told *t, int rank, mt_setting *list, char *value, size_t bytes) {
+    static const mt_setting usual[] = {{"--lr", "0.003"}, {"--data", "one"}, {"--empty", ""}};
+    int odd = rank == t->odd, count = 3;
+    memcpy(list, usual, sizeof usual);
+    if (t->groups > 1 && rank % t->groups) list[2].value = "of another group";
+    if (odd && t->kind == OTHER_VALUE) list[1].value = "two";
+    if (odd && t->kind == OTHER_NAME) list[1].name = "--text";
+    if (odd && t->kind == ONE_MORE) list[count++] = usual[0];
+    if (t->kind == TWO_ODD && (odd || rank == t->odd + 2)) list[1].value = odd ? "two" : "three";
+    if (t->kind != LONG_VALUES) return count;
+    memset(value, 'x', bytes - 1);
+    memcpy(value + bytes - 10, odd ? "odd one" : "usual one", 8);
+    value[bytes - 1] = 0;
+    list[2].value = value;
+    return count;
+}
+
+static mt_status told_rank(mt_comm *world, void *user) {
+    told *t = (told *)user;
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_setting list[4];
+    char value[5000];
+    int rank = mt_comm_rank(world), count = told_settings(t, rank, list, value, sizeof value);
+    float x = 1;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    t->status[rank] = mt_comm_compare(ctx, world, "told", rank % t->groups, list, count);
+    snprintf(t->text[rank], sizeof t->text[rank], "%s", mt_last_error(ctx));
+    CHECK(mt_context_allocated(ctx) == 0);
+    if (t->odd < 0 && t->ranks > 1) CHECK(mt_comm_ledger(world).bytes[MT_ALL_GATHER] == 16 * (uint64_t)t->ranks);
+    if (t->odd < 0) CHECK(mt_comm_ledger(world).calls[MT_ALL_GATHER] == (t->ranks > 1));
+    MT_TRY(mt_all_reduce(ctx, world, &x, &x, 1, MT_F32, MT_SUM)); /* it can go on */
+    CHECK(x == (float)t->ranks);
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+/* words: all are in every rank's sentence; NULL: nothing differs. */
+static void told_expect(int ranks, int groups, int odd, int kind, const char *words) {
+    static told t;
+    char parts[512], *word, *rest;
+    int r;
+    memset(&t, 0, sizeof t);
+    t.ranks = ranks;
+    t.groups = groups;
+    t.odd = odd;
+    t.kind = kind;
+    assert_int_equal(run_ranks_with(ranks, told_rank, &t, sizeof t), MT_SUCCESS);
+    for (r = 0; r < ranks; r++) {
+        assert_int_equal(t.status[r], words ? MT_ERR_MISMATCH : MT_SUCCESS);
+        assert_string_equal(t.text[r], t.text[0]);
+        snprintf(parts, sizeof parts, "%s", words ? words : "");
+        for (word = strtok_r(parts, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
+            if (!strstr(t.text[r], word)) fail_msg("'%s' is not in '%s'", word, t.text[r]);
+    }
+}
+
+static void test_compare(void **state) {
+    static const int counts[] = {1, 2, 3, 8};
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNTOF(counts); i++) told_expect(counts[i], 1, -1, OTHER_VALUE, NULL);
+    told_expect(8, 2, -1, OTHER_VALUE, NULL);
+    told_expect(8, 8, 3, OTHER_VALUE, NULL); /* each by itself: what differs is nobody's business */
+    told_expect(2, 1, 1, OTHER_VALUE, "told: --data is one on rank 0, but two on rank 1 of \"world\" (2 ranks)");
+    told_expect(2, 1, 0, OTHER_VALUE, "told: --data is two on rank 0, but one on rank 1 of");
+    told_expect(8, 1, 2, OTHER_VALUE, "--data is one on ranks 0, 1, 3, 4, 5, 6, 7, but two on rank 2 of");
+    told_expect(8, 2, 5, OTHER_VALUE, "--data is one on ranks 1, 3, 7, but two on rank 5 of");
+    told_expect(4, 1, 1, OTHER_NAME, "told: --data one on ranks 0, 2, 3, but --text one on rank 1 of");
+    told_expect(4, 1, 3, ONE_MORE, "told: nothing more on ranks 0, 1, 2, but --lr 0.003 on rank 3 of");
+    told_expect(4, 1, 0, ONE_MORE, "told: --lr 0.003 on rank 0, but nothing more on ranks 1, 2, 3 of");
+    told_expect(3, 1, 2, LONG_VALUES, "told: --empty is ...xxxx|xusual o|, but ...xxxx|xodd one|on rank 2 of");
+    told_expect(4, 1, 1, TWO_ODD, "told: --data is one on ranks 0, 2, but two on rank 1 of");
+}
+
+static void test_compare_arguments(void **state) {
+    mt_setting list[2] = {{"a", "1"}, {"b", NULL}};
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *comm;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_meta(4, 1, &comm));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
+    assert_int_equal(mt_comm_compare(NULL, comm, "x", 0, list, 1), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_comm_compare(ctx, NULL, "x", 0, list, 1), MT_ERR_ARGUMENT);
+    assert_non_null(strstr(mt_last_error(ctx), "mt_comm_compare: comm is NULL"));
+    assert_int_equal(mt_comm_compare(ctx, comm, NULL, 0, list, 1), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_comm_compare(ctx, comm, "x", 0, NULL, 1), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_comm_compare(ctx, comm, "x", 0, list, -1), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_comm_compare(ctx, comm, "x", 0, list, 2), MT_ERR_ARGUMENT);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_compare(ctx, comm, "x", 0, list, 1)); /* nobody is there */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_compare(ctx, comm, "x", 0, NULL, 0));
+    assert_int_equal(mt_comm_ledger(comm).calls[MT_ALL_GATHER], 0);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(comm);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_collectives),      cmocka_unit_test(test_tree_order),
@@ -977,7 +1088,8 @@ int main(void) {
         cmocka_unit_test(test_p2p),              cmocka_unit_test(test_conjugates),
         cmocka_unit_test(test_conjugates_alone), cmocka_unit_test(test_allocator),
         cmocka_unit_test(test_context_arguments), cmocka_unit_test(test_arena),
-        cmocka_unit_test(test_launch),
+        cmocka_unit_test(test_launch),           cmocka_unit_test(test_compare),
+        cmocka_unit_test(test_compare_arguments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

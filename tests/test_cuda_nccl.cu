@@ -893,6 +893,31 @@ static void test_registration(void **state) {
 }
 #endif
 
+/* ---- what ranks were told, whose words travel in memory of the GPU ------------------------------------------------ */
+
+static mt_status told(job *j, mt_context *ctx, mt_comm *comm) {
+    int rank = mt_comm_rank(comm), odd = rank + 1 == j->ranks;
+    mt_setting list[] = {{"--lr", "0.003"}, {"--data", odd ? "two" : "one"}};
+    size_t allocated = mt_context_allocated(ctx);
+    char words[64];
+    snprintf(words, sizeof words, "told: --data is one on rank%s 0", j->ranks > 2 ? "s" : "");
+    MT_TRY(mt_comm_compare(ctx, comm, "told", 0, list, 1));
+    MT_TRY(mt_comm_compare(ctx, comm, "told", odd, list, 2));
+    CHECK(mt_comm_compare(ctx, comm, "told", 0, list, 2) == MT_ERR_MISMATCH);
+    CHECK(strstr(mt_last_error(ctx), words) && strstr(mt_last_error(ctx), ", but two on rank "));
+    CHECK(mt_context_allocated(ctx) == allocated);
+    return mt_comm_compare(ctx, comm, "told", 0, list, 1); /* it can be used afterwards */
+}
+
+static void test_ranks_that_were_told_different_things(void **state) {
+    (void)state;
+    for (int i = 0; i < 2 * WAYS; i++) {
+        job j = job_make((way)(i / 2), 2 + i % 2, told);
+        j.one_gpu = i == 2 * FOR_DEVICE;
+        job_run(&j);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_collectives),
@@ -903,6 +928,7 @@ int main(void) {
         cmocka_unit_test(test_no_communicator_for_one),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_context_destroyed_first),
+        cmocka_unit_test(test_ranks_that_were_told_different_things),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_silent_rank),
         cmocka_unit_test(test_silent_rank_in_a_group),

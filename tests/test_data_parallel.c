@@ -827,6 +827,108 @@ static void test_a_backward_too_many(void **state) {
     test_launch(2, backward_too_many_rank, NULL);
 }
 
+/* ---- ranks that were told different things ----------------------------------------------------------------------- */
+
+#define TOLD_RANKS 8
+
+/* What one rank was told otherwise than the others, and what the sentence of every rank says of it. */
+static const struct difference {
+    const char *words;
+    int of_a_stage; /* 1: stages may differ in it, the ranks of one may not */
+} differences[] = {
+    {NULL, 0},
+    {"mt_params_init: seed is |5|6", 0},
+    {"mt_params_init: dtype is |bf16|f16", 1},
+    {"mt_params_init: mt_data_parallel_desc.bucket_bytes is |100|200", 1},
+    {"mt_params_init: mt_data_parallel_desc.sharded_optimizer is |0|1", 1},
+    {"mt_params_init: w is |[8, 12]|[8, 16]", 1},
+    {"mt_params_init: |w [8, 12]|v [8, 12]", 1},
+    {"mt_params_init: w is |replicated|split by rows", 1},
+    {"mt_params_init: w is |init_std 0.5|init_std 0.5001", 1},
+    {"mt_params_init: |nothing more|more [1, 3]", 1},
+    {"mt_optimizer_create: beta1 is |0.899999976|0.800000012", 0},
+    {"mt_optimizer_create: beta2 is |0.999000013|0.949999988", 0},
+    {"mt_optimizer_create: eps is |9.99999994e-09|9.99999997e-07", 0},
+    {"mt_optimizer_create: weight_decay is |0|0.100000001", 0},
+    {"mt_optimizer_create: stochastic_rounding is |0|1", 0},
+    {"mt_optimizer_create: seed is |0|7", 0}};
+
+typedef struct told {
+    mt_grid_desc grid;
+    int what, rank, stages_differ;
+    mt_status status[TOLD_RANKS];
+    char text[TOLD_RANKS][MTI_ERROR_BYTES];
+} told;
+
+static mt_status told_body(const told *t, test_rank *r, mt_optimizer *o) {
+    int odd = mt_comm_rank(r->world) == t->rank || (t->stages_differ && r->grid.pipeline_rank > 0) ? t->what : 0;
+    mt_data_parallel_desc share = {.bucket_bytes = odd == 3 ? 200 : 100, .sharded_optimizer = odd == 4};
+    mt_param_desc d[] = {{.name = odd == 6 ? "v" : "w", .rows = 8, .cols = odd == 5 ? 16 : 12,
+                          .placement = odd == 7 ? MT_SPLIT_ROWS : MT_REPLICATED, .init_std = odd == 8 ? 0.5001f : 0.5f},
+                         {.name = "more", .rows = 1, .cols = 3}};
+    mt_optimizer_desc adamw = {.beta1 = odd == 10 ? 0.8f : 0, .beta2 = odd == 11 ? 0.95f : 0,
+                               .eps = odd == 12 ? 1e-6f : 0, .weight_decay = odd == 13 ? 0.1f : 0,
+                               .stochastic_rounding = odd == 14, .seed = odd == 15 ? 7 : 0};
+    mt_param *p;
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, odd == 2 ? MT_F16 : MT_BF16));
+    MT_TRY(mt_params_set_data_parallel(r->ctx, r->params, &share));
+    for (int i = 0; i < 1 + (odd == 9); i++) MT_TRY(mt_params_add(r->ctx, r->params, &d[i], &p));
+    MT_TRY(mt_params_init(r->ctx, r->params, odd == 1 ? 6 : 5));
+    return mt_optimizer_create(r->ctx, r->params, &adamw, o);
+}
+
+static mt_status told_rank(mt_comm *world, void *user) {
+    told *t = (told *)user;
+    int rank = mt_comm_rank(world);
+    mt_optimizer o = {.step = 0};
+    test_rank r;
+    MT_TRY(test_rank_open(world, t->grid, NULL, &r));
+    t->status[rank] = told_body(t, &r, &o);
+    snprintf(t->text[rank], sizeof t->text[rank], "%s", mt_last_error(r.ctx));
+    if (strstr(t->text[rank], "mt_params_init")) CHECK(mt_context_allocated(r.ctx) == 0);
+    mt_optimizer_destroy(r.ctx, &o);
+    MT_TRY(mt_barrier(r.ctx, world)); /* nothing is broken */
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+/* rank -1: nobody is told something else, or whole stages are */
+static void told_check(mt_grid_desc grid, int what, int rank, int stages_differ) {
+    static told t;
+    int ranks = grid.tensor * grid.data * grid.pipeline;
+    int passes = what == 0 || (differences[what].of_a_stage && (stages_differ || grid.pipeline == ranks));
+    memset(&t, 0, sizeof t);
+    t.grid = grid;
+    t.what = what;
+    t.rank = rank;
+    t.stages_differ = stages_differ;
+    test_launch(ranks, told_rank, &t);
+    for (int r = 0; r < ranks; r++) {
+        char words[128], *word, *rest = NULL;
+        if (t.status[r] != (passes ? MT_SUCCESS : MT_ERR_MISMATCH) || strcmp(t.text[r], t.text[0]) != 0)
+            fail_msg("%d x %d x %d, difference %d on rank %d: rank %d has %s, %s", grid.tensor, grid.data,
+                     grid.pipeline, what, rank, r, mt_status_name(t.status[r]), t.text[r]);
+        snprintf(words, sizeof words, "%s", passes ? "" : differences[what].words);
+        for (word = strtok_r(words, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
+            if (!strstr(t.text[r], word)) fail_msg("'%s' is not in '%s'", word, t.text[r]);
+        snprintf(words, sizeof words, "on rank %d", rank);
+        if (!passes && !stages_differ && !strstr(t.text[r], words)) fail_msg("'%s' is not in '%s'", words, t.text[r]);
+    }
+}
+
+static void test_ranks_that_were_told_different_things(void **state) {
+    static const mt_grid_desc grids[] = {{1, 2, 1}, {2, 1, 1}, {2, 2, 1}, {1, 1, 2}, {2, 2, 2}};
+    (void)state;
+    for (size_t i = 0; i < sizeof grids / sizeof *grids; i++) {
+        int ranks = grids[i].tensor * grids[i].data * grids[i].pipeline;
+        told_check(grids[i], 0, -1, 0);
+        for (int what = 1; what < (int)(sizeof differences / sizeof *differences); what++) {
+            told_check(grids[i], what, (what + (int)i) % ranks, 0);
+            if (grids[i].pipeline > 1) told_check(grids[i], what, -1, 1);
+        }
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_buckets),
@@ -841,6 +943,7 @@ int main(void) {
         cmocka_unit_test(test_steps_that_are_not_finite),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_a_backward_too_many),
+        cmocka_unit_test(test_ranks_that_were_told_different_things),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
