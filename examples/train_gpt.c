@@ -22,6 +22,9 @@
    Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --pp, --micro-batch or --sequence-parallel,
    to rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two runs part. */
 
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L /* fileno, getline: a strict -std=c99 hides them */
+#endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 

@@ -456,8 +456,18 @@ check_compiler() {
     check "$compiler -std=$1 after ${2:+$2, $3 and }the usual macros: the implementation" \
         check_macros_before "$compiler" "$language" "$@"
     [ "$language" = c ] || return 0
+    check "$compiler: the examples in strict C99 and C11" check_examples "$compiler"
     check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
     check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
+}
+
+# Without the extensions of gnu99, which are the default: what an example takes of POSIX it has to ask for.
+check_examples() {
+    for standard in c99 c11; do
+        for example in examples/*.c; do
+            "$1" "-std=$standard" -pedantic -Wall -Wextra -Werror -fsyntax-only -I "$H" "$example" || return 1
+        done
+    done
 }
 
 check_toolkit() {
