@@ -28,6 +28,7 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
@@ -294,14 +295,17 @@ static int check_bin(const char *path, const unsigned char *bytes, size_t size, 
     return 1;
 }
 
+/* What there is to train on without --data. */
+static const char *const own_data[] = {"megatron.h", "mt_parallel.h", "mt_kernels.cuh", "mt_comm.h", "README.md"};
+#define OWN_DATA (sizeof own_data / sizeof *own_data)
+
 static int load_data(options *o, dataset *d) {
-    static const char *const own[] = {"megatron.h", "mt_parallel.h", "mt_kernels.cuh", "mt_comm.h", "README.md"};
     unsigned char *bytes = NULL;
     size_t size = 0, length = o->data ? strlen(o->data) : 0;
     int ok = 1;
     d->text = !(length > 4 && strcmp(o->data + length - 4, ".bin") == 0);
-    for (size_t i = 0; ok && i < (o->data ? 1 : sizeof own / sizeof *own); i++)
-        ok = read_file(o->data ? o->data : own[i], &bytes, &size);
+    for (size_t i = 0; ok && i < (o->data ? 1 : OWN_DATA); i++)
+        ok = read_file(o->data ? o->data : own_data[i], &bytes, &size);
     d->count = (int64_t)size;
     ok = ok && (d->text || check_bin(o->data, bytes, size, &d->count));
     d->tokens = ok ? (int32_t *)malloc((size_t)(d->count + 1) * sizeof *d->tokens) : NULL;
@@ -329,6 +333,78 @@ static int64_t draw_start(const options *o, const dataset *d, int64_t step, int6
 /* Validation sequences are spread evenly over the validation part. */
 static int64_t eval_start(const options *o, const dataset *d, int64_t i, int64_t count) {
     return d->train + (d->count - d->train - (int64_t)o->seq - 1) * i / (count > 1 ? count - 1 : 1);
+}
+
+/* ---- files: a log is no file that this run reads, or writes something else to ------------------------------------ */
+
+/* A file that is not there yet: its folder and its name in it. Links that lead to nowhere yet are followed. */
+static int find_place(const char *path, struct stat *folder, char name[MT_PATH_MAX]) {
+    char at[MT_PATH_MAX], to[MT_PATH_MAX], *last;
+    ssize_t n = 0;
+    int links = 0, length = snprintf(at, sizeof at, "%s", path);
+    while (length < (int)sizeof at && links++ < 16 && (n = readlink(at, to, sizeof to - 1)) > 0) {
+        to[n] = 0;
+        last = strrchr(at, '/');
+        last = last && to[0] != '/' ? last + 1 : at; /* the rest of the path, or all of it, is replaced */
+        length = (int)(last - at) + snprintf(last, sizeof at - (size_t)(last - at), "%s", to);
+    }
+    if (length >= (int)sizeof at || n > 0) return 0;
+    last = strrchr(at, '/');
+    snprintf(name, MT_PATH_MAX, "%s", last ? last + 1 : at);
+    if (last) last[last == at] = 0; /* the root keeps its slash */
+    return stat(last ? at : ".", folder) == 0;
+}
+
+/* By whatever names. Terminals, pipes and devices may be written to twice. */
+static int same_file(const char *a, const char *b) {
+    char name_a[MT_PATH_MAX], name_b[MT_PATH_MAX];
+    struct stat x, y;
+    int has_a = stat(a, &x) == 0, has_b = stat(b, &y) == 0, same = has_a && has_b && S_ISREG(x.st_mode);
+    if (!has_a && !has_b) same = find_place(a, &x, name_a) && find_place(b, &y, name_b) && !strcmp(name_a, name_b);
+    return same && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
+/* Whether the log of `flag` is another file than that of `other`; no path means that there is none. */
+static int is_apart(const char *flag, const char *log, const char *other, const char *path) {
+    if (!path || !same_file(log, path)) return 1;
+    fprintf(stderr, "train_gpt: --%s %s is the same file as %s%s%s\n", flag, log, other, *other ? " " : "", path);
+    return 0;
+}
+
+/* The same for the files of a checkpoint, or, in a directory of checkpoints, those of each of them. */
+static int is_apart_from(const char *flag, const char *log, const char *other, const char *directory, int depth) {
+    DIR *d = directory ? opendir(directory) : NULL;
+    const struct dirent *e;
+    char path[MT_PATH_MAX];
+    int apart = 1;
+    while (d && apart && (e = readdir(d))) {
+        const char *end = strrchr(e->d_name, '.');
+        int ours = end && (!strcmp(end, ".safetensors") || !strcmp(end, ".json"));
+        if (snprintf(path, sizeof path, "%s/%s", directory, e->d_name) >= (int)sizeof path) continue;
+        if (ours) apart = is_apart(flag, log, other, path);
+        else if (depth > 0 && strncmp(e->d_name, "step-", 5) == 0)
+            apart = is_apart_from(flag, log, other, path, depth - 1);
+    }
+    if (d) closedir(d);
+    if (apart && directory && depth > 0 && snprintf(path, sizeof path, "%s/.lock", directory) < (int)sizeof path)
+        apart = is_apart(flag, log, other, path);
+    return apart;
+}
+
+static int is_log_apart(const options *o, const char *flag, const char *log) {
+    int apart = !log || (is_apart(flag, log, "--data", o->data) && is_apart(flag, log, "", "/dev/stdout") &&
+                         is_apart(flag, log, "", "/dev/stderr") &&
+                         is_apart_from(flag, log, "--init-from", o->init_from, 0) &&
+                         is_apart_from(flag, log, "--checkpoint", o->checkpoint, 1));
+    for (size_t i = 0; log && !o->data && apart && i < OWN_DATA; i++)
+        apart = is_apart(flag, log, "the data's", own_data[i]);
+    return apart;
+}
+
+/* Before a log is opened, which empties it. */
+static int check_logs(const options *o) {
+    return is_log_apart(o, "log", o->log) && is_log_apart(o, "hash-log", o->hash_log) &&
+           (!o->log || is_apart("log", o->log, "--hash-log", o->hash_log));
 }
 
 /* ---- one rank ------------------------------------------------------------------------------------------------------ */
@@ -1135,7 +1211,8 @@ int main(int argc, char **argv) {
         print_help(&job.o);
         return 0;
     }
-    if (load_data(&job.o, &job.data) && check_options(&job.o, job.data.count, job.data.text)) status = run(&job);
+    if (check_logs(&job.o) && load_data(&job.o, &job.data) && check_options(&job.o, job.data.count, job.data.text))
+        status = run(&job);
     if (!close_file(job.o.log, job.log)) status = MT_ERR_IO;
     if (!close_file(job.o.hash_log, job.hash_log)) status = MT_ERR_IO;
     free(job.data.tokens);

@@ -853,6 +853,43 @@ static void test_absurd_flags(void **state) {
     }
 }
 
+/* A log that is something else by the same path, another one or a link is refused before anything is written. */
+static void test_logs_that_are_something_else(void **state) {
+    static const struct {
+        const char *flags, *sentence;
+    } bad[] = {
+        {"--log text", "--log text is the same file as --data "},
+        {"--log c/../text", "--log c/../text is the same file as --data "},
+        {"--log soft", "--log soft is the same file as --data "},
+        {"--hash-log hard", "--hash-log hard is the same file as --data "},
+        {"--log none --hash-log ./none", "--log none is the same file as --hash-log ./none"},
+        {"--log c/../none --hash-log none", "--log c/../none is the same file as --hash-log none"},
+        {"--log nowhere --hash-log none", "--log nowhere is the same file as --hash-log none"},
+        {"--log round --hash-log none", "cannot write round"},
+        {"--log /dev/stdout", "--log /dev/stdout is the same file as /dev/stdout"},
+        {"--hash-log err", "--hash-log err is the same file as /dev/stderr"},
+        {"--log weights --checkpoint c --resume", "the same file as --checkpoint c/step-00000001/model.safetensors"},
+        {"--log c/.lock --checkpoint c --resume", "--log c/.lock is the same file as --checkpoint c/.lock"},
+        {"--log new/.lock --checkpoint new", "--log new/.lock is the same file as --checkpoint new/.lock"},
+        {"--hash-log weights --init-from c/step-00000001", "as --init-from c/step-00000001/model.safetensors"},
+    };
+    char home[MT_PATH_MAX];
+    (void)state;
+    write_text();
+    assert_non_null(getcwd(home, sizeof home));
+    assert_int_equal(chdir(scratch), 0);
+    run_six_steps("--steps 1 --checkpoint c");
+    assert_int_equal(system("mkdir new; ln -s text soft; ln text hard; ln -s none nowhere; ln -s round round; "
+                            "ln -s c/step-00000001/model.safetensors weights; cat text c/*/* >before"), 0);
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        refuse_six_steps(bad[i].flags, bad[i].sentence);
+        if (system("cat text c/*/* | cmp - before && test ! -e none") != 0) fail_msg("%s: was written", bad[i].flags);
+    }
+    run_six_steps("--log /dev/null --hash-log /dev/null");
+    assert_int_equal(system("rm -r c new soft hard nowhere round weights before"), 0);
+    assert_int_equal(chdir(home), 0);
+}
+
 static void test_help(void **state) {
     char text[8192];
     (void)state;
@@ -884,6 +921,7 @@ int main(void) {
         cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
         cmocka_unit_test(test_steps_that_are_not_finite),
         cmocka_unit_test(test_dry_run_of_the_distributed_optimizer),
+        cmocka_unit_test(test_logs_that_are_something_else),
         cmocka_unit_test(test_help),            cmocka_unit_test(test_smallest_file),
         cmocka_unit_test(test_refusal_keeps_the_log), cmocka_unit_test(test_checkpoints),
         cmocka_unit_test(test_stuck_rank_ends_the_process),
