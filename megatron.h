@@ -2681,12 +2681,8 @@ static const mti_field mti_optimizer_fields[] = {
 
 /* All digits of a float, with a decimal point in every locale. */
 static void mti_f32_text(float x, char *text) {
-    char printed[64];
-    const char *e;
-    int negative = x < 0;
-    snprintf(printed, sizeof printed, "%.8e", (double)x);
-    e = strchr(printed, 'e');
-    if (e) snprintf(text, MTI_FIELD_TEXT, "%.*s.%.8s%.8s", 1 + negative, printed, e - 8, e);
+    snprintf(text, MTI_FIELD_TEXT, "%.8e", (double)x);
+    if (strchr(text, 'e')) mti_decimal_point(text);
     else snprintf(text, MTI_FIELD_TEXT, "0"); /* not finite, which no field is */
 }
 

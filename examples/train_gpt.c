@@ -31,6 +31,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <getopt.h>
+#include <locale.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -1206,6 +1207,7 @@ int main(int argc, char **argv) {
                      .warmup = 20, .seed = 1234, .eval_interval = 100, .sample = 300, .threads = 1, .lr = 3e-3,
                      .min_lr = 3e-4, .clip = 1, .weight_decay = 0.1, .temperature = 0.7, .timeout = 600}};
     mt_status status = MT_ERR_ARGUMENT;
+    setlocale(LC_NUMERIC, "C"); /* numbers have a point, in flags, logs and notes, whatever the process has set */
     if (!parse_options(argc, argv, &job.o)) return 1;
     if (job.o.help) {
         print_help(&job.o);

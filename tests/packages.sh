@@ -36,6 +36,7 @@ have_package() {
     libcmocka-dev) have_library cmocka cmocka.h cmocka ;;
     openmpi-bin) ! hidden openmpi && have_command mpirun ;;
     libopenmpi-dev) ! hidden openmpi && have_command mpicc ;;
+    locales) [ -e /usr/share/i18n/locales/de_DE ] || locale -a 2>/dev/null | grep -q '^de_DE' ;;
     *) have_command "$1" ;;
     esac
 }

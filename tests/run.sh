@@ -53,7 +53,7 @@ check_log=$build/logs/check.log
 # ---- what is here --------------------------------------------------------------------------------------------------
 
 set_up() {
-    ensure_packages build-essential cmake libcmocka-dev libdnnl-dev libopenblas-dev pkg-config clang
+    ensure_packages build-essential cmake libcmocka-dev libdnnl-dev libopenblas-dev pkg-config clang locales
     if ! have_library libc stdio.h m; then
         echo "No working C compiler: $CC"
         failed=1

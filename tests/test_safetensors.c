@@ -5,6 +5,7 @@
 #include "megatron.h"
 
 #include "fuzz/readers.h"
+#include "mt_test_locale.h"
 #include "mt_test_ranks.h"
 
 static mt_context *ctx;
@@ -300,6 +301,27 @@ static void truncated_while_open(void **state) {
     free(file);
 }
 
+/* The same where printf writes a comma. */
+static void numbers_with_a_decimal_comma(void **state) {
+    char text[64];
+    mti_json j;
+    (void)state;
+    if (!test_comma_locale()) skip();
+    snprintf(text, sizeof text, "%g", 5.525);
+    mti_decimal_point(text);
+    assert_string_equal(text, "5.525");
+    assert_string_equal(mti_f32_digits(-0.0625f, text), "-0.0625");
+    assert_string_equal(mti_f32_digits(7.0f, text), "7");
+    assert_string_equal(mti_f32_digits(INFINITY, text), "inf");
+    mti_f32_text(-5.525f, text);
+    j = mti_json_begin(text, strlen(text));
+    assert_true((float)mti_json_number(&j) == -5.525f);
+    mti_json_end(&j);
+    assert_null(j.error);
+    setlocale(LC_NUMERIC, "C");
+    assert_string_equal(text, "-5.52500010e+00");
+}
+
 /* A checksum by another program (tests/fuzz/seeds/run.safetensors was written by Python), and neither one bit nor two undo it. */
 static void checksums(void **state) {
     unsigned char bytes[2048];
@@ -431,6 +453,7 @@ int main(void) {
         cmocka_unit_test(good_files),     cmocka_unit_test(long_tensors), cmocka_unit_test(bad_headers),
         cmocka_unit_test(bad_strings),    cmocka_unit_test(bad_data),     cmocka_unit_test(bad_files),
         cmocka_unit_test(numbers),        cmocka_unit_test(checksums),    cmocka_unit_test(truncated_while_open),
+        cmocka_unit_test(numbers_with_a_decimal_comma),
         cmocka_unit_test(seeds_are_read), cmocka_unit_test(mutated_seeds),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);

@@ -6,6 +6,7 @@
 #undef main
 
 #include "mt_test.h"
+#include "mt_test_locale.h"
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -890,6 +891,39 @@ static void test_logs_that_are_something_else(void **state) {
     assert_int_equal(chdir(home), 0);
 }
 
+/* In a program that has set a locale with a decimal comma, logs and checkpoints are as elsewhere. */
+static void test_decimal_comma(void **state) {
+    static const char *const flags = "--tp 1 --steps 3 --lr 0.0025 --dropout 0.125 --checkpoint %s --log %s";
+    char words[512], text[2048], losses[2][8][64];
+    (void)state;
+    write_text();
+    for (int comma = 0; comma < 2; comma++) {
+        char *line;
+        if (comma && !test_comma_locale()) {
+            printf("      no locale with a decimal comma here, and none could be made (Debian: locales)\n");
+            snprintf(words, sizeof words, "rm -r %s", in_scratch("point"));
+            assert_int_equal(system(words), 0);
+            skip();
+        }
+        snprintf(words, sizeof words, flags, in_scratch(comma ? "comma" : "point"), in_scratch("log.csv"));
+        run_six_steps(words);
+        setlocale(LC_NUMERIC, "C");
+        read_text("log.csv", text, sizeof text);
+        line = strtok(text, "\n");
+        for (int step = 0; step < 3; step++) {
+            float loss, norm, rate, lr;
+            line = strtok(NULL, "\n");
+            assert_non_null(line);
+            if (sscanf(line, "%*d,%f,%f,%f,%f,", &loss, &norm, &rate, &lr) != 4 || lr > 0.0025f)
+                fail_msg("'%s' is not step,loss,grad_norm,tokens_per_s,lr,", line);
+            snprintf(losses[comma][step], sizeof losses[0][0], "%.9g %.9g %.9g", (double)loss, (double)norm, (double)lr);
+        }
+    }
+    for (int step = 0; step < 3; step++) assert_string_equal(losses[0][step], losses[1][step]);
+    snprintf(words, sizeof words, "cd %s && diff -r point comma && rm -r point comma", scratch);
+    assert_int_equal(system(words), 0);
+}
+
 static void test_help(void **state) {
     char text[8192];
     (void)state;
@@ -921,7 +955,7 @@ int main(void) {
         cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
         cmocka_unit_test(test_steps_that_are_not_finite),
         cmocka_unit_test(test_dry_run_of_the_distributed_optimizer),
-        cmocka_unit_test(test_logs_that_are_something_else),
+        cmocka_unit_test(test_logs_that_are_something_else), cmocka_unit_test(test_decimal_comma),
         cmocka_unit_test(test_help),            cmocka_unit_test(test_smallest_file),
         cmocka_unit_test(test_refusal_keeps_the_log), cmocka_unit_test(test_checkpoints),
         cmocka_unit_test(test_stuck_rank_ends_the_process),

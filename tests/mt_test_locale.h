@@ -1,0 +1,35 @@
+/* mt_test_locale.h - a locale in which the decimal point is a comma, for tests of what prints and reads numbers. */
+
+#ifndef MT_TEST_LOCALE_H
+#define MT_TEST_LOCALE_H
+
+#include <locale.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static inline int test_find_comma_locale(void) {
+    static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "fr_FR.utf8", "de_DE", "fr_FR"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (setlocale(LC_NUMERIC, names[i]) && strcmp(localeconv()->decimal_point, ",") == 0) return 1;
+    return 0;
+}
+
+/* Sets one that is installed, or makes one. 0: neither is possible here (Debian's package locales is missing).
+   setlocale(LC_NUMERIC, "C") ends it. */
+static inline int test_comma_locale(void) {
+    char folder[64], command[320];
+    int found = test_find_comma_locale();
+    if (found) return 1;
+    snprintf(folder, sizeof folder, "/tmp/mt_locale.%ld", (long)getpid());
+    snprintf(command, sizeof command, "mkdir %s && localedef -i de_DE -f UTF-8 %s/de_DE.UTF-8 >%s/log 2>&1", folder,
+             folder, folder);
+    if (system(command) == 0 && setenv("LOCPATH", folder, 1) == 0) found = test_find_comma_locale();
+    unsetenv("LOCPATH");
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (system(command) != 0) fprintf(stderr, "%s stays\n", folder);
+    return found;
+}
+
+#endif /* MT_TEST_LOCALE_H */
