@@ -224,7 +224,12 @@ MT_API void mt_arena_reset_peak(mt_context *ctx);    /* peak = what is in use no
 
 /* ---- communicators ------------------------------------------------------------------------------------------------ */
 
-#define MT_TIMEOUT_DEFAULT 600.0 /* seconds */
+/* Seconds. A timeout counts the time in which this process runs. A stop (Ctrl-Z, SIGSTOP, a suspended job) counts as an
+   eighth of the timeout at most, and as 2 s at most, so that no rank is blamed for it. To know, a waiting thread looks at
+   the clock 16 times in a timeout, and at least once a second; of a longer time between two looks it counts two such steps.
+   So on a machine that gives the thread no turn for longer than that, an error comes later than the timeout, but after 16
+   looks at the latest, or one for each second of the timeout where that is more. */
+#define MT_TIMEOUT_DEFAULT 600.0
 
 /* `ranks` communicators that form one group inside this process (as ncclCommInitAll): comms[r] is for the thread that
    is rank r. timeout_s <= 0 means MT_TIMEOUT_DEFAULT. ranks == 1 gives a group of one, in which every collective is free. */
@@ -1410,6 +1415,39 @@ static int mti_cond_init(pthread_cond_t *cond) {
 #endif
 }
 
+/* Measures a wait. Time in which this process did not run does not count, or the first thread that runs again would blame ranks
+   that had no chance to come. The process has not run when a thread that looks every `tick` seconds comes back much later:
+   what is longer than two ticks counts as two. */
+typedef struct mti_stopwatch {
+    double waited, looked, tick;
+} mti_stopwatch;
+
+#define MTI_TICKS 16 /* in a timeout, at least */
+#define MTI_TICK_SECONDS 1.0
+
+static mti_stopwatch mti_stopwatch_start(double timeout) {
+    mti_stopwatch w;
+    w.waited = 0;
+    w.looked = mti_now();
+    w.tick = timeout / MTI_TICKS < MTI_TICK_SECONDS ? timeout / MTI_TICKS : MTI_TICK_SECONDS;
+    return w;
+}
+
+/* Looks at the stopwatch: the seconds that count since it was started. */
+static double mti_waited(mti_stopwatch *w) {
+    double now = mti_now(), step = now - w->looked;
+    w->looked = now;
+    if (step > 0) w->waited += step < 2 * w->tick ? step : 2 * w->tick;
+    return w->waited;
+}
+
+/* Sleeps until cond is signalled, until the next tick, or until `timeout` is over. The caller holds the mutex. */
+static void mti_stopwatch_sleep(const mti_stopwatch *w, double timeout, pthread_cond_t *cond, pthread_mutex_t *mutex) {
+    double left = timeout - w->waited;
+    struct timespec wake = mti_timespec(w->looked + (left < w->tick ? left : w->tick));
+    pthread_cond_timedwait(cond, mutex, &wake);
+}
+
 static void mti_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -1804,11 +1842,11 @@ static mti_outcome mti_wait_status(const mti_group *g, const mti_wait *w, int la
 /* Whoever changes a word does so before it looks at `sleepers`, whoever sleeps counts itself before it looks at the
    word, both in one total order: so a change is seen by the one, or the sleeper by the other. */
 static mti_outcome mti_wait_for(mti_group *g, const mti_wait *w) {
-    struct timespec deadline;
+    mti_stopwatch watch;
     mti_outcome outcome = MTI_MET;
     int late = 0;
     if (mti_spin(g, w)) return MTI_MET;
-    deadline = mti_timespec(mti_now() + g->timeout);
+    watch = mti_stopwatch_start(g->timeout);
     pthread_mutex_lock(&g->mutex);
     __atomic_add_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
     while (!mti_wait_over(w)) {
@@ -1818,7 +1856,8 @@ static mti_outcome mti_wait_for(mti_group *g, const mti_wait *w) {
         }
         outcome = mti_wait_status(g, w, late);
         if (outcome != MTI_MET) break;
-        late = pthread_cond_timedwait(&g->cond, &g->mutex, &deadline) == ETIMEDOUT;
+        mti_stopwatch_sleep(&watch, g->timeout, &g->cond, &g->mutex);
+        late = mti_waited(&watch) >= g->timeout;
     }
     __atomic_sub_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&g->mutex);
@@ -2944,13 +2983,14 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
 
 /* A non-blocking call is over when NCCL says so. */
 static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
-    double start = mti_now(), waited;
+    mti_stopwatch watch = mti_stopwatch_start(comm->nccl.timeout);
+    double waited;
     mti_text text;
     while (result == ncclInProgress) {
         ncclResult_t asked = ncclCommGetAsyncError(comm->nccl.handle, &result);
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;
-        waited = mti_now() - start;
+        waited = mti_waited(&watch);
         if (waited > comm->nccl.timeout) {
             text.used = 0;
             mti_nccl_say(&text, comm);
@@ -2983,16 +3023,18 @@ static int mti_nccl_is_idle(const mt_context *ctx, const mt_comm *comm) {
 
 /* Waits for the context's stream while something of NCCL is in it, at most for the shortest timeout of those. */
 static mt_status mti_nccl_wait(mt_context *ctx) {
-    double timeout = -1, start = mti_now(), waited;
+    double timeout = -1, waited;
+    mti_stopwatch watch;
     cudaError_t error;
     mt_comm *comm;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next)
         if (comm->nccl.busy && (timeout < 0 || comm->nccl.timeout < timeout)) timeout = comm->nccl.timeout;
     if (timeout < 0) return MT_SUCCESS;
+    watch = mti_stopwatch_start(timeout);
     while ((error = cudaStreamQuery(ctx->stream)) == cudaErrorNotReady) {
         cudaGetLastError(); /* that was no error */
         MT_TRY(mti_nccl_ask(ctx));
-        waited = mti_now() - start;
+        waited = mti_waited(&watch);
         if (waited > timeout) return mti_nccl_late(ctx, waited);
         mti_rest(waited, 1e-3);
     }
@@ -3513,7 +3555,7 @@ typedef struct mti_mpi {
     struct mti_mpi *next;
     int size, number;
     int count, active, error; /* of the requests of the call that is under way */
-    double since;
+    mti_stopwatch watch; /* since the last progress */
     int *world; /* the rank in the port of each rank */
     int *indices;
     MPI_Status *statuses;
@@ -3789,7 +3831,7 @@ static mt_status mti_mpi_give_up(mt_context *ctx, mt_comm *comm, int gone) {
 
 static void mti_mpi_begin(mt_comm *comm) {
     comm->mpi->count = 0;
-    comm->mpi->since = mti_now();
+    comm->mpi->watch = mti_stopwatch_start(comm->group->timeout);
 }
 
 /* Comes back when a request has ended, or after a while; or with an error, when there is no hope. A note that somebody has left
@@ -3800,7 +3842,7 @@ static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
     double waited;
     if (m->error) return mti_mpi_error(ctx, comm);
     if (came) return MT_SUCCESS;
-    waited = mti_now() - m->since;
+    waited = mti_waited(&m->watch);
     if (waited > MTI_MPI_LISTEN) mti_mpi_listen(m->port);
     gone = mti_mpi_gone(comm);
     late = waited > comm->group->timeout;
@@ -4004,7 +4046,7 @@ static mt_status mti_mpi_advance(mt_context *ctx, mt_comm *comm, const mti_call 
     if (lane->sends) mti_mpi_send(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer, MTI_MPI_DATA);
     else mti_mpi_receive(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer);
     lane->done += bytes;
-    comm->mpi->since = mti_now();
+    comm->mpi->watch = mti_stopwatch_start(comm->group->timeout);
     return MT_SUCCESS;
 }
 
@@ -4158,13 +4200,13 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
 /* The duplicate, whose errors are returned, not fatal. */
 static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs) {
     MPI_Request request = MPI_REQUEST_NULL;
-    double start = mti_now();
+    mti_stopwatch watch = mti_stopwatch_start(port->timeout);
     int done = 0, found = 0, *last = NULL;
     if (MPI_Comm_idup(theirs, &port->comm, &request) != MPI_SUCCESS) return MT_ERR_SYSTEM;
     while (!done) {
         if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return MT_ERR_SYSTEM;
-        if (!done && mti_now() - start > port->timeout) return MT_ERR_TIMEOUT;
-        if (!done) mti_rest(mti_now() - start, 1e-3);
+        if (!done && mti_waited(&watch) > port->timeout) return MT_ERR_TIMEOUT;
+        if (!done) mti_rest(watch.waited, 1e-3);
     }
     if (MPI_Comm_set_errhandler(port->comm, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
         MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &last, &found) != MPI_SUCCESS || !found)
@@ -4283,7 +4325,8 @@ static void mti_mpi_reap(mti_mpi_port *port) {
 
 /* Tells the others, and waits for them to do the same: 1 if they all have, and MPI holds nothing of anybody any more. */
 static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
-    double start = mti_now(), limit = port->broken ? MTI_MPI_GRACE : port->timeout;
+    double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
+    mti_stopwatch watch = mti_stopwatch_start(limit);
     mti_mpi_note *note = &port->closing;
     int r;
     note->news = MTI_MPI_CLOSES;
@@ -4300,7 +4343,7 @@ static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
         mti_mpi_reap(port);
         if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
             return !port->keeps;
-        port->waited = mti_now() - start;
+        port->waited = mti_waited(&watch);
         mti_rest(port->waited, MTI_MPI_SOON);
     }
     return 0;
@@ -4956,7 +4999,7 @@ typedef struct mti_watch {
     pthread_mutex_t mutex;
     pthread_cond_t cond;
     int ended, failed;
-    double since; /* when the first one failed */
+    mti_stopwatch since; /* the first one failed */
 } mti_watch;
 
 static void mti_rank_ended(mti_rank *rank) {
@@ -4965,7 +5008,7 @@ static void mti_rank_ended(mti_rank *rank) {
     rank->ended = 1;
     if (!w) return;
     w->ended++;
-    if (rank->status != MT_SUCCESS && !w->failed++) w->since = mti_now();
+    if (rank->status != MT_SUCCESS && !w->failed++) w->since = mti_stopwatch_start(MTI_GRACE_SECONDS);
     pthread_cond_signal(&w->cond);
     pthread_mutex_unlock(&w->mutex);
 }
@@ -5021,10 +5064,8 @@ static void mti_rank_not_started(mti_rank *rank, int error) {
 
 /* Have all ranks ended? Waits until they have; after a failure only for so long. */
 static int mti_watch_wait(const mt_launch_desc *desc, mti_watch *w, double seconds) {
-    int late = 0;
-    while (w->ended < desc->ranks && !late) {
-        struct timespec deadline = mti_timespec(w->since + seconds);
-        if (w->failed) late = pthread_cond_timedwait(&w->cond, &w->mutex, &deadline) == ETIMEDOUT;
+    while (w->ended < desc->ranks && !(w->failed && mti_waited(&w->since) >= seconds)) {
+        if (w->failed) mti_stopwatch_sleep(&w->since, seconds, &w->cond, &w->mutex);
         else pthread_cond_wait(&w->cond, &w->mutex);
     }
     return w->ended == desc->ranks;
@@ -5058,7 +5099,6 @@ static void mti_launch_threads(const mt_launch_desc *desc, mti_rank *ranks) {
         watched = 0;
     }
     watch.ended = watch.failed = 0;
-    watch.since = 0;
     for (r = 0; r < desc->ranks; r++) {
         ranks[r].watch = watched ? &watch : NULL;
         if (!error) error = pthread_create(&ranks[r].thread, NULL, mti_rank_thread, &ranks[r]);

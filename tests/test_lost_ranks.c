@@ -6,6 +6,9 @@
 #include "mt_comm.h"
 #include "mt_test.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+
 #define MAX_RANKS 8
 #define COUNT 6
 #define TIMEOUT 0.25
@@ -308,6 +311,54 @@ static void test_launch_does_not_give_up_early(void **state) {
     assert_non_null(strstr(l->line[2], "rank 1 of 2: MT_ERR_IO"));
 }
 
+/* ---- a process that is stopped for longer than the timeout --------------------------------------------------------- */
+
+/* Half a second of work, in which a stop costs one piece. */
+static mt_status working_rank(mt_comm *world, void *user) {
+    const int *begun = (const int *)user;
+    mt_context *ctx = new_context(world);
+    mt_status status;
+    int i;
+    if (mt_comm_rank(world) == 1) {
+        struct timespec piece = mti_timespec(0.01);
+        CHECK(write(begun[1], "", 1) == 1);
+        for (i = 0; i < 50; i++) nanosleep(&piece, NULL);
+    }
+    status = mt_barrier(ctx, world);
+    mt_context_destroy(ctx);
+    return status;
+}
+
+/* Rank 1 works while the others wait for it, with a timeout of 2 s; the process is stopped for 3 s in the meantime. */
+static void test_stopped_process(void **state) {
+    struct timespec moment = mti_timespec(0.2), stop = mti_timespec(3);
+    int begun[2], code = 0;
+    char byte;
+    pid_t child;
+    (void)state;
+    assert_int_equal(pipe(begun), 0);
+    child = fork();
+    if (child == 0) {
+        mt_launch_desc d;
+        memset(&d, 0, sizeof d);
+        d.ranks = 3;
+        d.no_pinning = 1;
+        d.timeout_s = 2;
+        _exit(mt_launch(&d, working_rank, begun) == MT_SUCCESS ? 0 : 1);
+    }
+    assert_true(child > 0);
+    assert_int_equal(read(begun[0], &byte, 1), 1);
+    nanosleep(&moment, NULL);
+    assert_int_equal(kill(child, SIGSTOP), 0);
+    nanosleep(&stop, NULL);
+    assert_int_equal(kill(child, SIGCONT), 0);
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_true(WIFEXITED(code));
+    assert_int_equal(WEXITSTATUS(code), 0);
+    close(begun[0]);
+    close(begun[1]);
+}
+
 /* ---- a grid: 2 x tensor, 4 x data ---------------------------------------------------------------------------------- */
 
 /* As a training step: in the tensor group, in the data group, all together. */
@@ -367,6 +418,7 @@ int main(void) {
                                        cmocka_unit_test(test_lost_in_a_group), cmocka_unit_test(test_grid),
                                        cmocka_unit_test(test_launch_does_not_wait_in_silence),
                                        cmocka_unit_test(test_launch_gives_up),
-                                       cmocka_unit_test(test_launch_does_not_give_up_early)};
+                                       cmocka_unit_test(test_launch_does_not_give_up_early),
+                                       cmocka_unit_test(test_stopped_process)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
