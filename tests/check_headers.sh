@@ -2,9 +2,10 @@
 # Checks the four headers for what a test program cannot see: that they compile in every dialect that is promised, alone and
 # twice, and leak no name, macro, symbol, mutable data or exit into the program that includes them.
 #
-#   sh tests/check_headers.sh        one line per check, closing line "N passed, N failed, N skipped"
+#   sh tests/check_headers.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Every check is first tried on a copy of the headers with a fault planted in it, which it has to find.
+# Parts: text, gcc, clang, programs, nvcc, and planted: the checks find faults that are planted into a copy of the
+# headers. Default: all of them.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -174,14 +175,20 @@ form() {
 }
 
 # check_dialect COMPILER LANGUAGE STANDARD [OPTIONS...]: every header, in every form
-check_dialect() {
-    compiler=$1 language=$2 standard=$3 bad=0
-    shift 3
-    for header in $headers; do
-        for how in declarations implementation late; do
-            form "$header" $how >"$work/form.c"
+check_dialect() { check_forms "$headers" "declarations implementation late" "$@"; }
+
+# check_top FORMS ...: megatron.h, which has the others in it
+check_top() { check_forms megatron.h "$@"; }
+
+# check_forms HEADERS FORMS COMPILER LANGUAGE STANDARD [OPTIONS...]
+check_forms() {
+    which=$1 forms=$2 compiler=$3 language=$4 standard=$5 bad=0
+    shift 5
+    for header in $which; do
+        for how in $forms; do
+            form "$header" "$how" >"$work/form.c"
             stop=-fsyntax-only
-            [ $how != implementation ] || stop=-S # gcc finds unused functions only when it compiles
+            [ "$how" != implementation ] || stop=-S # gcc finds unused functions only when it compiles
             # shellcheck disable=SC2086  # lists of flags
             "$compiler" -x "$language" "-std=$standard" $warnings $stop "$@" -I "$H" "$work/form.c" -o /dev/null && continue
             echo "^ $header, $how"
@@ -267,7 +274,7 @@ check_symbols() {
     compiler=$1
     shift
     form megatron.h implementation >"$work/symbols.c"
-    "$compiler" -c -O1 "$@" -I "$H" "$work/symbols.c" -o "$work/symbols.o" || return 1
+    "$compiler" -c "$(in_full && echo -O1 || echo -O0)" "$@" -I "$H" "$work/symbols.c" -o "$work/symbols.o" || return 1
     nm -f sysv "$work/symbols.o" | awk -F'|' '
         NF < 7 || $1 ~ /^Name/ { next }
         { gsub(/ /, ""); class = $3; name = $1; section = $7; n++ }
@@ -339,10 +346,10 @@ check_big_endian() {
 
 # ---- the checks find planted faults --------------------------------------------------------------------------------
 
-# planted WHERE FAULT COMMAND...: copies the headers, adds the fault at their end, and the command has to fail and to name it;
-# every fault has "bad" in it
+# planted WHERE FAULTS COMMAND...: copies the headers, adds the faults at their end, and the command has to fail and to
+# name each of them; one fault has "bad" in it, several have "bad1", "bad2", ...
 planted() {
-    where=$1 fault=$2
+    where=$1 fault=$2 n=1
     shift 2
     H=$work/planted
     mkdir -p "$H"
@@ -356,6 +363,10 @@ planted() {
     if "$@" >"$work/planted.log" 2>&1 || ! grep -qi bad "$work/planted.log"; then
         printf 'not found by %s: %s\n' "$*" "$fault"
     fi
+    while printf '%s\n' "$fault" | grep -qi "bad$n"; do
+        grep -qi "bad$n" "$work/planted.log" || printf 'bad%d not found by %s: %s\n' $n "$*" "$fault"
+        n=$((n + 1))
+    done
     H=$PWD
 }
 
@@ -367,41 +378,43 @@ long_function() {
 }
 
 planted_text() {
-    planted raw "/* XXX bad */" check_columns
-    planted raw "/* bad $(awk 'BEGIN { for (i = 0; i < 119; i++) printf "-" }') */" check_columns
+    planted raw "/* XXX bad1 */
+/* bad2 $(awk 'BEGIN { for (i = 0; i < 119; i++) printf "-" }') */" check_columns
     planted raw "$(long_function)" check_function_length
     planted raw '#include "bad.h"' check_floors
-    planted implementation 'static void mti_bad(void) { abort(); }' check_calls
-    planted implementation 'static void mti_bad(void) { if (1) exit(1); }' check_calls
+    planted implementation 'static void mti_bad1(void) { abort(); }
+static void mti_bad2(void) { if (1) exit(1); }' check_calls
     planted implementation 'static void *mti_bad(void) { return malloc(4); }' check_allocation
     planted declarations '#define BAD 1' check_macros
     planted implementation '#define BAD 1' check_macros
 }
 
 planted_names() {
-    planted declarations 'typedef int bad;' check_names
-    planted declarations 'typedef void (*bad)(int mt_x);' check_names
-    planted declarations 'typedef struct bad { int x; } mt_good;' check_names
-    planted declarations 'typedef enum mt_good { MT_GOOD, BAD } mt_good;' check_names
-    planted declarations 'static inline int bad(int x) { return x; }' check_names
-    planted declarations 'extern const int mti_bad;' check_names
+    planted declarations 'typedef int bad1;
+typedef void (*bad2)(int mt_x);
+typedef struct bad3 { int x; } mt_good3;
+typedef enum mt_good { MT_GOOD, BAD4 } mt_good;
+static inline int bad5(int x) { return x; }
+extern const int mti_bad6;' check_names
     planted implementation 'static const int bad[] = {1};' check_names
 }
 
 planted_symbols() {
-    planted implementation 'int bad(void) { return 0; }' check_symbols "$CC"
+    planted implementation 'int bad1(void) { return 0; }
+int mt_bad2;
+int mt_count(void) { static int bad3_calls = 1; return bad3_calls++; }
+int mt_count_more(void) { static __thread int bad4_calls; return bad4_calls++; }' check_symbols "$CC"
     planted implementation 'int mt_bad;' check_symbols "$CC" -fPIC
-    planted implementation 'int mt_bad(void) { static int bad_calls = 1; return bad_calls++; }' check_symbols "$CC"
-    planted implementation 'int mt_bad(void) { static __thread int bad_calls; return bad_calls++; }' check_symbols "$CC"
     planted declarations 'void mt_bad(void) { }' check_declarations_define_nothing
 }
 
 planted_dialects() {
-    planted raw 'struct mt_bad { int x; };' check_dialect "$CC" c c99
-    planted declarations 'static inline int mti_bad(unsigned x) { return x; }' check_dialect "$CC" c c11
-    ! have_command "$CXX" ||
-        planted declarations 'static inline char *mti_bad(void *x) { char *y = x; return y; }' check_dialect "$CXX" c++ c++11
-    planted implementation 'static int mti_bad(void) { return 0; }' check_dialect "$CC" c c17
+    planted raw 'struct mt_bad { int x; };' check_forms mt_comm.h declarations "$CC" c c99
+    planted declarations 'static inline int mti_bad(unsigned x) { return x; }' \
+        check_forms mt_comm.h declarations "$CC" c c11
+    ! have_command "$CXX" || planted declarations 'static inline char *mti_bad(void *x) { char *y = x; return y; }' \
+        check_forms mt_comm.h declarations "$CXX" c++ c++11
+    planted implementation 'static int mti_bad(void) { return 0; }' check_forms mt_comm.h implementation "$CC" c c17
     planted implementation 'static inline int mti_bad(int N) { return N; }' check_macros_before "$CC" c c11
     case $("$CC" --version) in
     *clang*) ;; # does not look for it
@@ -420,7 +433,8 @@ check_text() {
     check "includes go down only" check_floors
     check "no exit, abort, assert or output to stdout" check_calls
     check "malloc on the ground floor only" check_allocation
-    check "these checks find planted faults" check_planted text
+    check "macros are MT_, MTI_ or MEGATRON_" check_macros
+    check "functions, types, tags and constants are mt_ or MT_ (inside the implementation also mti_)" check_names
 }
 
 # check_compiler COMPILER LANGUAGE STANDARDS...
@@ -431,13 +445,16 @@ check_compiler() {
         leave_out "$compiler: not here, its dialects were not checked"
         return
     fi
+    check "$compiler -std=$1: each header alone, twice, declarations and implementation" \
+        check_dialect "$compiler" "$language" "$1"
     for standard in "$@"; do
-        check "$compiler -std=$standard: each header alone, twice, declarations and implementation" \
-            check_dialect "$compiler" "$language" "$standard"
+        [ "$standard" = "$1" ] ||
+            check "$compiler -std=$standard: the implementation" check_top late "$compiler" "$language" "$standard"
     done
     for gemm in dnnl:MT_USE_ONEDNN openblas:MT_USE_CBLAS; do
         have_package "lib${gemm%%:*}-dev" || continue
-        check "$compiler -std=$1 with ${gemm##*:}: the same" check_dialect "$compiler" "$language" "$1" "-D${gemm##*:}"
+        check "$compiler -std=$1 with ${gemm##*:}: the implementation" \
+            check_top implementation "$compiler" "$language" "$1" "-D${gemm##*:}"
     done
     case $compiler in
     gcc) set -- -O1 -O2 "-O3 -march=native" ;;
@@ -458,7 +475,7 @@ check_compiler() {
     [ "$language" = c ] || return 0
     check "$compiler: the examples in strict C99 and C11" check_examples "$compiler"
     check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
-    check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
+    ! in_full || check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
 }
 
 # Without the extensions of gnu99, which are the default: what an example takes of POSIX it has to ask for.
@@ -504,17 +521,28 @@ check_programs() {
     done
 }
 
-check_text
-check "macros are MT_, MTI_ or MEGATRON_" check_macros
-check "functions, types, tags and constants are mt_ or MT_ (inside the implementation also mti_)" check_names
-check "the name check finds planted faults" check_planted names
-for family in gcc:g++ clang:clang++; do
-    check_compiler ${family%:*} c c99 c11 c17
-    check_compiler ${family#*:} c++ c++11 c++17
+check_family() {
+    check_compiler "$1" c c99 c11 c17
+    check_compiler "$2" c++ c++11 c++17
+}
+
+check_all_planted() {
+    for kind in text names dialects symbols; do
+        check "planted faults are found: $kind" check_planted $kind
+    done
+}
+
+[ $# -gt 0 ] || set -- text gcc clang programs planted nvcc
+for part in "$@"; do
+    case $part in
+    text) check_text ;;
+    gcc) check_family gcc g++ ;;
+    clang) check_family clang clang++ ;;
+    programs) check_programs ;;
+    planted) check_all_planted ;;
+    nvcc) check_toolkit ;;
+    *) echo "no part is called $part" >&2; exit 2 ;;
+    esac
 done
-check "the dialect check finds planted faults" check_planted dialects
-check "the symbol check finds planted faults" check_planted symbols
-check_programs
-check_toolkit
 closing_line
 [ $failed -eq 0 ]

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs the CUDA code on a machine without a GPU, and builds it for those with one.
+# What is tested of CUDA without a GPU besides the programs tests/test_cuda*.cu: the examples on the engine
+# (tests/engine/), which executes kernels and host code on the CPU, and the builds of nvcc.
 #
-#   sh tests/cuda.sh        one line per check, closing line "N passed, N failed, N skipped"
+#   sh tests/cuda.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
-# The engine (tests/engine/) executes kernels and host code on the CPU, with CUDA's own headers; nvcc is wanted for the builds.
-# Without either, the line says so.
+# Parts: example, training, processes, benchmark, of programs that CMake has built in $MT_BUILD_DIR/engine/fast; nvcc.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -14,105 +14,14 @@ cd "$(dirname "$0")/.." || exit 1
 build=${MT_BUILD_DIR:-build}/cuda
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
-rm -f "$build"/*.out
-check_log=$build/check.log check_lines=40
+check_log=$build/check-${1:-none}.log check_lines=40
 cuda=${CUDA_HOME:-/usr/local/cuda}
-cmocka_include=-Itests/fallback cmocka_link=
-have_package libcmocka-dev && cmocka_include='' cmocka_link=-lcmocka
+engine=$(dirname "$build")/engine/fast
 
-# engine_objects VARIANT FLAGS: the engine and the stand-ins
-engine_objects() {
-    mkdir -p "$build/$1"
-    for part in core runtime check blaslt nccl; do
-        # shellcheck disable=SC2086  # a list of flags
-        "$CXX" -std=c++17 $2 -isystem "$cuda/include" -c "tests/engine/$part.cpp" -o "$build/$1/$part.o" || return 1
-    done
-}
-
-# engine_object VARIANT FLAGS KERNEL_FLAGS SOURCE NAME: compiled to be executed by the engine
-engine_object() {
-    # shellcheck disable=SC2086  # lists of flags
-    "$CXX" -std=c++17 $2 -Wall -Wextra -Werror -Wno-deprecated-declarations $3 -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I. -x c++ -c "$4" -o "$build/$1/$5.o"
-}
-
-# engine_program VARIANT FLAGS KERNEL_FLAGS SOURCE NAME: compiled and linked against the engine
-engine_program() {
-    engine_object "$1" "$2" "$3 ${declarations_only:-}" "$4" "$5" || return 1
-    # shellcheck disable=SC2086
-    (cd "$build/$1" && "$CXX" $2 "$5.o" ${implementation:-} core.o runtime.o check.o blaslt.o nccl.o -o "$5" $cmocka_link -lpthread)
-}
-
-# shared OBJECT COMMAND...: for programs that use nothing but what the headers declare, the implementation is built once
-shared() { (implementation=$1.o declarations_only=$DECLARATIONS_ONLY && shift && "$@"); }
-
-# cuda_test VARIANT FLAGS KERNEL_FLAGS PROGRAM: builds and runs it on the engine
-cuda_test() { engine_program "$1" "$2" "$3 $cmocka_include" "tests/$4.cu" "$4" && timeout -k 10 1500 "$build/$1/$4"; }
-
-# An adversarial order of threads, blocks, streams and asynchronous copies.
-disordered() { (export MTE_THREADS=random MTE_BLOCKS=random MTE_STREAMS=lazy MTE_CP=random MTE_SEED=7 && "$@"); }
-
-sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-ASAN_OPTIONS=detect_stack_use_after_return=0 # whose second stack for each of a hundred thousand fibers takes minutes
-export ASAN_OPTIONS
-
-on_the_engine() {
-    check "the engine itself, and every planted bug found" sh tests/engine/run.sh
-    check "the stand-ins of cuBLASLt and NCCL" sh tests/engine/build_standins.sh
-    check "the engine and the stand-ins build" engine_objects fast "-O2 -g"
-    check "the implementation" engine_object fast "-O2 -g" "" tests/package/implementation.c implementation
-    check "the implementation with NCCL" engine_object fast "-O2 -g" "-DMT_USE_NCCL" tests/package/implementation.c with_nccl
-    check "the models of PTX instructions, by the manual" cuda_test fast "-O1 -g" "" test_cuda_ptx
-    check "operators on CUDA against the CPU" cuda_test fast "-O1 -g" "" test_cuda
-    check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda"
-    check "products: epilogues, the choice of an algorithm" shared implementation cuda_test fast "-O1 -g" "" test_cuda_gemm
-    check "the same, threads, blocks and streams in disorder" disordered "$build/fast/test_cuda_gemm"
-    check "attention on tensor cores against the CPU" cuda_test fast "-O2 -g" "" test_cuda_flash
-    check "the same, threads, blocks, streams and copies in disorder" disordered "$build/fast/test_cuda_flash"
-    check "a GPT on 1 to 8 GPUs, as on the CPU; overlap; invariant mode; what is planned" \
-        shared implementation cuda_test fast "-O1 -g" "" test_cuda_gpt
-    check "checkpoints of a GPT: training goes on, the files are the CPU's" \
-        shared implementation cuda_test fast "-O1 -g" "" test_cuda_checkpoint
-    check "several GPUs in one process" shared with_nccl cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_devices
-    check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_devices"
-    check "NVTX ranges nest and end" cuda_test fast "-O1 -g" "" test_cuda_nvtx
-    check "NCCL: collectives, splits, faults, registration" cuda_test fast "-O1 -g" "" test_cuda_nccl
-    check "the same, streams lazy, greedy and random" every_order "$build/fast/test_cuda_nccl"
-    check "the GPT over NCCL" shared with_nccl cuda_test fast "-O1 -g" "-DMT_USE_NCCL -DGPT_STEPS=3" test_cuda_gpt
-    check "the same, data parallel, streams lazy, greedy and random" every_order "$build/fast/test_cuda_gpt" streams
-    check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
-    check "ranks that are processes: where they meet, collectives, faults" \
-        cuda_test fast "-O1 -g" "-DMT_USE_NCCL" test_cuda_processes
-    check "train_gpt --device cuda" trains_on_the_engine
-    check "the same as processes of torchrun, on one machine and two; killed and stopped ranks" trains_as_processes
-    check "the benchmark of a GPU runs" bench_on_the_engine
-}
-
-# The same programs, looked at more closely.
-checked_on_the_engine() {
-    check "the engine in the checker for races and unwritten memory" engine_objects checked "-O2 -g -DMTE_CHECK"
-    for program in test_cuda test_cuda_gemm test_cuda_flash test_cuda_devices; do
-        check "$program, the same" cuda_test checked "-O1 -g -DMTE_CHECK" "-fsanitize=thread" $program
-    done
-    check "the engine, address and undefined behaviour sanitizers" engine_objects asan "-O1 -g $sanitize"
-    for program in test_cuda test_cuda_gemm test_cuda_flash test_cuda_nccl; do
-        check "$program, the same" cuda_test asan "-O1 -g $sanitize" "" $program
-    done
-}
-
-every_order() {
-    for order in lazy greedy random; do
-        (export MTE_STREAMS=$order && "$@") || return 1
-    done
-}
-
-# A program's own kernels, launched in CUDA's way, which only nvcc reads.
+# examples/03_nccl on 2 GPUs has the losses of 01_mlp.
 nccl_example() {
-    # shellcheck disable=SC2016  # a pattern
-    sed 's/\([a-z_]*\)<<<\(.*\)>>>(/MTI_LAUNCH(\1, \2, /' examples/03_nccl.cu >"$build/03_nccl.cu" || return 1
-    engine_program fast "-O2 -g" "" "$build/03_nccl.cu" 03_nccl || return 1
     "$CC" -O2 -I. examples/01_mlp.c -o "$build/01_mlp" -lm -lpthread && "$build/01_mlp" 2 >"$build/01_mlp.txt" \
-        && "$build/fast/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
+        && "$engine/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
     paste "$build/01_mlp.txt" "$build/03_nccl.txt" | awk '
         $1 == "step" { n++; d = $4 - $8; if (d < 0) d = -d; if ($2 != $6 || !($4 > 0) || d > 1e-4 * $4) wrong = 1; next }
         { half = NF / 2; for (i = 1; i <= half; i++) if ($i != $(i + half)) wrong = 1; last = 1 }
@@ -123,13 +32,12 @@ few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sampl
 
 # examples/train_gpt.c as it is, on two GPUs over NCCL: in f32 the losses of the CPU, in the others losses that fall.
 trains_on_the_engine() {
-    shared with_nccl engine_program fast "-O1 -g" "-DMT_USE_NCCL -w" examples/train_gpt.c train_gpt || return 1
     "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt_cpu" -lm -lpthread || return 1
     # shellcheck disable=SC2086  # a list of flags
     "$build/train_gpt_cpu" $few_steps --tp 2 --log "$build/cpu.csv" || return 1
-    for dtype in f32 bf16 f16; do
+    for dtype in f32 $(in_full && echo bf16 f16); do
         # shellcheck disable=SC2086
-        "$build/fast/train_gpt" $few_steps --tp 2 --device cuda --dtype $dtype --log "$build/$dtype.csv" || return 1
+        "$engine/train_gpt" $few_steps --tp 2 --device cuda --dtype $dtype --log "$build/$dtype.csv" || return 1
         paste -d , "$build/cpu.csv" "$build/$dtype.csv" >"$build/both.csv"
         awk -F, -v allowed="$([ $dtype = f32 ] && echo 1e-5 || echo 2e-2)" 'NR == 1 { half = NF / 2; next }
             { n++; d = $2 - $(2 + half); if (d < 0) d = -d; if (!($2 > 0) || d > allowed * $2) wrong = 1 }
@@ -138,12 +46,11 @@ trains_on_the_engine() {
 }
 
 # shellcheck disable=SC2086  # a list of flags
-trains_as_processes() { sh tests/processes.sh "$build/fast/train_gpt" "$build/processes" $few_steps; }
+trains_as_processes() { sh tests/processes.sh "$engine/train_gpt" "$build/processes" $few_steps; }
 
 # Shapes so small that they only show that everything runs.
 bench_on_the_engine() {
-    shared implementation engine_program fast "-O1 -g" "" tests/bench/bench_cuda.cu bench_cuda || return 1
-    "$build/fast/bench_cuda" --tiny --csv >"$build/bench_cuda.csv" && cat "$build/bench_cuda.csv" || return 1
+    "$engine/bench_cuda" --tiny --csv >"$build/bench_cuda.csv" && cat "$build/bench_cuda.csv" || return 1
     [ "$(grep -c '^[a-z]*,"' "$build/bench_cuda.csv")" -gt 50 ]
 }
 
@@ -260,28 +167,21 @@ no_gpu_is_said() {
     done
 }
 
-# lane NAME FUNCTION: checks that run beside those of other lanes; give_way: which let the others go first
-lane() { (check_log=$build/$1.log passed=0 failed=0 skipped=0; "$2"; closing_line) >"$build/$1.out" 2>&1 & }
-give_way() { renice -n 10 -p $! >/dev/null 2>&1; }
+example() { check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example; }
+training() { check "train_gpt --device cuda" trains_on_the_engine; }
+processes() {
+    check "train_gpt as processes of torchrun, on one machine and two; killed and stopped ranks" trains_as_processes
+}
+benchmark() { check "the benchmark of a GPU runs" bench_on_the_engine; }
 
-if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
-    lane engine on_the_engine
-    lane checked checked_on_the_engine
-    give_way
-else
-    skip "CUDA on the engine: the headers of CUDA, cuBLASLt and NCCL are not in $cuda/include (CUDA_HOME)"
-fi
-if have_command nvcc; then
-    lane nvcc by_nvcc
-    give_way
-else
-    skip "nvcc: not here, nothing was built for a GPU"
-fi
-wait
-for out in engine checked nvcc; do
-    [ -f "$build/$out.out" ] || continue
-    grep -v '^[0-9]* passed, ' "$build/$out.out"
-    tally "$build/$out.out"
+[ $# -gt 0 ] || { sed -n '5,8s/^# *//p' "$0" >&2; exit 2; }
+for part in "$@"; do
+    case $part in
+    nvcc)
+        if have_command nvcc; then by_nvcc; else skip "nvcc: not here, nothing was built for a GPU"; fi
+        ;;
+    *) $part ;;
+    esac
 done
 closing_line
 [ "$failed" -eq 0 ]

@@ -5,7 +5,7 @@
 #   sh tests/gpu.sh --build     only builds them, for any GPU from sm_80 on, which takes none
 #
 # First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then everything else, with
-# ranks that share the GPU. Needs nvcc, cuBLASLt, NCCL and CMocka (or its stand-in).
+# ranks that share the GPU. Needs nvcc, cuBLASLt and NCCL.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -16,8 +16,6 @@ build=${MT_BUILD_DIR:-build}/gpu
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
-cmocka_flags=-Itests/fallback
-have_package libcmocka-dev && cmocka_flags=-lcmocka
 
 no_gpu() {
     echo "no GPU: $1; nothing was tested"
@@ -40,7 +38,7 @@ END
 # gpu_build PROGRAM [FLAGS [LIBRARIES]]
 gpu_build() {
     # shellcheck disable=SC2086  # lists of flags
-    nvcc -std=c++17 -O2 $arch -I. ${2:-} "tests/$1.cu" -o "$build/$1" $cmocka_flags -lcublasLt ${3:-}
+    nvcc -std=c++17 -O2 $arch -I. ${2:-} "tests/$1.cu" -o "$build/$1" -lcublasLt ${3:-}
 }
 
 gpu_test() { gpu_build "$@" && timeout -k 10 600 "$build/$1"; }

@@ -1,25 +1,17 @@
-/* mt_test.h - what the test programs share: cmocka, a status check, a small generator, and a place where ranks report.
+/* mt_test.h - what the test programs share: the harness, a status check, a small generator, and a place where ranks report.
 
-   cmocka's assertions belong to the main thread: inside a rank use CHECK and return the status, assert outside.      */
+   Assertions belong to the main thread: inside a rank use CHECK and return the status, assert outside.      */
 
 #ifndef MT_TEST_H
 #define MT_TEST_H
 
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __cplusplus
-extern "C" { /* which CMocka 1.1 leaves to others */
-#endif
-#include <cmocka.h>
-#ifdef __cplusplus
-}
-#endif
+#include "mt_harness.h"
 
 /* A sanitizer looks at every kind of step, but does not need many of them: tests that compare numbers take fewer. */
 #if defined(__has_feature)
@@ -32,6 +24,16 @@ extern "C" { /* which CMocka 1.1 leaves to others */
 #ifndef SANITIZED
 #define SANITIZED 0
 #endif
+
+/* A quick run takes every test case, and a fixed sample of the products in it (types x splits x options). MT_TEST_ALL=1,
+   which tests/run.sh --all sets, takes them whole. A sanitizer always samples. */
+static inline int test_all(void) {
+    const char *all = getenv("MT_TEST_ALL");
+    return !SANITIZED && all && strcmp(all, "1") == 0;
+}
+
+/* Whether number i of a product is in the sample of one in `of`. A prime reaches every entry of the inner lists. */
+static inline int test_takes(size_t i, size_t of) { return test_all() || i % of == 0; }
 
 /* Main thread: fails the test, with the sentence of ctx (may be NULL), unless status is the expected one. */
 #define ASSERT_STATUS(ctx, expected, call)                                                                             \

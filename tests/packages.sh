@@ -1,7 +1,7 @@
 # shellcheck shell=sh
 # Read by tests/run.sh and examples/train.sh: what is on this machine, and how what is missing gets there.
 #
-#   MT_TEST_WITHOUT="cmake cmocka dnnl openblas openmpi clang nvcc ..."   behave as if these were not there, and could not be had
+#   MT_TEST_WITHOUT="cmake dnnl openblas openmpi clang nvcc ..."   behave as if these were not there, and could not be had
 #   MT_INSTALL=no                                                 install nothing, only say what is missing
 
 # For programs that are linked to the implementation, though they ask for one of their own.
@@ -33,7 +33,6 @@ have_package() {
     build-essential) have_command "$CC" && have_command "$CXX" && have_command make && have_library libc stdio.h m ;;
     libdnnl-dev) have_library dnnl dnnl.h dnnl ;;
     libopenblas-dev) have_library openblas cblas.h openblas ;;
-    libcmocka-dev) have_library cmocka cmocka.h cmocka ;;
     openmpi-bin) ! hidden openmpi && have_command mpirun ;;
     libopenmpi-dev) ! hidden openmpi && have_command mpicc ;;
     locales) [ -e /usr/share/i18n/locales/de_DE ] || locale -a 2>/dev/null | grep -q '^de_DE' ;;
@@ -82,7 +81,7 @@ ensure_packages() {
     else
         echo "Missing, and not installed by this script (which takes apt-get, root, and MT_INSTALL other than no):$wanted"
         echo "  On Debian or Ubuntu: sudo apt-get install$wanted"
-        echo "  Elsewhere, as far as listed: C and C++ compiler with make, CMake, CMocka, oneDNN, OpenBLAS, pkg-config, clang"
+        echo "  Elsewhere, as far as listed: C and C++ compiler with make, CMake, oneDNN, OpenBLAS, pkg-config, clang"
     fi
 }
 
@@ -91,7 +90,6 @@ hidden_package() {
     case $1 in
     libdnnl-dev) hidden dnnl ;;
     libopenblas-dev) hidden openblas ;;
-    libcmocka-dev) hidden cmocka ;;
     openmpi-bin | libopenmpi-dev) hidden openmpi ;;
     build-essential) hidden "$CXX" || hidden make ;;
     *) hidden "$1" ;;

@@ -1,11 +1,14 @@
 # shellcheck shell=sh disable=SC2034
-# Read by tests/run.sh, tests/check_headers.sh and .ci/run: one line per thing tested, and the totals.
+# Read by tests/run.sh, the scripts beside it and .ci/run: one line per thing tested, and the totals.
 
 LC_ALL=C
 export LC_ALL
 passed=0 failed=0 skipped=0
 check_log=/dev/null # a file, for check
 left_out= # what was skipped and need not be, a line each
+
+# Is the full matrix asked for, not only everything once?
+in_full() { [ "${MT_TEST_ALL:-0}" = 1 ]; }
 
 # Milliseconds since some moment; whole seconds where date knows no better.
 now() {

@@ -1,7 +1,7 @@
 /* test_blocks.c - megatron.h: MLP, attention, transformer layer and GPT on every split against one rank, against finite
    differences, and on paper (the meta device); what they communicate, what they allocate, what they refuse.
 
-   cc -std=gnu17 -O2 -I. tests/test_blocks.c -lcmocka -lpthread -lm                                                    */
+   cc -std=gnu17 -O2 -I. tests/test_blocks.c -lpthread -lm                                                    */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

@@ -214,7 +214,7 @@ static int test_flock(int fd, int how) {
 #include "mt_test_resume.h"
 #include "mt_test_ranks.h"
 
-#define STRIDE (SANITIZED ? 3 : 1) /* through what is tried one by one */
+#define STRIDE (test_all() ? 1 : 3) /* through what is tried one by one */
 
 static char scratch[] = "/tmp/test_checkpoint_XXXXXX";
 
@@ -1844,7 +1844,7 @@ static uint64_t time_of_a_process(void) {
 
 /* Killed at any moment: a process saves one checkpoint after the other, until it is told to stop by signal 9. */
 static void killed(void **state) {
-    int kills = SANITIZED ? 60 : 300, saved = 0;
+    int kills = test_all() ? 300 : 60, saved = 0;
     uint64_t seed = (uint64_t)time(NULL), window;
     int64_t before = 0;
     (void)state;

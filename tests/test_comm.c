@@ -117,7 +117,7 @@ static int is_reduced(const void *got, mt_dtype dtype, uint64_t salt, int ranks,
 
 /* ---- collectives: sizes x counts x dtypes x ops x in and out of place --------------------------------------------- */
 
-static const size_t counts[] = {0, 1, 3, 17, 1000, SANITIZED ? 10007 : 100003};
+static const size_t counts[] = {0, 1, 3, 17, 1000, 10007, 100003};
 static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_I32, MT_U8};
 static const int sizes[] = {1, 2, 3, 4, 8};
 #define COUNTOF(a) (sizeof(a) / sizeof *(a))
@@ -193,7 +193,7 @@ static mt_status sweep_rank(mt_comm *world, void *user) {
     e.rank = mt_comm_rank(world);
     e.ranks = mt_comm_size(world);
     MT_TRY(mt_context_create(world, &d, &e.ctx));
-    for (c = 0; c < COUNTOF(counts); c++) {
+    for (c = 0; c < COUNTOF(counts) - !test_all(); c++) {
         e.count = counts[c];
         e.a = malloc(4 * counts[c] * (size_t)e.ranks + 4); /* exactly as large, so that ASan sees the ends */
         e.b = malloc(4 * counts[c] * (size_t)e.ranks + 4);

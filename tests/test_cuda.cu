@@ -1,6 +1,6 @@
 /* test_cuda.cu - every operator of mt_kernels.cuh on MT_DEVICE_CUDA against the CPU backend.
 
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt -lcmocka
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt
    Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION

@@ -1,7 +1,7 @@
 /* test_cuda_checkpoint.cu - checkpoints of a GPT on GPUs: training goes on with the same bits, files that a GPU has written are
    those that a CPU writes of them, and a GPU reads a CPU's.
 
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_checkpoint.cu -lcublasLt -lcmocka
+   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_checkpoint.cu -lcublasLt
    Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION

@@ -1,7 +1,7 @@
 /* test_cuda_devices.cu - several GPUs in one process: contexts of one thread on two of them, ranks on two without NCCL, and
    scratch memory of what runs on the second stream.
 
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_devices.cu -lcublasLt -lcmocka    (skips what wants two)
+   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_devices.cu -lcublasLt    (skips what wants two)
    Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION

@@ -1,6 +1,6 @@
 /* test_cuda_flash.cu - attention on tensor cores against the CPU backend in f32, on the same 16-bit numbers.
 
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt -lcmocka
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt
    Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION

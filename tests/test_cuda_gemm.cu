@@ -1,7 +1,7 @@
 /* test_cuda_gemm.cu - products on MT_DEVICE_CUDA: every epilogue of cuBLASLt in every layout that is used, the choice of an
    algorithm by measurement, and what a meta context plans for a GPU. Small, and among the first to run on a GPU.
 
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt -lcmocka
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt
    Without one:   tests/engine/ runs the same file on a CPU, see there; how long a product takes is then up to the test. */
 
 #define MEGATRON_IMPLEMENTATION

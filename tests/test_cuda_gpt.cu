@@ -1,7 +1,7 @@
 /* test_cuda_gpt.cu - a GPT trained on 1, 2, 4 and 8 GPUs, or ranks that share one, gives the CPU's losses, gradients and
    weights, in f32, bf16 and f16; in invariant mode all of them give the same bits.
 
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt -lcmocka    (and -DMT_USE_NCCL -lnccl)
+   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt    (and -DMT_USE_NCCL -lnccl)
    Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MEGATRON_IMPLEMENTATION

@@ -1,7 +1,7 @@
 /* test_cuda_nccl.cu - communicators over NCCL against ranks that are threads on a CPU: collectives, splits, faults,
    registration.
 
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl -lcmocka
+   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
    Without:       tests/engine/ runs the same file on a CPU, see there; what a stand-in has to cause is tested only there.  */
 
 #define MEGATRON_IMPLEMENTATION

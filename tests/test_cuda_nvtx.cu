@@ -1,7 +1,7 @@
 /* test_cuda_nvtx.cu - the ranges that MT_USE_NVTX puts into a profile: each block and each collective has one, they nest, and
    they are closed when a call fails. NVTX itself is real; this program is the tool that it reports to.
 
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_nvtx.cu -lcublasLt -lcmocka
+   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_nvtx.cu -lcublasLt
    Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
 
 #define MT_USE_NVTX

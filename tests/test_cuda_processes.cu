@@ -1,7 +1,7 @@
 /* test_cuda_processes.cu - ranks that are processes with a GPU each, started as torchrun or srun would, over NCCL: where they
    meet, what they compute, and what the others are told when one of them is killed, stopped, stuck, fails or never comes.
 
-   On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl -lcmocka    (4 of them)
+   On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl    (4 of them)
    Without:       tests/engine/ runs the same file on a CPU, see there.
 
    The test itself never touches a GPU: CUDA does not survive a fork.                                                  */
@@ -70,7 +70,6 @@ static void run_child(job *j, int rank, FILE *errors) {
     memset(&d, 0, sizeof d);
     d.timeout_s = j->timeout;
     dup2(fileno(errors), 2);
-    for (int i = 1; i < NSIG; i++) signal(i, SIG_DFL); /* CMocka would go on to the next test here */
     say_torchrun(text, sizeof text, rank, j->ranks, rank, j->port, "");
     set_environment(j->environment[rank] ? j->environment[rank] : text);
     exit(mt_world_from_env(&d, j->function, j) == MT_SUCCESS ? 0 : 1);

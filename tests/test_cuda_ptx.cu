@@ -1,6 +1,6 @@
 /* test_cuda_ptx.cu - the wrappers of PTX instructions, against the layouts that the PTX manual (9.7) documents.
 
-   The first thing to run on a new GPU (sm_80 or later):  nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt -lcmocka
+   The first thing to run on a new GPU (sm_80 or later):  nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt
    Without one:   tests/engine/ runs the same file on a CPU; there it tests the engine's models of them.                */
 
 #define MEGATRON_IMPLEMENTATION

@@ -5,22 +5,20 @@
    every gradient, the gradient norm, and every weight after the steps. tests/golden/make_golden.py made the values and
    describes the files.
 
-   cc -std=gnu17 -O2 -I. tests/test_golden.c -lcmocka -lpthread -lm; run it in the root of the repository.         */
+   cc -std=gnu17 -O2 -I. tests/test_golden.c -lpthread -lm; run it in the root of the repository.         */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
 #include <math.h>
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
+#include "mt_harness.h"
 
 #ifndef MT_TEST_DATA
 #define MT_TEST_DATA "tests/golden"

@@ -1,7 +1,7 @@
 /* test_hash_log.c - mt_hash and the hash log: numbers that do not depend on how a tensor is split, one line for each tensor of
    a step, and a word where ranks that should agree do not.
 
-   cc -std=gnu17 -O2 -I. tests/test_hash_log.c -lcmocka -lpthread -lm                                                  */
+   cc -std=gnu17 -O2 -I. tests/test_hash_log.c -lpthread -lm                                                  */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

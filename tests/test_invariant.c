@@ -4,7 +4,7 @@
    allow. Losses, gradients, gradient norms, weights and optimizer state of every step are compared, bit by bit, with those of
    one rank. Each layer is compared by itself, too.
 
-   cc -std=gnu17 -O2 -I. tests/test_invariant.c -lcmocka -lpthread -lm                                                 */
+   cc -std=gnu17 -O2 -I. tests/test_invariant.c -lpthread -lm                                                 */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -59,7 +59,7 @@ static const model models[] = {
 };
 #define MODELS (sizeof models / sizeof *models)
 
-static int steps_of(const model *m) { return SANITIZED ? 2 : m->steps; }
+static int steps_of(const model *m) { return SANITIZED ? 2 : test_all() ? m->steps : 3; }
 
 /* ---- one run ----------------------------------------------------------------------------------------------------- */
 
@@ -308,6 +308,7 @@ static void check_model(const model *m) {
     split list[64];
     int n = list_splits(m, list);
     for (int s = 0; s < n; s++) {
+        if (s > 0 && !test_takes((size_t)(s + (m - models)), 3)) continue;
         run r = {.name = m->name, .model = m, .split = list[s], .invariant = m->invariant, .reference = &reference,
                  .compares = s > 0};
         plan(&r);

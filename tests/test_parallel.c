@@ -3,7 +3,7 @@
    Every layer runs on 1, 2, 3, 4 and 8 tensor ranks and is compared with the same computation written plainly in double
    precision here, and with the library on one rank.
 
-   cc -std=gnu17 -O2 -I. tests/test_parallel.c -lcmocka -lpthread -lm                                                  */
+   cc -std=gnu17 -O2 -I. tests/test_parallel.c -lpthread -lm                                                  */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

@@ -1,7 +1,7 @@
 /* test_pipeline.c - schedules, by a simulator of their own; the executor, with a model of a few numbers; GPTs on pipelines: the
    losses, gradients, norms and weights of one rank.
 
-   cc -std=gnu17 -O2 -I. tests/test_pipeline.c -lcmocka -lpthread -lm                                                  */
+   cc -std=gnu17 -O2 -I. tests/test_pipeline.c -lpthread -lm                                                  */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -539,6 +539,7 @@ static void test_gpt_invariant(void **state) {
         for (int llama = 0; llama < 3; llama++) {
             gpt_execute(run_of(-1, (mt_dtype)dtype, llama, 4), &one);
             for (int i = 0; i < SPLITS; i++) {
+                if (!test_takes((size_t)(i + llama + dtype), 3)) continue;
                 gpt_run r = run_of(i, (mt_dtype)dtype, llama, 4);
                 r.recompute = (mt_recompute)(i % 3);
                 gpt_execute(r, &many);

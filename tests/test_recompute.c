@@ -1,7 +1,7 @@
 /* test_recompute.c - activation recomputation: the same bits as without, less memory by the formula of mt_recompute, and the
    collectives that it says.
 
-   cc -std=gnu17 -O2 -I. tests/test_recompute.c -lcmocka -lpthread -lm                                                 */
+   cc -std=gnu17 -O2 -I. tests/test_recompute.c -lpthread -lm                                                 */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

@@ -1,14 +1,24 @@
-/* A stand-in for the part of CMocka (https://cmocka.org) that the tests use, for machines where it cannot be installed.
-   tests/run.sh and CMakeLists.txt put this directory on the include path only when there is no real <cmocka.h>.
-   Same names, same output. Asserts work on the thread that runs the test, as CMocka's do. */
-#ifndef MT_TESTS_FALLBACK_CMOCKA_H
-#define MT_TESTS_FALLBACK_CMOCKA_H
+/* mt_harness.h - the harness of the test programs: a list of cases, assertions, and one line per case. C and C++.
+
+   The names and the output are those of CMocka (https://cmocka.org), of which the tests use this part. Assertions
+   belong to the thread that runs the case. The environment variable MT_TEST_CASE chooses the cases whose name contains
+   it:
+
+       MT_TEST_CASE=split build/tests/test_comm
+
+   A case that takes longer than a second says so. The exit status is 0, 1 after a failure, and 77 when every case was
+   skipped. */
+
+#ifndef MT_HARNESS_H
+#define MT_HARNESS_H
 
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef int (*CMFixtureFunction)(void **state);
 struct CMUnitTest {
@@ -40,6 +50,12 @@ static inline void cm_leave_(int how, const char *file, int line, const char *fo
     longjmp(*cm_jump_(), how);
 }
 
+static inline double cm_seconds_(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
 static inline int cm_call_(const struct CMUnitTest *test, void **state) {
     int how = setjmp(*cm_jump_());
     if (how == 0) test->test_func(state);
@@ -48,34 +64,46 @@ static inline int cm_call_(const struct CMUnitTest *test, void **state) {
 
 static inline int cm_run_(const struct CMUnitTest *test, void *group_state) {
     void *state = test->initial_state ? test->initial_state : group_state;
+    double start = cm_seconds_(), seconds;
     int how;
     printf("[ RUN      ] %s\n", test->name);
     fflush(stdout);
     how = test->setup_func && test->setup_func(&state) ? CM_FAILED : cm_call_(test, &state);
     if (test->teardown_func && test->teardown_func(&state)) how = CM_FAILED;
-    printf("%s %s\n", how == 0 ? "[       OK ]" : how == CM_SKIPPED ? "[  SKIPPED ]" : "[  FAILED  ]", test->name);
+    seconds = cm_seconds_() - start;
+    printf("%s %s", how == 0 ? "[       OK ]" : how == CM_SKIPPED ? "[  SKIPPED ]" : "[  FAILED  ]", test->name);
+    if (seconds >= 1) printf(" (%.1f s)", seconds);
+    printf("\n");
+    fflush(stdout);
     return how;
+}
+
+static inline int cm_chosen_(const struct CMUnitTest *test) {
+    const char *pattern = getenv("MT_TEST_CASE");
+    return !pattern || strstr(test->name, pattern) != NULL;
 }
 
 static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CMFixtureFunction setup,
                                 CMFixtureFunction teardown) {
     void *state = NULL;
-    size_t i, failed = 0, skipped = 0;
+    size_t i, chosen = 0, failed = 0, skipped = 0;
     int how;
-    printf("[==========] Running %d test(s).\n", (int)count);
-    if (setup && setup(&state)) return (int)count;
+    for (i = 0; i < count; i++) chosen += (size_t)cm_chosen_(&tests[i]);
+    printf("[==========] Running %d test(s).\n", (int)chosen);
+    if (chosen == 0 || (setup && setup(&state))) return 1;
     for (i = 0; i < count; i++) {
+        if (!cm_chosen_(&tests[i])) continue;
         how = cm_run_(&tests[i], state);
         failed += how == CM_FAILED;
         skipped += how == CM_SKIPPED;
     }
     if (teardown && teardown(&state)) failed++;
-    printf("[==========] %d test(s) run.\n[  PASSED  ] %d test(s).\n", (int)count, (int)(count - failed - skipped));
+    printf("[==========] %d test(s) run.\n", (int)chosen);
+    printf("[  PASSED  ] %d test(s).\n", failed + skipped > chosen ? 0 : (int)(chosen - failed - skipped));
     if (skipped) printf("[  SKIPPED ] %d test(s).\n", (int)skipped);
     if (failed) printf("[  FAILED  ] %d test(s).\n", (int)failed);
-    return (int)failed;
+    return failed ? 1 : skipped == chosen ? 77 : 0;
 }
-
 #define cmocka_unit_test(f) { #f, f, NULL, NULL, NULL }
 #define cmocka_unit_test_setup(f, setup) { #f, f, setup, NULL, NULL }
 #define cmocka_unit_test_teardown(f, teardown) { #f, f, NULL, teardown, NULL }
@@ -114,4 +142,4 @@ static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CM
 #define assert_memory_equal(a, b, size) CM_CHECK_(memcmp(a, b, size) == 0, "%s and %s differ", #a, #b)
 #define assert_memory_not_equal(a, b, size) CM_CHECK_(memcmp(a, b, size) != 0, "%s and %s are the same", #a, #b)
 
-#endif
+#endif /* MT_HARNESS_H */

@@ -1,0 +1,53 @@
+#!/bin/sh
+# Builds each example by the command in its first lines, and runs it; train_gpt for 3 steps only.
+#
+#   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+build=${MT_BUILD_DIR:-build}/examples
+mkdir -p "$build" || exit 1
+build=$(cd "$build" && pwd)
+check_log=$build/${1:-all}.log
+
+# Each example names, in its first lines, the commands that build it: cc ... -o NAME ... [&& ./NAME ARGUMENTS]
+example_commands() { sed -n '1,30s/^[^A-Za-z]*\(cc .* -o .*\)$/\1/p' "$1" | sed 's|[ ]*\*/.*||'; }
+
+# What to run it with: as its command says, but do not train for long.
+example_arguments() {
+    case $1:$2 in
+    train_gpt:*) echo "--steps 3" ;;
+    *"&& ./"*) echo "$2" | sed 's|.*&& \./[^ ]*||' ;;
+    esac
+}
+
+# run_example NAME COMMAND
+run_example() {
+    title=$1
+    case $2 in
+    *-ldnnl*) title="$1, oneDNN"; have_package libdnnl-dev || { leave_out "$title: not here"; return; } ;;
+    *-lopenblas*) title="$1, OpenBLAS"; have_package libopenblas-dev || { leave_out "$title: not here"; return; } ;;
+    esac
+    compile=$(echo "${2%%&&*}" | sed "s|^cc |$CC |; s| -o [^ ]*| -o $build/$1|")
+    # shellcheck disable=SC2046  # arguments
+    check "$title" sh -c "$compile && exec \"\$@\"" sh "$build/$1" $(example_arguments "$1" "$2")
+}
+
+for source in examples/*.c; do
+    case ${1:-} in
+    "" | "$(basename "$source" .c)") ;;
+    *) continue ;;
+    esac
+    commands=$(example_commands "$source")
+    [ -n "$commands" ] || { echo "  FAIL  $source: its first lines do not build it"; failed=$((failed + 1)); }
+    while read -r command; do
+        [ -z "$command" ] || run_example "$(basename "$source" .c)" "$command"
+    done <<END
+$commands
+END
+done
+closing_line
+[ "$failed" -eq 0 ]
