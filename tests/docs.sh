@@ -50,7 +50,7 @@ check_link() {
 }
 
 links() {
-    for page in README.md docs/*.md tests/bench/README.md; do
+    for page in README.md docs/*.md tests/README.md tests/bench/README.md; do
         links_of "$page" | while read -r link; do check_link "$page" "$link"; done
     done | awk '{ print } END { exit NR > 0 }'
 }

@@ -62,8 +62,11 @@ with_cmake() {
     start=$(now)
     cmake --build "$build" -j "$jobs" -- -k >"$build/build.log" 2>&1 || { show_ends "$build/build.log"; failed=1; }
     echo "built in $((($(now) - start) / 1000)) s"
-    (cd "$build" && ctest -j "$jobs" --output-on-failure ${pattern:+-R "$pattern"}) | sed "s|$PWD/||"
+    { (cd "$build" && ctest -j "$jobs" --output-on-failure ${pattern:+-R "$pattern"}); echo $? >"$build/ctest.code"; } |
+        sed "s|$PWD/||"
+    before=$failed
     summary "$build/Testing/Temporary/LastTest.log"
+    [ "$(cat "$build/ctest.code")" = 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
 }
 
 # Counts the cases of harness and scripts, lists what was skipped, and prints the tests that took longest.
