@@ -457,9 +457,9 @@ check_compiler() {
             check_top implementation "$compiler" "$language" "$1" "-D${gemm##*:}"
     done
     case $compiler in
-    gcc) set -- -O1 -O2 "-O3 -march=native" ;;
-    g++) set -- -O3 ;;
-    clang) set -- "-O3 -march=native" ;;
+    gcc) if in_full; then set -- -O1 -O2 "-O3 -march=native"; else set -- "-O3 -march=native"; fi ;;
+    g++) if in_full; then set -- -O3; else set --; fi ;;
+    clang) if in_full; then set -- "-O3 -march=native"; else set --; fi ;;
     *) set -- ;; # warns of nothing more
     esac
     [ $# -eq 0 ] || check "$compiler with optimization: $*" check_optimized "$compiler" "$language" "$standard" "$@"
