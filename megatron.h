@@ -470,8 +470,9 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
 extern "C" {
 #endif
 
-/* A strict -std=c99 hides them. */
-#if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
+/* A strict -std=c99 hides them. __USE_MISC is how glibc says that it does not: OpenBLAS's header defines _GNU_SOURCE when
+   it is too late. */
+#if !defined(__cplusplus) && !defined(__USE_MISC)
 int fsync(int fd);
 ssize_t pread(int fd, void *data, size_t bytes, off_t at);
 int openat(int directory, const char *name, int flags, ...);
