@@ -36,6 +36,7 @@
 
    Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
    collectives in the same order. Two contexts in one process do not see each other.
+   Cancelled threads and C++ exceptions: see mt_launch.
 
    Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
    >>compare >>conjugates >>launch                                                                                  */
@@ -472,7 +473,17 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
    the sentences that there are, and one for each rank that is missing, and this goes on waiting. When desc->stuck is set and
    a rank is still missing timeout_s after that failure, or 5 seconds if that is longer, the logger gets what there is by
    then, and stuck is called: nothing is left but to leave the process, with _exit, since exit ends what that thread may be
-   using. Should stuck return, this goes on waiting. A single rank runs on the caller's thread, and nobody watches it. */
+   using. Should stuck return, this goes on waiting. A single rank runs on the caller's thread, and nobody watches it.
+
+   Cancelling. A rank's thread may be cancelled (pthread_cancel, deferred) or call pthread_exit. That rank has then
+   failed with MT_ERR_SYSTEM, and its peers get MT_ERR_PEER. A call on a communicator is completed first, after the timeout
+   at the latest; then the thread ends. mt_launch of two or more ranks, too, is completed before its caller is cancelled.
+
+   C++ exceptions. A rank's function must catch them and return a status. An exception that leaves the function of a rank
+   with a thread of its own ends the program by std::terminate. From a single rank it goes on to the caller of
+   mt_launch, which frees what it has made when the implementation is compiled as C++, or as C with -fexceptions; over
+   MPI the rank's communicator is kept. No callback (logger, allocator, stuck, those of the floors above) may throw or
+   longjmp. */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- launch: ranks as processes that somebody else started --------------------------------------------------------- */
@@ -1448,6 +1459,25 @@ static void mti_stopwatch_sleep(const mti_stopwatch *w, double timeout, pthread_
     pthread_cond_timedwait(cond, mutex, &wake);
 }
 
+/* A thread is not cancelled inside a call on a communicator, where it may hold a lock and peers read its buffers, but at
+   the end of the call. mti_hold returns what mti_release wants. Android cannot cancel threads. */
+static int mti_hold(void) {
+    int before = 0;
+#if defined(PTHREAD_CANCEL_DISABLE)
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+#endif
+    return before;
+}
+
+static void mti_release(int before) {
+#if defined(PTHREAD_CANCEL_DISABLE)
+    pthread_setcancelstate(before, NULL);
+    pthread_testcancel();
+#else
+    (void)before;
+#endif
+}
+
 static void mti_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -1506,8 +1536,10 @@ static void mti_pin(const int *core, int count) {
 /* Between two questions whether something has come: lets others run, and sleeps once it has lasted for `soon` seconds. */
 static void mti_rest(double waited, double soon) {
     struct timespec nap = mti_timespec(50e-6);
+    int before = mti_hold();
     if (waited < soon) sched_yield();
     else nanosleep(&nap, NULL);
+    mti_release(before);
 }
 #endif
 
@@ -2143,10 +2175,9 @@ static void mti_comm_free(mt_comm *comm) {
     free(comm);
 }
 
-MT_API void mt_comm_destroy(mt_comm *comm) {
+static void mti_comm_end(mt_comm *comm) {
     struct mti_rank *owner;
     mt_comm **at;
-    if (!comm) return;
     mti_leave(comm, "has left the group");
     owner = comm->owner;
     if (owner) {
@@ -2159,6 +2190,12 @@ MT_API void mt_comm_destroy(mt_comm *comm) {
     if (comm->mpi) mti_mpi_end(comm);
     if (owner) owner->leaving = 0;
     mti_comm_free(comm);
+}
+
+MT_API void mt_comm_destroy(mt_comm *comm) {
+    int before = mti_hold();
+    if (comm) mti_comm_end(comm);
+    mti_release(before);
 }
 
 /* A communicator made from another one belongs to the same launched rank. */
@@ -2225,10 +2262,8 @@ static mt_comm *mti_split(mt_comm *comm, int color) {
     return out;
 }
 
-MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
     mti_call call;
-    if (out) *out = NULL;
-    if (!comm) return MT_ERR_ARGUMENT;
     if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
     if (comm->meta)
         return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
@@ -2256,6 +2291,15 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
         return mti_refuse(NULL, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for the group of color %d", color);
     mti_adopt(comm, *out);
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    int before = mti_hold();
+    mt_status status = MT_ERR_ARGUMENT;
+    if (out) *out = NULL;
+    if (comm) status = mti_comm_split(comm, color, key, out);
+    mti_release(before);
+    return status;
 }
 
 /* ---- >>half: bf16 and f16 ------------------------------------------------------------------------------------------ */
@@ -4449,8 +4493,7 @@ static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_com
     return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
 }
 
-MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    if (out) *out = NULL;
+static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
     if (!ctx || !world || !out)
         return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
                           !ctx ? "ctx" : !world ? "world" : "out");
@@ -4463,6 +4506,15 @@ MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **o
     else MT_TRY(mt_comm_split(world, 0, world->rank, out));
     mt_comm_set_name(*out, world->name);
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    int before = mti_hold();
+    mt_status status;
+    if (out) *out = NULL;
+    status = mti_comm_create_for(ctx, world, out);
+    mti_release(before);
+    return status;
 }
 
 /* ---- >>collectives, continued: alone, meta, local, over NCCL or MPI ------------------------------------------------- */
@@ -4482,7 +4534,7 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
     return call;
 }
 
-static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
     if (comm->size == 1) return mti_alone(ctx, call, elements);
@@ -4495,7 +4547,7 @@ static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_ca
     return MT_SUCCESS;
 }
 
-static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
     if (call->root == comm->rank) MT_TRY(mti_alone(ctx, call, call->count)); /* to itself, checked to be both ways */
@@ -4506,6 +4558,20 @@ static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *cal
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);
     return MT_SUCCESS;
+}
+
+static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    int before = mti_hold();
+    mt_status status = mti_do_collective(ctx, comm, call);
+    mti_release(before);
+    return status;
+}
+
+static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    int before = mti_hold();
+    mt_status status = mti_do_p2p(ctx, comm, call);
+    mti_release(before);
+    return status;
 }
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -5013,12 +5079,30 @@ static void mti_rank_ended(mti_rank *rank) {
     pthread_mutex_unlock(&w->mutex);
 }
 
-static void *mti_rank_thread(void *argument) {
-    mti_rank *rank = (mti_rank *)argument;
+static void mti_rank_run(mti_rank *rank) {
+    int before;
     mti_pin(rank->core, rank->cores);
     rank->status = rank->run(rank->world, rank->user);
+    before = mti_hold();
     mti_rank_over(rank);
     mti_rank_ended(rank);
+    mti_release(before);
+}
+
+/* For a rank whose function did not return. */
+static void mti_rank_cut_short(void *argument) {
+    mti_rank *rank = (mti_rank *)argument;
+    if (rank->ended) return;
+    rank->status = mti_comm_keep_error(rank->world, MT_ERR_SYSTEM,
+                                       "pthread_cancel, pthread_exit or a C++ exception has ended its function");
+    mti_rank_over(rank);
+    mti_rank_ended(rank);
+}
+
+static void *mti_rank_thread(void *argument) {
+    pthread_cleanup_push(mti_rank_cut_short, argument);
+    mti_rank_run((mti_rank *)argument);
+    pthread_cleanup_pop(0);
     return NULL;
 }
 
@@ -5090,6 +5174,28 @@ static void mti_watch_ranks(const mt_launch_desc *desc, mti_watch *w, mti_rank *
     if (stuck) desc->stuck(ranks->user);
 }
 
+/* What mt_launch has made. `worlds` is NULL where `ranks` is not on the heap. */
+typedef struct mti_launch {
+    mti_rank *ranks;
+    mt_comm **worlds;
+    int count;
+} mti_launch;
+
+/* The function is called when the variable's scope ends; by an exception, too, in C++ and in C with -fexceptions. */
+#define MTI_AT_END(function) __attribute__((unused, cleanup(function)))
+
+__attribute__((unused)) static void mti_launch_end(mti_launch *l) {
+    int r;
+    for (r = 0; l->ranks && r < l->count; r++) {
+        if (!l->ranks[r].world) continue;
+        mti_rank_cut_short(&l->ranks[r]);
+        mti_comm_free(l->ranks[r].world);
+    }
+    if (!l->worlds) return;
+    free(l->worlds);
+    free(l->ranks);
+}
+
 /* A thread that cannot be had releases those already started: they see a peer that failed. */
 static void mti_launch_threads(const mt_launch_desc *desc, mti_rank *ranks) {
     mti_watch watch;
@@ -5159,26 +5265,31 @@ static mt_status mti_launch_ranks(const mt_launch_desc *desc, mti_rank *ranks, m
         ranks[r].core = core + (pinned ? r * each : 0);
         ranks[r].cores = pinned ? each : 0;
     }
-    if (desc->ranks == 1) mti_rank_thread(ranks);
+    if (desc->ranks == 1) mti_rank_run(ranks);
     else mti_launch_threads(desc, ranks);
-    status = mti_launch_report(desc, ranks, desc->ranks);
-    for (r = 0; r < desc->ranks; r++) mti_comm_free(worlds[r]);
-    return status;
+    return mti_launch_report(desc, ranks, desc->ranks);
+}
+
+static mt_status mti_launch_all(const mt_launch_desc *desc, mt_rank_function run, void *user) {
+    mti_launch all MTI_AT_END(mti_launch_end);
+    all.count = desc->ranks;
+    all.ranks = NULL;
+    all.worlds = (mt_comm **)calloc((size_t)desc->ranks, sizeof *all.worlds);
+    if (all.worlds) all.ranks = (mti_rank *)calloc((size_t)desc->ranks, sizeof *all.ranks);
+    if (all.ranks) return mti_launch_ranks(desc, all.ranks, all.worlds, run, user);
+    mti_launch_say(desc, "mt_launch: no memory for %d ranks", desc->ranks);
+    return MT_ERR_MEMORY;
 }
 
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user) {
     mt_launch_desc d = mti_launch_defaults(desc);
-    mti_rank *ranks;
-    mt_comm **worlds;
-    mt_status status = MT_ERR_MEMORY;
+    int before = 0;
+    mt_status status;
     if (d.ranks == 0) d.ranks = 1;
     MT_TRY(mti_launch_check(&d, rank_main));
-    ranks = (mti_rank *)calloc((size_t)d.ranks, sizeof *ranks);
-    worlds = (mt_comm **)calloc((size_t)d.ranks, sizeof *worlds);
-    if (ranks && worlds) status = mti_launch_ranks(&d, ranks, worlds, rank_main, user);
-    else mti_launch_say(&d, "mt_launch: no memory for %d ranks", d.ranks);
-    free(worlds);
-    free(ranks);
+    if (d.ranks > 1) before = mti_hold(); /* the ranks' threads use the stack of this one */
+    status = mti_launch_all(&d, rank_main, user);
+    if (d.ranks > 1) mti_release(before);
     return status;
 }
 
@@ -5226,7 +5337,7 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     rank.rank = rank.world->rank;
     rank.run = run;
     rank.user = user;
-    mti_rank_thread(&rank);
+    mti_rank_run(&rank);
     status = mti_launch_report(desc, &rank, 1);
     *closed = 1;
     if (port) {
@@ -5433,7 +5544,10 @@ static mt_status mti_find_process(const mt_launch_desc *desc, mti_process *p) {
 /* This process as one rank, which nothing connects to the others yet. */
 static mt_status mti_run_process(const mt_launch_desc *desc, const mti_process *p, mt_rank_function run, void *user) {
     mti_rank rank;
-    mt_status status;
+    mti_launch all MTI_AT_END(mti_launch_end);
+    all.ranks = &rank;
+    all.worlds = NULL;
+    all.count = 1;
     memset(&rank, 0, sizeof rank);
     rank.world = mti_comm_new(p->rank, p->size, "world");
     if (!rank.world) {
@@ -5450,10 +5564,8 @@ static mt_status mti_run_process(const mt_launch_desc *desc, const mti_process *
 #if MTI_NCCL
     if (p->size > 1 && p->rendezvous[0]) setenv("NCCL_COMM_ID", p->rendezvous, 0);
 #endif
-    mti_rank_thread(&rank);
-    status = mti_launch_report(desc, &rank, 1);
-    mti_comm_free(rank.world);
-    return status;
+    mti_rank_run(&rank);
+    return mti_launch_report(desc, &rank, 1);
 }
 
 MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user) {

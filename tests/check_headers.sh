@@ -319,6 +319,21 @@ has_msan() {
 }
 check_msan() { msan "$sources/implementation.c" "$sources/use.c"; }
 
+# An exception through the single rank of a launch, with the implementation as C++ and as C that knows of exceptions.
+throws() {
+    for language in "$CXX -x c++" "$CC -x c -fexceptions"; do
+        # shellcheck disable=SC2086  # a command and its arguments
+        $language -g -fsanitize=address -c -I "$H" "$sources/implementation.c" -o "$work/throws.o" &&
+            "$CXX" -g -fsanitize=address -I "$H" "$1" "$work/throws.o" -o "$work/throws" -lm -lpthread &&
+            "$work/throws" || return 1
+    done
+}
+has_asan() {
+    echo 'int main() { return 0; }' >"$work/empty.cpp"
+    throws "$work/empty.cpp" >/dev/null 2>&1
+}
+check_throws() { throws "$sources/throws.cpp"; }
+
 # Without infinities and NaN, losses that diverge would go unnoticed.
 check_fast_math() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$work/fast.c"
@@ -519,6 +534,11 @@ check_programs() {
         # shellcheck disable=SC2086  # two words
         check "links and runs: implementation in ${pair% *}, use in ${pair#* }" check_link "$CXX" $pair
     done
+    if has_asan; then
+        check "an exception from a single rank reaches the caller, and nothing leaks" check_throws
+    else
+        leave_out "AddressSanitizer: $CXX has none here, exceptions were not looked at for leaks"
+    fi
 }
 
 check_family() {

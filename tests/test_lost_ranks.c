@@ -311,6 +311,73 @@ static void test_launch_does_not_give_up_early(void **state) {
     assert_non_null(strstr(l->line[2], "rank 1 of 2: MT_ERR_IO"));
 }
 
+/* ---- a rank whose thread is cancelled ------------------------------------------------------------------------------ */
+
+enum { OUTSIDE, WAITING, WAITING_LONG, CANCELLED };
+
+typedef struct cancelled {
+    loss l;
+    int where;
+    pthread_t thread;
+    mt_context *ctx[3]; /* outlive the ranks' threads */
+} cancelled;
+
+/* Rank 2 cancels rank 1, which is in the user's code, or waits in a barrier. Then rank 2 comes to that barrier, or only
+   when all is over. */
+static mt_status cancelled_rank(mt_comm *world, void *user) {
+    cancelled *c = (cancelled *)user;
+    int rank = mt_comm_rank(world);
+    struct timespec moment = mti_timespec(0.1);
+    double start = mti_now();
+    mt_status status = MT_SUCCESS;
+    if (rank == 1) c->thread = pthread_self();
+    meet(&c->l);
+    while (rank == 1 && c->where == OUTSIDE) { /* ThreadSanitizer does not survive being cancelled in its own nanosleep */
+        sched_yield();
+        pthread_testcancel();
+    }
+    if (rank == 2) {
+        nanosleep(&moment, NULL);
+        CHECK(pthread_cancel(c->thread) == 0);
+        nanosleep(&moment, NULL);
+        if (c->where == WAITING_LONG) wait_until(&c->l.ended, 1);
+    }
+    while (status == MT_SUCCESS) status = mt_barrier(c->ctx[rank], world);
+    note(&c->l, rank, world, status, start);
+    return status;
+}
+
+static void cancel_rank(int where) {
+    static cancelled c;
+    loss *l = &c.l;
+    mt_context_desc small;
+    int r;
+    memset(&c, 0, sizeof c);
+    memset(&small, 0, sizeof small);
+    small.arena_bytes = 4096;
+    c.where = where;
+    l->ranks = 3;
+    l->timeout = where == WAITING_LONG ? 1 : 60;
+    for (r = 0; r < 3; r++) ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, &small, &c.ctx[r]));
+    assert_int_equal(launch(l, cancelled_rank), where == WAITING_LONG ? MT_ERR_TIMEOUT : MT_ERR_SYSTEM);
+    for (r = 0; r < 3; r += 2) {
+        if (where != WAITING_LONG) {
+            assert_int_equal(l->status[r], MT_ERR_PEER);
+            assert_non_null(strstr(l->said[r], "rank 1 failed: MT_ERR_SYSTEM: pthread_cancel"));
+        }
+        assert_true(l->seconds[r] < 30);
+    }
+    for (r = 0; r < l->lines && !strstr(l->line[r], "rank 1 of 3: MT_ERR_SYSTEM: pthread_cancel"); r++) continue;
+    assert_true(r < l->lines);
+    for (r = 0; r < 3; r++) mt_context_destroy(c.ctx[r]);
+}
+
+static void test_cancelled(void **state) {
+    int where;
+    (void)state;
+    for (where = 0; where < CANCELLED; where++) cancel_rank(where);
+}
+
 /* ---- a process that is stopped for longer than the timeout --------------------------------------------------------- */
 
 /* Half a second of work, in which a stop costs one piece. */
@@ -419,6 +486,7 @@ int main(void) {
                                        cmocka_unit_test(test_launch_does_not_wait_in_silence),
                                        cmocka_unit_test(test_launch_gives_up),
                                        cmocka_unit_test(test_launch_does_not_give_up_early),
+                                       cmocka_unit_test(test_cancelled),
                                        cmocka_unit_test(test_stopped_process)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
