@@ -1,0 +1,291 @@
+#!/bin/sh
+# Whether the tests catch what they once caught: bugs are planted into a copy of the headers, one at a time, and for
+# each the test that is meant to catch it has to fail.
+#
+#   sh tests/planted.sh [-v] [LIST...]     LIST: tests/planted/LIST.txt, all of them by default; -v: a line for each bug
+#
+# A bug that nobody catches is a failure, and so is one whose old text is no longer there: then a change of the library
+# has to be followed in the list. A list is plain text:
+#
+#   bug  what is wrong, in a few words
+#   run  test_parallel                     the program that has to fail: tests/test_parallel.c, or .cu on the engine
+#   case test_row_parallel                 part of the names of its test cases that run; without this line all of them
+#   in   mti_row_forward                   the function or structure with the old text, where that is not unique
+#   -    y = x + bias;                     the old text, which is there once in all four headers
+#   +    y = x;                            what it becomes; without this line nothing
+#
+# Any white space stands for any other and for comments, and several lines of - or + follow each other. An old text that
+# ends in ; or } is a statement: it becomes `if (planted) { new } else { old }`. Any other one is an expression:
+# `(planted ? (new) : (old))`. Where neither fits, the new text holds the word PLANTED, which is 1 for this bug and 0
+# for the others, and replaces the old text as it is. So all bugs are compiled at once, and MT_PLANTED=NUMBER in the
+# environment says which of them is there.
+#
+# Before the program's name may stand settings (MTE_STREAMS=lazy test_cuda_nccl) and a build: asan/test_safetensors with
+# the address and undefined behaviour sanitizers, checked/test_cuda with the engine's checker. Instead of `run`, `split`
+# and `line` ask the hash log: train_gpt on one rank and with the flags of `split` must first differ in `line`.
+#
+# Each program must pass without a bug. With one it has MT_PLANTED_LIMIT seconds (20), and at least four times as long
+# as without, to fail; not to end by then is failing, too.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+work=$(mktemp -d) || exit 1
+check_log=$work/check.log check_lines=40
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+limit=${MT_PLANTED_LIMIT:-20}
+jobs=$(nproc 2>/dev/null || echo 2)
+cuda=${CUDA_HOME:-/usr/local/cuda}
+sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
+ASAN_OPTIONS=allocator_may_return_null=1
+export ASAN_OPTIONS
+model="--invariant 4 --data README.md --layers 2 --hidden 32 --heads 8 --kv-heads 4 --seq 16 --batch 4 --dropout 0.1
+    --steps 2 --warmup 0 --sample 0 --eval-interval 0"
+tab=$(printf '\t')
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+source_of() { # the file of a program, without its build
+    case $1 in
+    train_gpt) echo examples/train_gpt.c ;;
+    *) ls "tests/${1#*/}.c" "tests/${1#*/}.cu" 2>/dev/null ;;
+    esac
+}
+
+on_the_engine() {
+    case $(source_of "$1") in
+    *.cu) return 0 ;;
+    esac
+    return 1
+}
+
+# cpu_object FLAGS SOURCE OUT
+cpu_object() {
+    # shellcheck disable=SC2086  # lists of flags
+    "$CC" $1 -w -I"$work" -Itests/planted -Itests/fallback -c "$2" -o "$3"
+}
+
+# cpu_program FLAGS PROGRAM [OBJECT]
+cpu_program() {
+    cpu_object "$1" "$(source_of "$2")" "$work/$2.o" || return 1
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" $1 "$work/$2.o" ${3:-} -o "$work/$2" -lm -lpthread
+}
+
+# Those that use nothing private are linked to one build of the implementation.
+build_cpu() {
+    case $1 in
+    asan/*) cpu_program "-O1 -g $sanitize" "$1" ;;
+    *) cpu_program "-O1 -Werror=implicit $DECLARATIONS_ONLY" "$1" "$work/implementation.o" || cpu_program -O1 "$1" ;;
+    esac
+}
+
+engine_build() {
+    case $1 in
+    checked/*) echo checked ;;
+    *) echo fast ;;
+    esac
+}
+
+engine_flags() {
+    case $1 in
+    checked) echo "-O1 -DMTE_CHECK" ;;
+    *) echo "-O1" ;;
+    esac
+}
+
+engine_objects() {
+    for part in core runtime check blaslt nccl; do
+        # shellcheck disable=SC2046  # a list of flags
+        "$CXX" -std=c++17 $(engine_flags "$1") -w -isystem "$cuda/include" -c "tests/engine/$part.cpp" \
+            -o "$work/$1/$part.o" || return 1
+    done
+}
+
+build_on_the_engine() {
+    build=$(engine_build "$1") more=
+    [ "$build" = fast ] || more=-fsanitize=thread
+    # shellcheck disable=SC2046,SC2086  # lists of flags
+    "$CXX" -std=c++17 $(engine_flags $build) -w $more -Itests/fallback -isystem "$cuda/include" -Itests/engine \
+        -include tests/engine/engine.h -I"$work" -Itests/planted -x c++ -c "$(source_of "$1")" -o "$work/$1.o" \
+        || return 1
+    (cd "$work/$build" && "$CXX" "$work/$1.o" core.o runtime.o check.o blaslt.o nccl.o -o "$work/$1" -lpthread)
+}
+
+build_program() {
+    if on_the_engine "$1"; then build_on_the_engine "$1"; else build_cpu "$1"; fi >"$work/$1.log" 2>&1
+}
+
+# What they need, then the programs, as many at a time as there are cores.
+build_all() {
+    mkdir -p "$work/asan" "$work/fast" "$work/checked"
+    while read -r program; do
+        if on_the_engine "$program"; then engine_build "$program"; else echo implementation; fi
+    done <"$work/programs" | sort -u >"$work/builds"
+    while read -r build; do
+        case $build in
+        implementation) cpu_object -O1 tests/package/implementation.c "$work/implementation.o" & ;;
+        *) engine_objects "$build" & ;;
+        esac
+    done <"$work/builds"
+    wait
+    started=0
+    while read -r program; do
+        build_program "$program" &
+        started=$((started + 1))
+        [ $((started % jobs)) -ne 0 ] || wait
+    done <"$work/programs"
+    wait
+}
+
+# ---- running -------------------------------------------------------------------------------------------------------
+
+# What a program with a bug may take: more than it does without, however busy the machine is.
+seconds_for() {
+    awk -F "$tab" -v key="$1 $2 $3" -v least="$limit" '$1 == key { t = 4 * $2 }
+        END { print (t > least ? t : least) }' "$work/seconds"
+}
+
+# run_with NUMBER SECONDS PROGRAM SETTINGS CASE: its status; 124 or 137 when it did not end
+run_with() {
+    settings=$4
+    [ "$settings" != - ] || settings=
+    [ "$5" = - ] || settings="$settings MT_TEST_CASE=$5"
+    # shellcheck disable=SC2086  # a list of assignments
+    timeout -k 2 "$2" env MT_PLANTED="$1" MTE_PATIENCE=2 $settings "$work/$3" >"$work/run.$1" 2>&1 </dev/null
+}
+
+# train NUMBER LOG FLAGS
+train() {
+    # shellcheck disable=SC2086  # lists of flags
+    MT_PLANTED=$1 timeout -k 2 "$limit" "$work/train_gpt" $model $3 --hash-log "$2" >"$work/run.$1" 2>&1 </dev/null
+}
+
+# first_difference NUMBER SPLIT: the first line of one rank's log that the split does not have, without the hash
+first_difference() {
+    train "$1" "$work/one.$1" "--tp 1" && train "$1" "$work/split.$1" "$2" || return 1
+    diff "$work/one.$1" "$work/split.$1" | sed -n 's/^< \([0-9]* [^ ]*\) .*/\1/p' | head -n 1
+}
+
+# how_found NUMBER PROGRAM SETTINGS CASE LINE SPLIT: prints how, or fails and prints why not
+how_found() {
+    if [ "$5" != - ]; then
+        found=$(first_difference "$1" "$6") || { echo "train_gpt failed: $(tail -n 1 "$work/run.$1")"; return 1; }
+        echo "the logs first differ in '$found', meant is '$5'"
+        [ "$found" = "$5" ]
+        return
+    fi
+    run_with "$1" "$(seconds_for "$2" "$3" "$4")" "$2" "$3" "$4"
+    code=$?
+    case $code in
+    0) echo "$2 passes"; return 1 ;;
+    77 | 125 | 126 | 127) echo "$2 cannot be run"; return 1 ;;
+    124 | 137) echo "$2 does not end" ;;
+    *) echo "$2 fails" ;;
+    esac
+}
+
+# The bugs of a lane, whose numbers are those of the lane modulo the number of lanes.
+try_lane() {
+    while IFS=$tab read -r number list title program settings case line split; do
+        [ $((number % jobs)) -eq "$1" ] || continue
+        start=$(now)
+        outcome=ok
+        how=$(how_found "$number" "$program" "$settings" "$case" "$line" "$split") || outcome=FAIL
+        printf '%s\t%s\t%s\t%s, %s ms\n' "$list" $outcome "$title" "$how" $(($(now) - start)) >>"$work/outcomes.$1"
+    done <"$work/bugs"
+}
+
+# pass PROGRAM SETTINGS CASE: without a bug
+pass() {
+    run_with 0 $((10 * limit)) "$1" "$2" "$3"
+    code=$?
+    [ $code -eq 0 ] || { echo "exit code $code"; cat "$work/run.0"; }
+    return $code
+}
+
+has_built() { cat "$work/$1.log"; [ -x "$work/$1" ]; }
+no_difference() { [ -z "$(first_difference 0 "$1")" ]; }
+
+# ---- everything ----------------------------------------------------------------------------------------------------
+
+# Keeps, of the bugs, those that can be tried here.
+leave_engine_out() {
+    while IFS=$tab read -r number list title program rest; do
+        if [ "$number" = 0 ] || ! on_the_engine "$program"; then
+            printf '%s\t%s\t%s\t%s\t%s\n' "$number" "$list" "$title" "$program" "$rest"
+        fi
+    done <"$work/bugs" >"$work/bugs.here"
+    awk -F "$tab" 'NR == FNR { here[$1 $2 $3]; next } !(($1 $2 $3) in here) { print $2 }' "$work/bugs.here" \
+        "$work/bugs" | sort -u >"$work/left_out"
+    while read -r list; do
+        skip "planted bugs of $list on the engine: no headers of CUDA, cuBLASLt and NCCL in $cuda/include (CUDA_HOME)"
+    done <"$work/left_out"
+    mv "$work/bugs.here" "$work/bugs"
+}
+
+# The line of a list, those of its bugs that were not found, and with -v the others.
+report_list() {
+    missed=$(awk -F "$tab" -v list="$1" '$1 == list && $2 == "FAIL"' "$work/outcomes" | wc -l)
+    found=$(awk -F "$tab" -v list="$1" '$1 == list && $2 == "ok"' "$work/outcomes" | wc -l)
+    passed=$((passed + found)) failed=$((failed + missed))
+    outcome=ok
+    [ "$missed" -eq 0 ] || outcome=FAIL
+    printf '  %-4s  %s: %d of %d bugs found\n' $outcome "$1" "$found" $((found + missed))
+    awk -F "$tab" -v list="$1" -v all="$verbose" '$1 == list && ($2 == "FAIL" || all) {
+        printf "        %-4s  %s: %s\n", $2, $3, $4 }' "$work/outcomes"
+}
+
+verbose=0 lists=
+for argument in "$@"; do
+    case $argument in
+    -v) verbose=1 ;;
+    *) lists="$lists tests/planted/$argument.txt" ;;
+    esac
+done
+if ! have_command perl; then
+    skip "planted bugs: need perl"
+    closing_line
+    exit 0
+fi
+# shellcheck disable=SC2086  # a list of files
+perl tests/planted/plant.pl "$work" ${lists:-tests/planted/*.txt} >"$work/bugs" || exit 1
+if [ ! -f "$cuda/include/cublasLt.h" ] || [ ! -f "$cuda/include/nccl.h" ] || ! have_command "$CXX"; then
+    leave_engine_out
+fi
+awk -F "$tab" -v OFS="$tab" '$1 == 0 { print $2, "FAIL", $3, $4 }' "$work/bugs" >"$work/outcomes"
+awk -F "$tab" '$1 > 0' "$work/bugs" >"$work/bugs.here" && mv "$work/bugs.here" "$work/bugs"
+cut -f 4 "$work/bugs" | sort -u >"$work/programs"
+build_all
+while read -r program; do
+    [ -x "$work/$program" ] || check "$program with the bugs in it builds" has_built "$program"
+done <"$work/programs"
+if [ "$failed" -gt 0 ]; then
+    closing_line
+    exit 1
+fi
+: >"$work/seconds"
+cut -f 4-6 "$work/bugs" | grep -v '^train_gpt' | sort -u >"$work/passes"
+while IFS=$tab read -r program settings case; do
+    check "no bug: $program passes$(echo " $settings $case" | sed 's/ -//g')" pass "$program" "$settings" "$case"
+    printf '%s\t%s\n' "$program $settings $case" "$check_time" >>"$work/seconds"
+done <"$work/passes"
+cut -f 8 "$work/bugs" | grep -v '^-$' | sort -u >"$work/splits"
+while read -r split; do
+    check "no bug: the hash log of $split is that of one rank" no_difference "$split"
+done <"$work/splits"
+lane=0
+while [ $lane -lt "$jobs" ]; do
+    : >"$work/outcomes.$lane"
+    try_lane $lane &
+    lane=$((lane + 1))
+done
+wait
+cat "$work"/outcomes.* >>"$work/outcomes"
+cut -f 1 "$work/outcomes" | sort -u >"$work/lists"
+while read -r list; do report_list "$list"; done <"$work/lists"
+closing_line
+[ "$failed" -eq 0 ]

@@ -1,0 +1,107 @@
+#!/usr/bin/perl
+# Puts all bugs of lists into a copy of the headers, each of them behind a question at run time; see ../planted.sh.
+#
+#   perl plant.pl FOLDER LIST...     the headers of the working folder, with the bugs, go to FOLDER
+#
+# Prints a line for each bug, its fields separated by tabs: number, list, title, program, settings, case, line, split;
+# or, for one that cannot be planted: 0, list, title, what is wrong.
+use strict;
+use warnings;
+
+my @headers = qw(mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h);
+my ($folder, @lists) = @ARGV;
+my (%text, %cuts);
+
+sub slurp {
+    my ($name) = @_;
+    open my $in, '<', $name or die "$name: $!\n";
+    local $/;
+    return <$in>;
+}
+
+sub read_list {
+    my ($name) = @_;
+    my @bugs;
+    my ($list) = $name =~ m{([^/]*)\.txt$};
+    for (split /\n/, slurp($name)) {
+        next if /^#|^\s*$/;
+        /^(bug|run|case|in|line|split|-|\+)\s+(.*)$/ or die "$name: not a line of a list: $_\n";
+        push @bugs, { list => $list } if $1 eq 'bug';
+        $bugs[-1]{$1} = defined $bugs[-1]{$1} ? "$bugs[-1]{$1}\n$2" : $2;
+    }
+    return @bugs;
+}
+
+# Where the bodies of a function or a structure are; without a name, the whole text.
+sub bodies {
+    my ($header, $name) = @_;
+    my @bodies;
+    return [0, length $text{$header}] unless defined $name;
+    return if index($text{$header}, $name) < 0;
+    pos($text{$header}) = 0;
+    push @bodies, [$-[0], index $text{$header}, "\n}", $-[0]]
+        while $text{$header} =~ /^[^\s#\/][^\n]*\b\Q$name\E(\([^;{}]*)? ?\{/mg;
+    return @bodies;
+}
+
+# All places of the old text, with any white space and comments where it has white space.
+sub places {
+    my ($bug) = @_;
+    my $pattern = join '(?:\s|/\*(?:(?!\*/).)*\*/)+', map { quotemeta } split ' ', $bug->{'-'};
+    my @places;
+    for my $header (@headers) {
+        for my $body (bodies($header, $bug->{in})) {
+            pos($text{$header}) = $body->[0];
+            while ($text{$header} =~ /$pattern/gs) {
+                last if $+[0] > $body->[1];
+                push @places, [$header, $-[0], $+[0]];
+            }
+        }
+    }
+    return @places;
+}
+
+sub planted {
+    my ($bug, $old) = @_;
+    my $new = defined $bug->{'+'} ? $bug->{'+'} : '';
+    my $ask = "mti_planted($bug->{number})";
+    return $new if $new =~ s/\bPLANTED\b/$ask/g;
+    return $old =~ /[;}]$/ ? "if ($ask) { $new } else { $old }" : "($ask ? ($new) : ($old))";
+}
+
+sub plant {
+    my ($bug) = @_;
+    return 'it has no old text' unless defined $bug->{'-'};
+    return 'it has no program' unless defined $bug->{run} || defined $bug->{line};
+    my @places = places($bug);
+    return 'its old text is there ' . scalar(@places) . ' times, not once' if @places != 1;
+    my ($header, $begin, $end) = @{ $places[0] };
+    for my $cut (@{ $cuts{$header} }) {
+        return "it overlaps with '$cut->[2]{bug}'" if $begin < $cut->[1] && $end > $cut->[0];
+    }
+    push @{ $cuts{$header} }, [$begin, $end, $bug];
+    return;
+}
+
+$text{$_} = slurp($_) for @headers;
+$cuts{$_} = [] for @headers;
+my $number = 0;
+for my $bug (map { read_list($_) } @lists) {
+    my $wrong = plant($bug);
+    $bug->{number} = defined $wrong ? 0 : ++$number;
+    my @run = split ' ', defined $bug->{run} ? $bug->{run} : 'train_gpt';
+    my $program = pop @run;
+    my @fields = ($bug->{list}, $bug->{bug});
+    push @fields, defined $wrong ? $wrong : ($program, "@run");
+    push @fields, map { defined $bug->{$_} ? $bug->{$_} : '' } qw(case line split) unless defined $wrong;
+    print join("\t", $bug->{number}, map { $_ eq '' ? '-' : $_ } @fields), "\n";
+}
+for my $header (@headers) {
+    for my $cut (sort { $b->[0] <=> $a->[0] } @{ $cuts{$header} }) {
+        my ($begin, $end, $bug) = @$cut;
+        substr $text{$header}, $begin, $end - $begin, planted($bug, substr($text{$header}, $begin, $end - $begin));
+    }
+    open my $out, '>', "$folder/$header" or die "$folder/$header: $!\n";
+    print $out $header eq 'mt_comm.h' ? "#include \"planted.h\"\n" : '', $text{$header};
+    close $out or die "$folder/$header: $!\n";
+}
