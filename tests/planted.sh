@@ -100,7 +100,7 @@ engine_flags() {
 engine_objects() {
     for part in core runtime check blaslt nccl; do
         # shellcheck disable=SC2046  # a list of flags
-        "$CXX" -std=c++17 $(engine_flags "$1") -w -isystem "$cuda/include" -c "tests/engine/$part.cpp" \
+        "$CXX" -std=c++17 $(engine_flags "$1") -O2 -w -isystem "$cuda/include" -c "tests/engine/$part.cpp" \
             -o "$work/$1/$part.o" || return 1
     done
 }

@@ -1,4 +1,4 @@
-/* planted.h - which of the bugs that plant.pl put into a copy of the headers is there: MT_PLANTED in the environment. */
+/* planted.h - which of the bugs that plant.pl put into a copy of the headers is there: the one that MT_PLANTED says. */
 #ifndef MT_TEST_PLANTED_H
 #define MT_TEST_PLANTED_H
 
