@@ -65,7 +65,7 @@ on_the_engine() {
 # cpu_object FLAGS SOURCE OUT
 cpu_object() {
     # shellcheck disable=SC2086  # lists of flags
-    "$CC" $1 -w -I"$work" -Itests/planted -Itests/fallback -c "$2" -o "$3"
+    "$CC" $1 -w -I"$work" -Itests/planted -c "$2" -o "$3"
 }
 
 # cpu_program FLAGS PROGRAM [OBJECT]
@@ -109,7 +109,7 @@ build_on_the_engine() {
     build=$(engine_build "$1") more=
     [ "$build" = fast ] || more=-fsanitize=thread
     # shellcheck disable=SC2046,SC2086  # lists of flags
-    "$CXX" -std=c++17 $(engine_flags $build) -w $more -Itests/fallback -isystem "$cuda/include" -Itests/engine \
+    "$CXX" -std=c++17 $(engine_flags $build) -w $more -isystem "$cuda/include" -Itests/engine \
         -include tests/engine/engine.h -I"$work" -Itests/planted -x c++ -c "$(source_of "$1")" -o "$work/$1.o" \
         || return 1
     (cd "$work/$build" && "$CXX" "$work/$1.o" core.o runtime.o check.o blaslt.o nccl.o -o "$work/$1" -lpthread)
