@@ -113,6 +113,8 @@ MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, 
 MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols);
 MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count); /* rows [first, first + count) of t, no copy */
 MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count); /* columns [first, first + count), no copy */
+/* For a negative first or count, or an offset beyond int64_t, both return a view of -1 rows, which every call refuses
+   (MT_ERR_SHAPE). Neither compares with the rows and columns of t. */
 
 /* ---- context: device, allocator, logger, arena -------------------------------------------------------------------- */
 
@@ -1202,9 +1204,13 @@ MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols) {
 
 static int64_t mti_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
 
+/* What is negative, or begins where bytes cannot be counted, has -1 rows, which every call refuses. */
 static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    const int64_t most = INT64_MAX / 32;
+    int sizes = row >= 0 && rows >= 0 && col >= 0 && cols >= 0 && col <= most;
     t.ld = mti_ld(t);
-    t.data = (char *)t.data + (row * t.ld + col) * (int64_t)mt_dtype_size(t.dtype);
+    if (!sizes || (row > 0 && (t.ld < 0 || t.ld > most / row))) row = col = 0, rows = -1;
+    if (t.data) t.data = (char *)t.data + (row * t.ld + col) * (int64_t)mt_dtype_size(t.dtype);
     t.rows = rows;
     t.cols = cols;
     return t;
@@ -4881,6 +4887,7 @@ static mt_status mti_copy_columns(mt_context *ctx, mt_tensor to, mt_tensor from)
     if (ctx->device == MT_DEVICE_CUDA)
         return mti_cuda_copy_rows(ctx, to.data, (size_t)mti_ld(to) * size, from.data, (size_t)mti_ld(from) * size, bytes,
                                   to.rows);
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
     for (r = 0; bytes && r < to.rows; r++)
         MT_TRY(mti_bytes_copy(ctx, mt_tensor_rows(to, r, 1).data, mt_tensor_rows(from, r, 1).data, bytes));
     return MT_SUCCESS;
@@ -4921,9 +4928,9 @@ MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_
 static mt_status mti_gather_columns(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     mt_tensor parts;
     int r;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * comm->size, x.cols, &parts));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.cols ? x.rows * comm->size : 0, x.cols, &parts));
     MT_TRY(mt_all_gather(ctx, comm, x.data, parts.data, mti_elements(x), x.dtype));
-    for (r = 0; r < comm->size; r++)
+    for (r = 0; x.cols && r < comm->size; r++)
         MT_TRY(mti_copy_columns(ctx, mt_tensor_cols(y, x.cols * r, x.cols), mt_tensor_rows(parts, x.rows * r, x.rows)));
     return MT_SUCCESS;
 }

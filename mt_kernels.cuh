@@ -326,6 +326,9 @@ static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
+/* An operator has nothing to do then, however many rows of no columns there are. */
+static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
+
 /* Any shape, any dtype. NULL data is fine where there is no element. */
 static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     int64_t ld = mti_ld(t);
@@ -403,14 +406,14 @@ static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const ch
 static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char *out_name, mt_tensor out,
                                  const char *in_name, mt_tensor in) {
     if (ctx->device == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
-    if (mti_mul(out.rows, out.cols) == 0 || mti_mul(in.rows, in.cols) == 0) return MT_SUCCESS;
+    if (mti_is_empty(out) || mti_is_empty(in)) return MT_SUCCESS;
     return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] are the same memory", where,
                     out_name, (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows,
                     (long long)in.cols);
 }
 
 static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
-    if (at.first_row < 0 || at.first_col < 0 || at.first_col > at.global_cols - cols)
+    if (at.first_row < 0 || at.first_col < 0 || at.global_cols < cols || at.first_col > at.global_cols - cols)
         return mti_fail(ctx, MT_ERR_SHAPE,
                         "%s: a view [%lld, %lld] at row %lld, column %lld is not inside a tensor of "
                         "%lld columns",
@@ -649,7 +652,7 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
     uint64_t sum = 0;
     int64_t i, j;
     for (i = 0; i < x.rows; i++) {
-        uint64_t e = (uint64_t)((first_row + i) * global_cols + first_col);
+        uint64_t e = ((uint64_t)first_row + (uint64_t)i) * (uint64_t)global_cols + (uint64_t)first_col;
         if (x.dtype == MT_F32)
             for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_bits(mti_row(x, i)[j]));
         else
@@ -4623,6 +4626,7 @@ MTI_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mti_wide w;
     MT_TRY(mti_expect_float(ctx, "mt_fill", "y", y));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_fill(ctx, y, value)));
@@ -4639,6 +4643,7 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     if (x.rows != y.rows || x.cols != y.cols)
         return mti_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
                         (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
+    if (mti_is_empty(x)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_copy_view(ctx, x, y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
     return MT_SUCCESS;
@@ -4648,6 +4653,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_expect_float(ctx, "mt_convert", "x", x));
     MT_TRY(mti_expect_float_shape(ctx, "mt_convert", "y", y, x.rows, x.cols));
     if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
+    if (mti_is_empty(x)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_add(ctx, x, mt_none(), y));
     if (ctx->device == MT_DEVICE_CPU && x.dtype == y.dtype) mti_cpu_copy(x, y);
     else if (ctx->device == MT_DEVICE_CPU) mti_cpu_convert(x, y);
@@ -4659,6 +4665,7 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
     MT_TRY(mti_expect_float(ctx, "mt_add", "y", y));
     MT_TRY(mti_expect_float_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
     MT_TRY(mti_expect_float_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &a));
     MT_TRY(mti_widen(&w, MTI_IN, &b));
@@ -4671,6 +4678,7 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
     MT_TRY(mti_expect_view(ctx, "mt_upload", "y", y));
     MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_upload(ctx, host, y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y);
     return MT_SUCCESS;
@@ -4680,8 +4688,9 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
     size_t bytes;
     MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
     MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
+    if (mti_is_empty(x)) return MT_SUCCESS;
     bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
-    if (ctx->device == MT_DEVICE_META && bytes > 0) memset(host, 0, bytes);
+    if (ctx->device == MT_DEVICE_META) memset(host, 0, bytes);
     MTI_ON_CUDA(ctx, mti_cuda_download(ctx, x, host));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
     return MT_SUCCESS;
@@ -4693,6 +4702,7 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
     if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
                         (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
+    if (mti_is_empty(x)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash));
     if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
     return MT_SUCCESS;
@@ -4702,6 +4712,7 @@ static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int sq
     mti_wide w;
     MT_TRY(mti_expect_float(ctx, where, "x", x));
     MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
+    if (mti_is_empty(x)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &x));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_sum(ctx, x, squares, out)));
@@ -4797,6 +4808,7 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
     mti_wide w;
     MT_TRY(mti_expect_float(ctx, "mt_bias_forward", "y", y));
     MT_TRY(mti_expect_float_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &y));
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
@@ -4809,6 +4821,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
     mti_wide w;
     MT_TRY(mti_expect_float(ctx, "mt_bias_backward", "dy", dy));
     MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_backward(ctx, dy, dbias)));
@@ -4833,6 +4846,7 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     MT_TRY(mti_expect_float_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
     MT_TRY(mti_expect_float_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
     MT_TRY(mti_expect_apart(ctx, "mt_activation_forward", "y", y, "h", h));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, bias.data ? MTI_IN_OUT : MTI_IN, &h));
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
@@ -4852,6 +4866,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
     MT_TRY(mti_expect_optional(ctx, "mt_activation_backward", "dbias", dbias, 1, width));
     MT_TRY(mti_expect_apart(ctx, "mt_activation_backward", "dh", dh, "dy", dy));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &h));
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
@@ -4959,6 +4974,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
     if (!(eps >= 0.0f && eps <= FLT_MAX))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
+    if (mti_is_empty(x)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &x));
     MT_TRY(mti_widen(&w, MTI_IN, &gain));
@@ -4980,6 +4996,7 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dgain", dgain, 1, x.cols));
     MT_TRY(mti_expect_apart(ctx, "mt_norm_backward", "dx", dx, "x", x));
+    if (mti_is_empty(x)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &x));
     MT_TRY(mti_widen(&w, MTI_IN, &gain));
@@ -4997,6 +5014,7 @@ MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_ra
     MT_TRY(mti_expect_float(ctx, "mt_random_normal", "y", y));
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &y));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_random_normal(ctx, y, std, at)));
@@ -5012,6 +5030,7 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
     MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
     MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
     MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_forward", dropout, x.rows, x.cols));
+    if (mti_is_empty(x)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &x));
     MT_TRY(mti_widen(&w, MTI_IN, &bias));
@@ -5029,6 +5048,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
     MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
     MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_backward", "dbias", dbias, 1, dy.cols));
     MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_backward", dropout, dy.rows, dy.cols));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MT_TRY(mti_widen(&w, MTI_OUT, &dx));
@@ -5042,7 +5062,7 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
                                  mt_tensor qkv) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
-    if (s->batch < 0 || s->seq < 1 || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
+    if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
         mti_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
         mti_mul(mti_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
         return mti_fail(ctx, MT_ERR_SHAPE,
@@ -5106,6 +5126,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape 
     MT_TRY(
         mti_expect_optional(ctx, "mt_attention_forward", "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
     MT_TRY(mti_expect_apart(ctx, "mt_attention_forward", "out", out, "qkv", qkv));
+    if (mti_is_empty(qkv)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &qkv));
     MT_TRY(mti_widen(&w, MTI_OUT, &out));
@@ -5130,6 +5151,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "dout", dout));
+    if (mti_is_empty(qkv)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &qkv));
     MT_TRY(mti_widen(&w, MTI_IN, &out));
@@ -5155,6 +5177,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
     if (!(base > 0.0f && base <= FLT_MAX))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %g, must be positive", (double)base);
+    if (mti_is_empty(table)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &table));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_rotary_table(ctx, base, table)));
@@ -5168,6 +5191,7 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     MT_TRY(mti_expect_heads(ctx, where, shape, name, qkv));
     MT_TRY(mti_expect_even(ctx, where, shape->head_dim));
     MT_TRY(mti_expect_float_shape(ctx, where, "table", table, shape->seq, shape->head_dim));
+    if (mti_is_empty(qkv)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &table));
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &qkv));
@@ -5240,6 +5264,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
                                       float beta, mt_tensor y) {
     mti_wide w;
     MT_TRY(mti_expect_embedding(ctx, "mt_embedding_forward", "table", table, first_row, ids, "y", y));
+    if (mti_is_empty(y)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &table));
     MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &y));
@@ -5253,6 +5278,7 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     mti_wide w;
     MT_TRY(mti_expect_f32(ctx, "mt_embedding_backward", "dtable", dtable));
     MT_TRY(mti_expect_embedding(ctx, "mt_embedding_backward", "dtable", dtable, first_row, ids, "dy", dy));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable)));
@@ -5279,6 +5305,7 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     MT_TRY(mti_expect_float(ctx, "mt_cross_entropy_stats", "logits", logits));
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_stats", "stats", stats, logits.rows, 4));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_stats", "targets", targets, logits.rows));
+    if (mti_is_empty(stats)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &logits));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_stats(ctx, shape, logits, targets, stats)));
@@ -5296,6 +5323,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "lse", lse, 2, loss.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "gathered", gathered, mti_mul(shards, loss.cols), 4));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_combine", "targets", targets, loss.cols));
+    if (mti_is_empty(loss)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_cross_entropy_combine(ctx, shape, gathered, shards, targets, loss, lse));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_combine(shape, gathered, shards, targets, loss, lse);
     return MT_SUCCESS;
@@ -5309,6 +5337,7 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_backward", "lse", lse, 2, logits.rows));
     MT_TRY(mti_expect_optional(ctx, "mt_cross_entropy_backward", "dloss", dloss, 1, logits.rows));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_backward", "targets", targets, logits.rows));
+    if (mti_is_empty(logits)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_backward(ctx, shape, logits, targets, lse, dloss, scale)));
@@ -5323,11 +5352,12 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
     MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
     MT_TRY(mti_expect_float(ctx, where, "logits", logits));
     if (shape->first_col != 0 || logits.cols < shape->vocab)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: columns %lld to %lld of a vocabulary of %lld are a part of it", where,
-                        (long long)shape->first_col, (long long)(shape->first_col + logits.cols), (long long)shape->vocab);
+        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
+                        where, (long long)logits.cols, (long long)shape->first_col, (long long)shape->vocab);
     MT_TRY(mti_expect_shape(ctx, where, "loss", loss, 1, logits.rows));
     MT_TRY(mti_expect_optional(ctx, where, "dloss", dloss, 1, logits.rows));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    if (mti_is_empty(logits)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy(ctx, shape, logits, targets, dloss, scale, loss)));
@@ -5370,6 +5400,7 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "m", m, param.rows, param.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "v", v, param.rows, param.cols));
     MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
+    if (mti_is_empty(param)) return MT_SUCCESS;
     if (hyper->stochastic_rounding) MTI_ON_CUDA(ctx, mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v));
     MTI_ON_CUDA(ctx, mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_adamw(hyper, param, master, grad, m, v);

@@ -92,7 +92,7 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
    of your own, like the mean loss, is as invariant when made with mt_tree_sum. */
 
 /* The columns of t [tokens, local features] that belong to one of a rank's `shards` virtual shards (mt_param.shards); t itself
-   when its data is NULL. */
+   when its data is NULL. A view of -1 rows, which every call refuses, when there is no such shard. */
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
 /* The number of sequences in a micro-batch for a step of so many, when V_d is data_shards: there are as many micro-batches as
@@ -117,7 +117,8 @@ typedef struct mt_param_desc {
     const char *name;       /* unique in the registry; copied */
     int64_t rows, cols;     /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
     mt_placement placement;
-    int64_t parts;          /* the split dimension is this many equal blocks, each split by itself (2: [gate; up]); 0: 1 */
+    int64_t parts;          /* the split dimension is this many equal blocks, at most 65536, each split by itself (2:
+                               [gate; up]); 0: 1 */
     int64_t unit;           /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
     float init_std;         /* N(0, init_std^2) by global element ... */
     float init_value;       /* ... or, when init_std is 0, this constant */
@@ -383,7 +384,8 @@ typedef struct mt_loss_scaler {
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
 
 /* After mt_grad_norm: *norm becomes that of the true gradient. Returns the factor that undoes the scale of this step, for the
-   grad_scale of mt_optimizer_step; 0 when the norm is not finite: leave the step out. Then sets the scale of the next. */
+   grad_scale of mt_optimizer_step; 0 when the norm is not finite: leave the step out. Then sets the scale of the next.
+   When scaler or norm is NULL it returns 0 and changes nothing. */
 MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
 /* ---- optimizer ---------------------------------------------------------------------------------------------------- */
@@ -440,7 +442,8 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
    bucket brings all of the parameters to every rank: the same bits as without, given the same gradients and grad_scale. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
-/* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`. */
+/* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`.
+   A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
 /* ---- pipeline: stages, several micro-batches in flight ---------------------------------------------------------------- */
@@ -692,7 +695,9 @@ static mt_status mti_expect_shards(mt_context *ctx, const char *function, const 
 }
 
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
-    return t.data ? mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards) : t;
+    if (!t.data) return t;
+    if (shard < 0 || shard >= shards) return mt_tensor_rows(t, 0, -1);
+    return mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards);
 }
 
 /* Writes (not adds) what virtual shard `shard` of this rank contributes to a sum. */
@@ -715,6 +720,7 @@ static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg,
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     int64_t step, i;
     MT_TRY(mti_expect_f32(ctx, "mt_tree_sum", "x", x));
+    if (x.cols == 0 || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
     for (step = 1; step < x.rows; step *= 2)
         for (i = 0; i + step < x.rows; i += 2 * step)
             MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
@@ -984,6 +990,7 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 }
 
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* so that padding to 1024 shards does not leave int64_t */
+#define MTI_PARAM_PARTS 65536                 /* calls look at them one by one */
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
@@ -1005,6 +1012,9 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
                         (long long)d->cols);
     if (!(d->init_std >= 0.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has init_std %g", d->name, (double)d->init_std);
+    if (parts > MTI_PARAM_PARTS)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
+                        (long long)parts, MTI_PARAM_PARTS);
     if (parts < 1 || unit < 1 || n % parts != 0 || n / parts % unit != 0)
         return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_add: %lld features of '%s' are not %lld parts of units of %lld",
                         (long long)n, d->name, (long long)parts, (long long)unit);
@@ -1504,7 +1514,11 @@ static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *
     row_split = sequence_parallel && log->grid->tensor_size > 1;
     entry->split[0] = cols != NULL || row_split;
     entry->split[1] = 1;
-    row = log->first_token + (row_split ? log->grid->tensor_rank * t.rows : 0);
+    row = row_split ? log->grid->tensor_rank * t.rows : 0;
+    if (log->first_token > INT64_MAX - row)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_tokens: first_token is %lld, and its row %lld has no number",
+                        (long long)log->first_token, (long long)row);
+    row += log->first_token;
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
     for (i = 0; i < mti_param_blocks(cols); i++) {
         mti_block b = mti_param_block(cols, cols->tensor_rank, i);
@@ -1892,8 +1906,9 @@ static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tensor, int sequence
     return mt_reduce_rows_from_tensor_region(ctx, tensor, y, first, rows);
 }
 
+/* -1, which is no shape, when there are more than int64_t counts. */
 static int64_t mti_tokens(mt_comm *tensor, int sequence_parallel, int64_t rows) {
-    return sequence_parallel ? rows * mt_comm_size(tensor) : rows;
+    return sequence_parallel ? mti_mul(rows, mt_comm_size(tensor)) : rows;
 }
 
 /* The inverse: the rows that a rank holds of so many tokens. */
@@ -2324,13 +2339,16 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensor || !desc) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensor ? "desc" : "tensor");
-    if (desc->vocab < 1 || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
+    if (desc->vocab < 1 || desc->vocab > INT32_MAX || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
                         (double)desc->label_smoothing);
     MT_TRY(mti_expect_shards(ctx, function, tensor));
     shards = mti_shards(ctx, tensor);
-    return mti_expect_float_shape(ctx, function, "logits", logits, logits.rows,
-                                  shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor)));
+    MT_TRY(mti_expect_float_shape(ctx, function, "logits", logits, logits.rows,
+                                  shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor))));
+    if (mti_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tensor)) >= 0) return MT_SUCCESS;
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
+                    function, (long long)logits.rows, (long long)shards * mt_comm_size(tensor));
 }
 
 /* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum). */
@@ -2772,7 +2790,9 @@ static void mti_loss_scaler_grow(mt_loss_scaler *s) {
 }
 
 MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
-    float unscale = 1.0f / scaler->scale;
+    float unscale;
+    if (!scaler || !norm) return 0.0f;
+    unscale = 1.0f / scaler->scale;
     *norm *= unscale;
     if (!(*norm <= FLT_MAX)) {
         mti_loss_scaler_shrink(scaler);
@@ -3089,6 +3109,8 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
 
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
     double progress;
+    if (step < 0) step = 0;
+    if (warmup < 0) warmup = 0;
     if (step < warmup) return (float)((double)lr * (double)(step + 1) / (double)warmup);
     if (step >= total) return min_lr;
     progress = (double)(step - warmup) / (double)(total - warmup);
@@ -3213,6 +3235,9 @@ static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const 
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in %s cannot travel between stages", function,
                         (long long)stage->rows, (long long)stage->cols, mt_dtype_name(stage->dtype));
     if (count < 0) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: count is %d, must not be negative", function, count);
+    if (mti_mul(mti_mul(stage->rows, stage->cols), 8 * mti_max(1, count)) < 0)
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in up to %d slots is more than can be counted",
+                        function, (long long)stage->rows, (long long)stage->cols, count);
     for (i = 0; i < count; i++) {
         const mt_action *a = &actions[i];
         const char *wrong = mti_pipeline_wrong(stage, actions, count, i, !forwards);

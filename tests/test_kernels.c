@@ -35,6 +35,65 @@ static int same_bits(mt_tensor a, mt_tensor b) {
 
 static double *accumulated(const double *base, const double *gradient, size_t n) { return ref_plus(base, gradient, n); }
 
+/* ---- nothing to do ---------------------------------------------------------------------------------------------- */
+
+/* However many rows there are of no columns: an operator looks at none of them. */
+static void test_rows_without_columns(void **state) {
+    float memory[16] = {0}, one = 1;
+    int32_t ids[1] = {0};
+    uint64_t hash = 7;
+    mt_tensor t = mt_tensor_f32(memory, INT64_MAX, 0), half = with_dtype(t, MT_BF16), row = mt_tensor_f32(memory, 1, 0);
+    mt_tensor sum = mt_tensor_f32(&one, 1, 1);
+    mt_dropout drop = {{0}, 0.5f};
+    mt_random at = {0};
+    mt_adamw hyper = {.beta1 = 0.9f, .beta2 = 0.9f, .step = 1};
+    mt_attention_shape s = {.seq = INT32_MAX, .groups = 1, .heads_per_group = 1, .head_dim = 2};
+    (void)state;
+    OK(mt_fill(ref.ctx, t, 1));
+    OK(mt_fill(ref.ctx, half, 1));
+    OK(mt_copy(ref.ctx, t, t));
+    OK(mt_convert(ref.ctx, half, mt_tensor_f32(NULL, INT64_MAX, 0)));
+    OK(mt_add(ref.ctx, half, t, t));
+    OK(mt_upload(ref.ctx, NULL, t));
+    OK(mt_download(ref.ctx, t, NULL));
+    OK(mt_hash(ref.ctx, t, INT64_MAX, INT64_MAX, INT64_MAX, &hash));
+    OK(mt_sum(ref.ctx, t, sum));
+    OK(mt_sum_of_squares(ref.ctx, half, sum));
+    assert_true(hash == 7 && one == 1.0f);
+    OK(mt_bias_forward(ref.ctx, t, row));
+    OK(mt_bias_backward(ref.ctx, t, row));
+    OK(mt_activation_forward(ref.ctx, MT_SWIGLU, t, row, t));
+    OK(mt_activation_backward(ref.ctx, MT_GELU_ERF, t, t, t, row));
+    OK(mt_random_normal(ref.ctx, t, 1, at));
+    OK(mt_bias_dropout_add_forward(ref.ctx, t, row, t, drop, t));
+    OK(mt_bias_dropout_add_backward(ref.ctx, t, drop, t, row));
+    OK(mt_rotary_table(ref.ctx, 10000, t));
+    OK(mt_embedding_forward(ref.ctx, row, 0, ids, 1, t));
+    OK(mt_embedding_backward(ref.ctx, t, 0, ids, row));
+    OK(mt_adamw_step(ref.ctx, &hyper, t, mt_none(), t, t, t));
+    OK(mt_attention_forward(ref.ctx, &s, mt_tensor_f32(memory, 0, 6), mt_tensor_f32(memory, 0, 2), mt_none()));
+    s.seq = INT64_MAX;
+    t = mt_tensor_f32(memory, 0, 6);
+    ASSERT_REFUSED(MT_ERR_SHAPE, "seq 9223372036854775807", mt_attention_forward(ref.ctx, &s, t, t, mt_none()));
+}
+
+/* Where no view can be. */
+static void test_views_that_cannot_be(void **state) {
+    static const int64_t bad[][2] = {{-1, 1}, {0, -1}, {INT64_MAX, 1}, {INT64_MIN, INT64_MAX}};
+    mt_tensor t = ref_random(5, 5, 0, 1, 0), huge = mt_tensor_f32((const float *)t.data, 7, 5);
+    size_t i;
+    (void)state;
+    for (i = 0; i < sizeof bad / sizeof *bad; i++) {
+        ASSERT_REFUSED(MT_ERR_SHAPE, "[-1, 5]", mt_fill(ref.ctx, mt_tensor_rows(t, bad[i][0], bad[i][1]), 0));
+        ASSERT_REFUSED(MT_ERR_SHAPE, "[-1, ", mt_fill(ref.ctx, mt_tensor_cols(t, bad[i][0], bad[i][1]), 0));
+    }
+    huge.ld = INT64_MAX;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "[-1, 5]", mt_fill(ref.ctx, mt_tensor_rows(huge, 2, 1), 0));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "ld 9223372036854775807", mt_fill(ref.ctx, huge, 0));
+    OK(mt_fill(ref.ctx, mt_tensor_rows(t, 5, 0), 0));
+    OK(mt_fill(ref.ctx, mt_tensor_cols(t, 0, 5), 0));
+}
+
 /* ---- moving and filling ----------------------------------------------------------------------------------------- */
 
 static void test_fill_copy_add(void **state) {
@@ -1557,6 +1616,8 @@ static void test_meta(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        REF_TEST(test_rows_without_columns),
+        REF_TEST(test_views_that_cannot_be),
         REF_TEST(test_fill_copy_add),
         REF_TEST(test_upload_download),
         REF_TEST(test_sums),

@@ -1619,12 +1619,46 @@ static void test_embedding_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Numbers of shards, rows and steps that nobody has. */
+static void test_sizes_that_cannot_be(void **state) {
+    mt_param_desc parts = {.name = "w", .rows = 65537, .cols = 1, .parts = 65537};
+    mt_linear_desc d = {.in_features = 1, .out_features = 1, .sequence_parallel = 1};
+    mt_column_parallel_linear column;
+    mt_loss_scaler scaler;
+    float norm = 3.0f;
+    mt_param *p;
+    mt_tensor x;
+    test_rank r;
+    (void)state;
+    test_paper_rank(64, 0, (mt_grid_desc){.tensor = 64}, &(mt_context_desc){.device = MT_DEVICE_META}, &r);
+    x = test_tensor(&r, 3, 4, 7.0f);
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 0, 0), 0.0f));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 2, 2), 0.0f));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, -1, 2), 0.0f));
+    assert_int_equal(mt_shard_cols(x, 1, 2).cols, 2);
+    assert_null(mt_shard_cols(mt_none(), 0, 0).data);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_tree_sum(r.ctx, mt_tensor_f32((const float *)x.data, INT64_MAX, 0)));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "65537 parts|65536", mt_params_add(r.ctx, r.params, &parts, &p));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "y is",
+            mt_column_parallel_linear_forward(r.ctx, &column, with_shape(x, (int64_t)1 << 59, 1, 0), x, NULL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_loss_scaler_create(r.ctx, NULL, &scaler));
+    assert_true(mt_loss_scaler_update(NULL, &norm) == 0.0f && mt_loss_scaler_update(&scaler, NULL) == 0.0f);
+    assert_true(norm == 3.0f && scaler.good_steps == 0 && scaler.skipped == 0);
+    assert_true(mt_cosine_schedule(INT64_MIN, INT64_MIN, INT64_MAX, 1.0f, 0.5f) == 1.0f);
+    assert_true(mt_cosine_schedule(INT64_MAX - 1, INT64_MIN, INT64_MAX, 1.0f, 0.5f) == 0.5f);
+    test_paper_rank_close(&r);
+}
+
 static void test_cross_entropy_refuses(void **state) {
     static const struct {
         mt_cross_entropy_desc desc;
         const char *words;
     } bad[] = {{{.vocab = 0}, "vocab 0"},
                {{.vocab = -3}, "vocab -3"},
+               {{.vocab = INT64_MAX}, "vocab 9223372036854775807"},
+               {{.vocab = (int64_t)INT32_MAX + 1}, "vocab 2147483648"},
                {{.vocab = 10, .label_smoothing = 1.0f}, "label_smoothing 1"},
                {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
                {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing|nan"}};
@@ -1790,6 +1824,7 @@ int main(void) {
         cmocka_unit_test(test_linear_calls_refuse),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
         cmocka_unit_test(test_embedding_refuses),
+        cmocka_unit_test(test_sizes_that_cannot_be),
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_gradient_calls_refuse),
         cmocka_unit_test(test_memory_that_runs_out),

@@ -1,0 +1,524 @@
+/* test_hostile_sizes.c - sizes that no model has: every size that a public function takes is, now and then, one of
+   {INT64_MIN, -1, 0, 1, 7, 2^31, 2^62, INT64_MAX}. A call must return at once, and say what it refuses. The sanitizers,
+   for which this is mostly there, look for overflow and for memory that is none.
+
+   cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lcmocka
+   -lpthread -lm */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test_ranks.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+/* Tensors that are really there have up to SIDE rows of up to SIDE columns. */
+enum { SIDE = 64, VIEWS = 12, CALLS = SANITIZED ? 1000 : 4000, SECONDS = 60 };
+
+typedef struct hostile {
+    test_rank rank;
+    mt_context *ctx;
+    int meta;
+    uint64_t random;
+    int views;
+    int32_t ids[SIDE];
+    float memory[VIEWS][SIDE * SIDE];
+} hostile;
+
+static const char *now_testing = "";
+
+static void takes_too_long(int signal) {
+    (void)signal;
+    (void)!write(2, now_testing, strlen(now_testing));
+    (void)!write(2, ": does not return\n", 18);
+    _exit(1);
+}
+
+static const int64_t sizes[] = {INT64_MIN, -1, 0, 1, 7, (int64_t)1 << 31, (int64_t)1 << 62, INT64_MAX};
+
+/* One of these, or, mostly, `usual`. */
+static int64_t size_of(hostile *h, int64_t usual) {
+    return test_below(&h->random, 4) ? usual : sizes[test_below(&h->random, 8)];
+}
+
+static int int_of(hostile *h, int usual) {
+    static const int ints[] = {INT32_MIN, -1, 0, 1, 7, 1 << 16, INT32_MAX - 1, INT32_MAX};
+    return test_below(&h->random, 4) ? usual : ints[test_below(&h->random, 8)];
+}
+
+/* What a size could be that is not hostile. */
+static int64_t small(hostile *h) { return (int64_t)test_below(&h->random, 5) * 2; }
+
+/* a * b where that is a size. */
+static int64_t times(int64_t a, int64_t b) {
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
+/* [rows, cols] of that type, with memory where it fits or is never touched; now and then another shape. */
+static mt_tensor view_as(hostile *h, mt_dtype dtype, int64_t rows, int64_t cols) {
+    float *memory = h->memory[h->views++ % VIEWS];
+    mt_tensor t = mt_tensor_make(memory, dtype, rows, cols);
+    int64_t ld;
+    if (!test_below(&h->random, 16)) t.rows = size_of(h, rows);
+    if (!test_below(&h->random, 16)) t.cols = size_of(h, cols);
+    t.ld = test_below(&h->random, 16) ? t.cols : size_of(h, 0);
+    ld = t.ld ? t.ld : t.cols;
+    if (!h->meta && t.rows != 0 && t.cols != 0 && !(t.rows > 0 && t.rows <= SIDE && ld > 0 && ld <= SIDE))
+        t.data = NULL;
+    return t;
+}
+
+static mt_tensor view(hostile *h, int64_t rows, int64_t cols) {
+    static const mt_dtype types[] = {MT_F32, MT_F32, MT_F32, MT_F32, MT_BF16, MT_F16};
+    return view_as(h, types[test_below(&h->random, 6)], rows, cols);
+}
+
+static mt_tensor view32(hostile *h, int64_t rows, int64_t cols) { return view_as(h, MT_F32, rows, cols); }
+
+static mt_tensor maybe(hostile *h, mt_tensor t) { return test_below(&h->random, 2) ? t : mt_none(); }
+
+static const int32_t *ids(hostile *h, int64_t count) { return h->meta || count <= SIDE ? h->ids : NULL; }
+
+static mt_random random_at(hostile *h, int64_t cols) {
+    mt_random at = {1, 2, size_of(h, 3), size_of(h, 0), size_of(h, cols)};
+    return at;
+}
+
+static mt_dropout dropout(hostile *h, int64_t cols) {
+    mt_dropout d = {random_at(h, cols), test_below(&h->random, 2) ? 0.5f : 0.0f};
+    return d;
+}
+
+/* An error has a sentence; a success is fine. */
+static void said(hostile *h, mt_status status) {
+    if (status != MT_SUCCESS && !mt_last_error(h->ctx)[0])
+        fail_msg("%s: %s without a sentence", now_testing, mt_status_name(status));
+    mt_arena_release(h->ctx, 0);
+}
+
+/* ---- operators -----------------------------------------------------------------------------------------------------
+ */
+
+static void call_memory(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_tensor t = view(h, a, b);
+    uint64_t hash = 0;
+    void *bytes;
+    said(h, mt_fill(h->ctx, view(h, a, b), 1.0f));
+    said(h, mt_copy(h->ctx, view(h, a, b), view(h, a, b)));
+    said(h, mt_convert(h->ctx, view(h, a, b), view(h, a, b)));
+    said(h, mt_add(h->ctx, view(h, a, b), view(h, a, b), view(h, a, b)));
+    said(h, mt_upload(h->ctx, t.data && t.rows < SIDE && t.cols < SIDE ? h->memory[0] : NULL, t));
+    said(h, mt_download(h->ctx, t, t.rows < SIDE && t.cols < SIDE ? h->memory[1] : NULL));
+    said(h, mt_hash(h->ctx, view(h, a, b), size_of(h, 0), size_of(h, 0), size_of(h, c), &hash));
+    said(h, mt_sum(h->ctx, view(h, a, b), view32(h, 1, 1)));
+    said(h, mt_sum_of_squares(h->ctx, view(h, a, b), view32(h, 1, 1)));
+    said(h, mt_tree_sum(h->ctx, view32(h, a, b)));
+    said(h, mt_arena_tensor(h->ctx, MT_F32, a, b, &t));
+    said(h, mt_arena_alloc(h->ctx, (size_t)c, &bytes));
+    if (mt_context_alloc(h->ctx, h->meta ? (size_t)c : (size_t)c % 1000, &bytes) == MT_SUCCESS)
+        mt_context_free(h->ctx, bytes, h->meta ? (size_t)c : (size_t)c % 1000);
+}
+
+static void call_views(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_tensor t = view(h, a, b);
+    (void)mt_tensor_rows(t, size_of(h, 1), c);
+    (void)mt_tensor_cols(t, size_of(h, 1), c);
+    said(h, mt_fill(h->ctx, h->meta ? mt_tensor_rows(t, size_of(h, 1), size_of(h, 1)) : t, 0.0f));
+    said(h, mt_fill(h->ctx, h->meta ? mt_tensor_cols(t, size_of(h, 1), size_of(h, 1)) : t, 0.0f));
+    said(h, mt_fill(h->ctx, mt_shard_cols(t, int_of(h, 1), int_of(h, 2)), 0.0f));
+    (void)mt_invariant_micro_batch(int_of(h, 4), a);
+    (void)mt_cosine_schedule(a, b, c, 1.0f, 0.1f);
+    mt_hash_log_tokens(h->ctx, a);
+    (void)mt_params_at(h->rank.params, int_of(h, 0));
+}
+
+static void call_products(hostile *h, int64_t a, int64_t b, int64_t c) {
+    said(h, mt_gemm(h->ctx, MT_NO_TRANS, MT_TRANS, 1.0f, view(h, a, c), view(h, b, c), 0.5f, view(h, a, b)));
+    said(h, mt_gemm(h->ctx, MT_TRANS, MT_NO_TRANS, 1.0f, view(h, c, a), view(h, c, b), 0.0f, view(h, a, b)));
+    said(h, mt_bias_forward(h->ctx, view(h, a, b), view(h, 1, b)));
+    said(h, mt_bias_backward(h->ctx, view(h, a, b), view32(h, 1, b)));
+    said(h, mt_linear_forward(h->ctx, view(h, a, b), view(h, c, b), maybe(h, view(h, 1, c)), view(h, a, c)));
+    said(h, mt_linear_activation_forward(h->ctx, MT_GELU_TANH, view(h, a, b), view(h, c, b), maybe(h, view(h, 1, c)),
+                                         view(h, a, c), view(h, a, c)));
+    said(h, mt_linear_activation_backward(h->ctx, MT_SWIGLU, view(h, a, b), view(h, b, c), view(h, a, times(2, c)),
+                                          view(h, a, times(2, c)), maybe(h, view32(h, 1, times(2, c)))));
+    said(h, mt_linear_gradients(h->ctx, view(h, a, b), view(h, a, c), view32(h, b, c), maybe(h, view32(h, 1, b))));
+}
+
+static void call_elements(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_random at = random_at(h, b);
+    mt_adamw hyper = {0.1f, 0.9f, 0.99f, 1e-8f, 0.1f, 1.0f, size_of(h, 3), test_below(&h->random, 2) ? &at : NULL};
+    int64_t width = times(2, b);
+    said(h, mt_activation_forward(h->ctx, MT_SWIGLU, view(h, a, width), maybe(h, view(h, 1, width)), view(h, a, b)));
+    said(h, mt_activation_forward(h->ctx, MT_GELU_ERF, view(h, a, b), maybe(h, view(h, 1, b)), view(h, a, b)));
+    said(h, mt_activation_backward(h->ctx, MT_SWIGLU, view(h, a, width), view(h, a, b), view(h, a, width),
+                                   maybe(h, view32(h, 1, width))));
+    said(h, mt_norm_forward(h->ctx, MT_LAYER_NORM, view(h, a, b), view(h, 1, b), maybe(h, view(h, 1, b)), 1e-5f,
+                            view(h, a, b), maybe(h, view32(h, a, 2))));
+    said(h, mt_norm_backward(h->ctx, MT_RMS_NORM, view(h, a, b), view(h, 1, b), view32(h, a, 2), view(h, a, b),
+                             maybe(h, view(h, a, b)), view(h, a, b), view32(h, 1, b), mt_none()));
+    said(h, mt_random_normal(h->ctx, view(h, a, b), 1.0f, random_at(h, b)));
+    said(h, mt_bias_dropout_add_forward(h->ctx, view(h, a, b), maybe(h, view(h, 1, b)), maybe(h, view(h, a, b)),
+                                        dropout(h, b), view(h, a, b)));
+    said(h,
+         mt_bias_dropout_add_backward(h->ctx, view(h, a, b), dropout(h, b), view(h, a, b), maybe(h, view32(h, 1, b))));
+    said(h, mt_adamw_step(h->ctx, &hyper, view(h, a, b), maybe(h, view32(h, a, b)), view32(h, a, b), view32(h, a, b),
+                          view32(h, a, b)));
+    said(h, mt_embedding_forward(h->ctx, view(h, c, b), size_of(h, 0), ids(h, a), 1.0f, view(h, a, b)));
+    said(h, mt_embedding_backward(h->ctx, view(h, a, b), size_of(h, 0), ids(h, a), view32(h, c, b)));
+    said(h, mt_ids_check(h->ctx, "id", ids(h, a), a, b, 0));
+    said(h, mt_position_ids(h->ctx, b, c, h->meta || a <= SIDE ? h->ids : NULL, a));
+}
+
+static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_attention_shape s = {
+        .batch = a, .seq = b, .groups = size_of(h, 1), .heads_per_group = size_of(h, 2), .head_dim = c};
+    int64_t tokens = times(a, b), heads = times(s.groups, s.heads_per_group), both = s.heads_per_group;
+    if (__builtin_add_overflow(both, 2, &both)) both = INT64_MAX;
+    int64_t width = times(times(s.groups, both), c), out = times(heads, c);
+    s.dropout = dropout(h, heads);
+    said(h, mt_attention_forward(h->ctx, &s, view(h, tokens, width), view(h, tokens, out),
+                                 maybe(h, view32(h, heads, tokens))));
+    said(h, mt_attention_backward(h->ctx, &s, view(h, tokens, width), view(h, tokens, out), view32(h, heads, tokens),
+                                  view(h, tokens, out), view(h, tokens, width)));
+    said(h, mt_rotary_table(h->ctx, 10000.0f, view(h, b, c)));
+    said(h, mt_rotary_forward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
+    said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
+}
+
+static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_cross_entropy_shape s = {.vocab = size_of(h, b), .first_col = size_of(h, 0), .label_smoothing = 0.1f};
+    mt_cross_entropy_desc d = {.vocab = size_of(h, b), .label_smoothing = 0.1f};
+    mt_cross_entropy_saved saved;
+    int shards = int_of(h, 2);
+    mt_comm *tensor = h->rank.grid.tensor;
+    (void)c;
+    said(h, mt_cross_entropy_stats(h->ctx, &s, view(h, a, b), ids(h, a), view32(h, a, 4)));
+    said(h, mt_cross_entropy_combine(h->ctx, &s, view32(h, times(shards, a), 4), shards, ids(h, a), view32(h, 1, a),
+                                     view32(h, 2, a)));
+    said(h, mt_cross_entropy_backward(h->ctx, &s, view(h, a, b), ids(h, a), view32(h, 2, a), maybe(h, view32(h, 1, a)),
+                                      1.0f));
+    said(h, mt_cross_entropy_forward_backward(h->ctx, &s, view(h, a, b), ids(h, a), maybe(h, view32(h, 1, a)), 1.0f,
+                                              view32(h, 1, a)));
+    said(h, mt_vocab_parallel_cross_entropy_forward(h->ctx, tensor, &d, view(h, a, b), ids(h, a), view32(h, 1, a),
+                                                    &saved));
+    said(h, mt_vocab_parallel_cross_entropy_forward_backward(h->ctx, tensor, &d, view(h, a, b), ids(h, a),
+                                                             maybe(h, view32(h, 1, a)), 1.0f, view32(h, 1, a)));
+    saved.logits = view(h, a, b), saved.lse = view32(h, 2, a), saved.targets = ids(h, a);
+    said(h, mt_vocab_parallel_cross_entropy_backward(h->ctx, tensor, &d, maybe(h, view32(h, 1, a)), 1.0f, &saved));
+}
+
+/* ---- collectives and pipelines
+ * --------------------------------------------------------------------------------------- */
+
+static void call_collectives(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_comm *comm = h->rank.grid.tensor;
+    int ranks = mt_comm_size(comm);
+    int64_t all = times(a, ranks), wide = times(b, ranks);
+    size_t count = h->meta || (c >= 0 && c <= SIDE) ? (size_t)c : 0;
+    said(h, mt_all_reduce(h->ctx, comm, h->memory[0], h->memory[0], count, MT_F32, MT_SUM));
+    said(h, mt_all_gather(h->ctx, comm, h->memory[0], h->memory[1], count, MT_F32));
+    said(h, mt_reduce_scatter(h->ctx, comm, h->memory[0], h->memory[1], count, MT_F32, MT_SUM));
+    said(h, mt_broadcast(h->ctx, comm, h->memory[0], h->memory[0], count, MT_F32, int_of(h, 0)));
+    if (h->meta) said(h, mt_send(h->ctx, comm, h->memory[0], count, MT_F32, int_of(h, 0)));
+    if (h->meta) said(h, mt_recv(h->ctx, comm, h->memory[0], count, MT_F32, int_of(h, 0)));
+    if (h->meta)
+        said(h,
+             mt_send_recv(h->ctx, comm, h->memory[0], count, int_of(h, 0), h->memory[1], count, int_of(h, 0), MT_F32));
+    said(h, mt_copy_to_tensor_region_forward(h->ctx, comm, view(h, a, b)));
+    said(h, mt_copy_to_tensor_region_backward(h->ctx, comm, view(h, a, b)));
+    said(h, mt_reduce_from_tensor_region_forward(h->ctx, comm, view(h, a, b)));
+    said(h, mt_scatter_to_tensor_region(h->ctx, comm, view32(h, a, wide), view32(h, a, b)));
+    said(h, mt_gather_from_tensor_region(h->ctx, comm, view32(h, a, b), view32(h, a, wide)));
+    said(h, mt_scatter_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b)));
+    said(h, mt_gather_from_sequence_region(h->ctx, comm, view32(h, a, b), view32(h, all, b)));
+    said(h, mt_reduce_scatter_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b)));
+    said(h, mt_gather_rows_from_sequence_region(h->ctx, comm, view32(h, a, b), view32(h, all, b), size_of(h, 0),
+                                                size_of(h, 1)));
+    said(h, mt_reduce_scatter_rows_to_sequence_region(h->ctx, comm, view32(h, all, b), view32(h, a, b), size_of(h, 0),
+                                                      size_of(h, 1)));
+    said(h, mt_reduce_rows_from_tensor_region(h->ctx, comm, view32(h, a, b), size_of(h, 0), size_of(h, 1)));
+}
+
+static mt_status does_nothing(mt_context *ctx, void *user, const mt_action *action, mt_tensor in, mt_tensor out) {
+    return (void)ctx, (void)user, (void)action, (void)in, (void)out, MT_SUCCESS;
+}
+
+static void call_pipeline(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_pipeline_stage stage = {
+        .rows = a, .cols = b, .dtype = MT_F32, .forward = does_nothing, .backward = does_nothing};
+    mt_grid_desc shape = {int_of(h, 2), int_of(h, 0), int_of(h, 1)};
+    mt_action actions[64],
+        hand = {.slot = int_of(h, 0), .recv_slot = int_of(h, 0), .kind = (mt_action_kind)int_of(h, 0)};
+    mt_grid grid = h->rank.grid;
+    mt_comm *pipeline = NULL;
+    int count = 0, ranks[SIDE], micro_batches = int_of(h, 4);
+    (void)c;
+    if (micro_batches > 1 << 17) micro_batches = INT32_MAX; /* what is only long to write is no error */
+    (void)mt_grid_ranks(&shape, int_of(h, 8) % SIDE, (mt_group)int_of(h, 1), int_of(h, 1), ranks, &count);
+    (void)mt_pipeline_schedule((mt_schedule)int_of(h, 0), int_of(h, 2), int_of(h, 0), micro_batches, NULL, 0, &count);
+    if (mt_pipeline_schedule(MT_SCHEDULE_1F1B, 3, 1, (int)test_below(&h->random, 5), actions, 64, &count) != MT_SUCCESS)
+        fail_msg("a schedule of 64 actions");
+    if (h->meta && mt_comm_create_meta(3, 1, &pipeline) == MT_SUCCESS) {
+        grid.pipeline = pipeline;
+        grid.pipeline_size = 3;
+        grid.pipeline_rank = 1;
+        said(h, mt_pipeline_run(h->ctx, &grid, &stage, actions, count));
+        mt_comm_destroy(pipeline);
+    }
+    if (hand.kind == MT_FORWARD || hand.kind > MT_SEND_BACKWARD_RECV_FORWARD)
+        said(h, mt_pipeline_run(h->ctx, &h->rank.grid, &stage, &hand, 1));
+}
+
+/* ---- layers and blocks
+ * ----------------------------------------------------------------------------------------------- */
+
+/* On a CPU no parameters but small ones can be had. */
+static void *little(void *user, size_t bytes, size_t alignment) {
+    void *memory = NULL;
+    (void)user;
+    return bytes <= (size_t)1 << 20 && posix_memalign(&memory, alignment, bytes) == 0 ? memory : NULL;
+}
+
+static void little_free(void *user, void *memory, size_t bytes) {
+    (void)user, (void)bytes;
+    free(memory);
+}
+
+static mt_status params(hostile *h) {
+    mt_data_parallel_desc d = {.bucket_bytes = (size_t)size_of(h, 0),
+                               .sharded_optimizer = test_below(&h->random, 2) == 0};
+    mt_optimizer optimizer;
+    mt_status status;
+    said(h, mt_params_set_data_parallel(h->ctx, h->rank.params, &d));
+    status = mt_params_init(h->ctx, h->rank.params, 1);
+    said(h, status);
+    if (status != MT_SUCCESS) return status;
+    if (mt_optimizer_create(h->ctx, h->rank.params, NULL, &optimizer) == MT_SUCCESS)
+        mt_optimizer_destroy(h->ctx, &optimizer);
+    mt_arena_release(h->ctx, 0);
+    return status;
+}
+
+static void call_params(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_param_desc d = {.name = "w",
+                       .rows = a,
+                       .cols = b,
+                       .placement = (mt_placement)test_below(&h->random, 3),
+                       .parts = c,
+                       .unit = size_of(h, 1),
+                       .init_std = 1.0f};
+    mt_param *p;
+    mt_status status = mt_params_add(h->ctx, h->rank.params, &d, &p);
+    said(h, status);
+    if (status != MT_SUCCESS) return;
+    d.name = "v";
+    d.rows = size_of(h, 4);
+    said(h, mt_params_add(h->ctx, h->rank.params, &d, &p));
+    (void)params(h);
+}
+
+static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_linear_desc d = {.in_features = a,
+                        .out_features = b,
+                        .parts = size_of(h, 0),
+                        .unit = size_of(h, 0),
+                        .sequence_parallel = test_below(&h->random, 2) == 0};
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_linear_saved saved;
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tensor) : 1;
+    mt_status first = mt_column_parallel_linear_create(h->ctx, h->rank.params, "column", &d, &column), second;
+    said(h, first);
+    d.input_is_parallel = 1;
+    second = mt_row_parallel_linear_create(h->ctx, h->rank.params, "row", &d, &row);
+    said(h, second);
+    if (params(h) != MT_SUCCESS) return;
+    if (first == MT_SUCCESS) {
+        int64_t rows = times(c, ranks);
+        said(h, mt_column_parallel_linear_forward(h->ctx, &column, view32(h, c, a),
+                                                  view32(h, rows, column.local_features), &saved));
+        saved.x = view32(h, c, a);
+        said(h, mt_column_parallel_linear_backward(h->ctx, &column, view32(h, rows, column.local_features),
+                                                   maybe(h, view32(h, c, a)), &saved));
+    }
+    if (second == MT_SUCCESS) {
+        int64_t rows = times(c, ranks);
+        said(h, mt_row_parallel_linear_forward(h->ctx, &row, view32(h, rows, row.local_features), view32(h, c, b),
+                                               &saved));
+        saved.x = view32(h, rows, row.local_features);
+        said(h, mt_row_parallel_linear_backward(h->ctx, &row, view32(h, c, b),
+                                                maybe(h, view32(h, rows, row.local_features)), &saved));
+    }
+}
+
+static void call_embedding(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_embedding_desc d = {.vocab = a, .features = b, .sequence_parallel = test_below(&h->random, 2) == 0};
+    mt_vocab_parallel_embedding e;
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tensor) : 1;
+    mt_status status = mt_vocab_parallel_embedding_create(h->ctx, h->rank.params, "e", &d, &e);
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
+    said(h, mt_vocab_parallel_embedding_forward(h->ctx, &e, ids(h, c), c, view32(h, c / ranks, b)));
+    said(h, mt_vocab_parallel_embedding_backward(h->ctx, &e, ids(h, c), c, view32(h, c / ranks, b)));
+}
+
+static mt_batch batch_of(hostile *h, int64_t sequences, int64_t seq) {
+    mt_batch batch = {.sequences = sequences,
+                      .seq = seq,
+                      .first_sequence = size_of(h, 1),
+                      .seed = 1,
+                      .step = (uint64_t)size_of(h, 1)};
+    return batch;
+}
+
+static void call_mlp(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_mlp_desc d = {.hidden = a,
+                     .ffn = b,
+                     .activation = test_below(&h->random, 2) ? MT_SWIGLU : MT_GELU_TANH,
+                     .sequence_parallel = test_below(&h->random, 2) == 0};
+    mt_mlp_saved saved;
+    mt_mlp mlp;
+    mt_status status = mt_mlp_create(h->ctx, h->rank.params, "mlp", &d, &mlp);
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
+    said(h, mt_mlp_forward(h->ctx, &mlp, view32(h, c, a), view32(h, c, a), NULL));
+    if (mt_mlp_forward(h->ctx, &mlp, view32(h, c, a), view32(h, c, a), &saved) == MT_SUCCESS)
+        said(h, mt_mlp_backward(h->ctx, &mlp, view32(h, c, a), maybe(h, view32(h, c, a)), &saved));
+}
+
+static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_transformer_layer_desc d = {.hidden = size_of(h, 8),
+                                   .heads = size_of(h, 2),
+                                   .kv_heads = size_of(h, 0),
+                                   .ffn = size_of(h, 0),
+                                   .rotary_base = test_below(&h->random, 2) ? 10000.0f : 0.0f,
+                                   .max_seq = size_of(h, 8),
+                                   .attention_dropout = 0.1f,
+                                   .hidden_dropout = 0.1f,
+                                   .layer = size_of(h, 0),
+                                   .sequence_parallel = test_below(&h->random, 2) == 0};
+    mt_transformer_layer_saved saved;
+    mt_transformer_layer layer;
+    mt_batch batch = batch_of(h, a, b);
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tensor) : 1;
+    int64_t rows = times(a, b) / ranks;
+    mt_status status = mt_transformer_layer_create(h->ctx, h->rank.params, "layer", &d, &layer);
+    (void)c;
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
+    said(h, mt_transformer_layer_forward(h->ctx, &layer, &batch, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
+                                         NULL));
+    if (mt_transformer_layer_forward(h->ctx, &layer, &batch, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
+                                     &saved) == MT_SUCCESS)
+        said(h, mt_transformer_layer_backward(h->ctx, &layer, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
+                                              &saved));
+}
+
+static void call_gpt(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_gpt_desc d = {.vocab = size_of(h, 16),
+                     .layers = size_of(h, 1),
+                     .max_seq = size_of(h, 8),
+                     .layer = {.hidden = size_of(h, 8), .heads = size_of(h, 2)},
+                     .recompute_layers = size_of(h, 0),
+                     .embedding_dropout = 0.1f};
+    mt_gpt_saved saved;
+    mt_gpt gpt;
+    mt_batch batch = batch_of(h, a, b);
+    int64_t tokens = times(a, b);
+    mt_status status = mt_gpt_create(h->ctx, h->rank.params, &d, &gpt);
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS || mt_gpt_saved_create(h->ctx, &gpt, &saved) != MT_SUCCESS)
+        return;
+    if (mt_gpt_forward(h->ctx, &gpt, &batch, ids(h, tokens), ids(h, tokens), view32(h, 1, tokens), &saved) ==
+        MT_SUCCESS)
+        said(h, mt_gpt_backward(h->ctx, &gpt, 1.0f, &saved));
+    mt_arena_release(h->ctx, 0);
+    said(h, mt_gpt_logits(h->ctx, &gpt, &batch, ids(h, tokens), view32(h, test_below(&h->random, 2) ? a : c, d.vocab)));
+    mt_gpt_saved_destroy(&saved);
+}
+
+static void call_host(hostile *h, int64_t a, int64_t b, int64_t c) {
+    static float qkv[8 * 8 * 8 * 4], q[8 * 8 * 8 * 4], k[8 * 8 * 8 * 4], v[8 * 8 * 8 * 4];
+    int fits = a <= 8 && b <= 8 && c <= 8;
+    int64_t kv = size_of(h, a);
+    char path[256];
+    mt_loss_scaler scaler;
+    float norm = 1.0f;
+    if (kv > 8) fits = 0;
+    (void)mt_qkv_from_separate(a, kv, b, c, fits ? q : NULL, k, v, qkv);
+    (void)mt_qkv_to_separate(a, kv, b, c, fits ? qkv : NULL, q, k, v);
+    said(h, mt_checkpoint_path(h->ctx, "directory", a, path, sizeof path));
+    assert_true(mt_loss_scaler_create(h->ctx, NULL, &scaler) == MT_SUCCESS);
+    assert_true(mt_loss_scaler_update(NULL, &norm) == 0.0f && mt_loss_scaler_update(&scaler, NULL) == 0.0f);
+    assert_true(norm == 1.0f && scaler.good_steps == 0 && scaler.skipped == 0);
+}
+
+/* ---- all of them
+ * ----------------------------------------------------------------------------------------------------- */
+
+typedef void (*calls)(hostile *h, int64_t a, int64_t b, int64_t c);
+
+static const struct {
+    const char *name;
+    calls call;
+    int creates; /* parameters, for which the registry is renewed */
+} all_calls[] = {{"memory", call_memory, 0},
+                 {"views", call_views, 0},
+                 {"products", call_products, 0},
+                 {"elements", call_elements, 0},
+                 {"attention", call_attention, 0},
+                 {"cross-entropy", call_cross_entropy, 0},
+                 {"collectives", call_collectives, 0},
+                 {"pipeline", call_pipeline, 0},
+                 {"host", call_host, 0},
+                 {"params", call_params, 1},
+                 {"linear", call_linear, 1},
+                 {"embedding", call_embedding, 1},
+                 {"mlp", call_mlp, 1},
+                 {"layer", call_layer, 1},
+                 {"gpt", call_gpt, 1}};
+
+static void call_all(const mt_context_desc *where, int ranks) {
+    static hostile h;
+    memset(&h, 0, sizeof h);
+    h.random = 7;
+    h.meta = where->device == MT_DEVICE_META;
+    test_paper_rank(ranks, ranks / 2, (mt_grid_desc){.tensor = ranks}, where, &h.rank);
+    h.ctx = h.rank.ctx;
+    for (size_t f = 0; f < sizeof all_calls / sizeof *all_calls; f++) {
+        now_testing = all_calls[f].name;
+        alarm(SECONDS);
+        for (int i = 0; i < (all_calls[f].creates ? CALLS / 4 : CALLS); i++) {
+            int64_t a = size_of(&h, small(&h)), b = size_of(&h, small(&h)), c = size_of(&h, small(&h));
+            h.views = 0;
+            all_calls[f].call(&h, a, b, c);
+            if (all_calls[f].creates) ASSERT_STATUS(h.ctx, MT_SUCCESS, test_rank_renew(&h.rank));
+        }
+        alarm(0);
+    }
+    test_paper_rank_close(&h.rank);
+}
+
+static void test_on_a_cpu(void **state) {
+    mt_context_desc where = {.arena_bytes = (size_t)1 << 20, .allocator = {little, little_free, NULL}};
+    (void)state;
+    call_all(&where, 1);
+    where.invariant = 2;
+    call_all(&where, 1);
+}
+
+static void test_on_paper(void **state) {
+    static const int ranks[] = {1, 2, 8, 100000};
+    (void)state;
+    for (int i = 0; i < 4; i++) call_all(&(mt_context_desc){.device = MT_DEVICE_META}, ranks[i]);
+    call_all(&(mt_context_desc){.device = MT_DEVICE_META, .invariant = 8}, 2);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_on_a_cpu), cmocka_unit_test(test_on_paper)};
+    signal(SIGALRM, takes_too_long);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
