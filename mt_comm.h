@@ -1082,7 +1082,8 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
 MT_API void mt_context_destroy(mt_context *ctx) {
     if (!ctx) return;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
-    if (ctx->device != MT_DEVICE_META && ctx->arena) (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    if (ctx->device != MT_DEVICE_META && ctx->arena)
+        (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
     mti_host_free(ctx);
 }
 

@@ -2921,8 +2921,8 @@ MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimi
     return MT_SUCCESS;
 }
 
-/* One state, checked. memory: m, v or the masters, or NULL where the parameter's value is the master, and after an error:
-   gcc -O3 cannot see that an error is never MT_SUCCESS, and would warn of what callers read then. */
+/* One state, checked. memory: m, v or the masters, or NULL where the parameter's value is the master, and after an
+   error: gcc -O3 cannot see that an error is never MT_SUCCESS, and would warn of what callers read then. */
 static mt_status mti_optimizer_state(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
                                      const mt_param *param, mt_optimizer_state state, const void *other, float **memory) {
     *memory = NULL;

@@ -198,8 +198,8 @@ check_forms() {
     return $bad
 }
 
-# check_optimized COMPILER LANGUAGE STANDARD LEVELS...: the implementation. Some warnings, of values that may not be set, need
-# an optimizer. A level is -O and the flags that go with it.
+# check_optimized COMPILER LANGUAGE STANDARD LEVELS...: the implementation. Some warnings, of values that may not be
+# set, need an optimizer. A level is -O and the flags that go with it.
 check_optimized() {
     compiler=$1 language=$2 standard=$3 bad=0
     shift 3
@@ -213,7 +213,8 @@ check_optimized() {
     return $bad
 }
 
-# check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: the implementation after these system headers and the usual macros
+# check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: the implementation after these system headers and the
+# usual macros
 check_macros_before() {
     compiler=$1 language=$2 standard=$3
     shift 3
@@ -226,14 +227,15 @@ check_macros_before() {
     "$compiler" -x "$language" "-std=$standard" $warnings -fsyntax-only -I "$H" "$work/form.c"
 }
 
-# With tgmath.h, sqrt and its kin mean another function for a float than for a double: a training step has the same bits.
+# With tgmath.h, sqrt and its kin mean another function for a float than for a double. Training has the same bits.
 check_tgmath_bits() {
     for how in plain tgmath; do
         set -- -std=gnu17
         [ $how = plain ] || set -- "$@" -include tgmath.h -include complex.h
         "$CC" "$@" -O1 -I "$H" examples/train_gpt.c -o "$work/train_$how" -lm -lpthread || return 1
-        "$work/train_$how" --data LICENSE --steps 2 --layers 2 --hidden 32 --heads 2 --seq 16 --batch 4 --micro-batch 2 \
-            --dropout 0.1 --dtype bf16 --label-smoothing 0.1 --hash-log "$work/$how.hashes" >"$work/$how.log" 2>&1 ||
+        "$work/train_$how" --data LICENSE --steps 2 --layers 2 --hidden 32 --heads 2 --seq 16 --batch 4 \
+            --micro-batch 2 --dropout 0.1 --dtype bf16 --label-smoothing 0.1 \
+            --hash-log "$work/$how.hashes" >"$work/$how.log" 2>&1 ||
             { cat "$work/$how.log"; return 1; }
     done
     [ -s "$work/plain.hashes" ] && diff "$work/plain.hashes" "$work/tgmath.hashes"
@@ -433,7 +435,8 @@ planted_dialects() {
     planted implementation 'static inline int mti_bad(int N) { return N; }' check_macros_before "$CC" c c11
     case $("$CC" --version) in
     *clang*) ;; # does not look for it
-    *) planted implementation 'int mt_bad(int n); int mt_bad(int n) { int x; if (n > 3) x = n; return n > 2 ? x : 0; }' \
+    *) planted implementation \
+        'int mt_bad(int n); int mt_bad(int n) { int x; if (n > 3) x = n; return n > 2 ? x : 0; }' \
         check_optimized "$CC" c c99 -O1 ;;
     esac
 }

@@ -1,6 +1,6 @@
-/* What a program may have defined before it includes megatron.h: macros of system headers, of windows.h, X11 and termios, of its
-   own. tgmath.h and complex.h are included beside this. As words rather than by including those headers, which are not
-   everywhere. */
+/* What a program may have defined before it includes megatron.h: macros of system headers, of windows.h, X11 and
+   termios, of its own. tgmath.h and complex.h are included beside this. The others are not everywhere, so that their
+   macros are written out. */
 #ifndef TESTS_PACKAGE_MACROS_H
 #define TESTS_PACKAGE_MACROS_H
 
