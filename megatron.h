@@ -670,7 +670,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
         d->max_seq > INT32_MAX || d->layer < 0 || !mti_probability(d->dropout) ||
         !(d->rotary_base >= 0.0f) || (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
         return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, max_seq %lld, layer %lld, "
-                        "dropout %g, rotary_base %g, mask %d", function, name, (long long)d->hidden, (long long)d->heads,
+                        "dropout %g, rotary_base %.9g, mask %d", function, name, (long long)d->hidden, (long long)d->heads,
                         (long long)d->kv_heads, (long long)d->max_seq, (long long)d->layer, (double)d->dropout,
                         (double)d->rotary_base, (int)d->mask);
     if (d->hidden % d->heads != 0 || d->heads % d->kv_heads != 0)

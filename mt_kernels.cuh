@@ -5176,7 +5176,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     MT_TRY(mti_expect_float(ctx, "mt_rotary_table", "table", table));
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
     if (!(base > 0.0f && base <= FLT_MAX))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %g, must be positive", (double)base);
+        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %.9g, must be positive", (double)base);
     if (mti_is_empty(table)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &table));

@@ -2751,7 +2751,7 @@ static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
 
 static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
     if (!mti_loss_scaler_fault(d)) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: initial_scale %g, min_scale %g, growth %g, backoff %g, "
+    return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: initial_scale %.9g, min_scale %.9g, growth %g, backoff %g, "
                     "growth_interval %d, hysteresis %d", (double)d->initial_scale, (double)d->min_scale, (double)d->growth,
                     (double)d->backoff, d->growth_interval, d->hysteresis);
 }

@@ -150,7 +150,7 @@ static int read_number(const char *name, const char *text, double low, double hi
     char *end;
     *out = strtod(text, &end);
     if (end != text && !*end && *out >= low && *out <= high) return 1;
-    fprintf(stderr, "04_generate: %s %s: expected a number from %g to %g\n", name, text, low, high);
+    fprintf(stderr, "04_generate: %s %s: expected a number from %.15g to %.15g\n", name, text, low, high);
     return 0;
 }
 

@@ -160,6 +160,7 @@ static int parse_choice(const flag *f, const char *text, options *o) {
     return 0;
 }
 
+/* Numbers of flags are printed by %.15g: whole numbers as such. */
 static int parse_value(const flag *f, const char *text, options *o) {
     char *end;
     double x;
@@ -171,7 +172,7 @@ static int parse_value(const flag *f, const char *text, options *o) {
     errno = 0;
     x = strtod(text, &end);
     if (end == text || *end || errno || !(x >= f->low && x <= f->high) || (f->kind == WHOLE && x != floor(x))) {
-        fprintf(stderr, "train_gpt: --%s %s: expected %s from %g to %g\n", f->name, text,
+        fprintf(stderr, "train_gpt: --%s %s: expected %s from %.15g to %.15g\n", f->name, text,
                 f->kind == WHOLE ? "a whole number" : "a number", f->low, f->high);
         return 0;
     }
@@ -186,7 +187,7 @@ static void print_help(options *o) {
         double x = 0;
         if (f->kind == WHOLE || f->kind == REAL) memcpy(&x, field(f, o), sizeof x);
         printf("  --%-25s %s", f->name, f->help);
-        if (f->kind == WHOLE || f->kind == REAL) printf(" (default %g)", x);
+        if (f->kind == WHOLE || f->kind == REAL) printf(" (default %.15g)", x);
         printf("\n");
     }
 }
@@ -219,26 +220,28 @@ static int check_options(options *o, int64_t tokens, int text) {
     if (o->micro_batch == 0) o->micro_batch = o->pp > 1 ? 1 : per_rank;
     if (chosen) fprintf(stderr, "train_gpt: --invariant chooses the micro-batch, leave --micro-batch out\n");
     else if (per_rank != floor(per_rank))
-        fprintf(stderr, "train_gpt: --batch %g is not a multiple of --dp %g\n", o->batch, o->dp);
+        fprintf(stderr, "train_gpt: --batch %.15g is not a multiple of --dp %.15g\n", o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0 && o->invariant > 0)
-        fprintf(stderr, "train_gpt: --invariant-data %g makes %g micro-batches of --batch %g, which --dp %g cannot share\n",
-                o->invariant_data, o->batch / o->micro_batch, o->batch, o->dp);
+        fprintf(stderr, "train_gpt: --invariant-data %.15g makes %.15g micro-batches of --batch %.15g, which --dp %.15g cannot "
+                "share\n", o->invariant_data, o->batch / o->micro_batch, o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0)
-        fprintf(stderr, "train_gpt: the %g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %g\n",
+        fprintf(stderr, "train_gpt: the %.15g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %.15g\n",
                 per_rank, o->micro_batch);
     else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
-        fprintf(stderr, "train_gpt: --seq %g is not a multiple of --tp %g, which --sequence-parallel needs\n", o->seq, o->tp);
+        fprintf(stderr, "train_gpt: --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n", o->seq,
+                o->tp);
     else if (o->tp * o->dp * o->pp > MAX_RANKS)
-        fprintf(stderr, "train_gpt: --tp %g x --dp %g x --pp %g are more than %d ranks\n", o->tp, o->dp, o->pp, MAX_RANKS);
+        fprintf(stderr, "train_gpt: --tp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp, o->dp, o->pp,
+                MAX_RANKS);
     else if (o->max_seq > 0 && o->max_seq < o->seq)
-        fprintf(stderr, "train_gpt: --max-seq %g is less than --seq %g\n", o->max_seq, o->seq);
+        fprintf(stderr, "train_gpt: --max-seq %.15g is less than --seq %.15g\n", o->max_seq, o->seq);
     else if ((o->resume || o->save_interval > 0) && !o->checkpoint)
         fprintf(stderr, "train_gpt: --%s needs --checkpoint DIR\n", o->resume ? "resume" : "save-interval");
     else if (o->prompt && !text)
         fprintf(stderr, "train_gpt: --prompt %s needs text; a token file has no letters\n", o->prompt);
     else if ((double)tokens < 4 * o->seq + 8)
-        fprintf(stderr, "train_gpt: the data has %lld tokens, too few for --seq %g (needs %g)\n", (long long)tokens, o->seq,
-                4 * o->seq + 8);
+        fprintf(stderr, "train_gpt: the data has %lld tokens, too few for --seq %.15g (needs %.15g)\n", (long long)tokens,
+                o->seq, 4 * o->seq + 8);
     else return 1;
     return 0;
 }
@@ -921,12 +924,13 @@ static void print_ledgers(const trainer *t) {
 
 static void print_model(const trainer *t) {
     const options *o = &t->job->o;
-    printf("GPT: %g layers, hidden %g, heads %g, vocabulary %g, %lld parameters in %s; %g x tensor, %g x data parallel%s",
+    printf("GPT: %.15g layers, hidden %.15g, heads %.15g, vocabulary %.15g, %lld parameters in %s; %.15g x tensor, "
+           "%.15g x data parallel%s",
            o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters, mt_dtype_name((mt_dtype)o->dtype), o->tp,
            o->dp, o->sequence_parallel ? ", sequence parallel" : "");
-    if (o->pp > 1) printf("; %g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
+    if (o->pp > 1) printf("; %.15g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
     printf("\n");
-    printf("data: %lld tokens, %g sequences of %g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch, o->seq,
+    printf("data: %lld tokens, %.15g sequences of %.15g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch, o->seq,
            o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
     fflush(stdout);
 }
@@ -960,9 +964,9 @@ static void report(const trainer *t, progress *p, int64_t step, double seconds, 
     }
     if (step > t->first_step && done < o->steps && !val && time - p->last_print < 1.0) return;
     p->last_print = time;
-    printf("step %5lld/%g  loss %7.4f  grad norm %7.3f  %8.0f tokens/s  %d:%02d left", (long long)step + 1, o->steps,
+    printf("step %5lld/%.15g  loss %7.4f  grad norm %7.3f  %8.0f tokens/s  %d:%02d left", (long long)step + 1, o->steps,
            shown(loss), shown(norm), rate, (int)(left / 60), (int)left % 60);
-    if (o->dtype == MT_F16) printf("  loss scale %g, %lld skipped", (double)t->scaler.scale, (long long)t->scaler.skipped);
+    if (o->dtype == MT_F16) printf("  loss scale %.15g, %lld skipped", (double)t->scaler.scale, (long long)t->scaler.skipped);
     if (val) printf("  validation %7.4f", shown(*val));
     printf("\n");
     fflush(stdout);

@@ -128,12 +128,23 @@ goes_on() {
         diff -r "$build/whole/step-00000040" "$build/run/step-00000040"
 }
 
+whole_numbers() {
+    {
+        "$train_gpt" --help
+        "$train_gpt" --seq 0
+        "$train_gpt" --data README.md --seq 1048576
+    } >"$build/numbers" 2>&1
+    grep -q 'from 1 to 1048576$' "$build/numbers" && grep -q 'too few for --seq 1048576 (needs 4194312)' "$build/numbers" &&
+        ! grep 'e+0' "$build/numbers"
+}
+
 # Where hashes differ between splits without --invariant, only the same split goes on.
 killing() {
     if ! command -v timeout >/dev/null 2>&1; then
         leave_out "train_gpt, killed: no timeout here"
         return
     fi
+    check "train_gpt writes whole numbers of a million and more without an exponent" whole_numbers
     for dtype in f32 $(in_full && echo bf16 f16); do
         check "train_gpt --dtype $dtype, killed and resumed until it is done, has the bits of a run that was not" \
             goes_on --dtype $dtype --tp 2 -- ""
@@ -194,6 +205,7 @@ refusals() {
         refused "the prompt is empty" tests/golden/gpt2_hf --ids "" &&
         refused "cannot be split over 5 tensor ranks" tests/golden/gpt2_hf --ids 1 --tp 5 &&
         refused "tp 0: expected a number" tests/golden/gpt2_hf --ids 1 --tp 0 &&
+        refused "tokens 2000000: expected a number from 0 to 1048576" tests/golden/gpt2_hf --tokens 2000000 &&
         refused "what is '--nonsense'" tests/golden/gpt2_hf --nonsense 1
 }
 

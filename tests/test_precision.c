@@ -493,10 +493,11 @@ static void test_loss_scaler_refuses(void **state) {
     static const mt_loss_scaler_desc bad[] = {{.initial_scale = -1}, {.initial_scale = NAN}, {.initial_scale = INFINITY},
                                               {.initial_scale = 1, .min_scale = 2}, {.min_scale = -1}, {.growth = 0.5f},
                                               {.growth = INFINITY}, {.backoff = 2}, {.backoff = -0.5f},
-                                              {.growth_interval = -1}, {.hysteresis = -1}};
+                                              {.growth_interval = -1}, {.hysteresis = -1},
+                                              {.initial_scale = 16777216, .min_scale = 33554432}};
     static const char *const words[] = {"initial_scale -1", "initial_scale", "initial_scale inf", "min_scale 2", "min_scale -1",
                                         "growth 0.5", "growth inf", "backoff 2", "backoff -0.5", "growth_interval -1",
-                                        "hysteresis -1"};
+                                        "hysteresis -1", "initial_scale 16777216, min_scale 33554432"};
     mt_context *ctx = NULL;
     mt_loss_scaler s;
     (void)state;
