@@ -51,8 +51,9 @@ static inline mt_tensor ref_guarded(int64_t rows, int64_t cols, int64_t pad) {
     int64_t ld = cols + pad, n = rows > 0 && cols > 0 ? (rows - 1) * ld + cols : 0, i;
     uint32_t guard = REF_GUARD;
     float *data = (float *)ref_bytes((size_t)n * sizeof(float));
-    mt_tensor t = mt_tensor_f32(data, rows, cols);
+    mt_tensor t;
     for (i = 0; i < n; i++) memcpy(data + i, &guard, sizeof guard);
+    t = mt_tensor_f32(data, rows, cols);
     t.ld = ld;
     ref.blocks[ref.count - 1].view = t;
     return t;

@@ -62,11 +62,10 @@ with_cmake() {
     start=$(now)
     cmake --build "$build" -j "$jobs" -- -k >"$build/build.log" 2>&1 || { show_ends "$build/build.log"; failed=1; }
     echo "built in $((($(now) - start) / 1000)) s"
-    { (cd "$build" && ctest -j "$jobs" --output-on-failure ${pattern:+-R "$pattern"}); echo $? >"$build/ctest.code"; } |
-        sed "s|$PWD/||"
-    before=$failed
+    (cd "$build" && ctest -j "$jobs" --output-on-failure ${pattern:+-R "$pattern"})
+    code=$? before=$failed
     summary "$build/Testing/Temporary/LastTest.log"
-    [ "$(cat "$build/ctest.code")" = 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
+    [ $code -eq 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
 }
 
 # Counts the cases of harness and scripts, lists what was skipped, and prints the tests that took longest.

@@ -1277,8 +1277,8 @@ static void versions(void **state) {
 
 /* Numbers that are none of their field's type. */
 static void field_texts(void **state) {
-    static const mti_field f32 = {"x", MTI_FIELD_F32, 0}, i64 = {"x", MTI_FIELD_I64, 0}, u64 = {"x", MTI_FIELD_U64, 0},
-                           whole = {"x", MTI_FIELD_INT, 0};
+    static const mti_field f32 = {.name = "x", .kind = MTI_FIELD_F32}, i64 = {.name = "x", .kind = MTI_FIELD_I64},
+                           u64 = {.name = "x", .kind = MTI_FIELD_U64}, whole = {.name = "x", .kind = MTI_FIELD_INT};
     static const struct { const mti_field *field; const char *text; int good; } texts[] = {
         {&f32, "3.4028234e38", 1}, {&f32, "-3.4028234e38", 1}, {&f32, "3.5e38", 0}, {&f32, "-1e39", 0}, {&f32, "1e999", 0},
         {&f32, "nan", 0}, {&f32, "", 0}, {&i64, "9223372036854775807", 1}, {&i64, "9223372036854775808", 0},
