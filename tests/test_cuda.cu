@@ -413,7 +413,7 @@ static void test_cross_entropy_refuses(void **state) {
     (void)state;
     ASSERT_STATUS(cpu, MT_ERR_SHAPE,
                   mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
-    assert_non_null(strstr(mt_last_error(cpu), "columns 0 to 8 of a vocabulary of 10"));
+    assert_non_null(strstr(mt_last_error(cpu), "8 columns from 0 on are only a part of a vocabulary of 10"));
     shape.vocab = 8;
     shape.first_col = 1;
     ASSERT_STATUS(cpu, MT_ERR_SHAPE,
