@@ -52,7 +52,7 @@
    Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
    Threads: a rank is one thread, with one context, one communicator and one registry. Config macros: see mt_comm.h.
 
-   Rooms of the implementation: >>mlp >>attention >>layer >>gpt >>json >>files >>safetensors >>checkpoint                   */
+   Rooms of the implementation: >>mlp >>attention >>layer >>gpt >>json >>files >>safetensors >>checkpoint */
 
 #include "mt_parallel.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -68,10 +68,10 @@
 extern "C" {
 #endif
 
-/* ---- what a call works on ----------------------------------------------------------------------------------------- */
+/* ---- what a call works on ---------------------------------------------------------------------------------------- */
 
-/* The tokens of one call: `sequences` sequences of `seq` tokens, on every tensor rank the same. Dropout masks are drawn by
-   (seed, step, layer, global element), so they do not depend on tensor, data or micro-batch split as long as
+/* The tokens of one call: `sequences` sequences of `seq` tokens, on every tensor rank the same. Dropout masks are drawn
+   by (seed, step, layer, global element), so they do not depend on tensor, data or micro-batch split as long as
    first_sequence is the index of this call's first sequence in the global batch. */
 typedef struct mt_batch {
     int64_t sequences, seq;
@@ -80,17 +80,18 @@ typedef struct mt_batch {
     uint64_t seed, step;    /* dropout: same (seed, step), same masks; use a new step for each optimizer step */
 } mt_batch;
 
-/* ---- MLP ---------------------------------------------------------------------------------------------------------- */
+/* ---- MLP --------------------------------------------------------------------------------------------------------- */
 
-/* Y = act(X A) B: A column-parallel, B row-parallel, no communication between (arXiv 1909.08053, eq. 3 and figure 3a). */
+/* Y = act(X A) B: A column-parallel, B row-parallel, no communication between (arXiv 1909.08053, eq. 3 and figure 3a).
+ */
 typedef struct mt_mlp_desc {
     int64_t hidden;
-    int64_t ffn;                      /* inner width, of gate and of up each for MT_SWIGLU; 0: 4 * hidden */
-    mt_activation activation;         /* default MT_GELU_TANH */
+    int64_t ffn;              /* inner width, of gate and of up each for MT_SWIGLU; 0: 4 * hidden */
+    mt_activation activation; /* default MT_GELU_TANH */
     int no_bias;
-    int skip_bias_add;                /* 1: the caller adds mlp.fc2.bias itself, to fuse it with what follows */
-    int sequence_parallel;            /* x and y are [tokens / t, hidden] */
-    float init_std, output_init_std;  /* of fc1, of fc2; 0: 0.02 */
+    int skip_bias_add;               /* 1: the caller adds mlp.fc2.bias itself, to fuse it with what follows */
+    int sequence_parallel;           /* x and y are [tokens / t, hidden] */
+    float init_std, output_init_std; /* of fc1, of fc2; 0: 0.02 */
 } mt_mlp_desc;
 
 typedef struct mt_mlp {
@@ -104,30 +105,34 @@ typedef struct mt_mlp_saved {
     mt_tensor h; /* [tokens, local ffn] before the activation */
 } mt_mlp_saved;
 
-/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel); y is written, not added to. x must stay as it
-   is until backward. saved: arena memory until the caller's mt_arena_release; NULL: inference. dx may be mt_none(). */
-MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc, mt_mlp *out);
+/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel); y is written, not added to. x must stay
+   as it is until backward. saved: arena memory until the caller's mt_arena_release; NULL: inference. dx may be
+   mt_none(). */
+MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
+                               mt_mlp *out);
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved);
-MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved);
+MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                 const mt_mlp_saved *saved);
 
-/* ---- self-attention ----------------------------------------------------------------------------------------------- */
+/* ---- self-attention ---------------------------------------------------------------------------------------------- */
 
-/* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b): QKV column-parallel, attention on this rank's
-   heads, projection row-parallel. heads must be a multiple of kv_heads and hidden of heads; kv_heads at least the tensor
-   size, and at least V in invariant mode. Where the split does not divide kv_heads, the last ranks hold empty groups. */
+/* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b): QKV column-parallel, attention on this
+   rank's heads, projection row-parallel. heads must be a multiple of kv_heads and hidden of heads; kv_heads at least
+   the tensor size, and at least V in invariant mode. Where the split does not divide kv_heads, the last ranks hold
+   empty groups. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
-    int64_t kv_heads;                 /* query groups; 0: heads (MHA), fewer: GQA */
-    mt_mask mask;                     /* default MT_MASK_CAUSAL */
-    float rotary_base;                /* rotary position embedding with this base (10000); 0: none */
-    int64_t max_seq;                  /* needed for rotary only: positions in its table */
-    float dropout;                    /* of attention probabilities */
-    int64_t layer;                    /* this layer's number: tells its dropout masks from those of other layers */
+    int64_t kv_heads;  /* query groups; 0: heads (MHA), fewer: GQA */
+    mt_mask mask;      /* default MT_MASK_CAUSAL */
+    float rotary_base; /* rotary position embedding with this base (10000); 0: none */
+    int64_t max_seq;   /* needed for rotary only: positions in its table */
+    float dropout;     /* of attention probabilities */
+    int64_t layer;     /* this layer's number: tells its dropout masks from those of other layers */
     int no_bias;
-    int skip_bias_add;                /* 1: the caller adds attention.proj.bias itself */
-    int sequence_parallel;            /* x and y are [tokens / t, hidden] */
-    int recompute_core;               /* 1: core attention runs again in backward: saved keeps its qkv, not out and lse */
-    float init_std, output_init_std;  /* of qkv, of proj; 0: 0.02 */
+    int skip_bias_add;     /* 1: the caller adds attention.proj.bias itself */
+    int sequence_parallel; /* x and y are [tokens / t, hidden] */
+    int recompute_core;    /* 1: core attention runs again in backward: saved keeps its qkv, not out and lse */
+    float init_std, output_init_std; /* of qkv, of proj; 0: 0.02 */
 } mt_self_attention_desc;
 
 typedef struct mt_self_attention {
@@ -142,25 +147,26 @@ typedef struct mt_self_attention {
 typedef struct mt_self_attention_saved {
     mt_batch batch; /* what forward worked on; its lengths must stay as they are until backward */
     mt_linear_saved qkv_in, proj_in;
-    mt_tensor qkv, out, lse; /* [tokens, local qkv], [tokens, local heads * head_dim], [heads but empty ones, tokens]; out and
-                                lse are gone with recompute_core */
+    mt_tensor qkv, out, lse; /* [tokens, local qkv], [tokens, local heads * head_dim], [heads but empty ones, tokens];
+                                out and lse are gone with recompute_core */
 } mt_self_attention_saved;
 
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out);
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
                                            mt_tensor x, mt_tensor y, mt_self_attention_saved *saved);
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy, mt_tensor dx,
-                                            const mt_self_attention_saved *saved);
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
+                                            mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* Between the grouped QKV weight [(heads + 2 kv_heads) * head_dim, cols] and separate q [heads * head_dim, cols], k and v
-   [kv_heads * head_dim, cols], all in host memory, global; for a bias cols is 1. Plain copies, no errors but sizes. */
+/* Between the grouped QKV weight [(heads + 2 kv_heads) * head_dim, cols] and separate q [heads * head_dim, cols], k and
+   v [kv_heads * head_dim, cols], all in host memory, global; for a bias cols is 1. Plain copies, no errors but sizes.
+ */
 MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
                                       const float *k, const float *v, float *qkv);
 MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
                                     float *q, float *k, float *v);
 
-/* ---- transformer layer -------------------------------------------------------------------------------------------- */
+/* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
 /* Where the norms sit, D being dropout:
    MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))): GPT-2, and the rearranged order that the paper
@@ -170,34 +176,36 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
 
-/* What backward computes again instead of forward keeping it (arXiv 2205.05198; Megatron's --recompute-granularity). The bits
-   are the same: dropout draws the same masks. A layer of MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH and kv_heads == heads keeps,
-   of n tokens until backward, with elements of e bytes, on each of t tensor ranks that divide its a heads and its ffn = 4 h,
-   where r is n, or n / t with sequence_parallel, these bytes, its input included (the paper's 34 without its dropout masks):
+/* What backward computes again instead of forward keeping it (arXiv 2205.05198; Megatron's --recompute-granularity).
+   The bits are the same: dropout draws the same masks. A layer of MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH and kv_heads
+   == heads keeps, of n tokens until backward, with elements of e bytes, on each of t tensor ranks that divide its a
+   heads and its ffn = 4 h, where r is n, or n / t with sequence_parallel, these bytes, its input included (the paper's
+   34 without its dropout masks):
    MT_RECOMPUTE_NONE       e h (4 r + 12 n / t) + 16 r + 4 n a / t
    MT_RECOMPUTE_SELECTIVE  e h (4 r + 11 n / t) + 16 r   core attention runs again, from qkv: no communication
-   MT_RECOMPUTE_FULL       e h r                         the layer runs again, from its input, with its collectives but for the
-                           MLP's last, whose result backward does not need (with MT_POST_LN it does): 5 all-reduces in all, or
-                           8 all-gathers and 5 reduce-scatters */
+   MT_RECOMPUTE_FULL       e h r                         the layer runs again, from its input, with its collectives.
+                                                         The MLP's last is left out, because backward does not need
+                                                         its result (with MT_POST_LN it does): 5 all-reduces in all,
+                                                         or 8 all-gathers and 5 reduce-scatters */
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
 
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;      /* 0: heads, 4 * hidden */
-    mt_ln_placement placement;  /* default MT_PRE_LN */
-    mt_norm_kind norm;          /* default MT_LAYER_NORM */
-    float norm_eps;             /* 0: 1e-5 */
-    mt_activation activation;   /* default MT_GELU_TANH */
-    mt_mask mask;               /* default MT_MASK_CAUSAL */
-    float rotary_base;          /* 0: none */
-    int64_t max_seq;            /* for rotary */
+    int64_t kv_heads, ffn;     /* 0: heads, 4 * hidden */
+    mt_ln_placement placement; /* default MT_PRE_LN */
+    mt_norm_kind norm;         /* default MT_LAYER_NORM */
+    float norm_eps;            /* 0: 1e-5 */
+    mt_activation activation;  /* default MT_GELU_TANH */
+    mt_mask mask;              /* default MT_MASK_CAUSAL */
+    float rotary_base;         /* 0: none */
+    int64_t max_seq;           /* for rotary */
     float attention_dropout, hidden_dropout;
-    int64_t layer;              /* this layer's number, for its dropout masks */
+    int64_t layer; /* this layer's number, for its dropout masks */
     int no_bias;
-    int sequence_parallel;      /* x and y are [tokens / t, hidden] */
-    mt_recompute recompute;     /* default MT_RECOMPUTE_NONE */
-    float init_std;             /* 0: 0.02 */
-    float output_init_std;      /* of proj and fc2; 0: 0.02; GPT-2 uses 0.02 / sqrt(2 * layers) */
+    int sequence_parallel;  /* x and y are [tokens / t, hidden] */
+    mt_recompute recompute; /* default MT_RECOMPUTE_NONE */
+    float init_std;         /* 0: 0.02 */
+    float output_init_std;  /* of proj and fc2; 0: 0.02; GPT-2 uses 0.02 / sqrt(2 * layers) */
 } mt_transformer_layer_desc;
 
 typedef struct mt_norm {
@@ -210,7 +218,7 @@ typedef struct mt_norm {
 typedef struct mt_transformer_layer {
     mt_transformer_layer_desc desc;
     mt_norm input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
-    mt_self_attention attention;       /* NAME.self_attention.* */
+    mt_self_attention attention;  /* NAME.self_attention.* */
     mt_mlp mlp;                   /* NAME.mlp.* */
     mt_comm *tensor;
 } mt_transformer_layer;
@@ -221,16 +229,17 @@ typedef struct mt_sublayer_saved {
 } mt_sublayer_saved;
 
 typedef struct mt_transformer_layer_saved {
-    mt_tensor x; /* the layer's input, a view of the caller's; with MT_RECOMPUTE_FULL all there is, but for attention.batch */
+    mt_tensor
+        x; /* the layer's input, a view of the caller's; with MT_RECOMPUTE_FULL all there is, but for attention.batch */
     mt_sublayer_saved first, second;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
 } mt_transformer_layer_saved;
 
-/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory, all wanted; x must stay as
-   it is until backward. A training step does 4 all-reduces of [tokens, hidden] over the tensor group; with sequence_parallel 6
-   all-gathers and 4 reduce-scatters (mt_recompute tells when it is more). Backward is for the batch that forward was given,
-   which saved remembers. */
+/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory, all wanted; x must
+   stay as it is until backward. A training step does 4 all-reduces of [tokens, hidden] over the tensor group; with
+   sequence_parallel 6 all-gathers and 4 reduce-scatters (mt_recompute tells when it is more). Backward is for the batch
+   that forward was given, which saved remembers. */
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out);
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
@@ -238,23 +247,25 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
                                                mt_tensor dx, const mt_transformer_layer_saved *saved);
 
-/* ---- GPT ---------------------------------------------------------------------------------------------------------- */
+/* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
-/* Token embedding + learned positions (none with rotary), layers, final norm (none with MT_POST_LN), output head tied to the
-   token embedding or its own, cross-entropy. */
+/* Token embedding + learned positions (none with rotary), layers, final norm (none with MT_POST_LN), output head tied
+   to the token embedding or its own, cross-entropy. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq;
-    mt_transformer_layer_desc layer; /* of every layer; its layer, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
-    int64_t recompute_layers; /* so many, the first ones of each stage, are recomputed as layer.recompute says; 0: all */
+    mt_transformer_layer_desc
+        layer; /* of every layer; its layer, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
+    int64_t
+        recompute_layers; /* so many, the first ones of each stage, are recomputed as layer.recompute says; 0: all */
     int untied_head;
     float embedding_dropout;
     float label_smoothing;
-    int32_t ignore_index;      /* targets equal to it do not count; 0 stands for PyTorch's -100 */
+    int32_t ignore_index; /* targets equal to it do not count; 0 stands for PyTorch's -100 */
 } mt_gpt_desc;
 
-/* Of a pipeline, a stage has `local_layers` layers, which must come out even (MT_ERR_SHAPE), the first one the embeddings, the
-   last one the final norm and the head. A tied embedding is on both, with the same values; mt_sync_gradients adds its
-   gradients up. What a stage does not have is zero. */
+/* Of a pipeline, a stage has `local_layers` layers, which must come out even (MT_ERR_SHAPE), the first one the
+   embeddings, the last one the final norm and the head. A tied embedding is on both, with the same values;
+   mt_sync_gradients adds its gradients up. What a stage does not have is zero. */
 typedef struct mt_gpt {
     mt_gpt_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
@@ -284,21 +295,22 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* a zero-initialised one
 /* For a grid of one pipeline stage, that is the whole model; with more see mt_gpt_stage_forward.
    ids, targets [sequences * seq] on the device, the same on every tensor rank, unchanged until backward; loss
    [1, sequences * seq] per token, 0 where ignored.
-   Communication over the tensor group: 1 all-reduce for the embedding, 2 per layer, 1 all-gather of scalars for the loss.
-   saved == NULL: evaluation. Errors: MT_ERR_DATA for ids and targets out of range, before anything is computed. */
+   Communication over the tensor group: 1 all-reduce for the embedding, 2 per layer, 1 all-gather of scalars for the
+   loss. saved == NULL: evaluation. Errors: MT_ERR_DATA for ids and targets out of range, before anything is computed.
+ */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
-/* Adds the gradient of scale * sum(loss) to every parameter's. 1 all-reduce for the head, 2 per layer. Once for each forward:
-   it turns the logits into their gradient and leaves saved empty. After mt_sync_gradients_begin, buckets of gradients go over
-   the data group as layers are done with them. */
+/* Adds the gradient of scale * sum(loss) to every parameter's. 1 all-reduce for the head, 2 per layer. Once for each
+   forward: it turns the logits into their gradient and leaves saved empty. After mt_sync_gradients_begin, buckets of
+   gradients go over the data group as layers are done with them. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
 /* The same of one stage of a pipeline, for mt_pipeline_run: with it every stage sees the same batch, ids and targets.
-   input, output and their gradients are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the model's type,
-   and mt_none() where mt_pipeline_run gives none; input must stay as it is until backward. loss is written by the last stage
-   and may be mt_none() on the others. Of a GPT with `slots` of `saved`:
-       mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+   input, output and their gradients are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the
+   model's type, and mt_none() where mt_pipeline_run gives none; input must stay as it is until backward. loss is
+   written by the last stage and may be mt_none() on the others. Of a GPT with `slots` of `saved`: mt_status
+   forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
            ... batch, ids, targets and loss of micro-batch a->micro_batch, unchanged until its backward ...
            return mt_gpt_stage_forward(ctx, &gpt, &batch, ids, targets, input, output, loss, &saved[a->slot]);
        }
@@ -309,16 +321,16 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
 MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
                                       mt_gpt_saved *saved);
-MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput, mt_tensor dinput,
-                                       mt_gpt_saved *saved);
+MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput,
+                                       mt_tensor dinput, mt_gpt_saved *saved);
 
-/* Inference, no dropout: logits [sequences * seq, vocab] of every token, or [sequences, vocab] of each sequence's last one (the
-   last valid one where the batch has lengths); logits.rows decides which. On every tensor rank and every stage, which all call
-   it. Of any float type: MT_F32 keeps what a 16-bit model rounds away. */
+/* Inference, no dropout: logits [sequences * seq, vocab] of every token, or [sequences, vocab] of each sequence's last
+   one (the last valid one where the batch has lengths); logits.rows decides which. On every tensor rank and every
+   stage, which all call it. Of any float type: MT_F32 keeps what a 16-bit model rounds away. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
-/* ---- safetensors files -------------------------------------------------------------------------------------------- */
+/* ---- safetensors files ------------------------------------------------------------------------------------------- */
 
 /* A file in the format of github.com/huggingface/safetensors: opening it reads and checks the header, a tensor's bytes
    are read when they are used. What the format's own library refuses is refused, and duplicate keys, NUL characters,
@@ -335,7 +347,7 @@ typedef struct mt_safetensors_tensor {
     const char *dtype; /* as the format writes it: "F32", "BF16", "I64", ... */
     int dims;
     int64_t shape[MT_SAFETENSORS_DIMS];
-    const void *data;  /* little endian, perhaps not aligned */
+    const void *data; /* little endian, perhaps not aligned */
     int64_t bytes;
     const mt_safetensors *file;
 } mt_safetensors_tensor;
@@ -344,39 +356,43 @@ typedef struct mt_safetensors_tensor {
 MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
 MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
 MT_API int mt_safetensors_count(const mt_safetensors *file);
-MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index);         /* in order of names */
-MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file, const char *name); /* NULL: there is none */
-MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);   /* of "__metadata__"; NULL: none */
+MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index); /* in order of names */
+MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file,
+                                                        const char *name); /* NULL: there is none */
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
+                                           const char *key); /* of "__metadata__"; NULL: none */
 
 /* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. MT_ERR_IO: they
    cannot be read, or the file was truncated since it was opened; the content of out is undefined then. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
 
-/* ---- checkpoints -------------------------------------------------------------------------------------------------- */
+/* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
-/* A checkpoint is a directory on a file system that all ranks see, DIRECTORY/step-00000100, with whole, unsharded tensors,
-   which load on any tensor x data x pipeline grid:
+/* A checkpoint is a directory on a file system that all ranks see, DIRECTORY/step-00000100, with whole, unsharded
+   tensors, which load on any tensor x data x pipeline grid:
      model.safetensors      the parameters in the registry's type; what else there is to know in its __metadata__
      optimizer.safetensors  PARAMETER.exp_avg, .exp_avg_sq and, where the optimizer keeps one, .master, all F32
      config.json            for a model that GPT-2 can express
-   With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as Hugging
-   Face has it; a parameter that several stages share is in the first one's file.
+   With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
+   Hugging Face has it; a parameter that several stages share is in the first one's file.
 
-   A GPT that is made as GPT-2 is - MT_PRE_LN, MT_LAYER_NORM, a GeLU, biases, learned positions, no grouped queries, causal -
-   is stored as Hugging Face's GPT2LMHeadModel is: its names, [in, out] weights, [q | k | v]. transformers opens the directory
-   (GPT2LMHeadModel.from_pretrained), and what transformers has written is read by mt_checkpoint_import. Other models have the
-   registry's names, shapes and layouts; so have the optimizer's files always.
+   A GPT that is made as GPT-2 is - MT_PRE_LN, MT_LAYER_NORM, a GeLU, biases, learned positions, no grouped queries,
+   causal - is stored as Hugging Face's GPT2LMHeadModel is: its names, [in, out] weights, [q | k | v]. transformers
+   opens the directory (GPT2LMHeadModel.from_pretrained), and what transformers has written is read by
+   mt_checkpoint_import. Other models have the registry's names, shapes and layouts; so have the optimizer's files
+   always.
 
    Its files say which version of the library has written them. Those of this version and of older ones are read. Those
    of a newer one, be it in the last number only, are MT_ERR_DATA with a sentence that has both versions. Files without
    a version are not ours: mt_checkpoint_import and mt_gpt_desc_read take them, mt_checkpoint_load does not.
 
-   It is written beside (DIRECTORY/.step-00000100.tmp), every file and directory is synchronised with the disk, then it is
-   renamed: what is killed at any moment leaves the old checkpoints, or the new one with them. Each file has a checksum of all
-   its bytes. One tensor at a time is in host memory, whole.
+   It is written beside (DIRECTORY/.step-00000100.tmp), every file and directory is synchronised with the disk, then it
+   is renamed: what is killed at any moment leaves the old checkpoints, or the new one with them. Each file has a
+   checksum of all its bytes. One tensor at a time is in host memory, whole.
 
-   One run writes to a directory at a time: from its first save (or mt_checkpoint_lock) until mt_checkpoint_destroy, or the end
-   of its process, a checkpoint holds the lock (flock) of the file .lock in it, where the file system has locks. */
+   One run writes to a directory at a time: from its first save (or mt_checkpoint_lock) until mt_checkpoint_destroy, or
+   the end of its process, a checkpoint holds the lock (flock) of the file .lock in it, where the file system has locks.
+ */
 typedef struct mt_checkpoint mt_checkpoint; /* opaque */
 
 typedef struct mt_checkpoint_desc {
@@ -390,53 +406,54 @@ typedef struct mt_checkpoint_desc {
 
 /* What a loop needs to go on, beside parameters and optimizer. The library only reads step. */
 typedef struct mt_training_state {
-    int64_t step;          /* steps done, at most 2^48; names the checkpoint */
-    uint64_t seed;         /* of weights, batches and dropout */
-    int64_t position;      /* in the data, in units of the loop's own, at most 2^62 */
-    mt_loss_scaler scaler; /* zeros when there is none */
+    int64_t step;           /* steps done, at most 2^48; names the checkpoint */
+    uint64_t seed;          /* of weights, batches and dropout */
+    int64_t position;       /* in the data, in units of the loop's own, at most 2^62 */
+    mt_loss_scaler scaler;  /* zeros when there is none */
     char note[MT_NOTE_MAX]; /* a text of the loop's own, UTF-8, such as its flags */
 } mt_training_state;
 
-/* Host memory for two of the largest tensors (one without desc->gpt) and a little of the device's. Not collective. params must
-   outlive it. */
-MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc, mt_checkpoint **out);
+/* Host memory for two of the largest tensors (one without desc->gpt) and a little of the device's. Not collective.
+   params must outlive it. */
+MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
+                                      mt_checkpoint **out);
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
 
-/* Collective over the grid's world, as save, load and import are: an error on one rank is every rank's, with the same sentence.
-   What the first save does before anything else, for a loop that would rather know now: makes the directory, locks it and tries
-   to write to it. MT_ERR_IO: it cannot, or another run (or another checkpoint of this one) writes to the directory. */
+/* Collective over the grid's world, as save, load and import are: an error on one rank is every rank's, with the same
+   sentence. What the first save does before anything else, for a loop that would rather know now: makes the directory,
+   locks it and tries to write to it. MT_ERR_IO: it cannot, or another run (or another checkpoint of this one) writes to
+   the directory. */
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
-/* MT_ERR_IO: there is no room, no permission, a checkpoint of this step or a later one, or another run that writes to the
-   directory; MT_ERR_DATA: the note, or a name, is not UTF-8. The checkpoints that were there still are.
-   Removes what a save that was killed has left, and checkpoints beyond desc.keep; what of them cannot be removed (a directory
+/* MT_ERR_IO: there is no room, no permission, a checkpoint of this step or a later one, or another run that writes to
+   the directory; MT_ERR_DATA: the note, or a name, is not UTF-8. The checkpoints that were there still are. Removes
+   what a save that was killed has left, and checkpoints beyond desc.keep; what of them cannot be removed (a directory
    that is none of ours, say) is a warning to the logger, and tried again by the next save.
    A link in the directory is removed as a link: what it points to stays as it is.
    On MT_DEVICE_META no file is touched.
-   Ranks that write nothing wait for those that do in a collective: the timeout of the world (mt_launch_desc.timeout_s) must
-   exceed the time in which a rank's files are written and synchronised with the disk.
-   Of the arena it needs room for the largest tensor as the tensor ranks have it together, padded, once in the parameters' type
-   and once in f32; with a sharded optimizer for two in f32. */
+   Ranks that write nothing wait for those that do in a collective: the timeout of the world (mt_launch_desc.timeout_s)
+   must exceed the time in which a rank's files are written and synchronised with the disk. Of the arena it needs room
+   for the largest tensor as the tensor ranks have it together, padded, once in the parameters' type and once in f32;
+   with a sharded optimizer for two in f32. */
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
-/* Everything is checked before the first parameter is written: names, shapes, types, checksums, that nothing is missing or too
-   many, that the model is the registry's in what shapes do not show (heads, activation, ...), and that what is said of the run
-   can be: this step, a loss scaler that works, counts that can be added to. MT_ERR_IO or MT_ERR_DATA name file and
-   reason; MT_ERR_MEMORY: the arena has no room for the largest shard in f32, which parameters in 16 bits and sharded
-   optimizers need.
-   One error can come later: MT_ERR_IO when another program truncates a file, or the disk fails, after the checks. Some
-   parameters are the checkpoint's then, and the others are as they were.
-   The type of the parameters may be another one than it was: 16-bit parameters have no masters but themselves then, and f32
-   parameters become what the masters were. */
+/* Everything is checked before the first parameter is written: names, shapes, types, checksums, that nothing is missing
+   or too many, that the model is the registry's in what shapes do not show (heads, activation, ...), and that what is
+   said of the run can be: this step, a loss scaler that works, counts that can be added to. MT_ERR_IO or MT_ERR_DATA
+   name file and reason; MT_ERR_MEMORY: the arena has no room for the largest shard in f32, which parameters in 16 bits
+   and sharded optimizers need. One error can come later: MT_ERR_IO when another program truncates a file, or the disk
+   fails, after the checks. Some parameters are the checkpoint's then, and the others are as they were. The type of the
+   parameters may be another one than it was: 16-bit parameters have no masters but themselves then, and f32 parameters
+   become what the masters were. */
 MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
 
-/* Parameters (and masters) only, from a directory with model.safetensors, or with its index: of one checkpoint, of Hugging
-   Face's GPT-2, with or without "transformer." before its names. Buffers of attention masks are ignored, and so is an output
-   head beside tied embeddings. */
+/* Parameters (and masters) only, from a directory with model.safetensors, or with its index: of one checkpoint, of
+   Hugging Face's GPT-2, with or without "transformer." before its names. Buffers of attention masks are ignored, and so
+   is an output head beside tied embeddings. */
 MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory);
 
-/* The newest checkpoint's step, -1 when there is none or no directory. comm: every rank of it is told what the first one
-   finds; NULL: not collective. */
+/* The newest checkpoint's step, -1 when there is none or no directory. comm: every rank of it is told what the first
+   one finds; NULL: not collective. */
 MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step);
 
 #define MT_PATH_MAX 1024
@@ -444,9 +461,9 @@ MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char
 /* DIRECTORY/step-00000100. MT_ERR_ARGUMENT when it has more characters than `bytes` has room for. */
 MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes);
 
-/* What mt_gpt_create needs for the model in a directory, as mt_checkpoint_import reads it: from the metadata of a checkpoint of
-   a GPT, or from config.json of a GPT-2. What does not change a model's output (dropout, init_std, ...) is zero. Not
-   collective. */
+/* What mt_gpt_create needs for the model in a directory, as mt_checkpoint_import reads it: from the metadata of a
+   checkpoint of a GPT, or from config.json of a GPT-2. What does not change a model's output (dropout, init_std, ...)
+   is zero. Not collective. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
 #ifdef __cplusplus
@@ -455,7 +472,7 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
 
 #endif /* MEGATRON_H */
 
-/* ================================================== the API ends here ============================================== */
+/* ================================================== the API ends here ============================================= */
 
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MEGATRON_IMPLEMENTED)
 #define MEGATRON_IMPLEMENTED
@@ -470,8 +487,8 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
 extern "C" {
 #endif
 
-/* A strict -std=c99 hides them. __USE_MISC is how glibc says that it does not: OpenBLAS's header defines _GNU_SOURCE when
-   it is too late. */
+/* A strict -std=c99 hides them. __USE_MISC is how glibc says that it does not: OpenBLAS's header defines _GNU_SOURCE
+   when it is too late. */
 #if !defined(__cplusplus) && !defined(__USE_MISC)
 int fsync(int fd);
 ssize_t pread(int fd, void *data, size_t bytes, off_t at);
@@ -480,17 +497,21 @@ int unlinkat(int directory, const char *name, int flags);
 DIR *fdopendir(int fd);
 #endif
 
-/* ---- >>mlp -------------------------------------------------------------------------------------------------------- */
+/* ---- >>mlp ------------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                   const void *desc, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (params && name && desc && out) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                    !params ? "params" : !name ? "name" : !desc ? "desc" : "out");
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
+                   !params ? "params"
+                   : !name ? "name"
+                   : !desc ? "desc"
+                           : "out");
 }
 
-static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *d, mt_mlp *out) {
+static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *d,
+                                mt_mlp *out) {
     char full[MT_NAME_MAX];
     mt_linear_desc fc1, fc2;
     int64_t parts = d->activation == MT_SWIGLU ? 2 : 1;
@@ -516,13 +537,14 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     return mt_row_parallel_linear_create(ctx, params, full, &fc2, &out->fc2);
 }
 
-MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc, mt_mlp *out) {
+MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
+                               mt_mlp *out) {
     int count;
     MT_TRY(mti_create_check(ctx, "mt_mlp_create", params, name, desc, out));
     if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
         desc->activation < MT_GELU_TANH || desc->activation > MT_SWIGLU)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
-                        (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
+                       (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = *desc;
@@ -550,7 +572,8 @@ static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tenso
     MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, training ? &saved->fc1 : NULL));
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
-                                     mt_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards), mt_shard_cols(act, s, shards)));
+                                     mt_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards),
+                                     mt_shard_cols(act, s, shards)));
     return MT_SUCCESS;
 }
 
@@ -568,10 +591,10 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
 
-static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_mlp *mlp, const char *in_name, mt_tensor in,
-                               const char *out_name, mt_tensor out) {
+static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_mlp *mlp, const char *in_name,
+                               mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mlp) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: mlp is NULL", function);
+    if (!mlp) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mlp is NULL", function);
     MT_TRY(mti_expect_weight(ctx, function, mlp->fc1.weight));
     MT_TRY(mti_expect_like(ctx, function, mlp->fc1.weight, in_name, in, in.rows, mlp->desc.hidden));
     return mti_expect_like(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
@@ -584,7 +607,7 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_forward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
+    status = MT_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
     return status;
 }
@@ -607,7 +630,8 @@ static mt_status mti_mlp_activation_backward(mt_context *ctx, const mt_mlp *mlp,
     return MT_SUCCESS;
 }
 
-static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved) {
+static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                  const mt_mlp_saved *saved) {
     mt_tensor dh;
     size_t mark;
     mt_status status;
@@ -620,20 +644,22 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
-MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx, const mt_mlp_saved *saved) {
+MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                 const mt_mlp_saved *saved) {
     size_t mark;
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_backward", mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
-    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
-    MT_TRY(mti_expect_like(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
+    MT_TRY(
+        mti_expect_like(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
     MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
+    status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }
 
-/* ---- >>attention -------------------------------------------------------------------------------------------------- */
+/* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
 /* A random stream for each (step, layer, site): sites 0 probabilities, 1 and 2 the halves of a layer, 3 embedding. */
 static mt_dropout mti_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
@@ -647,18 +673,18 @@ static mt_dropout mti_dropout(const mt_batch *batch, float p, int64_t layer, int
 
 static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt_batch *batch, int64_t max_seq) {
     int64_t i;
-    if (!batch) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: batch is NULL", function);
+    if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch is NULL", function);
     if (batch->sequences < 1 || batch->seq < 1 || batch->first_sequence < 0 ||
         batch->sequences > INT32_MAX / batch->seq || batch->first_sequence > INT64_MAX / batch->seq - batch->sequences)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: batch of %lld sequences of %lld tokens, first sequence %lld", function,
-                        (long long)batch->sequences, (long long)batch->seq, (long long)batch->first_sequence);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch of %lld sequences of %lld tokens, first sequence %lld",
+                       function, (long long)batch->sequences, (long long)batch->seq, (long long)batch->first_sequence);
     if (max_seq > 0 && batch->seq > max_seq)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: sequences of %lld tokens, max_seq is %lld", function, (long long)batch->seq,
-                        (long long)max_seq);
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: sequences of %lld tokens, max_seq is %lld", function,
+                       (long long)batch->seq, (long long)max_seq);
     for (i = 0; batch->lengths && ctx->device == MT_DEVICE_CPU && i < batch->sequences; i++)
         if (batch->lengths[i] < 0 || batch->lengths[i] > batch->seq)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, sequences have %lld tokens", function, (long long)i,
-                            (long)batch->lengths[i], (long long)batch->seq);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, sequences have %lld tokens", function,
+                           (long long)i, (long)batch->lengths[i], (long long)batch->seq);
     return MT_SUCCESS;
 }
 
@@ -667,22 +693,25 @@ static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
     static const char *const function = "mt_self_attention_create";
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
-        d->max_seq > INT32_MAX || d->layer < 0 || !mti_probability(d->dropout) ||
-        !(d->rotary_base >= 0.0f) || (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, max_seq %lld, layer %lld, "
-                        "dropout %g, rotary_base %.9g, mask %d", function, name, (long long)d->hidden, (long long)d->heads,
-                        (long long)d->kv_heads, (long long)d->max_seq, (long long)d->layer, (double)d->dropout,
-                        (double)d->rotary_base, (int)d->mask);
+        d->max_seq > INT32_MAX || d->layer < 0 || !mti_probability(d->dropout) || !(d->rotary_base >= 0.0f) ||
+        (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, max_seq %lld, layer %lld, "
+                       "dropout %g, rotary_base %.9g, mask %d",
+                       function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads,
+                       (long long)d->max_seq, (long long)d->layer, (double)d->dropout, (double)d->rotary_base,
+                       (int)d->mask);
     if (d->hidden % d->heads != 0 || d->heads % d->kv_heads != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld",
-                        function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld", function, name,
+                       (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads);
     if (d->kv_heads < shards)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
-                        (long long)d->kv_heads, shards,
-                        ctx->invariant ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks");
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
+                       (long long)d->kv_heads, shards,
+                       ctx->invariant ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks");
     if (d->rotary_base > 0.0f && (d->max_seq < 1 || d->hidden / d->heads % 2 != 0))
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)", function,
-                        name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
+                       function, name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
     return MT_SUCCESS;
 }
 
@@ -695,7 +724,7 @@ static mt_status mti_params_buffer(mt_context *ctx, mt_params *params, size_t by
     buffer = (mti_buffer *)memory;
     status = on_host ? mti_host_new(ctx, bytes, &buffer->data) : mt_context_alloc(ctx, bytes, &buffer->data);
     if (status != MT_SUCCESS) {
-        mti_host_free(buffer);
+        mt_host_free(buffer);
         return status;
     }
     buffer->bytes = bytes;
@@ -766,7 +795,7 @@ static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const 
     memset(&s, 0, sizeof s);
     s.batch = batch->sequences;
     s.seq = batch->seq;
-    s.groups = mti_max(0, mti_min(a->groups, a->desc.kv_heads - a->first_group));
+    s.groups = mt_max(0, mt_min(a->groups, a->desc.kv_heads - a->first_group));
     s.heads_per_group = a->desc.heads / a->desc.kv_heads;
     s.head_dim = a->head_dim;
     s.mask = a->desc.mask;
@@ -783,8 +812,8 @@ static mt_attention_shape mti_attention_shard(const mt_self_attention *a, const 
                                               int64_t *first) {
     int64_t each = a->groups / a->qkv.weight->shards;
     mt_attention_shape s = *whole;
-    *first = mti_min(whole->groups, shard * each);
-    s.groups = mti_min(each, whole->groups - *first);
+    *first = mt_min(whole->groups, shard * each);
+    s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
     return s;
 }
@@ -804,8 +833,9 @@ static mt_tensor mti_attention_lse(const mt_attention_shape *shape, mt_tensor ls
     return mti_some_rows(lse, first * shape->heads_per_group, shape->groups * shape->heads_per_group);
 }
 
-static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *whole,
-                                             int shard, const mt_self_attention_saved *saved) {
+static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_self_attention *a,
+                                             const mt_attention_shape *whole, int shard,
+                                             const mt_self_attention_saved *saved) {
     int64_t first;
     mt_attention_shape shape = mti_attention_shard(a, whole, shard, &first);
     mt_tensor out = mti_attention_cols(&shape, saved->out, first, a->proj.desc.unit), qkv, room;
@@ -819,8 +849,8 @@ static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_self_atte
     return MT_SUCCESS;
 }
 
-static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
-                                            const mt_self_attention_saved *saved) {
+static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a,
+                                            const mt_attention_shape *shape, const mt_self_attention_saved *saved) {
     int s;
     MT_TRY(mti_attention_zero_rest(ctx, shape, saved->out, a->proj.desc.unit));
     if (shape->groups == 0) return MT_SUCCESS;
@@ -828,9 +858,9 @@ static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_atten
     return MT_SUCCESS;
 }
 
-static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *whole,
-                                              int shard, const mt_self_attention_saved *saved, mt_tensor dout,
-                                              mt_tensor dqkv) {
+static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_self_attention *a,
+                                              const mt_attention_shape *whole, int shard,
+                                              const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     int64_t first, qkv_width = a->qkv.desc.unit, out_width = a->proj.desc.unit;
     mt_attention_shape shape = mti_attention_shard(a, whole, shard, &first);
     mt_tensor qkv, out, room;
@@ -847,8 +877,9 @@ static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_self_att
     return MT_SUCCESS;
 }
 
-static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
-                                             const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
+static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a,
+                                             const mt_attention_shape *shape, const mt_self_attention_saved *saved,
+                                             mt_tensor dout, mt_tensor dqkv) {
     int s;
     MT_TRY(mti_attention_zero_rest(ctx, shape, dqkv, a->qkv.desc.unit));
     if (shape->groups == 0) return MT_SUCCESS;
@@ -886,8 +917,9 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     return MT_SUCCESS;
 }
 
-static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a, const mt_batch *batch,
-                                 const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a,
+                                 const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
+                                 mt_tensor out) {
     int64_t rows = 0;
     MT_TRY(mti_expect_weight(ctx, function, a->qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
@@ -904,14 +936,14 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!attention) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
+    if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
     MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "x", x, "y", y));
     shape = mti_attention_shape(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("attention forward",
-                       mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL));
+    status = MT_RANGE("attention forward",
+                      mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL));
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
     else mt_arena_release(ctx, mark);
     return status;
@@ -935,21 +967,23 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
 }
 
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy, mt_tensor dx,
-                                            const mt_self_attention_saved *saved) {
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
+                                            mt_tensor dx, const mt_self_attention_saved *saved) {
     static const char *const function = "mt_self_attention_backward";
     mt_attention_shape shape;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention || !saved)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
-    MT_TRY(mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
-    MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
+    MT_TRY(
+        mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
+    MT_TRY(
+        mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     shape = mti_attention_shape(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("attention backward", mti_attention_backward(ctx, attention, &shape, dy, dx, saved));
+    status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &shape, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -991,7 +1025,7 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
     return MT_SUCCESS;
 }
 
-/* ---- >>layer ------------------------------------------------------------------------------------------------------ */
+/* ---- >>layer ----------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_norm_create(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
                                  const mt_transformer_layer_desc *d, mt_norm *out) {
@@ -1031,7 +1065,8 @@ static mt_status mti_norm_rows(mt_context *ctx, const void *arg, int64_t first, 
     const mti_norm_call *c = (const mti_norm_call *)arg;
     return mt_norm_backward(ctx, c->norm->kind, mt_tensor_rows(c->x, first, count), c->norm->weight->value,
                             mt_tensor_rows(c->stats, first, count), mt_tensor_rows(c->dy, first, count),
-                            mti_some_rows(c->dresidual, first, count), mt_tensor_rows(c->dx, first, count), dgain, dbias);
+                            mti_some_rows(c->dresidual, first, count), mt_tensor_rows(c->dx, first, count), dgain,
+                            dbias);
 }
 
 static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tensor x, mt_tensor stats, mt_tensor dy,
@@ -1048,8 +1083,8 @@ static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tens
     return mti_log(ctx, norm->weight->name, 1, "input_grad", dx, norm->weight->desc.sequence_partial, NULL);
 }
 
-static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name, const mt_transformer_layer_desc *d,
-                                  mt_transformer_layer *out) {
+static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name,
+                                  const mt_transformer_layer_desc *d, mt_transformer_layer *out) {
     char full[MT_NAME_MAX];
     mt_self_attention_desc a;
     mt_mlp_desc m;
@@ -1084,12 +1119,15 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     static const char *const function = "mt_transformer_layer_create";
     int count;
     MT_TRY(mti_create_check(ctx, function, params, name, desc, out));
-    if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN || !mti_probability(desc->hidden_dropout) ||
-        desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM || !(desc->norm_eps >= 0.0f) || desc->hidden < 1 ||
-        desc->recompute < MT_RECOMPUTE_NONE || desc->recompute > MT_RECOMPUTE_FULL)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, placement %d, norm %d, norm_eps %g, "
-                        "hidden_dropout %g, recompute %d", function, name, (long long)desc->hidden, (int)desc->placement,
-                        (int)desc->norm, (double)desc->norm_eps, (double)desc->hidden_dropout, (int)desc->recompute);
+    if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN ||
+        !mti_probability(desc->hidden_dropout) || desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM ||
+        !(desc->norm_eps >= 0.0f) || desc->hidden < 1 || desc->recompute < MT_RECOMPUTE_NONE ||
+        desc->recompute > MT_RECOMPUTE_FULL)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has hidden %lld, placement %d, norm %d, norm_eps %g, "
+                       "hidden_dropout %g, recompute %d",
+                       function, name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
+                       (double)desc->norm_eps, (double)desc->hidden_dropout, (int)desc->recompute);
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = *desc;
@@ -1138,13 +1176,12 @@ static mt_status mti_half_block_forward(mt_context *ctx, const mti_half *h, mt_t
 
 static mt_status mti_half_block_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
                                          const mt_transformer_layer_saved *saved) {
-    if (h->index == 0)
-        return mt_self_attention_backward(ctx, &h->layer->attention, dy, dx, &saved->attention);
+    if (h->index == 0) return mt_self_attention_backward(ctx, &h->layer->attention, dy, dx, &saved->attention);
     return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
 }
 
-/* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. Without y, the layer's own,
-   only what the MLP keeps is computed. */
+/* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. Without y, the
+   layer's own, only what the MLP keeps is computed. */
 static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor residual, mt_tensor y,
                               mt_transformer_layer_saved *saved) {
     if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
@@ -1197,8 +1234,8 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
     if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
     *dblock = call.dblock;
     if (h->bias)
-        return mti_sum_over_tokens(ctx, h->layer->tensor, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
-                                   h->bias->grad, mt_none());
+        return mti_sum_over_tokens(ctx, h->layer->tensor, h->layer->desc.sequence_parallel, mti_drop_rows, &call,
+                                   dy.rows, h->bias->grad, mt_none());
     return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
 }
 
@@ -1225,14 +1262,14 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
                                  mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!layer) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
+    if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
     MT_TRY(mti_block_check(ctx, function, &layer->attention, batch, in_name, in, out_name, out));
     return mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
 /* y is mt_none() where only `saved` is wanted. */
-static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch, mt_tensor x,
-                                   mt_tensor y, mt_transformer_layer_saved *saved) {
+static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
+                                   mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved) {
     mti_half first = mti_layer_half(layer, batch, 0, x.rows, saved != NULL);
     mti_half second = mti_layer_half(layer, batch, 1, x.rows, saved != NULL);
     mt_tensor middle;
@@ -1248,14 +1285,15 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
     if (saved) MT_TRY(mti_expect_token_shards(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
+    status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
     if (saved) saved->x = x;
     if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
     return status;
 }
 
 /* What forward did not keep, from what it did. A second forward is not to be logged. */
-static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer, mt_transformer_layer_saved *saved) {
+static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer,
+                                 mt_transformer_layer_saved *saved) {
     struct mt_hash_log *log = ctx->hash_log;
     mt_batch batch = saved->attention.batch;
     mt_tensor x = saved->x, y = mt_none();
@@ -1275,7 +1313,7 @@ static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer 
     mt_tensor dmiddle;
     size_t mark;
     if (layer->desc.recompute == MT_RECOMPUTE_FULL) {
-        MT_TRY(MTI_RANGE("layer forward again", mti_layer_again(ctx, layer, &again)));
+        MT_TRY(MT_RANGE("layer forward again", mti_layer_again(ctx, layer, &again)));
         saved = &again;
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dmiddle));
@@ -1292,34 +1330,37 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
     weight = layer->attention.qkv.weight;
     MT_TRY(mti_expect_like(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);
-    status = MTI_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
+    status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }
 
-/* ---- >>gpt -------------------------------------------------------------------------------------------------------- */
+/* ---- >>gpt ------------------------------------------------------------------------------------------------------- */
 
 #define MTI_LAYERS_MAX (1 << 17)
 
 static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gpt_desc *d) {
     if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > MTI_LAYERS_MAX || d->max_seq < 1 ||
-        d->recompute_layers < 0 || d->recompute_layers > d->layers ||
-        !mti_probability(d->embedding_dropout) || !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: vocab %lld, layers %lld, max_seq %lld, embedding_dropout %g, "
-                        "label_smoothing %g, recompute_layers %lld", (long long)d->vocab, (long long)d->layers,
-                        (long long)d->max_seq, (double)d->embedding_dropout, (double)d->label_smoothing,
-                        (long long)d->recompute_layers);
+        d->recompute_layers < 0 || d->recompute_layers > d->layers || !mti_probability(d->embedding_dropout) ||
+        !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_gpt_create: vocab %lld, layers %lld, max_seq %lld, embedding_dropout %g, "
+                       "label_smoothing %g, recompute_layers %lld",
+                       (long long)d->vocab, (long long)d->layers, (long long)d->max_seq, (double)d->embedding_dropout,
+                       (double)d->label_smoothing, (long long)d->recompute_layers);
     if (d->layers % grid->pipeline_size != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
-                        (long long)d->layers, grid->pipeline_size);
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
+                       (long long)d->layers, grid->pipeline_size);
     if (grid->pipeline_size > 1 && ctx->arena_symmetric)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: %d pipeline stages do not use their arenas alike, as "
-                        "mt_context_desc.arena_symmetric promises", grid->pipeline_size);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_gpt_create: %d pipeline stages do not use their arenas alike, as "
+                       "mt_context_desc.arena_symmetric promises",
+                       grid->pipeline_size);
     return MT_SUCCESS;
 }
 
@@ -1406,7 +1447,8 @@ MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create: %s", out ? "the model was not created" : "out is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create: %s",
+                       out ? "the model was not created" : "out is NULL");
     MT_TRY(mti_host_new(ctx, (size_t)gpt->local_layers * sizeof *out->layers, &memory));
     memset(out, 0, sizeof *out);
     out->layers = (mt_transformer_layer_saved *)memory;
@@ -1415,7 +1457,7 @@ MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_
 
 MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved) {
     if (!saved) return;
-    mti_host_free(saved->layers);
+    mt_host_free(saved->layers);
     memset(saved, 0, sizeof *saved);
 }
 
@@ -1425,7 +1467,8 @@ static mt_dropout mti_gpt_dropout(const mt_gpt *gpt, const mt_batch *batch, int6
 }
 
 /* Position of each of this rank's rows. */
-static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, int64_t rows, int32_t **out) {
+static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, int64_t rows,
+                                   int32_t **out) {
     mt_tensor ids = mt_none();
     int64_t first = gpt->desc.layer.sequence_parallel ? gpt->grid->tensor_rank * rows : 0;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
@@ -1433,8 +1476,8 @@ static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_
     return mt_position_ids(ctx, first, batch->seq, *out, rows);
 }
 
-static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, mt_tensor x,
-                               int training) {
+static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                               mt_tensor x, int training) {
     mt_dropout dropout = mti_gpt_dropout(gpt, batch, x.rows, training);
     MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, x));
     if (gpt->positions) {
@@ -1461,14 +1504,14 @@ static int64_t mti_gpt_rows(const mt_gpt *gpt, const mt_batch *batch) {
 }
 
 /* Embedding or input, layers, final norm: y [rows, hidden] is output, or in the arena. */
-static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, mt_tensor input,
-                               mt_tensor output, mt_gpt_saved *saved, mt_tensor *y) {
+static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                               mt_tensor input, mt_tensor output, mt_gpt_saved *saved, mt_tensor *y) {
     int64_t rows = mti_gpt_rows(gpt, batch), i;
     mt_tensor x = input, next, spare = mt_none();
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     if (!input.data) {
         MT_TRY(mti_gpt_room(ctx, gpt, spare, rows, &x));
-        MT_TRY(MTI_RANGE("embedding forward", mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL)));
+        MT_TRY(MT_RANGE("embedding forward", mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL)));
     }
     for (i = 0; i < gpt->local_layers; i++) {
         MT_TRY(mti_gpt_room(ctx, gpt, i + 1 == gpt->local_layers && output.data ? output : spare, rows, &next));
@@ -1490,20 +1533,22 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch) {
     int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt || !gpt->layers) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
+    if (!gpt || !gpt->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
     MT_TRY(mti_expect_weight(ctx, function, gpt->layers[0].attention.qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
-    return mti_rows(ctx, function, gpt->grid->tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq, &rows);
+    return mti_rows(ctx, function, gpt->grid->tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq,
+                    &rows);
 }
 
 /* input, output or their gradients: there, and of the right size, exactly where there is a stage on that side. */
-static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch, int at_end,
-                                  const char *name, mt_tensor t) {
+static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
+                                  int at_end, const char *name, mt_tensor t) {
     int none = at_end ? mti_gpt_is_last(gpt) : mti_gpt_is_first(gpt);
     if (none != !t.data)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: stage %d of %d %s %s; mt_gpt_stage_forward and mt_gpt_stage_backward are "
-                        "for pipelines", function, gpt->grid->pipeline_rank, gpt->grid->pipeline_size,
-                        none ? "takes no" : "needs", name);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: stage %d of %d %s %s; mt_gpt_stage_forward and mt_gpt_stage_backward are "
+                       "for pipelines",
+                       function, gpt->grid->pipeline_rank, gpt->grid->pipeline_size, none ? "takes no" : "needs", name);
     if (none) return MT_SUCCESS;
     return mti_expect_like(ctx, function, gpt->layers[0].attention.qkv.weight, name, t, mti_gpt_rows(gpt, batch),
                            gpt->desc.layer.hidden);
@@ -1518,11 +1563,11 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, saved, &x));
     if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, gpt->head.local_features, &logits));
-    MT_TRY(MTI_RANGE("head forward",
-                     mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
-    MT_TRY(MTI_RANGE("loss forward",
-                     mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits, targets, loss,
-                                                             saved ? &saved->loss : NULL)));
+    MT_TRY(MT_RANGE("head forward",
+                    mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
+    MT_TRY(
+        MT_RANGE("loss forward", mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits,
+                                                                         targets, loss, saved ? &saved->loss : NULL)));
     return saved ? mti_log(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
@@ -1534,12 +1579,12 @@ static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, co
     tokens = batch->sequences * batch->seq;
     if (saved) MT_TRY(mti_expect_token_shards(ctx, function, tokens));
     if (saved && !saved->layers)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 0, "input", input));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 1, "output", output));
     if (mti_gpt_is_last(gpt)) MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
-    return mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mti_ignore_index(gpt->loss.ignore_index));
+    return mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index));
 }
 
 static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
@@ -1608,8 +1653,8 @@ static const mt_param *mti_last_of(const mt_param *weight, const mt_param *bias)
 static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved, mt_tensor *dy) {
     MT_TRY(mti_gpt_room(ctx, gpt, mt_none(), saved->head.x.rows, dy));
     MT_TRY(mti_log(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
-    MT_TRY(MTI_RANGE("head backward",
-                     mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, *dy, &saved->head)));
+    MT_TRY(MT_RANGE("head backward",
+                    mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, *dy, &saved->head)));
     if (gpt->desc.untied_head) MT_TRY(mt_gradients_final(ctx, gpt->head.weight, gpt->head.weight));
     if (!gpt->final_norm.weight) return MT_SUCCESS;
     MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, *dy, mt_none(), *dy));
@@ -1627,29 +1672,29 @@ static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, mt_tensor 
         const mt_transformer_layer *layer = &gpt->layers[i];
         MT_TRY(mti_gpt_room(ctx, gpt, i == 0 && dinput.data ? dinput : spare, dy.rows, &next));
         MT_TRY(mt_transformer_layer_backward(ctx, layer, dy, next, &saved->layers[i]));
-        MT_TRY(mt_gradients_final(ctx, layer->input_norm.weight, mti_last_of(layer->mlp.fc2.weight, layer->mlp.fc2.bias)));
+        MT_TRY(
+            mt_gradients_final(ctx, layer->input_norm.weight, mti_last_of(layer->mlp.fc2.weight, layer->mlp.fc2.bias)));
         if (dy.data != doutput.data) spare = dy;
         dy = next;
     }
     if (!mti_gpt_is_first(gpt)) return MT_SUCCESS;
-    return MTI_RANGE("embedding backward", mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy));
+    return MT_RANGE("embedding backward", mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy));
 }
 
-static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, const mt_gpt *gpt, float scale, mt_tensor doutput,
-                                      mt_tensor dinput, mt_gpt_saved *saved) {
+static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, const mt_gpt *gpt, float scale,
+                                      mt_tensor doutput, mt_tensor dinput, mt_gpt_saved *saved) {
     size_t mark;
     mt_status status = MT_SUCCESS;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved || !saved->ids)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
+    if (!saved || !saved->ids) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, &saved->batch));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 1, "doutput", doutput));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 0, "dinput", dinput));
     mark = mt_arena_mark(ctx);
     ctx->ids_checked = 1;
     if (mti_gpt_is_last(gpt))
-        status = MTI_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss,
-                                                                                     mt_none(), scale, &saved->loss));
+        status = MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss,
+                                                                                    mt_none(), scale, &saved->loss));
     if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, doutput, dinput, saved);
     ctx->ids_checked = 0;
     mt_arena_release(ctx, mark);
@@ -1657,8 +1702,8 @@ static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, con
     return status;
 }
 
-MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput, mt_tensor dinput,
-                                       mt_gpt_saved *saved) {
+MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput,
+                                       mt_tensor dinput, mt_gpt_saved *saved) {
     return mti_gpt_run_backward(ctx, "mt_gpt_stage_backward", gpt, scale, doutput, dinput, saved);
 }
 
@@ -1715,7 +1760,8 @@ static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     if (stages > 1) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, logits.cols, &all)); /* contiguous */
     if (mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, all));
     if (stages == 1) return MT_SUCCESS;
-    MT_TRY(mt_broadcast(ctx, gpt->grid->pipeline, all.data, all.data, (size_t)(all.rows * all.cols), all.dtype, stages - 1));
+    MT_TRY(mt_broadcast(ctx, gpt->grid->pipeline, all.data, all.data, (size_t)(all.rows * all.cols), all.dtype,
+                        stages - 1));
     return mt_copy(ctx, all, logits);
 }
 
@@ -1736,7 +1782,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     return status;
 }
 
-/* ---- >>json ------------------------------------------------------------------------------------------------------- */
+/* ---- >>json ------------------------------------------------------------------------------------------------------ */
 
 #define MTI_JSON_DEPTH 64
 
@@ -1805,8 +1851,9 @@ static uint32_t mti_json_hex(mti_json *j) {
     uint32_t x = 0;
     int i;
     for (i = 0; i < 4; i++, j->at++) {
-        int c = j->at < j->end ? *j->at : 0, digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ?
-                (c | 32) - 'a' + 10 : -1;
+        int c = j->at < j->end ? *j->at : 0, digit = c >= '0' && c <= '9'                 ? c - '0'
+                                                     : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10
+                                                                                          : -1;
         if (digit < 0) return (uint32_t)mti_json_fail(j, "\\u is not followed by four hexadecimal digits");
         x = x << 4 | (uint32_t)digit;
     }
@@ -1832,8 +1879,8 @@ static uint32_t mti_json_escape(mti_json *j) {
     return (uint32_t)mti_json_fail(j, "half a surrogate pair");
 }
 
-/* The string that comes next, decoded into out, as much as fits into `room` bytes with a NUL. Returns all its bytes, the NUL
-   not counted; its quoted text is longer by one at least. */
+/* The string that comes next, decoded into out, as much as fits into `room` bytes with a NUL. Returns all its bytes,
+   the NUL not counted; its quoted text is longer by one at least. */
 static size_t mti_json_string(mti_json *j, char *out, size_t room) {
     size_t length = 0;
     char c[4];
@@ -1951,10 +1998,10 @@ static void mti_json_end(mti_json *j) {
 
 static mt_status mti_json_status(mt_context *ctx, const mti_json *j, const char *path, const char *what) {
     if (!j->error) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: %s, byte %lld: %s", path, what, (long long)(j->at - j->start), j->error);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: %s, byte %lld: %s", path, what, (long long)(j->at - j->start), j->error);
 }
 
-/* ---- >>files ------------------------------------------------------------------------------------------------------ */
+/* ---- >>files ----------------------------------------------------------------------------------------------------- */
 
 /* The files are little-endian, and what is in them is copied to and from memory as it is. */
 #if defined(__BYTE_ORDER__) && defined(__ORDER_LITTLE_ENDIAN__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -1962,7 +2009,7 @@ static mt_status mti_json_status(mt_context *ctx, const mti_json *j, const char 
 #endif
 
 static mt_status mti_io_error(mt_context *ctx, const char *path, const char *what, int error) {
-    return mti_fail(ctx, MT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(error));
+    return mt_fail(ctx, MT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(error));
 }
 
 /* Of what can wait: it is logged, and no error. */
@@ -2012,8 +2059,8 @@ static int mti_fsync(int fd) {
 static mt_status mti_path(mt_context *ctx, const char *directory, const char *name, char *path, size_t bytes) {
     size_t n = strlen(directory), more = strlen(name);
     if (n + more + 2 > bytes)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%.200s.../%.200s: the path has more than %zu characters", directory, name,
-                        bytes - 1);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%.200s.../%.200s: the path has more than %zu characters", directory, name,
+                       bytes - 1);
     memcpy(path, directory, n);
     path[n] = '/';
     memcpy(path + n + 1, name, more + 1);
@@ -2037,7 +2084,7 @@ static mt_status mti_mapped_file(mt_context *ctx, const char *path, int maps, mt
     struct stat info;
     void *data;
     if (fstat(out->fd, &info) != 0) return mti_io_error(ctx, path, "look at it", errno);
-    if (!S_ISREG(info.st_mode)) return mti_fail(ctx, MT_ERR_IO, "%s: is not a regular file", path);
+    if (!S_ISREG(info.st_mode)) return mt_fail(ctx, MT_ERR_IO, "%s: is not a regular file", path);
     out->bytes = (size_t)info.st_size;
     if (!maps || info.st_size == 0) return MT_SUCCESS;
     data = mmap(NULL, out->bytes, PROT_READ, MAP_PRIVATE, out->fd, 0);
@@ -2079,8 +2126,10 @@ static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_ma
         if (n > 0) done += (size_t)n;
     }
     if (done == bytes) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_IO, "%s: wanted %zu bytes at byte %zu, got %zu: it had %zu bytes when it was opened, "
-                    "and was truncated since", path, bytes, at, done, map->bytes);
+    return mt_fail(ctx, MT_ERR_IO,
+                   "%s: wanted %zu bytes at byte %zu, got %zu: it had %zu bytes when it was opened, "
+                   "and was truncated since",
+                   path, bytes, at, done, map->bytes);
 }
 
 #define MTI_TEXT_MAX 100000000 /* bytes, as of the header of a safetensors file */
@@ -2093,7 +2142,7 @@ static mt_status mti_text_read(mt_context *ctx, const char *path, void **text, s
     MT_TRY(mti_mapped_open(ctx, path, 0, &file));
     *bytes = file.bytes;
     if (file.bytes > MTI_TEXT_MAX)
-        status = mti_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, file.bytes, MTI_TEXT_MAX);
+        status = mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, file.bytes, MTI_TEXT_MAX);
     if (status == MT_SUCCESS) status = mti_host_new(ctx, file.bytes + 1, text);
     if (status == MT_SUCCESS) status = mti_mapped_read(ctx, path, &file, 0, file.bytes, *text);
     mti_mapped_close(&file);
@@ -2108,15 +2157,15 @@ static uint64_t mti_load_word(const unsigned char *p) {
 
 #define MTI_CHECKSUM_BASIS 14695981039346656037u
 
-/* A multiplication carries bits up only: the upper half comes down, too, so that two changes do not meet in the last bit and
-   cancel there. */
+/* A multiplication carries bits up only: the upper half comes down, too, so that two changes do not meet in the last
+   bit and cancel there. */
 static uint64_t mti_checksum_word(uint64_t h, const unsigned char *p) {
     h = (h ^ mti_load_word(p)) * 1099511628211u;
     return h ^ h >> 32;
 }
 
-/* FNV-1a over words of 8 bytes instead of bytes; the last one is filled up with zeros. Each step is one-to-one in h and in the
-   word: a file in which one word has changed never has the same checksum. */
+/* FNV-1a over words of 8 bytes instead of bytes; the last one is filled up with zeros. Each step is one-to-one in h and
+   in the word: a file in which one word has changed never has the same checksum. */
 static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
     unsigned char rest[8] = {0};
     for (; bytes >= 8; p += 8, bytes -= 8) h = mti_checksum_word(h, p);
@@ -2133,8 +2182,8 @@ static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
 
 /* A file that is written from front to back. */
 typedef struct mti_file {
-    int fd;            /* -1: nothing is written, bytes are counted */
-    int error;         /* errno of the first call that failed; nothing is written after it */
+    int fd;    /* -1: nothing is written, bytes are counted */
+    int error; /* errno of the first call that failed; nothing is written after it */
     int64_t bytes;
     uint64_t checksum; /* of what has left the buffer */
     size_t used;
@@ -2231,7 +2280,8 @@ static mt_status mti_file_end(mt_context *ctx, mti_file *f, int sealed) {
     mti_file_flush(f);
     if (sealed) mti_file_seal(f);
     if (f->error == 0) f->error = mti_fsync(f->fd);
-    if (close(f->fd) != 0 && errno != EINTR && f->error == 0) f->error = errno; /* EINTR: it is closed, and on the disk */
+    if (close(f->fd) != 0 && errno != EINTR && f->error == 0)
+        f->error = errno; /* EINTR: it is closed, and on the disk */
     f->fd = -1;
     return f->error ? mti_io_error(ctx, f->path, "write it", f->error) : MT_SUCCESS;
 }
@@ -2283,7 +2333,7 @@ static void mti_directory_remove(mt_context *ctx, const char *path) {
     if (rmdir(path) != 0) mti_io_warning(ctx, path, "remove the directory", errno);
 }
 
-/* ---- >>safetensors ------------------------------------------------------------------------------------------------ */
+/* ---- >>safetensors ----------------------------------------------------------------------------------------------- */
 
 #define MTI_HEADER_MAX 100000000 /* of the format */
 
@@ -2295,19 +2345,24 @@ struct mt_safetensors {
     mt_safetensors_tensor *tensors; /* by offset while it is read, then by name */
     mti_metadata *metadata;
     int count, capacity, metadata_count, metadata_capacity;
-    char *text;                     /* decoded strings, one after the other */
+    char *text; /* decoded strings, one after the other */
     size_t text_bytes, text_used;
-    const unsigned char *data;      /* what follows the header, mapped */
+    const unsigned char *data; /* what follows the header, mapped */
     int64_t data_bytes;
     mti_mapped map;
     char path[MT_PATH_MAX];
 };
 
-static const struct { const char *name; int bits; int dtype; } mti_safetensors_dtypes[] = {
-    {"F32", 32, MT_F32}, {"BF16", 16, MT_BF16}, {"F16", 16, MT_F16}, {"F64", 64, -1}, {"I64", 64, -1}, {"I32", 32, -1},
-    {"I16", 16, -1}, {"I8", 8, -1}, {"U64", 64, -1}, {"U32", 32, -1}, {"U16", 16, -1}, {"U8", 8, -1}, {"BOOL", 8, -1},
-    {"C64", 64, -1}, {"F8_E4M3", 8, -1}, {"F8_E5M2", 8, -1}, {"F8_E8M0", 8, -1}, {"F8_E4M3FNUZ", 8, -1},
-    {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1}, {"F6_E3M2", 6, -1}, {"F4", 4, -1}};
+static const struct {
+    const char *name;
+    int bits;
+    int dtype;
+} mti_safetensors_dtypes[] = {{"F32", 32, MT_F32}, {"BF16", 16, MT_BF16},  {"F16", 16, MT_F16},    {"F64", 64, -1},
+                              {"I64", 64, -1},     {"I32", 32, -1},        {"I16", 16, -1},        {"I8", 8, -1},
+                              {"U64", 64, -1},     {"U32", 32, -1},        {"U16", 16, -1},        {"U8", 8, -1},
+                              {"BOOL", 8, -1},     {"C64", 64, -1},        {"F8_E4M3", 8, -1},     {"F8_E5M2", 8, -1},
+                              {"F8_E8M0", 8, -1},  {"F8_E4M3FNUZ", 8, -1}, {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1},
+                              {"F6_E3M2", 6, -1},  {"F4", 4, -1}};
 
 /* Which of them, -1: none. */
 static int mti_safetensors_dtype(const char *name) {
@@ -2324,7 +2379,7 @@ static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capac
     if (count < *capacity) return MT_SUCCESS;
     MT_TRY(mti_host_new(ctx, (size_t)more * bytes, &memory));
     if (*list) memcpy(memory, *list, (size_t)count * bytes);
-    mti_host_free(*list);
+    mt_host_free(*list);
     *list = memory;
     *capacity = more;
     return MT_SUCCESS;
@@ -2372,7 +2427,8 @@ static void mti_safetensors_offsets(mti_json *j, int64_t *begin, int64_t *end) {
 }
 
 /* The members of one tensor; unknown ones are passed over, as the format's own library does. */
-static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetensors_tensor *t, int64_t *begin, int64_t *end) {
+static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetensors_tensor *t, int64_t *begin,
+                                    int64_t *end) {
     static const char *const names[] = {"dtype", "shape", "data_offsets"};
     int count = 0, seen = 0, i;
     mti_json_take(j, '{', "a tensor is not an object");
@@ -2392,24 +2448,26 @@ static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetenso
 }
 
 /* Whether shape, type and offsets of a tensor go together. */
-static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s, mt_safetensors_tensor *t, int64_t begin,
-                                       int64_t end) {
+static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s, mt_safetensors_tensor *t,
+                                       int64_t begin, int64_t end) {
     int type = mti_safetensors_dtype(t->dtype), i;
     int64_t bits;
-    if (type < 0) return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has dtype '%.20s'", s->path, t->name, t->dtype);
+    if (type < 0) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has dtype '%.20s'", s->path, t->name, t->dtype);
     if (begin > end || end > s->data_bytes)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: data_offsets [%lld, %lld] of '%.100s' in a file with %lld bytes of data%s",
-                        s->path, (long long)begin, (long long)end, t->name, (long long)s->data_bytes,
-                        begin > end ? "" : "; it may be truncated");
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: data_offsets [%lld, %lld] of '%.100s' in a file with %lld bytes of data%s", s->path,
+                       (long long)begin, (long long)end, t->name, (long long)s->data_bytes,
+                       begin > end ? "" : "; it may be truncated");
     bits = mti_safetensors_dtypes[type].bits;
     for (i = 0; i < t->dims; i++) {
         if (t->shape[i] > 0 && bits > INT64_MAX / t->shape[i])
-            return mti_fail(ctx, MT_ERR_DATA, "%s: the shape of '%.100s' overflows", s->path, t->name);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: the shape of '%.100s' overflows", s->path, t->name);
         bits *= t->shape[i];
     }
     if (bits % 8 != 0 || bits / 8 != end - begin)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has %lld bits by shape and dtype %s, and %lld bytes by data_offsets",
-                        s->path, t->name, (long long)bits, t->dtype, (long long)(end - begin));
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: '%.100s' has %lld bits by shape and dtype %s, and %lld bytes by data_offsets", s->path,
+                       t->name, (long long)bits, t->dtype, (long long)(end - begin));
     t->data = s->data + begin;
     t->bytes = end - begin;
     t->file = s;
@@ -2465,20 +2523,22 @@ static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_data);
     for (i = 0; i < s->count; end += s->tensors[i++].bytes)
         if (s->tensors[i].data != end)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' begins at %lld of the data, and what is before it ends at %lld",
-                            s->path, s->tensors[i].name, (long long)((const unsigned char *)s->tensors[i].data - s->data),
-                            (long long)(end - s->data));
+            return mt_fail(ctx, MT_ERR_DATA,
+                           "%s: '%.100s' begins at %lld of the data, and what is before it ends at %lld", s->path,
+                           s->tensors[i].name, (long long)((const unsigned char *)s->tensors[i].data - s->data),
+                           (long long)(end - s->data));
     if (end != s->data + s->data_bytes)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: its tensors have %lld bytes, its data %lld", s->path,
-                        (long long)(end - s->data), (long long)s->data_bytes);
+        return mt_fail(ctx, MT_ERR_DATA, "%s: its tensors have %lld bytes, its data %lld", s->path,
+                       (long long)(end - s->data), (long long)s->data_bytes);
     if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_name);
     for (i = 1; i < s->count; i++)
         if (strcmp(s->tensors[i - 1].name, s->tensors[i].name) == 0)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice", s->path, s->tensors[i].name);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice", s->path, s->tensors[i].name);
     if (s->metadata_count > 0) qsort(s->metadata, (size_t)s->metadata_count, sizeof *s->metadata, mti_metadata_by_key);
     for (i = 1; i < s->metadata_count; i++)
         if (strcmp(s->metadata[i - 1].key, s->metadata[i].key) == 0)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice in __metadata__", s->path, s->metadata[i].key);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice in __metadata__", s->path,
+                           s->metadata[i].key);
     return MT_SUCCESS;
 }
 
@@ -2489,11 +2549,12 @@ static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
     void *memory;
     mti_json j;
     mt_status status;
-    if (size < 8) return mti_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are no safetensors file", s->path, size);
+    if (size < 8) return mt_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are no safetensors file", s->path, size);
     MT_TRY(mti_mapped_read(ctx, s->path, &s->map, 0, sizeof header, &header));
     if (header > MTI_HEADER_MAX || header > size - 8)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: a header of %llu bytes (at most %d) in a file of %zu; it may be truncated",
-                        s->path, (unsigned long long)header, MTI_HEADER_MAX, size);
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: a header of %llu bytes (at most %d) in a file of %zu; it may be truncated", s->path,
+                       (unsigned long long)header, MTI_HEADER_MAX, size);
     s->data = (const unsigned char *)s->map.data + 8 + header;
     s->data_bytes = (int64_t)(size - 8 - header);
     s->text_bytes = (size_t)header + 1;
@@ -2503,13 +2564,13 @@ static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
     j = mti_json_begin(memory, (size_t)header);
     status = mti_mapped_read(ctx, s->path, &s->map, 8, (size_t)header, memory);
     if (status == MT_SUCCESS) status = mti_safetensors_header(ctx, s, &j);
-    mti_host_free(memory);
+    mt_host_free(memory);
     return status == MT_SUCCESS ? mti_safetensors_sort(ctx, s) : status;
 }
 
 static mt_status mti_safetensors_open(mt_context *ctx, const char *path, mt_safetensors *s) {
     if (strlen(path) >= sizeof s->path)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: a path of %zu characters", strlen(path));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: a path of %zu characters", strlen(path));
     snprintf(s->path, sizeof s->path, "%s", path);
     MT_TRY(mti_mapped_open(ctx, path, 1, &s->map));
     return mti_safetensors_parse(ctx, s);
@@ -2519,8 +2580,7 @@ MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safet
     void *memory;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!path || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
+    if (!path || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
     *out = NULL;
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     ((mt_safetensors *)memory)->map.fd = -1;
@@ -2533,10 +2593,10 @@ MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safet
 MT_API void mt_safetensors_close(mt_safetensors *file) {
     if (!file) return;
     mti_mapped_close(&file->map);
-    mti_host_free(file->tensors);
-    mti_host_free(file->metadata);
-    mti_host_free(file->text);
-    mti_host_free(file);
+    mt_host_free(file->tensors);
+    mt_host_free(file->metadata);
+    mt_host_free(file->text);
+    mt_host_free(file);
 }
 
 MT_API int mt_safetensors_count(const mt_safetensors *file) { return file ? file->count : 0; }
@@ -2549,7 +2609,8 @@ MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *fi
     mt_safetensors_tensor key;
     if (!name || mt_safetensors_count(file) == 0) return NULL;
     key.name = name;
-    return (const mt_safetensors_tensor *)bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mti_tensor_by_name);
+    return (const mt_safetensors_tensor *)bsearch(&key, file->tensors, (size_t)file->count, sizeof key,
+                                                  mti_tensor_by_name);
 }
 
 MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key) {
@@ -2570,12 +2631,14 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
     int type;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensor || !out || !tensor->file)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
-                        !tensor ? "tensor" : !out ? "out" : "tensor->file");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
+                       !tensor ? "tensor"
+                       : !out  ? "out"
+                               : "tensor->file");
     type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
     if (type < 0)
-        return mti_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
-                        tensor->dtype);
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
+                       tensor->dtype);
     if (type != MT_F32) from += tensor->bytes; /* the second half of out: what is widened never overtakes it */
     map = &tensor->file->map;
     MT_TRY(mti_mapped_read(ctx, tensor->file->path, map,
@@ -2583,9 +2646,9 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
                            (size_t)tensor->bytes, from));
     elements = type == MT_F32 ? 0 : tensor->bytes / 2;
     for (i = 0; i < elements; i += n) {
-        n = mti_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
+        n = mt_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
         memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
-        mti_row_widen((mt_dtype)type, halves, out + i, n);
+        mt_f32_from_16bit((mt_dtype)type, halves, out + i, n);
     }
     return MT_SUCCESS;
 }
@@ -2609,11 +2672,11 @@ static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s
     }
     snprintf(digits, sizeof digits, "%016llx", (unsigned long long)h);
     if (!*has || memcmp(digits, wanted, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %s",
-                    s->path, digits, wanted);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %s", s->path,
+                   digits, wanted);
 }
 
-/* ---- >>checkpoint ------------------------------------------------------------------------------------------------- */
+/* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
 
 /* What is said of a model and of a run in the metadata of its files, one table for writing, reading and comparing. */
 typedef enum mti_field_kind { MTI_FIELD_I64, MTI_FIELD_U64, MTI_FIELD_INT, MTI_FIELD_F32 } mti_field_kind;
@@ -2683,7 +2746,7 @@ static const mti_field mti_optimizer_fields[] = {
 /* All digits of a float, with a decimal point in every locale. */
 static void mti_f32_text(float x, char *text) {
     snprintf(text, MTI_FIELD_TEXT, "%.8e", (double)x);
-    if (strchr(text, 'e')) mti_decimal_point(text);
+    if (strchr(text, 'e')) mt_decimal_point(text);
     else snprintf(text, MTI_FIELD_TEXT, "0"); /* not finite, which no field is */
 }
 
@@ -2718,7 +2781,7 @@ static int mti_field_parse(const mti_field *f, const char *text, void *base) {
         memcpy(at, &x, sizeof x);
         return !j.error && fits;
     }
-    if (!mti_whole(text + negative, f->kind == MTI_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX, &whole)) return 0;
+    if (!mt_parse_whole(text + negative, f->kind == MTI_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX, &whole)) return 0;
     if (negative) whole = 0 - whole;
     if (f->kind != MTI_FIELD_INT) {
         memcpy(at, &whole, sizeof whole);
@@ -2748,7 +2811,7 @@ static mt_status mti_field_refuse(mt_context *ctx, const char *path, const mti_f
         snprintf(range, sizeof range, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX);
     else if (f->kind != MTI_FIELD_F32)
         snprintf(range, sizeof range, "a whole number from %lld to %lld", (long long)f->low, (long long)f->high);
-    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", path, f->name, text, range);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", path, f->name, text, range);
 }
 
 /* fault: what of fields that are in their ranges is not allowed, by its name; may be NULL. */
@@ -2758,15 +2821,15 @@ static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *s, const
     int i;
     for (i = 0; i < count; i++) {
         text = mt_safetensors_metadata(s, fields[i].name);
-        if (!text) return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no %s", s->path, fields[i].name);
+        if (!text) return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no %s", s->path, fields[i].name);
         if (!mti_field_parse(&fields[i], text, base) || !mti_field_in_range(&fields[i], base))
             return mti_field_refuse(ctx, s->path, &fields[i], text);
     }
     name = fault ? fault(base) : NULL;
     if (!name) return MT_SUCCESS;
     for (i = 0; i + 1 < count && strcmp(fields[i].name, name) != 0; i++) continue;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", s->path, name,
-                    mt_safetensors_metadata(s, name), fields[i].allowed);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", s->path, name,
+                   mt_safetensors_metadata(s, name), fields[i].allowed);
 }
 
 static const char *mti_gpt_fault(const void *desc) {
@@ -2813,11 +2876,10 @@ typedef struct mti_gpt2_name {
     int form;
 } mti_gpt2_name;
 
-static const mti_gpt2_name mti_gpt2_model[] = {
-    {"embedding.word_embeddings.weight", "wte.weight", MTI_FORM_MATRIX},
-    {"embedding.position_embeddings.weight", "wpe.weight", MTI_FORM_MATRIX},
-    {"decoder.final_layernorm.weight", "ln_f.weight", MTI_FORM_VECTOR},
-    {"decoder.final_layernorm.bias", "ln_f.bias", MTI_FORM_VECTOR}};
+static const mti_gpt2_name mti_gpt2_model[] = {{"embedding.word_embeddings.weight", "wte.weight", MTI_FORM_MATRIX},
+                                               {"embedding.position_embeddings.weight", "wpe.weight", MTI_FORM_MATRIX},
+                                               {"decoder.final_layernorm.weight", "ln_f.weight", MTI_FORM_VECTOR},
+                                               {"decoder.final_layernorm.bias", "ln_f.bias", MTI_FORM_VECTOR}};
 
 static const mti_gpt2_name mti_gpt2_layer[] = {
     {"input_layernorm.weight", "ln_1.weight", MTI_FORM_VECTOR},
@@ -2870,11 +2932,12 @@ static mti_layout mti_layout_of(const mt_param *p, const char *prefix) {
     return l;
 }
 
-/* In a file of GPT-2, but no parameter: the causal mask, as older versions of transformers stored it, and the head of a model
-   whose embeddings are tied. */
+/* In a file of GPT-2, but no parameter: the causal mask, as older versions of transformers stored it, and the head of a
+   model whose embeddings are tied. */
 static int mti_gpt2_ignores(const char *name, const char *prefix) {
     size_t n = strlen(prefix);
-    const char *rest = strncmp(name, prefix, n) == 0 && strncmp(name + n, "h.", 2) == 0 ? strchr(name + n + 2, '.') : NULL;
+    const char *rest =
+        strncmp(name, prefix, n) == 0 && strncmp(name + n, "h.", 2) == 0 ? strchr(name + n + 2, '.') : NULL;
     if (strcmp(name, "lm_head.weight") == 0) return 1;
     return rest && (strcmp(rest, ".attn.bias") == 0 || strcmp(rest, ".attn.masked_bias") == 0);
 }
@@ -2884,12 +2947,14 @@ static void mti_host_transpose(const float *x, int64_t rows, int64_t cols, float
     int64_t r, c, i, j;
     for (r = 0; r < rows; r += 32)
         for (c = 0; c < cols; c += 32)
-            for (j = c; j < mti_min(c + 32, cols); j++)
-                for (i = r; i < mti_min(r + 32, rows); i++) y[j * rows + i] = x[i * cols + j];
+            for (j = c; j < mt_min(c + 32, cols); j++)
+                for (i = r; i < mt_min(r + 32, rows); i++) y[j * rows + i] = x[i * cols + j];
 }
 
-static const struct { const char *name; mt_activation activation; } mti_gpt2_activations[] = {
-    {"gelu_new", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH}, {"gelu", MT_GELU_ERF}};
+static const struct {
+    const char *name;
+    mt_activation activation;
+} mti_gpt2_activations[] = {{"gelu_new", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH}, {"gelu", MT_GELU_ERF}};
 
 /* What of config.json decides what is computed; what is not there has the default of transformers' GPT2Config. */
 typedef struct mti_gpt2_config {
@@ -2907,8 +2972,8 @@ static void mti_config_switch(mti_json *j, int *out) {
 
 static void mti_config_member(mti_json *j, mti_gpt2_config *c, const char *name) {
     static const char *const wholes[] = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"};
-    static const char *const switches[] = {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
-                                           "tie_word_embeddings"};
+    static const char *const switches[] = {"scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+                                           "add_cross_attention", "tie_word_embeddings"};
     int64_t *whole[6];
     int *on[4], i;
     whole[0] = &c->vocab_size, whole[1] = &c->n_positions, whole[2] = &c->n_embd;
@@ -2935,8 +3000,8 @@ static void mti_config_member(mti_json *j, mti_gpt2_config *c, const char *name)
 static mt_status mti_config_size(mt_context *ctx, const char *path, const char *name, int64_t x, int64_t low,
                                  int64_t high) {
     if (x >= low && x <= high) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: %s is %lld, must be from %lld to %lld", path, name, (long long)x,
-                    (long long)low, (long long)high);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: %s is %lld, must be from %lld to %lld", path, name, (long long)x,
+                   (long long)low, (long long)high);
 }
 
 static mt_status mti_config_sizes(mt_context *ctx, const char *path, const mti_gpt2_config *c) {
@@ -2952,17 +3017,20 @@ static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti
     size_t i = 0, n = sizeof mti_gpt2_activations / sizeof *mti_gpt2_activations;
     while (i < n && strcmp(c->activation_function, mti_gpt2_activations[i].name) != 0) i++;
     if (strcmp(c->model_type, "gpt2") != 0)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: model_type is '%s', must be gpt2", path, c->model_type);
+        return mt_fail(ctx, MT_ERR_DATA, "%s: model_type is '%s', must be gpt2", path, c->model_type);
     if (i == n || !c->scale_attn_weights || c->scale_attn_by_inverse_layer_idx || c->add_cross_attention ||
         !c->tie_word_embeddings)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: activation_function '%s', scale_attn_weights %d, "
-                        "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 that is "
-                        "not built here", path, c->activation_function, c->scale_attn_weights,
-                        c->scale_attn_by_inverse_layer_idx, c->add_cross_attention, c->tie_word_embeddings);
+        return mt_fail(
+            ctx, MT_ERR_DATA,
+            "%s: activation_function '%s', scale_attn_weights %d, "
+            "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 that is "
+            "not built here",
+            path, c->activation_function, c->scale_attn_weights, c->scale_attn_by_inverse_layer_idx,
+            c->add_cross_attention, c->tie_word_embeddings);
     MT_TRY(mti_config_sizes(ctx, path, c));
     if (!((float)c->layer_norm_epsilon > 0 && c->layer_norm_epsilon < 1))
-        return mti_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, must be above 0 and below 1", path,
-                        c->layer_norm_epsilon);
+        return mt_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, must be above 0 and below 1", path,
+                       c->layer_norm_epsilon);
     memset(out, 0, sizeof *out);
     out->vocab = c->vocab_size;
     out->max_seq = c->n_positions;
@@ -3001,7 +3069,7 @@ static mt_status mti_config_read(mt_context *ctx, const char *directory, mt_gpt_
     MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
     status = mti_text_read(ctx, path, &text, &bytes);
     if (status == MT_SUCCESS) status = mti_config_parse(ctx, path, text, bytes, out);
-    mti_host_free(text);
+    mt_host_free(text);
     return status;
 }
 
@@ -3038,8 +3106,8 @@ static mt_status mti_config_write(mt_context *ctx, mti_file *f, const char *dire
     mti_config_float(f, "embd_pdrop", d.embedding_dropout);
     mti_config_float(f, "attn_pdrop", d.layer.attention_dropout);
     mti_config_float(f, "resid_pdrop", d.layer.hidden_dropout);
-    mti_file_text(f, d.vocab == 50257 ? ",\n  \"bos_token_id\": 50256,\n  \"eos_token_id\": 50256" :
-                  ",\n  \"bos_token_id\": null,\n  \"eos_token_id\": null");
+    mti_file_text(f, d.vocab == 50257 ? ",\n  \"bos_token_id\": 50256,\n  \"eos_token_id\": 50256"
+                                      : ",\n  \"bos_token_id\": null,\n  \"eos_token_id\": null");
     mti_file_text(f, ",\n  \"tie_word_embeddings\": true\n}\n");
     return mti_file_end(ctx, f, 0);
 }
@@ -3050,13 +3118,13 @@ static mt_status mti_config_write(mt_context *ctx, mti_file *f, const char *dire
 typedef struct mti_bundle {
     mt_safetensors **files;
     int count, capacity;
-    int64_t tensors; /* in all of them */
+    int64_t tensors;        /* in all of them */
     char path[MT_PATH_MAX]; /* of the file, or of the index */
 } mti_bundle;
 
 static void mti_bundle_close(mti_bundle *b) {
     while (b->count > 0) mt_safetensors_close(b->files[--b->count]);
-    mti_host_free(b->files);
+    mt_host_free(b->files);
     memset(b, 0, sizeof *b);
 }
 
@@ -3085,13 +3153,16 @@ static mt_status mti_version_check(mt_context *ctx, const mt_safetensors *s, int
     const char *theirs = mt_safetensors_metadata(s, MTI_VERSION_KEY);
     int64_t number = theirs ? mti_version_number(theirs) : 0;
     if (!theirs && !needed) return MT_SUCCESS;
-    if (!theirs) return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no " MTI_VERSION_KEY, s->path);
+    if (!theirs) return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no " MTI_VERSION_KEY, s->path);
     if (number < 0)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has " MTI_VERSION_KEY " '%.40s', must be a version such as "
-                        MT_VERSION, s->path, theirs);
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: its metadata has " MTI_VERSION_KEY " '%.40s', must be a version such as " MT_VERSION,
+                       s->path, theirs);
     if (number <= mti_version_number(MT_VERSION)) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: was written by megatron.h %.40s, this is " MT_VERSION ": it reads files of "
-                    "its own version and of older ones", s->path, theirs);
+    return mt_fail(ctx, MT_ERR_DATA,
+                   "%s: was written by megatron.h %.40s, this is " MT_VERSION ": it reads files of "
+                   "its own version and of older ones",
+                   s->path, theirs);
 }
 
 static mt_status mti_bundle_add(mt_context *ctx, mti_bundle *b, const char *directory, const char *name) {
@@ -3112,8 +3183,8 @@ static mt_status mti_bundle_add(mt_context *ctx, mti_bundle *b, const char *dire
     }
     for (i = 0; b->count > 0 && i < mt_safetensors_count(added); i++)
         if (mti_bundle_find(b, mt_safetensors_at(added, i)->name)) {
-            status = mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is in another file, too", path,
-                              mt_safetensors_at(added, i)->name);
+            status = mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is in another file, too", path,
+                             mt_safetensors_at(added, i)->name);
             mt_safetensors_close(added);
             return status;
         }
@@ -3128,21 +3199,22 @@ static const char *mti_file_name(const char *path) {
 }
 
 /* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
-static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *directory, const char *tensor, const char *file) {
+static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *directory, const char *tensor,
+                                  const char *file) {
     int i;
     for (i = 0; i < b->count && strcmp(mti_file_name(b->files[i]->path), file) != 0; i++) continue;
     if (i == b->count) {
         if (!file[0] || strchr(file, '/') || file[0] == '.')
-            return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
         MT_TRY(mti_bundle_add(ctx, b, directory, file));
     }
     if (mt_safetensors_find(b->files[i], tensor)) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tensor, file);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tensor, file);
 }
 
 /* text: room for any string of the index. */
-static mt_status mti_bundle_entries(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text, size_t room,
-                                    int64_t *entries) {
+static mt_status mti_bundle_entries(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text,
+                                    size_t room, int64_t *entries) {
     char file[256];
     int count = 0;
     mti_json_take(j, '{', "weight_map is not an object");
@@ -3157,7 +3229,8 @@ static mt_status mti_bundle_entries(mt_context *ctx, mti_bundle *b, const char *
     return MT_SUCCESS;
 }
 
-static mt_status mti_bundle_index(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text, size_t room) {
+static mt_status mti_bundle_index(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text,
+                                  size_t room) {
     int count = 0;
     int64_t entries = 0;
     mti_json_take(j, '{', "it does not begin with '{'");
@@ -3171,8 +3244,8 @@ static mt_status mti_bundle_index(mt_context *ctx, mti_bundle *b, const char *di
     mti_json_end(j);
     MT_TRY(mti_json_status(ctx, j, b->path, "JSON"));
     if (entries == b->tensors && entries > 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: names %lld tensors, its files have %lld", b->path, (long long)entries,
-                    (long long)b->tensors);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: names %lld tensors, its files have %lld", b->path, (long long)entries,
+                   (long long)b->tensors);
 }
 
 static mt_status mti_bundle_open_index(mt_context *ctx, mti_bundle *b, const char *directory) {
@@ -3185,8 +3258,8 @@ static mt_status mti_bundle_open_index(mt_context *ctx, mti_bundle *b, const cha
         j = mti_json_begin(json, bytes);
         status = mti_bundle_index(ctx, b, directory, &j, (char *)text, bytes + 1);
     }
-    mti_host_free(json);
-    mti_host_free(text);
+    mt_host_free(json);
+    mt_host_free(text);
     return status;
 }
 
@@ -3200,7 +3273,7 @@ static mt_status mti_bundle_open(mt_context *ctx, const char *directory, const c
     snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
     MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
     if (mti_exists(b->path)) return mti_bundle_open_index(ctx, b, directory);
-    return mti_fail(ctx, MT_ERR_IO, "%s: has neither %s.safetensors nor its index", directory, stem);
+    return mt_fail(ctx, MT_ERR_IO, "%s: has neither %s.safetensors nor its index", directory, stem);
 }
 
 /* The index of the files model-0000s-of-0000S.safetensors that the stages have written. */
@@ -3232,11 +3305,11 @@ struct mt_checkpoint {
     const mt_gpt *gpt;
     mt_optimizer *optimizer;
     int keep;
-    const char *prefix;    /* of GPT-2's names in the files that are written; NULL: the registry's names */
-    float *whole, *spare;  /* a tensor in host memory; a second one to convert it, with gpt */
-    int64_t elements;      /* that each has room for */
-    void *exchange;        /* on the device: MTI_ERROR_BYTES, for mti_agree */
-    int lock;              /* the first rank's, of the directory, from its first save on; -1: it has none */
+    const char *prefix;   /* of GPT-2's names in the files that are written; NULL: the registry's names */
+    float *whole, *spare; /* a tensor in host memory; a second one to convert it, with gpt */
+    int64_t elements;     /* that each has room for */
+    void *exchange;       /* on the device: MT_ERROR_BYTES, for mti_agree */
+    int lock;             /* the first rank's, of the directory, from its first save on; -1: it has none */
     char directory[MT_PATH_MAX];
     mti_file file;
 };
@@ -3258,10 +3331,11 @@ static mt_status mti_checkpoint_memory(mt_context *ctx, mt_checkpoint *c) {
     c->whole = (float *)memory;
     if (c->gpt) MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
     if (c->gpt) c->spare = (float *)memory;
-    return mt_context_alloc(ctx, MTI_ERROR_BYTES, &c->exchange);
+    return mt_context_alloc(ctx, MT_ERROR_BYTES, &c->exchange);
 }
 
-MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc, mt_checkpoint **out) {
+MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
+                                      mt_checkpoint **out) {
     static const char *const function = "mt_checkpoint_create";
     mt_checkpoint *c;
     void *memory;
@@ -3269,14 +3343,15 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, function));
     if (!desc || !desc->directory || !desc->directory[0] || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "there is no directory" : "out is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "there is no directory" : "out is NULL");
     *out = NULL;
     if (desc->keep < 0 || strlen(desc->directory) > MT_PATH_MAX - 128)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
-                        desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
-    if ((desc->gpt && desc->gpt->tokens.weight && mt_params_find(params, desc->gpt->tokens.weight->name) !=
-         desc->gpt->tokens.weight) || (desc->optimizer && desc->optimizer->params != params))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt or optimizer is not of this registry", function);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
+                       desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
+    if ((desc->gpt && desc->gpt->tokens.weight &&
+         mt_params_find(params, desc->gpt->tokens.weight->name) != desc->gpt->tokens.weight) ||
+        (desc->optimizer && desc->optimizer->params != params))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt or optimizer is not of this registry", function);
     MT_TRY(mti_host_new(ctx, sizeof *c, &memory));
     c = (mt_checkpoint *)memory;
     c->params = params;
@@ -3296,18 +3371,18 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
     if (!ctx || !checkpoint) return;
     if (checkpoint->lock >= 0) close(checkpoint->lock);
-    mt_context_free(ctx, checkpoint->exchange, MTI_ERROR_BYTES);
-    mti_host_free(checkpoint->whole);
-    mti_host_free(checkpoint->spare);
-    mti_host_free(checkpoint);
+    mt_context_free(ctx, checkpoint->exchange, MT_ERROR_BYTES);
+    mt_host_free(checkpoint->whole);
+    mt_host_free(checkpoint->spare);
+    mt_host_free(checkpoint);
 }
 
-/* Status and sentence of the first rank that failed, for every rank; exchange: MTI_ERROR_BYTES on the device. What goes wrong
-   on one rank must not keep it from coming here. */
+/* Status and sentence of the first rank that failed, for every rank; exchange: MT_ERROR_BYTES on the device. What goes
+   wrong on one rank must not keep it from coming here. */
 static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_status mine) {
     int rank = mt_comm_rank(comm), size = mt_comm_size(comm), worst;
-    mt_tensor one = mt_tensor_make(exchange, MT_I32, 1, 1), all = mt_tensor_make(exchange, MT_U8, 1, MTI_ERROR_BYTES);
-    char text[MTI_ERROR_BYTES];
+    mt_tensor one = mt_tensor_make(exchange, MT_I32, 1, 1), all = mt_tensor_make(exchange, MT_U8, 1, MT_ERROR_BYTES);
+    char text[MT_ERROR_BYTES];
     int32_t code = mine == MT_SUCCESS ? 0 : size - rank;
     if (size == 1) return mine;
     MT_TRY(mt_upload(ctx, &code, one));
@@ -3319,11 +3394,11 @@ static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_st
     memcpy(text + sizeof mine, ctx->error, sizeof text - sizeof mine);
     text[sizeof text - 1] = 0;
     MT_TRY(mt_upload(ctx, text, all));
-    MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MTI_ERROR_BYTES, MT_U8, worst));
+    MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MT_ERROR_BYTES, MT_U8, worst));
     MT_TRY(mt_download(ctx, all, text));
     if (rank == worst) return mine;
     memcpy(&mine, text, sizeof mine);
-    return mti_fail(ctx, mine, "%s", text + sizeof mine);
+    return mt_fail(ctx, mine, "%s", text + sizeof mine);
 }
 
 static const char *const mti_step_format = "step-%08lld";
@@ -3332,7 +3407,8 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
     char name[32];
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !path || step < 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_path: step %lld, directory or path is NULL", (long long)step);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_path: step %lld, directory or path is NULL",
+                       (long long)step);
     snprintf(name, sizeof name, mti_step_format, (long long)step);
     return mti_path(ctx, directory, name, path, bytes);
 }
@@ -3341,7 +3417,7 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
 static int64_t mti_step_of(const char *name) {
     uint64_t step;
     char same[32];
-    if (strncmp(name, "step-", 5) != 0 || !mti_whole(name + 5, (uint64_t)MTI_STEPS_MAX, &step)) return -1;
+    if (strncmp(name, "step-", 5) != 0 || !mt_parse_whole(name + 5, (uint64_t)MTI_STEPS_MAX, &step)) return -1;
     snprintf(same, sizeof same, mti_step_format, (long long)step);
     return strcmp(same, name) == 0 ? (int64_t)step : -1;
 }
@@ -3373,7 +3449,8 @@ static void mti_leftovers_remove(mt_context *ctx, const char *directory) {
     if (!d) mti_io_warning(ctx, directory, "list the directory", errno);
     while (d && (entry = readdir(d)) != NULL)
         if (mti_is_leftover(entry->d_name) &&
-            snprintf(path, sizeof path, "%s/%s", directory, entry->d_name) < (int)sizeof path) mti_directory_remove(ctx, path);
+            snprintf(path, sizeof path, "%s/%s", directory, entry->d_name) < (int)sizeof path)
+            mti_directory_remove(ctx, path);
     if (d) closedir(d);
 }
 
@@ -3388,12 +3465,12 @@ MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char
     size_t mark;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !step)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_latest: %s is NULL", step ? "directory" : "step");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_latest: %s is NULL", step ? "directory" : "step");
     *step = -1;
     if (!comm || mt_comm_rank(comm) == 0) status = mti_checkpoint_newest(ctx, directory, step);
     if (!comm || mt_comm_size(comm) == 1) return status;
     mark = mt_arena_mark(ctx);
-    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MTI_ERROR_BYTES, &room));
+    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MT_ERROR_BYTES, &room));
     MT_TRY(mti_agree(ctx, comm, room.data, status));
     room.cols = (int64_t)sizeof *step;
     MT_TRY(mt_upload(ctx, step, room));
@@ -3413,9 +3490,9 @@ enum { MTI_VALUE = -1 };
 
 typedef struct mti_part {
     const char *stem;
-    const char *prefix;            /* of GPT-2's names, or NULL */
+    const char *prefix; /* of GPT-2's names, or NULL */
     mt_dtype dtype;
-    int first, last;               /* MTI_VALUE, or of mt_optimizer_state */
+    int first, last; /* MTI_VALUE, or of mt_optimizer_state */
 } mti_part;
 
 static int mti_has_masters(const mt_optimizer *optimizer) {
@@ -3492,8 +3569,9 @@ static void mti_put_header(const mt_checkpoint *c, const mti_part *part, const m
             if (!mti_param_is_ours(c->params, p)) continue;
             mti_file_text(f, ",");
             mti_file_string(f, l.name);
-            mti_file_text(f, part->dtype == MT_F32 ? ":{\"dtype\":\"F32\",\"shape\":[" :
-                          part->dtype == MT_BF16 ? ":{\"dtype\":\"BF16\",\"shape\":[" : ":{\"dtype\":\"F16\",\"shape\":[");
+            mti_file_text(f, part->dtype == MT_F32    ? ":{\"dtype\":\"F32\",\"shape\":["
+                             : part->dtype == MT_BF16 ? ":{\"dtype\":\"BF16\",\"shape\":["
+                                                      : ":{\"dtype\":\"F16\",\"shape\":[");
             for (k = 0; k < l.dims; k++) {
                 if (k > 0) mti_file_text(f, ",");
                 mti_file_whole(f, l.shape[k]);
@@ -3524,8 +3602,8 @@ static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_par
     mti_put_header(c, part, state, &c->file);
     header = (uint64_t)c->file.bytes;
     if (header > MTI_HEADER_MAX)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
-                        (unsigned long long)header, MTI_HEADER_MAX);
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
+                       (unsigned long long)header, MTI_HEADER_MAX);
     MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
     mti_file_put(&c->file, &header, sizeof header);
     mti_put_header(c, part, state, &c->file);
@@ -3543,8 +3621,8 @@ static mt_status mti_layout_to_file(mt_checkpoint *c, const mt_param *p, const m
     int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
     if (l->form & MTI_FORM_QKV) {
         const mt_transformer_layer_desc *d = &c->gpt->desc.layer;
-        MT_TRY(mt_qkv_to_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols, c->whole,
-                                  c->spare, c->spare + third, c->spare + 2 * third));
+        MT_TRY(mt_qkv_to_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols,
+                                  c->whole, c->spare, c->spare + third, c->spare + 2 * third));
         mti_swap(c);
     }
     if (l->form & MTI_FORM_CONV1D) {
@@ -3562,8 +3640,8 @@ static mt_status mti_layout_from_file(mt_checkpoint *c, const mt_param *p, const
     }
     if (l->form & MTI_FORM_QKV) {
         const mt_transformer_layer_desc *d = &c->gpt->desc.layer;
-        MT_TRY(mt_qkv_from_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols, c->whole,
-                                    c->whole + third, c->whole + 2 * third, c->spare));
+        MT_TRY(mt_qkv_from_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols,
+                                    c->whole, c->whole + third, c->whole + 2 * third, c->spare));
         mti_swap(c);
     }
     return MT_SUCCESS;
@@ -3578,8 +3656,8 @@ static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
         return;
     }
     for (i = 0; i < n; i += count) {
-        count = mti_min(n - i, (int64_t)(sizeof halves / sizeof *halves));
-        mti_row_round(dtype, c->whole + i, halves, count);
+        count = mt_min(n - i, (int64_t)(sizeof halves / sizeof *halves));
+        mt_f32_to_16bit(dtype, c->whole + i, halves, count);
         mti_file_put(&c->file, halves, (size_t)count * sizeof *halves);
     }
 }
@@ -3592,8 +3670,8 @@ static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_par
             const mt_param *p = c->params->list[i];
             mti_layout l = mti_part_layout(part, p, what);
             if (!mti_param_is_ours(c->params, p)) continue;
-            MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole) :
-                   mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
+            MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole)
+                                     : mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
             if (!writes || *io != MT_SUCCESS) continue;
             *io = mti_layout_to_file(c, p, &l);
             mti_put_elements(c, part->dtype, p->desc.rows * p->desc.cols);
@@ -3612,7 +3690,8 @@ static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part
     return status;
 }
 
-/* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time. */
+/* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time.
+ */
 static int mti_lock_wait(int fd) {
     struct timespec nap = mti_timespec(10e-3);
     int tries = 0, error = 0;
@@ -3623,8 +3702,8 @@ static int mti_lock_wait(int fd) {
     return error;
 }
 
-/* The lock of a directory, on a file in it, since on some networks' file systems that of a directory binds one host only.
-   However a process ends, its lock ends with it; the file stays. */
+/* The lock of a directory, on a file in it, since on some networks' file systems that of a directory binds one host
+   only. However a process ends, its lock ends with it; the file stays. */
 static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
     char path[MT_PATH_MAX];
     int error;
@@ -3635,7 +3714,7 @@ static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
     if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS; /* it has no locks */
     close(c->lock);
     c->lock = -1;
-    if (error == EWOULDBLOCK) return mti_fail(ctx, MT_ERR_IO, "%s: another run writes to it", c->directory);
+    if (error == EWOULDBLOCK) return mt_fail(ctx, MT_ERR_IO, "%s: another run writes to it", c->directory);
     return mti_io_error(ctx, path, "lock it", error);
 }
 
@@ -3656,9 +3735,10 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) 
     mt_status status = MT_SUCCESS;
     mt_comm *world;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!checkpoint) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
+    if (!checkpoint) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
     world = checkpoint->params->grid->world;
-    if (mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META) status = mti_checkpoint_lock(ctx, checkpoint);
+    if (mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META)
+        status = mti_checkpoint_lock(ctx, checkpoint);
     return mti_agree(ctx, world, checkpoint->exchange, status);
 }
 
@@ -3669,8 +3749,9 @@ static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t ste
     else MT_TRY(mti_checkpoint_lock(ctx, c));
     MT_TRY(mti_checkpoint_newest(ctx, c->directory, &newest));
     if (newest >= step)
-        return mti_fail(ctx, MT_ERR_IO, "%s: has a checkpoint of step %lld already; one of step %lld would not be its newest",
-                        c->directory, (long long)newest, (long long)step);
+        return mt_fail(ctx, MT_ERR_IO,
+                       "%s: has a checkpoint of step %lld already; one of step %lld would not be its newest",
+                       c->directory, (long long)newest, (long long)step);
     return mti_directory_make(ctx, beside);
 }
 
@@ -3681,8 +3762,8 @@ static void mti_beside(mt_context *ctx, const char *directory, int64_t step, cha
     mti_path(ctx, directory, name, path, MT_PATH_MAX);
 }
 
-/* Checkpoints older than the newest c->keep. Renamed first, so that no half of one ever looks whole. The new one is there:
-   what cannot be removed is left to the next save. */
+/* Checkpoints older than the newest c->keep. Renamed first, so that no half of one ever looks whole. The new one is
+   there: what cannot be removed is left to the next save. */
 static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
     char path[MT_PATH_MAX], beside[MT_PATH_MAX];
     int64_t step = INT64_MAX;
@@ -3698,7 +3779,8 @@ static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
     }
 }
 
-/* What is published can be read: names and note may be no UTF-8, or one name be given twice. Writes the index of stages. */
+/* What is published can be read: names and note may be no UTF-8, or one name be given twice. Writes the index of
+ * stages. */
 static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *directory, const char *stem) {
     char name[64];
     mti_bundle b;
@@ -3726,8 +3808,8 @@ static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char 
     return MT_SUCCESS;
 }
 
-static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state, const char *final_path,
-                                     const char *beside) {
+static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
+                                     const char *final_path, const char *beside) {
     mt_comm *world = c->params->grid->world;
     int first = mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META;
     mti_part model = mti_model_part(c), optimizer;
@@ -3739,8 +3821,8 @@ static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt
         status = mti_part_save(ctx, c, &optimizer, state, beside, &io);
     }
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, io);
-    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange,
-                                                 first ? mti_save_publish(ctx, c, final_path, beside) : MT_SUCCESS);
+    if (status == MT_SUCCESS)
+        status = mti_agree(ctx, world, c->exchange, first ? mti_save_publish(ctx, c, final_path, beside) : MT_SUCCESS);
     return status;
 }
 
@@ -3749,11 +3831,14 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!checkpoint || !state || state->step < 0 || !memchr(state->note, 0, sizeof state->note))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %s", !checkpoint ? "checkpoint is NULL" : !state ?
-                        "state is NULL" : state->step < 0 ? "step is negative" : "the note does not end");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %s",
+                       !checkpoint       ? "checkpoint is NULL"
+                       : !state          ? "state is NULL"
+                       : state->step < 0 ? "step is negative"
+                                         : "the note does not end");
     if (state->step > MTI_STEPS_MAX)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: step %lld, must be at most %lld",
-                        (long long)state->step, (long long)MTI_STEPS_MAX);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: step %lld, must be at most %lld",
+                       (long long)state->step, (long long)MTI_STEPS_MAX);
     MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, state->step, final_path, sizeof final_path));
     mti_beside(ctx, checkpoint->directory, state->step, beside);
     status = mti_checkpoint_save(ctx, checkpoint, state, final_path, beside);
@@ -3777,7 +3862,8 @@ static const char *mti_source_prefix(const mti_bundle *b, const mt_checkpoint *c
 }
 
 /* Reads the metadata of a GPT, or config.json; *known: whether there was either. */
-static mt_status mti_source_gpt(mt_context *ctx, const char *directory, const mti_bundle *model, int *known, mt_gpt_desc *out) {
+static mt_status mti_source_gpt(mt_context *ctx, const char *directory, const mti_bundle *model, int *known,
+                                mt_gpt_desc *out) {
     char path[MT_PATH_MAX];
     memset(out, 0, sizeof *out);
     *known = 1;
@@ -3789,7 +3875,8 @@ static mt_status mti_source_gpt(mt_context *ctx, const char *directory, const mt
     return MT_SUCCESS;
 }
 
-static mt_status mti_source_check_gpt(mt_context *ctx, const mt_checkpoint *c, const char *directory, const mti_bundle *model) {
+static mt_status mti_source_check_gpt(mt_context *ctx, const mt_checkpoint *c, const char *directory,
+                                      const mti_bundle *model) {
     mt_gpt_desc theirs, ours;
     char their_text[MTI_FIELD_TEXT], our_text[MTI_FIELD_TEXT];
     int i, known;
@@ -3801,8 +3888,8 @@ static mt_status mti_source_check_gpt(mt_context *ctx, const mt_checkpoint *c, c
         mti_field_text(&mti_gpt_fields[i], &theirs, their_text);
         mti_field_text(&mti_gpt_fields[i], &ours, our_text);
         if (strcmp(their_text, our_text) != 0)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, mti_gpt_fields[i].name + 4,
-                            their_text, our_text);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory,
+                           mti_gpt_fields[i].name + 4, their_text, our_text);
     }
     return MT_SUCCESS;
 }
@@ -3824,17 +3911,18 @@ static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t by
 static mt_status mti_source_check_tensor(mt_context *ctx, const mti_bundle *b, const mti_layout *l) {
     const mt_safetensors_tensor *t = mti_bundle_find(b, l->name);
     char theirs[192], ours[64];
-    if (!t) return mti_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
+    if (!t) return mt_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
     if (mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype < 0)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, BF16 or F16", b->path, l->name, t->dtype);
+        return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, BF16 or F16", b->path, l->name, t->dtype);
     if (mti_shape_fits(l, t)) return MT_SUCCESS;
     mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
     mti_shape_text(l->shape, l->dims, ours, sizeof ours);
-    return mti_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
 }
 
 /* Every tensor of a part is there, and of the right shape. */
-static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
+static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b,
+                                       const mti_part *part) {
     int what, i;
     for (what = part->first; what <= part->last; what++)
         for (i = 0; i < c->params->count; i++) {
@@ -3859,13 +3947,14 @@ static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, cons
     for (i = mt_comm_rank(world); i < s->model.count + s->optimizer.count; i += mt_comm_size(world)) {
         const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
         MT_TRY(mti_safetensors_verify(ctx, file, &has));
-        if (needed && !has) return mti_fail(ctx, MT_ERR_DATA, "%s: has no checksum, is not of a checkpoint", file->path);
+        if (needed && !has) return mt_fail(ctx, MT_ERR_DATA, "%s: has no checksum, is not of a checkpoint", file->path);
     }
     return MT_SUCCESS;
 }
 
 /* What belongs to no parameter of this rank. */
-static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
+static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b,
+                                       const mti_part *part) {
     int f, k, i, what;
     for (f = 0; f < b->count; f++)
         for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
@@ -3876,7 +3965,7 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
                     mti_layout l = mti_part_layout(part, c->params->list[i], what);
                     ours = strcmp(l.name, name) == 0;
                 }
-            if (!ours) return mti_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
+            if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
         }
     return MT_SUCCESS;
 }
@@ -3900,7 +3989,7 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
             has -= mti_gpt2_ignores(mt_safetensors_at(b->files[i], k)->name, part->prefix);
     if (has == wanted) return MT_SUCCESS;
     if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
-    return mti_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
 }
 
 /* Every rank reads the whole tensor and takes its part; nothing is communicated. */
@@ -3954,13 +4043,14 @@ static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wa
     memset(state, 0, sizeof *state);
     MT_TRY(mti_fields_read(ctx, first, mti_state_fields, MTI_FIELDS(mti_state_fields), state, mti_state_fault));
     if (!note || strlen(note) >= sizeof state->note)
-        return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has no note of at most %d bytes", first->path, MT_NOTE_MAX - 1);
+        return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no note of at most %d bytes", first->path,
+                       MT_NOTE_MAX - 1);
     memcpy(state->note, note, strlen(note) + 1);
     if (s->optimizer.count > 0)
         MT_TRY(mti_fields_read(ctx, first, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), optimizer, NULL));
     if (state->step == wanted) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
-                    (long long)state->step, (long long)wanted);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
+                   (long long)state->step, (long long)wanted);
 }
 
 /* All files are of that step; *state is what the first one says. */
@@ -3975,13 +4065,14 @@ static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t 
         MT_TRY(mti_version_check(ctx, file, 1));
         other = mt_safetensors_metadata(file, "step");
         if (!other || strcmp(step, other) != 0)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: is of step %.24s, %s of %.24s", file->path, other ? other : "(none)",
-                            mti_file_name(first->path), step);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: is of step %.24s, %s of %.24s", file->path, other ? other : "(none)",
+                           mti_file_name(first->path), step);
     }
     return MT_SUCCESS;
 }
 
-/* Room in the arena for whatever is scattered: for a shard in f32 on its way to another type, or to the data ranks' shares. */
+/* Room in the arena for whatever is scattered: for a shard in f32 on its way to another type, or to the data ranks'
+ * shares. */
 static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor shard;
@@ -4026,8 +4117,8 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
     mt_status status;
     memset(&s, 0, sizeof s);
     memset(&steps, 0, sizeof steps);
-    status = mti_agree(ctx, world, c->exchange, mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL,
-                                                               &steps));
+    status = mti_agree(ctx, world, c->exchange,
+                       mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
     mti_source_close(&s);
@@ -4040,12 +4131,13 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
 static mt_status mti_load_check(mt_context *ctx, const char *function, const mt_checkpoint *c, const void *argument,
                                 const char *name) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!c || !argument) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
+    if (!c || !argument) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
     if (mt_context_device(ctx) != MT_DEVICE_META) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
 }
 
-MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state) {
+MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step,
+                                    mt_training_state *state) {
     char path[MT_PATH_MAX];
     MT_TRY(mti_load_check(ctx, "mt_checkpoint_load", checkpoint, state, "state"));
     MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, step, path, sizeof path));
@@ -4064,13 +4156,14 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
     int known = 1;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
     status = mti_bundle_open(ctx, directory, "model", &model);
     if (status == MT_SUCCESS) status = mti_source_gpt(ctx, directory, &model, &known, &theirs);
     mti_bundle_close(&model);
     if (status == MT_SUCCESS && known) *out = theirs;
     if (status != MT_SUCCESS || known) return status;
-    return mti_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT", directory);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT",
+                   directory);
 }
 
 #ifdef __cplusplus

@@ -13,25 +13,26 @@
            mt_context_destroy(ctx); return s; }
        int main(void) { mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, rank_main, NULL); }
 
-   Ranks that are processes, on one machine or many, are started by torchrun, srun or mpirun: call mt_world_from_env instead of
-   mt_launch, and the same program also runs as threads.
+   Ranks that are processes, on one machine or many, are started by torchrun, srun or mpirun: call mt_world_from_env
+   instead of mt_launch, and the same program also runs as threads.
 
    It does not: start processes, spin while it waits for long, keep global state, exit or abort.
 
-   CUDA: put the two lines into one .cu file that nvcc compiles; other files, C or C++, need no toolkit (link with -lcudart).
+   CUDA: put the two lines into one .cu file that nvcc compiles. Other files, C or C++, need no toolkit (-lcudart).
    NCCL: in that file, #define MT_USE_NCCL before the #include (or nvcc -DMT_USE_NCCL).
-   MPI: in the file of the two lines, #define MT_USE_MPI before the #include (or mpicc -DMT_USE_MPI); other files need no mpi.h.
+   MPI:  in the file of the two lines, #define MT_USE_MPI before the #include (or mpicc -DMT_USE_MPI). Other files need
+         no mpi.h.
 
    Config macros, all optional, read by the implementation only (no macro changes a public struct):
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
        MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; header-only, part of the CUDA Toolkit
-       MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; only where nvcc compiles)
+       MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; with nvcc only)
        MT_USE_MPI          collectives between processes  compile with mpicc     (MPI 3.0 or later)
 
-   Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values is
-   kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
+   Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values
+   is kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
    A call that fails for its arguments changes nothing.
 
    Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
@@ -55,7 +56,7 @@ extern "C" {
 #define MT_API extern
 #endif
 
-/* ---- status ------------------------------------------------------------------------------------------------------- */
+/* ---- status ------------------------------------------------------------------------------------------------------ */
 
 #define MT_STATUS_LIST(X)                                                                                              \
     X(MT_SUCCESS, 0, "success")                                                                                        \
@@ -79,7 +80,8 @@ typedef enum mt_status { MT_STATUS_LIST(MTI_STATUS_ENUM) } mt_status;
 MT_API const char *mt_status_name(mt_status status);
 MT_API const char *mt_status_string(mt_status status);
 
-/* Returns from the calling function when `call` fails. For clean-up, keep the first error instead: MT_KEEP(first, call). */
+/* Returns from the calling function when `call` fails. For clean-up, keep the first error instead: MT_KEEP(first,
+ * call). */
 #define MT_TRY(call)                                                                                                   \
     do {                                                                                                               \
         mt_status mt_try_status_ = (call);                                                                             \
@@ -91,10 +93,10 @@ MT_API const char *mt_status_string(mt_status status);
         if ((first) == MT_SUCCESS) (first) = mt_keep_status_;                                                          \
     } while (0)
 
-/* ---- data types and tensor views ---------------------------------------------------------------------------------- */
+/* ---- data types and tensor views --------------------------------------------------------------------------------- */
 
-/* Collectives move all of them and reduce all but MT_U8; MT_BF16 and MT_F16 are added as floats and rounded once. Operators
-   compute in the three float types. */
+/* Collectives move all of them and reduce all but MT_U8; MT_BF16 and MT_F16 are added as floats and rounded once.
+   Operators compute in the three float types. */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
 
 MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for a value that is no mt_dtype */
@@ -111,20 +113,22 @@ typedef struct mt_tensor {
 
 MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols);
 MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols);
-MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count); /* rows [first, first + count) of t, no copy */
-MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count); /* columns [first, first + count), no copy */
+MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first,
+                                int64_t count); /* rows [first, first + count) of t, no copy */
+MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first,
+                                int64_t count); /* columns [first, first + count), no copy */
 /* For a negative first or count, or an offset beyond int64_t, both return a view of -1 rows, which every call refuses
    (MT_ERR_SHAPE). Neither compares with the rows and columns of t. */
 
-/* ---- context: device, allocator, logger, arena -------------------------------------------------------------------- */
+/* ---- context: device, allocator, logger, arena ------------------------------------------------------------------- */
 
 /* MT_DEVICE_META computes shapes, memory and communication but touches no data (as PyTorch's "meta" device): run one
-   training step on it to learn exactly what that step needs on the device that mt_context_desc.planned names (with separate
-   epilogues, which need most). Pointers handed out on it must not be dereferenced. */
+   training step on it to learn exactly what that step needs on the device that mt_context_desc.planned names (with
+   separate epilogues, which need most). Pointers handed out on it must not be dereferenced. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
-/* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or NULL. The
-   small structs that the library keeps on the host come from malloc. */
+/* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or
+   NULL. The small structs that the library keeps on the host come from malloc. */
 typedef struct mt_allocator {
     void *(*alloc)(void *user, size_t bytes, size_t alignment);
     void (*free)(void *user, void *ptr, size_t bytes);
@@ -133,7 +137,8 @@ typedef struct mt_allocator {
 
 typedef enum mt_log_level { MT_LOG_ERROR = 0, MT_LOG_WARNING = 1, MT_LOG_INFO = 2 } mt_log_level;
 
-/* message is one sentence without a newline, valid during the call only. Called on the thread of the rank it concerns. */
+/* message is one sentence without a newline, valid during the call only. Called on the thread of the rank it concerns.
+ */
 typedef struct mt_logger {
     void (*log)(void *user, mt_log_level level, const char *message);
     void *user;
@@ -144,8 +149,9 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of mt_context_desc.no_overlap,
-   which turns it off. Results are the same to the last bit. Not in invariant mode, and not on other devices. */
+/* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of
+   mt_context_desc.no_overlap, which turns it off. Results are the same to the last bit. Not in invariant mode, and not
+   on other devices. */
 typedef enum mt_overlap {
     MT_OVERLAP_COLUMN_BACKWARD = 1, /* the weight gradient, under the reduction of the input gradient; with sequence
                                        parallelism the input gradient, too, under the all-gather of the input */
@@ -158,35 +164,36 @@ typedef enum mt_overlap {
 #define MT_OVERLAP_CHUNKS_MAX 8
 #define MT_OVERLAP_BUCKETS MT_OVERLAP_CHUNKS_MAX /* the ticket of MT_OVERLAP_GRADIENTS, see mt_overlap_begin */
 
-/* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product of that
-   shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or that first. The
-   former needs spare room in the arena, and takes the latter where there is none, for small products, in invariant mode and
-   while a stream is being captured. */
+/* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product
+   of that shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or
+   that first. The former needs spare room in the arena, and takes the latter where there is none, for small products,
+   in invariant mode and while a stream is being captured. */
 typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
 
 /* Whether the operators mt_linear_* run as a product and kernels of their own, or as one product with an epilogue where
-   cuBLASLt has it. They round differently in 16 bits. MEASURED takes the faster one, as measured once for each shape: two runs
-   may then differ in the last place. Invariant mode is always separate. */
+   cuBLASLt has it. They round differently in 16 bits. MEASURED takes the faster one, as measured once for each shape:
+   two runs may then differ in the last place. Invariant mode is always separate. */
 typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
 
 /* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. */
 typedef struct mt_context_desc {
-    size_t arena_bytes;     /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
+    size_t arena_bytes; /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
     mt_device device;
-    int threads;            /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
-    int invariant;          /* V: splits up to V tensor ranks compute the same bits, see mt_parallel.h; 0: off */
-    int invariant_data;     /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
-    int ordinal;            /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts; calls leave it the thread's current one */
-    struct CUstream_st *stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
-    int no_overlap;         /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
-    int overlap_chunks;     /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
-                               each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
+    int threads;        /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
+    int invariant;      /* V: splits up to V tensor ranks compute the same bits, see mt_parallel.h; 0: off */
+    int invariant_data; /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
+    int ordinal; /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts; calls leave it the thread's current one */
+    struct CUstream_st
+        *stream;        /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
+    int no_overlap;     /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
+    int overlap_chunks; /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
+                           each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
     mt_gemm_choice gemm_choice; /* MT_DEVICE_CUDA */
     mt_epilogue epilogue;       /* MT_DEVICE_CUDA */
-    mt_device planned;      /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
-    int arena_symmetric;    /* 1: every rank has an arena of the same size and allocates from it in the same order, so that NCCL
-                               may register it: see mt_comm_create_nccl. Tensors at other places on another rank would be
-                               corrupted without a word; 0: no such promise */
+    mt_device planned;          /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
+    int arena_symmetric; /* 1: every rank has an arena of the same size and allocates from it in the same order, so that
+                            NCCL may register it: see mt_comm_create_nccl. Tensors at other places on another rank would
+                            be corrupted without a word; 0: no such promise */
     mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
     mt_logger logger;       /* {NULL} means silent */
 } mt_context_desc;
@@ -197,24 +204,27 @@ typedef struct mt_context_desc {
 MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out);
 MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_device_count(mt_device device); /* what mt_context_desc.ordinal counts: GPUs, 0 when not built; 1 of the others */
+MT_API int mt_device_count(
+    mt_device device); /* what mt_context_desc.ordinal counts: GPUs, 0 when not built; 1 of the others */
 MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
-/* Work on MT_DEVICE_CUDA is put into the context's stream, in the order of the calls; this waits until all of it is done, and
-   says when some of it failed: MT_ERR_TIMEOUT or MT_ERR_PEER for a collective over NCCL that does not end. Other devices have
-   nothing to wait for. */
+/* Work on MT_DEVICE_CUDA is put into the context's stream, in the order of the calls; this waits until all of it is
+   done, and says when some of it failed: MT_ERR_TIMEOUT or MT_ERR_PEER for a collective over NCCL that does not end.
+   Other devices have nothing to wait for. */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* NULL on other devices */
 
 /* The sentence that belongs to the last error of a call on ctx, or "" when there was none. Owned by ctx. */
 MT_API const char *mt_last_error(const mt_context *ctx);
 
-/* Memory from the context's allocator, outside the arena, zero-filled, 64-byte aligned; the caller frees it with the same
-   size. On MT_DEVICE_META it is only counted. For creating things; nothing of this library allocates afterwards. */
+/* Memory from the context's allocator, outside the arena, zero-filled, 64-byte aligned; the caller frees it with the
+   same size. On MT_DEVICE_META it is only counted. For creating things; nothing of this library allocates afterwards.
+ */
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out);
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes);
-MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc (arena not counted) */
+MT_API size_t
+mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc (arena not counted) */
 
 /* The arena is a stack of bytes. mark, allocate, work, release(mark). What is allocated is 64-byte aligned and not
    initialised. When full: MT_ERR_MEMORY, and a sentence that says how many bytes would have been enough so far. */
@@ -222,110 +232,122 @@ MT_API size_t mt_arena_mark(const mt_context *ctx);
 MT_API void mt_arena_release(mt_context *ctx, size_t mark);
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out);
 MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, mt_tensor *out);
-MT_API size_t mt_arena_peak(const mt_context *ctx);  /* largest number of bytes ever in use */
-MT_API void mt_arena_reset_peak(mt_context *ctx);    /* peak = what is in use now */
+MT_API size_t mt_arena_peak(const mt_context *ctx); /* largest number of bytes ever in use */
+MT_API void mt_arena_reset_peak(mt_context *ctx);   /* peak = what is in use now */
 
-/* ---- communicators ------------------------------------------------------------------------------------------------ */
+/* ---- communicators ----------------------------------------------------------------------------------------------- */
 
 /* Seconds. A timeout counts the time in which this process runs. A stop (Ctrl-Z, SIGSTOP, a suspended job) counts as an
-   eighth of the timeout at most, and as 2 s at most, so that no rank is blamed for it. To know, a waiting thread looks at
-   the clock 16 times in a timeout, and at least once a second; of a longer time between two looks it counts two such steps.
-   So on a machine that gives the thread no turn for longer than that, an error comes later than the timeout, but after 16
-   looks at the latest, or one for each second of the timeout where that is more. */
+   eighth of the timeout at most, and as 2 s at most, so that no rank is blamed for it. To know, a waiting thread looks
+   at the clock 16 times in a timeout, and at least once a second; of a longer time between two looks it counts two such
+   steps. So on a machine that gives the thread no turn for longer than that, an error comes later than the timeout, but
+   after 16 looks at the latest, or one for each second of the timeout where that is more. */
 #define MT_TIMEOUT_DEFAULT 600.0
 
 /* `ranks` communicators that form one group inside this process (as ncclCommInitAll): comms[r] is for the thread that
-   is rank r. timeout_s <= 0 means MT_TIMEOUT_DEFAULT. ranks == 1 gives a group of one, in which every collective is free. */
+   is rank r. timeout_s <= 0 means MT_TIMEOUT_DEFAULT. ranks == 1 gives a group of one, in which every collective is
+   free. */
 MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms);
 
 /* A communicator without peers for MT_DEVICE_META contexts: collectives check their arguments and fill the ledger. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 
-/* Collective over comm, as MPI_Comm_split: ranks with the same color form a group, ordered by key, then by rank in comm.
-   color < 0: *out = NULL. On a meta communicator use mt_comm_create_meta instead. The timeout is inherited. */
+/* Collective over comm, as MPI_Comm_split: ranks with the same color form a group, ordered by key, then by rank in
+   comm. color < 0: *out = NULL. On a meta communicator use mt_comm_create_meta instead. The timeout is inherited. */
 MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
 
-/* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks; over NCCL it waits for
-   what the communicator has in the stream, over MPI the last one of a world for the other ranks, at most for the timeout. */
+/* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks; over NCCL it
+   waits for what the communicator has in the stream, over MPI the last one of a world for the other ranks, at most for
+   the timeout. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
 MT_API int mt_comm_size(const mt_comm *comm);
 MT_API int mt_comm_is_meta(const mt_comm *comm);
-MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* for messages, e.g. "tensor"; at most 15 characters kept */
+MT_API void mt_comm_set_name(mt_comm *comm,
+                             const char *name); /* for messages, e.g. "tensor"; at most 15 characters kept */
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm);
 
-/* The number of this rank among those of its machine, in which ranks take GPUs: what the launcher says, see mt_world_from_env;
-   the rank in the world where it says nothing, or where ranks are threads. The same for every communicator of a rank. */
+/* The number of this rank among those of its machine, in which ranks take GPUs: what the launcher says, see
+   mt_world_from_env; the rank in the world where it says nothing, or where ranks are threads. The same for every
+   communicator of a rank. */
 MT_API int mt_comm_local_rank(const mt_comm *comm);
 
-/* ---- communicators over NCCL: ranks with a GPU each ---------------------------------------------------------------- */
+/* ---- communicators over NCCL: ranks with a GPU each -------------------------------------------------------------- */
 
-/* Such a communicator belongs to one context on MT_DEVICE_CUDA, which it was made for; groups split off belong to the same.
-   Destroy it before the context, and on every rank in the same order. What differs from ranks that are threads on a CPU:
+/* Such a communicator belongs to one context on MT_DEVICE_CUDA, which it was made for; groups split off belong to the
+   same. Destroy it before the context, and on every rank in the same order. What differs from ranks that are threads on
+   a CPU:
 
-   Asynchronous. A call returns when its work is in the context's stream, with the host's part done; only mt_barrier waits.
-   What happens there is told by whoever waits: mt_context_synchronize, reading a result, or the next call. A rank that does
-   not come, or is gone, is MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s of waiting, on every rank that needs it; NCCL does
-   not compare the calls of ranks, so that different ones are a timeout, too, or worse.
+   Asynchronous. A call returns when its work is in the context's stream, with the host's part done; only mt_barrier
+   waits. What happens there is told by whoever waits: mt_context_synchronize, reading a result, or the next call. A
+   rank that does not come, or is gone, is MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s of waiting, on every rank that
+   needs it; NCCL does not compare the calls of ranks, so that different ones are a timeout, too, or worse.
 
-   Broken. After those errors a communicator is good only for mt_comm_destroy, and so are the others of its context that had
-   work in the stream, which would go on with what the broken one left there. What the library made is aborted at once, which
-   frees the stream. The caller's own is never aborted or destroyed here: when it hangs, so does the stream, until the
-   caller has called ncclCommAbort, to be done after mt_comm_destroy and before mt_context_destroy.
+   Broken. After those errors a communicator is good only for mt_comm_destroy, and so are the others of its context that
+   had work in the stream, which would go on with what the broken one left there. What the library made is aborted at
+   once, which frees the stream. The caller's own is never aborted or destroyed here: when it hangs, so does the stream,
+   until the caller has called ncclCommAbort, to be done after mt_comm_destroy and before mt_context_destroy.
 
-   Order of sums. NCCL gives the same bits for the same inputs on the same machines, in an order of its own, and rounds a sum of
-   bf16 or f16 at each rank. A context in invariant mode gets the tree of the other backends, by exchange and a sum on the GPU
-   (up to 64 ranks; at most 4 MiB of the arena). So does a maximum of floats, in which NCCL would lose a NaN.
+   Order of sums. NCCL gives the same bits for the same inputs on the same machines, in an order of its own, and rounds
+   a sum of bf16 or f16 at each rank. A context in invariant mode gets the tree of the other backends, by exchange and a
+   sum on the GPU (up to 64 ranks; at most 4 MiB of the arena). So does a maximum of floats, in which NCCL would lose a
+   NaN.
 
-   Registration. Gradients, over the data group, are registered as a symmetric window (NCCL 2.27; a registered buffer before),
-   and the context's arena on each communicator when mt_context_desc.arena_symmetric promises what that needs; only memory of
-   the library's own allocator, of at least 2 MiB, and not in a group of one.
+   Registration. Gradients, over the data group, are registered as a symmetric window (NCCL 2.27; a registered buffer
+   before), and the context's arena on each communicator when mt_context_desc.arena_symmetric promises what that needs;
+   only memory of the library's own allocator, of at least 2 MiB, and not in a group of one.
 
    No NCCL communicator is made for a group of one, nor for ranks on one GPU, which NCCL refuses. */
-struct ncclComm;                                      /* ncclComm_t is a pointer to it */
-typedef struct mt_nccl_id { char bytes[128]; } mt_nccl_id; /* an ncclUniqueId, made by one rank and known to all */
+struct ncclComm; /* ncclComm_t is a pointer to it */
+typedef struct mt_nccl_id {
+    char bytes[128];
+} mt_nccl_id; /* an ncclUniqueId, made by one rank and known to all */
 
-/* Collective over `world`, of mt_world_from_env, mt_launch or mt_comm_create_local, or split from one of these; *out is the
-   same group, by the fastest way between the devices of its contexts. Ranks that are threads, or processes over MPI: over NCCL,
-   when that is built and every rank's context is on a GPU of its own; else as it was. Ranks that are processes, without MPI:
-   over NCCL, by what mt_world_from_env found in the environment; MT_ERR_UNSUPPORTED where a context is not on a GPU. */
+/* Collective over `world`, of mt_world_from_env, mt_launch or mt_comm_create_local, or split from one of these; *out is
+   the same group, by the fastest way between the devices of its contexts. Ranks that are threads, or processes over
+   MPI: over NCCL, when that is built and every rank's context is on a GPU of its own; else as it was. Ranks that are
+   processes, without MPI: over NCCL, by what mt_world_from_env found in the environment; MT_ERR_UNSUPPORTED where a
+   context is not on a GPU. */
 MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
-/* From a communicator that the program has already made, for the device of ctx. It stays the caller's and must outlive *out.
-   Blocking or not; but NCCL waits without a timeout where a blocking one connects to its peers, at its first calls. */
+/* From a communicator that the program has already made, for the device of ctx. It stays the caller's and must outlive
+   *out. Blocking or not; but NCCL waits without a timeout where a blocking one connects to its peers, at its first
+   calls. */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
-/* From an id: collective over `ranks` threads or processes, which wait for each other. One rank makes the id and hands it to
-   the others, by whatever started them; with NCCL_COMM_ID=host:port in the environment every rank makes the same by itself. */
+/* From an id: collective over `ranks` threads or processes, which wait for each other. One rank makes the id and hands
+   it to the others, by whatever started them; with NCCL_COMM_ID=host:port in the environment every rank makes the same
+   by itself. */
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                         mt_comm **out);
 
-/* ---- communicators over MPI: ranks that are processes, on CPUs ----------------------------------------------------- */
+/* ---- communicators over MPI: ranks that are processes, on CPUs --------------------------------------------------- */
 
-/* mpi_comm: the address of the caller's MPI_Comm, whatever type that is; collective over it. It is duplicated, and stays the
-   caller's. MPI must be initialized, with MPI_THREAD_FUNNELED or more, and this and all calls on *out come from the thread that
-   may call MPI. mt_world_from_env does all this by itself. What differs from ranks that are threads:
+/* mpi_comm: the address of the caller's MPI_Comm, whatever type that is; collective over it. It is duplicated, and
+   stays the caller's. MPI must be initialized, with MPI_THREAD_FUNNELED or more, and this and all calls on *out come
+   from the thread that may call MPI. mt_world_from_env does all this by itself. What differs from ranks that are
+   threads:
 
-   Data. Up to some 4 KB travel with the header that every collective exchanges; more follow when all ranks are there. Sums are
-   those of threads, to the last bit; MPI's own reductions are not used.
+   Data. Up to some 4 KB travel with the header that every collective exchanges; more follow when all ranks are there.
+   Sums are those of threads, to the last bit; MPI's own reductions are not used.
 
-   Faults. A rank that was killed, or stopped, or is stuck elsewhere, is MT_ERR_TIMEOUT after timeout_s; one that has left or
-   failed, MT_ERR_PEER at once, by a message of its own; as is an error of MPI, where MPI survives the loss. After an error in
-   the middle of a transfer MPI may still hold the buffers of the call: they must not be freed before the process ends. Then
-   leave without MPI_Finalize, which waits for all ranks, or by MPI_Abort.
+   Faults. A rank that was killed, or stopped, or is stuck elsewhere, is MT_ERR_TIMEOUT after timeout_s; one that has
+   left or failed, MT_ERR_PEER at once, by a message of its own; as is an error of MPI, where MPI survives the loss.
+   After an error in the middle of a transfer MPI may still hold the buffers of the call: they must not be freed before
+   the process ends. Then leave without MPI_Finalize, which waits for all ranks, or by MPI_Abort.
 
-   End. The last mt_comm_destroy, of *out and all groups split from it, waits for the other ranks to do the same, at most for
-   timeout_s, or for 2 s after an error. It frees the duplicate when they all have, and there was none.
+   End. The last mt_comm_destroy, of *out and all groups split from it, waits for the other ranks to do the same, at
+   most for timeout_s, or for 2 s after an error. It frees the duplicate when they all have, and there was none.
 
    Errors, for which there is no communicator yet that could keep a sentence: MT_ERR_UNSUPPORTED (not built: compile the
    implementation with -DMT_USE_MPI by mpicc; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not
    initialized or already finalized), MT_ERR_TIMEOUT (not all ranks came), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
-/* ---- the ledger: what a communicator was asked to move ------------------------------------------------------------ */
+/* ---- the ledger: what a communicator was asked to move ----------------------------------------------------------- */
 
 typedef enum mt_collective {
     MT_ALL_REDUCE = 0,
@@ -340,9 +362,9 @@ typedef enum mt_collective {
 
 MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce" */
 
-/* Calls and bytes per kind since creation or reset. bytes counts the whole logical tensor of a call: count * element size
-   for all_reduce, broadcast, send and recv; size * sendcount for all_gather; size * recvcount for reduce_scatter. A group
-   of one never communicates: its ledger stays zero. */
+/* Calls and bytes per kind since creation or reset. bytes counts the whole logical tensor of a call: count * element
+   size for all_reduce, broadcast, send and recv; size * sendcount for all_gather; size * recvcount for reduce_scatter.
+   A group of one never communicates: its ledger stays zero. */
 typedef struct mt_ledger {
     uint64_t calls[MT_COLLECTIVE_COUNT];
     uint64_t bytes[MT_COLLECTIVE_COUNT];
@@ -351,16 +373,15 @@ typedef struct mt_ledger {
 MT_API mt_ledger mt_comm_ledger(const mt_comm *comm);
 MT_API void mt_comm_ledger_reset(mt_comm *comm);
 
-/* ---- collectives -------------------------------------------------------------------------------------------------- */
+/* ---- collectives ------------------------------------------------------------------------------------------------- */
 
 /* In place or out of place, by NCCL's rule: all_reduce and broadcast in place when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount. Other overlaps are
-   not allowed. Counts are in elements. Reductions add in one fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the
-   same inputs give the same bits on every rank, always. (Over NCCL: see there.)
-   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), and between ranks:
-   MT_ERR_MISMATCH (ranks called different things), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER (a rank left
-   the group or failed). Those three reach every rank of the group, name the ranks and their calls, and leave the
-   communicator good only for mt_comm_destroy. */
+   not allowed. Counts are in elements. Reductions add in one fixed binary tree over the ranks, ((0+1)+(2+3))+..., so
+   the same inputs give the same bits on every rank, always. (Over NCCL: see there.) Errors: MT_ERR_ARGUMENT,
+   MT_ERR_DTYPE (reduction of MT_U8), and between ranks: MT_ERR_MISMATCH (ranks called different things), MT_ERR_TIMEOUT
+   (a rank did not call in time), MT_ERR_PEER (a rank left the group or failed). Those three reach every rank of the
+   group, name the ranks and their calls, and leave the communicator good only for mt_comm_destroy. */
 typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -373,9 +394,9 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
                               mt_dtype dtype, int root);
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
-/* Point to point; returns when the buffers may be reused, over NCCL by work in the stream. mt_send_recv sends to dst and
-   receives from src at the same time, so that rings and pipelines do not deadlock; dst or src may be -1 for "none" (its count
-   is then ignored). */
+/* Point to point; returns when the buffers may be reused, over NCCL by work in the stream. mt_send_recv sends to dst
+   and receives from src at the same time, so that rings and pipelines do not deadlock; dst or src may be -1 for "none"
+   (its count is then ignored). */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -383,30 +404,31 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* ---- what ranks were told ---------------------------------------------------------------------------------------- */
 
-/* Something that each rank was told by itself: a flag and its value, a file and the hash of its content. The strings are
-   the caller's; they are needed during the call only. */
+/* Something that each rank was told by itself: a flag and its value, a file and the hash of its content. The strings
+   are the caller's; they are needed during the call only. */
 typedef struct mt_setting {
     const char *name, *value;
 } mt_setting;
 
-/* Compares settings between ranks, so that processes that were started with different flags or data do not train side by
-   side. mt_params_init and mt_optimizer_create do it for what they are given. A program does it for its own flags:
+/* Compares settings between ranks, so that processes that were started with different flags or data do not train side
+   by side. mt_params_init and mt_optimizer_create do it for what they are given. A program does it for its own flags:
        char lr[32]; snprintf(lr, sizeof lr, "%.9g", flags.lr);
        mt_setting told[] = {{"--lr", lr}, {"--data", hash_of_data}};
        MT_TRY(mt_comm_compare(ctx, world, "my_program", 0, told, 2));
-   Collective over comm: one all_gather of 16 bytes, in the ledger. The texts travel only when their hashes differ. A group
-   of one and a meta communicator have nobody to compare with: the call is free.
-   Ranks that give the same `group` must have the same settings, in the same order. `what` begins the sentence.
-   MT_ERR_MISMATCH when they differ, on every rank of comm, whatever its group is. The sentence, the same on all of them,
-   names the first setting that differs, two of its values and the ranks that have them. comm can be used afterwards.
-   MT_ERR_ARGUMENT for NULL and a negative count. Other errors are those of a collective. */
+   Collective over comm: one all_gather of 16 bytes, in the ledger. The texts travel only when their hashes differ. A
+   group of one and a meta communicator have nobody to compare with: the call is free. Ranks that give the same `group`
+   must have the same settings, in the same order. `what` begins the sentence. MT_ERR_MISMATCH when they differ, on
+   every rank of comm, whatever its group is. The sentence, the same on all of them, names the first setting that
+   differs, two of its values and the ranks that have them. comm can be used afterwards. MT_ERR_ARGUMENT for NULL and a
+   negative count. Other errors are those of a collective. */
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
 
-/* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) ----------------- */
+/* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
 
-/* Every region function works on contiguous views (ld == cols). In a group of one each is free: in-place ones do nothing,
-   the others copy only when input and output are different memory. Names are Megatron's; backward takes gradients.
+/* Every region function works on contiguous views (ld == cols). In a group of one each is free: in-place ones do
+   nothing, the others copy only when input and output are different memory. Names are Megatron's; backward takes
+   gradients.
 
    f, copy_to_tensor_region:       forward identity, backward all-reduce, in place.
    g, reduce_from_tensor_region:   forward all-reduce, in place, backward identity.
@@ -416,79 +438,82 @@ MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *com
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y);
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy);
 
-/* Last dimension. scatter: x [tokens, features] -> y [tokens, features / size], this rank's columns; its backward gathers.
-   gather is its conjugate: x [tokens, features / size] -> y [tokens, features]; its backward scatters. */
+/* Last dimension. scatter: x [tokens, features] -> y [tokens, features / size], this rank's columns; its backward
+   gathers. gather is its conjugate: x [tokens, features / size] -> y [tokens, features]; its backward scatters. */
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
 /* First dimension (tokens), for sequence parallelism.
-   scatter:         x [tokens, h] -> y [tokens / size, h], no communication;      backward: gather.
-   gather:          x [tokens / size, h] -> y [tokens, h], all-gather;            backward: reduce_scatter (tensor region)
-                                                                                  or scatter (replicated region).
-   reduce_scatter:  x [tokens, h] partial sums -> y [tokens / size, h];           backward: gather. */
+   scatter:         x [tokens, h] -> y [tokens / size, h], no communication; backward: gather.
+   gather:          x [tokens / size, h] -> y [tokens, h], all-gather;       backward: reduce_scatter (tensor region) or
+                                                                             scatter (replicated region).
+   reduce_scatter:  x [tokens, h] partial sums -> y [tokens / size, h];      backward: gather. */
 MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* The last two and g in chunks: rows [first, first + rows) of every rank's part, to where the whole call would bring them.
-   The chunks of a call follow each other from first = 0 on; in the ledger they are one call. */
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y, int64_t first,
-                                                     int64_t rows);
+/* The last two and g in chunks: rows [first, first + rows) of every rank's part, to where the whole call would bring
+   them. The chunks of a call follow each other from first = 0 on; in the ledger they are one call. */
+MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                     int64_t first, int64_t rows);
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
                                                            int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first, int64_t rows);
+MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
+                                                   int64_t rows);
 
-/* Communication beside computation, on a GPU; elsewhere everything happens in the order of the calls. Collectives called
-   between begin and end go to the context's second stream, after all that was called before; what is called after end does
-   not wait for them, until mt_overlap_wait with the ticket (0 to MT_OVERLAP_CHUNKS_MAX - 1) of the end. Their buffers must
-   stay as they are for so long, those in the arena included: mark it before begin and release it after the wait, between begin
-   and end mt_arena_release does nothing.
-   kind: a bit of mt_overlap, whose switch counts; 0: no overlap. end takes the status of the collectives, and returns the
-   first error. Nothing overlaps in a group of one or in invariant mode.
-   MT_OVERLAP_GRADIENTS alone has a stream of its own, behind which no layer's collectives queue up, and a ticket of its own,
-   MT_OVERLAP_BUCKETS, for which mt_overlap_wait_all does not wait: layers wait for what is theirs. */
+/* Communication beside computation, on a GPU; elsewhere everything happens in the order of the calls. Collectives
+   called between begin and end go to the context's second stream, after all that was called before; what is called
+   after end does not wait for them, until mt_overlap_wait with the ticket (0 to MT_OVERLAP_CHUNKS_MAX - 1) of the end.
+   Their buffers must stay as they are for so long, those in the arena included: mark it before begin and release it
+   after the wait, between begin and end mt_arena_release does nothing. kind: a bit of mt_overlap, whose switch counts;
+   0: no overlap. end takes the status of the collectives, and returns the first error. Nothing overlaps in a group of
+   one or in invariant mode. MT_OVERLAP_GRADIENTS alone has a stream of its own, behind which no layer's collectives
+   queue up, and a ticket of its own, MT_OVERLAP_BUCKETS, for which mt_overlap_wait_all does not wait: layers wait for
+   what is theirs. */
 MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind);
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
 
-/* ---- launch: ranks as threads of this process --------------------------------------------------------------------- */
+/* ---- launch: ranks as threads of this process -------------------------------------------------------------------- */
 
 /* Zero-initialised means: one rank, pinned, MT_TIMEOUT_DEFAULT, errors to stderr. */
 typedef struct mt_launch_desc {
-    int ranks;          /* 0: 1, or as many as a launcher has started, see mt_world_from_env */
-    int no_pinning;     /* 1: leave threads to the scheduler; by default each rank is pinned to cores of its own when there
-                           are two or more ranks and the process is allowed enough cores */
+    int ranks;      /* 0: 1, or as many as a launcher has started, see mt_world_from_env */
+    int no_pinning; /* 1: leave threads to the scheduler; by default each rank is pinned to cores of its own when there
+                       are two or more ranks and the process is allowed enough cores */
     int cores_per_rank; /* 0: 1; more when a rank's GEMM library has threads: what mt_context_desc.threads says */
     double timeout_s;   /* of every communicator; 0: MT_TIMEOUT_DEFAULT */
     mt_logger logger;   /* gets one sentence per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
-    void (*stuck)(void *user); /* called when a thread does not come back, with mt_launch's user; NULL: that is waited for */
+    void (*stuck)(
+        void *user); /* called when a thread does not come back, with mt_launch's user; NULL: that is waited for */
 } mt_launch_desc;
 
 /* world belongs to the launcher and ends with the rank's function. */
 typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
 
-/* Runs rank_main once per rank, each on a thread of its own, and waits for all of them. A rank that returns while others
-   wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or the status of the lowest rank that failed by itself (not
-   merely because a peer did). desc may be NULL.
-   A thread cannot be ended from outside. When a rank fails and another one has not returned 5 seconds later, the logger gets
-   the sentences that there are, and one for each rank that is missing, and this goes on waiting. When desc->stuck is set and
-   a rank is still missing timeout_s after that failure, or 5 seconds if that is longer, the logger gets what there is by
-   then, and stuck is called: nothing is left but to leave the process, with _exit, since exit ends what that thread may be
-   using. Should stuck return, this goes on waiting. A single rank runs on the caller's thread, and nobody watches it.
+/* Runs rank_main once per rank, each on a thread of its own, and waits for all of them. A rank that returns while
+   others wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or the status of the lowest rank that failed by itself
+   (not merely because a peer did). desc may be NULL. A thread cannot be ended from outside. When a rank fails and
+   another one has not returned 5 seconds later, the logger gets the sentences that there are, and one for each rank
+   that is missing, and this goes on waiting. When desc->stuck is set and a rank is still missing timeout_s after that
+   failure, or 5 seconds if that is longer, the logger gets what there is by then, and stuck is called: nothing is left
+   but to leave the process, with _exit, since exit ends what that thread may be using. Should stuck return, this goes
+   on waiting. A single rank runs on the caller's thread, and nobody watches it.
 
    Cancelling. A rank's thread may be cancelled (pthread_cancel, deferred) or call pthread_exit. That rank has then
-   failed with MT_ERR_SYSTEM, and its peers get MT_ERR_PEER. A call on a communicator is completed first, after the timeout
-   at the latest; then the thread ends. mt_launch of two or more ranks, too, is completed before its caller is cancelled.
+   failed with MT_ERR_SYSTEM, and its peers get MT_ERR_PEER. A call on a communicator is completed first, after the
+   timeout at the latest; then the thread ends. mt_launch of two or more ranks, too, is completed before its caller is
+   cancelled.
 
-   C++ exceptions. A rank's function must catch them and return a status. An exception that leaves the function of a rank
-   with a thread of its own ends the program by std::terminate. From a single rank it goes on to the caller of
+   C++ exceptions. A rank's function must catch them and return a status. An exception that leaves the function of a
+   rank with a thread of its own ends the program by std::terminate. From a single rank it goes on to the caller of
    mt_launch, which frees what it has made when the implementation is compiled as C++, or as C with -fexceptions; over
    MPI the rank's communicator is kept. No callback (logger, allocator, stuck, those of the floors above) may throw or
    longjmp. */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
-/* ---- launch: ranks as processes that somebody else started --------------------------------------------------------- */
+/* ---- launch: ranks as processes that somebody else started ------------------------------------------------------- */
 
 /* The same where a launcher has started this program once per rank, as its environment says; mt_launch where none has.
 
@@ -498,25 +523,25 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
    MPICH, Hydra     PMI_RANK               PMI_SIZE                             MPI_LOCALRANKID
    Slurm (srun)     SLURM_PROCID           SLURM_STEP_NUM_TASKS, SLURM_NTASKS   SLURM_LOCALID
 
-   The first in this order counts, because the later ones start the earlier ones (srun torchrun, srun mpirun). Slurm counts in a
-   step of srun only, which has a SLURM_STEP_ID: the shell of salloc and the script of sbatch are no ranks. srun --mpi=pmi2
-   gives its tasks a PMI_RANK and a PMI_SIZE, too; so in a step they are Hydra's only beside an MPI_LOCALRANKID, which Hydra
-   alone sets. An environment that is there by half, is no number, or says that rank >= size, is MT_ERR_ARGUMENT, with
-   variables and values, never threads.
-   desc->ranks: 0, or how many ranks the program wants, which a launcher must then have started. Pinning is the launcher's.
+   The first in this order counts, because the later ones start the earlier ones (srun torchrun, srun mpirun). Slurm
+   counts in a step of srun only, which has a SLURM_STEP_ID: the shell of salloc and the script of sbatch are no ranks.
+   srun --mpi=pmi2 gives its tasks a PMI_RANK and a PMI_SIZE, too; so in a step they are Hydra's only beside an
+   MPI_LOCALRANKID, which Hydra alone sets. An environment that is there by half, is no number, or says that rank >=
+   size, is MT_ERR_ARGUMENT, with variables and values, never threads. desc->ranks: 0, or how many ranks the program
+   wants, which a launcher must then have started. Pinning is the launcher's.
 
-   Under a launcher this process runs rank_main once, on its own thread, and returns the rank's status. world knows its rank and
-   size; what else it can do depends on what the implementation was compiled with:
+   Under a launcher this process runs rank_main once, on its own thread, and returns the rank's status. world knows its
+   rank and size; what else it can do depends on what the implementation was compiled with:
    MT_USE_MPI   started by mpirun or srun, world has all collectives, on CPUs, over MPI.
-   else         ranks meet by mt_comm_create_for over NCCL, each on a GPU of its own; before that, and on CPUs, collectives and
-                mt_comm_split answer MT_ERR_UNSUPPORTED.
+   else         ranks meet by mt_comm_create_for over NCCL, each on a GPU of its own; before that, and on CPUs,
+                collectives and mt_comm_split answer MT_ERR_UNSUPPORTED.
    A world of one rank can do everything everywhere.
 
-   NCCL's rendezvous: rank 0 listens at NCCL_COMM_ID=host:port, the others connect to it; host must be an address of a network
-   that they share. Where NCCL_COMM_ID is not set, but MT_USE_NCCL is, this function sets it, with setenv, in the environment of
-   this process, since NCCL reads it nowhere else: host is MASTER_ADDR, or, under srun, the first of SLURM_STEP_NODELIST or
-   SLURM_JOB_NODELIST; port is MASTER_PORT + 1 (torchrun itself listens on MASTER_PORT), or, under srun, 61440 + (SLURM_JOB_ID +
-   SLURM_STEP_ID) % 4096. So call it before other threads read the environment. */
+   NCCL's rendezvous: rank 0 listens at NCCL_COMM_ID=host:port, the others connect to it; host must be an address of a
+   network that they share. Where NCCL_COMM_ID is not set, but MT_USE_NCCL is, this function sets it, with setenv, in
+   the environment of this process, since NCCL reads it nowhere else: host is MASTER_ADDR, or, under srun, the first of
+   SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; port is MASTER_PORT + 1 (torchrun itself listens on MASTER_PORT), or,
+   under srun, 61440 + (SLURM_JOB_ID + SLURM_STEP_ID) % 4096. So call it before other threads read the environment. */
 MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 #ifdef __cplusplus
@@ -525,7 +550,7 @@ MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function 
 
 #endif /* MT_COMM_H */
 
-/* ================================================== the API ends here ============================================== */
+/* ================================================== the API ends here ============================================= */
 
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_COMM_IMPLEMENTED)
 #define MT_COMM_IMPLEMENTED
@@ -549,16 +574,16 @@ MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function 
 
 /* nvcc compiles .cu files; MT_CUDA_ENGINE is defined by the tests, which run CUDA code on a CPU. */
 #if defined(__CUDACC__) || defined(MT_CUDA_ENGINE)
-#define MTI_CUDA 1
+#define MT_HAS_CUDA 1
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #else
-#define MTI_CUDA 0
+#define MT_HAS_CUDA 0
 #endif
 
 #if defined(MT_USE_NCCL)
-#if !MTI_CUDA
+#if !MT_HAS_CUDA
 #error "MT_USE_NCCL: NCCL works between GPUs; compile the implementation of megatron.h with nvcc, as a .cu file"
 #endif
 #include <nccl.h>
@@ -571,7 +596,8 @@ MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function 
 #endif
 
 #if defined(MT_USE_MPI)
-#if !defined(OMPI_SKIP_MPICXX) && !defined(MPICH_SKIP_MPICXX) /* C++ bindings of old, which want a library of their own */
+#if !defined(OMPI_SKIP_MPICXX) &&                                                                                      \
+    !defined(MPICH_SKIP_MPICXX) /* C++ bindings of old, which want a library of their own */
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
@@ -618,14 +644,14 @@ static mt_status mti_range_end(mt_status status) {
     nvtxRangePop();
     return status;
 }
-#define MTI_RANGE(name, call) (nvtxRangePushA(name), mti_range_end(call))
+#define MT_RANGE(name, call) (nvtxRangePushA(name), mti_range_end(call))
 #else
-#define MTI_RANGE(name, call) (call)
+#define MT_RANGE(name, call) (call)
 #endif
 
-#define MTI_ERROR_BYTES 1024
+#define MT_ERROR_BYTES 1024
 #define MTI_EVENTS (MT_OVERLAP_BUCKETS + 2)
-#define MTI_ALIGNMENT ((size_t)64)
+#define MT_ALIGNMENT ((size_t)64)
 
 struct mt_context {
     mt_device device;
@@ -636,36 +662,38 @@ struct mt_context {
     mt_logger logger;
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
-    size_t region_end, region_top; /* of mti_arena_region */
-    struct mt_hash_log *hash_log; /* of mt_parallel.h; NULL: off */
-    int ids_checked;              /* by a block, so that its layers need not */
-    mt_device planned;            /* META */
-    mt_gemm_choice gemm_choice;   /* CUDA */
+    size_t region_end, region_top; /* of mt_arena_region */
+    struct mt_hash_log *hash_log;  /* of mt_parallel.h; NULL: off */
+    int ids_checked;               /* by a block, so that its layers need not */
+    mt_device planned;             /* META */
+    mt_gemm_choice gemm_choice;    /* CUDA */
     mt_epilogue epilogue;
     int ordinal, owns_stream;
-    int capability;               /* of the GPU: 90 for sm_90 */
+    int capability; /* of the GPU: 90 for sm_90 */
     int no_overlap, overlap_chunks;
     struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
     struct CUstream_st *bucket_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* of each ticket, and of what a fork comes after */
-    unsigned pending;             /* events that the compute stream has not waited for, as bits */
-    uint64_t reached;             /* other GPUs whose memory this one reads, as bits */
-    void *gemm;                   /* of mt_kernels.cuh, with what ends it */
+    unsigned pending;                      /* events that the compute stream has not waited for, as bits */
+    uint64_t reached;                      /* other GPUs whose memory this one reads, as bits */
+    void *gemm;                            /* of mt_kernels.cuh, with what ends it */
     void (*gemm_destroy)(mt_context *ctx);
     struct CUstream_st *stream;
     int arena_symmetric;
-    mt_comm *nccl;                /* the communicators over NCCL that belong to it */
+    mt_comm *nccl; /* the communicators over NCCL that belong to it */
     uint64_t nccl_calls;
-    struct mti_window *windows;   /* what is registered with them */
-    char error[MTI_ERROR_BYTES];
+    struct mti_window *windows; /* what is registered with them */
+    char error[MT_ERROR_BYTES];
 };
 
-static size_t mti_align_up(size_t bytes) { return (bytes + MTI_ALIGNMENT - 1) / MTI_ALIGNMENT * MTI_ALIGNMENT; }
+static size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
 
-/* ---- >>status ----------------------------------------------------------------------------------------------------- */
+/* ---- >>status ---------------------------------------------------------------------------------------------------- */
 
+/* clang-format off */
 #define MTI_STATUS_NAME(name, value, text) case name: return #name;
 #define MTI_STATUS_TEXT(name, value, text) case name: return text;
+/* clang-format on */
 
 MT_API const char *mt_status_name(mt_status status) {
     switch (status) { MT_STATUS_LIST(MTI_STATUS_NAME) }
@@ -702,20 +730,21 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
     return "no such dtype";
 }
 
-/* ---- >>context ---------------------------------------------------------------------------------------------------- */
+/* ---- >>context --------------------------------------------------------------------------------------------------- */
 
-static mt_status mti_comm_keep_error(mt_comm *comm, mt_status status, const char *text); /* >>local */
+static mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text); /* >>local */
 
 /* Keeps a sentence as the context's (and its world's) last error, logs it, and returns `status`. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
-static mt_status mti_fail(mt_context *ctx, mt_status status, const char *format, ...) {
+static mt_status
+mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
-    if (ctx->world) mti_comm_keep_error(ctx->world, status, ctx->error);
+    if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
     if (ctx->logger.log) (ctx->logger.log)(ctx->logger.user, MT_LOG_ERROR, ctx->error);
     return status;
 }
@@ -733,54 +762,56 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
 }
 
 /* Small structs of the library itself: zero-filled, in host memory whatever the context's device is. */
-static void *mti_host_alloc(size_t bytes) { return calloc(1, bytes); }
-static void mti_host_free(void *ptr) { free(ptr); }
+static void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
+static void mt_host_free(void *ptr) { free(ptr); }
 
-/* ---- >>cuda ------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda ------------------------------------------------------------------------------------------------------ */
 
 #if defined(__CUDACC__)
 /* Kernels are written against these names only, so that the tests can run them on a CPU. */
-#define MTI_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                                     \
+#define MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)                                               \
     (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
-#define MTI_SHARED(type, name, count) __shared__ type name[count]
-#define MTI_DEVICE_UNROLL _Pragma("unroll")
-#define MTI_DEVICE_UNROLL_2 _Pragma("unroll 2") /* where all of it would take too many registers */
-#define MTI_HOST_DEVICE __host__ __device__
-#define MTI_DYN_SHARED(type, name)                                                                                     \
+#define MT_SHARED(type, name, count) __shared__ type name[count]
+#define MT_DEVICE_UNROLL _Pragma("unroll")
+#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2") /* where all of it would take too many registers */
+#define MT_HOST_DEVICE __host__ __device__
+#define MT_DYN_SHARED(type, name)                                                                                      \
     extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
     type *name = reinterpret_cast<type *>(mti_dynamic_shared)
 #else
-#define MTI_DEVICE_UNROLL
-#define MTI_DEVICE_UNROLL_2
-#define MTI_HOST_DEVICE
+#define MT_DEVICE_UNROLL
+#define MT_DEVICE_UNROLL_2
+#define MT_HOST_DEVICE
 #endif
 
-#define MTI_PLANNED ((mt_status)1) /* never leaves the library, see mti_cuda_enter */
+#define MT_PLANNED ((mt_status)1) /* never leaves the library, see mt_cuda_enter */
 
-#if MTI_CUDA
+#if MT_HAS_CUDA
 /* An error of CUDA becomes a sentence that names the call. */
 static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
     mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
     if (error == cudaSuccess) return MT_SUCCESS;
     cudaGetLastError(); /* or the next launch would be blamed */
-    return mti_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
+    return mt_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
 }
-#define MTI_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
+#define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
 
 /* After the launch of a kernel. */
-static mt_status mti_cuda_launched(mt_context *ctx, const char *kernel) {
+static mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
     return mti_cuda_check(ctx, cudaGetLastError(), kernel);
 }
 
 #if MTI_NCCL
-#define MTI_NCCL_MEMORY ((size_t)2 << 20) /* its granularity: smaller pieces would waste most of it */
+#define MTI_NCCL_MEMORY ((size_t)2 << 20)        /* its granularity: smaller pieces would waste most of it */
 static mt_status mti_nccl_wait(mt_context *ctx); /* >>nccl */
 static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
 #else
 static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
 static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
-static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) { (void)ctx, (void)comm, (void)memory; }
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
+    (void)ctx, (void)comm, (void)memory;
+}
 #endif
 
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
@@ -788,7 +819,8 @@ static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     (void)user;
     (void)alignment; /* cudaMalloc aligns to 256 bytes */
 #if MTI_NCCL
-    if (bytes >= MTI_NCCL_MEMORY) return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
+    if (bytes >= MTI_NCCL_MEMORY)
+        return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
 #endif
     return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
 }
@@ -806,12 +838,12 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     cudaFree(ptr);
 }
 
-/* Before anything is given to the GPU: a context's thread may have used another one in the meantime. A meta context that plans
-   for CUDA goes no further; by then its operator has taken what it needs from the arena. */
-static mt_status mti_cuda_enter(mt_context *ctx) {
-    if (ctx->device == MT_DEVICE_META) return MTI_PLANNED;
-    cudaGetLastError(); /* what the program left there is not ours, see mti_cuda_launched */
-    MTI_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
+/* Before anything is given to the GPU: a context's thread may have used another one in the meantime. A meta context
+   that plans for CUDA goes no further; by then its operator has taken what it needs from the arena. */
+static mt_status mt_cuda_enter(mt_context *ctx) {
+    if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
+    cudaGetLastError(); /* what the program left there is not ours, see mt_cuda_launched */
+    MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
     return MT_SUCCESS;
 }
 
@@ -824,31 +856,31 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     int devices = 0, major = 0, minor = 0, lowest, highest, i;
     ctx->ordinal = desc->ordinal;
     ctx->stream = desc->stream;
-    MTI_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
+    MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
     if (desc->ordinal < 0 || desc->ordinal >= devices)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs", desc->ordinal,
-                        devices);
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->ordinal));
-    MTI_CUDA_TRY(ctx, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ctx->ordinal));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs",
+                       desc->ordinal, devices);
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->ordinal));
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ctx->ordinal));
     ctx->capability = 10 * major + minor;
     if (!ctx->stream) {
-        MTI_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
+        MT_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
         ctx->owns_stream = 1;
     }
     ctx->compute_stream = ctx->stream;
-    MTI_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    MTI_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->comm_stream, cudaStreamNonBlocking, highest));
-    MTI_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->bucket_stream, cudaStreamNonBlocking, highest));
+    MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->comm_stream, cudaStreamNonBlocking, highest));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->bucket_stream, cudaStreamNonBlocking, highest));
     for (i = 0; i < MTI_EVENTS; i++)
-        MTI_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
+        MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
     return MT_SUCCESS;
 }
 
 static mt_status mti_cuda_synchronize(mt_context *ctx) {
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_nccl_wait(ctx));
-    MTI_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
+    MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
     return MT_SUCCESS;
 }
 
@@ -877,34 +909,35 @@ static void mti_cuda_close(mt_context *ctx) {
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }
 
-static mt_status mti_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
+static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
     return MT_SUCCESS;
 }
 
 static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
     if (bytes == 0 || to == from) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, ctx->stream));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, ctx->stream));
     return MT_SUCCESS;
 }
 
 /* Rows of bytes between any two places; one call, whatever the leading dimensions. */
-static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                    size_t row_bytes, int64_t rows) {
+static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                   size_t row_bytes, int64_t rows) {
     if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
-                                        ctx->stream));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
+                                       ctx->stream));
     return MT_SUCCESS;
 }
 
-/* To the host, which waits. The wait for peers comes first: a copy to pageable memory waits, too, but without a timeout. */
-static inline mt_status mti_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    MT_TRY(mti_cuda_enter(ctx));
+/* To the host, which waits. The wait for peers comes first: a copy to pageable memory waits, too, but without a
+ * timeout. */
+static inline mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_nccl_wait(ctx));
-    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
     return mti_cuda_synchronize(ctx);
 }
 
@@ -917,9 +950,9 @@ static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
 /* What is called until mti_cuda_fork_end goes to stream `side`, after all that is in the compute stream by now. */
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
     struct CUevent_st *now = ctx->events[MTI_EVENTS - 1];
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
-    MTI_CUDA_TRY(ctx, cudaStreamWaitEvent(side, now, 0));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
+    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(side, now, 0));
     ctx->stream = side;
     return MT_SUCCESS;
 }
@@ -927,21 +960,21 @@ static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
 static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
     struct CUstream_st *side = ctx->stream;
     ctx->stream = ctx->compute_stream;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
     ctx->pending |= 1u << ticket;
     return MT_SUCCESS;
 }
 
 static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
     ctx->pending &= ~(1u << ticket);
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->compute_stream, ctx->events[ticket], 0));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->compute_stream, ctx->events[ticket], 0));
     return MT_SUCCESS;
 }
 #else /* no context is on MT_DEVICE_CUDA then: these are never called */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
-static mt_status mti_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
@@ -951,15 +984,16 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
-static mt_status mti_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
     return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
 }
-static mt_status mti_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                    size_t row_bytes, int64_t rows) {
-    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows, MT_ERR_UNSUPPORTED;
+static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                   size_t row_bytes, int64_t rows) {
+    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
+           MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
@@ -977,26 +1011,29 @@ static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, siz
     return MT_SUCCESS;
 }
 
-/* ---- >>context, continued ----------------------------------------------------------------------------------------- */
+/* ---- >>context, continued ---------------------------------------------------------------------------------------- */
 
 /* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
-static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MTI_ALIGNMENT + offset); }
+static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
 
 /* Where creation fails there is no context yet to keep the sentence: it goes to the world and to the logger. */
 static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
-    if (world) mti_comm_keep_error(world, status, text);
+    if (world) mt_comm_fail(world, status, text);
     if (desc && desc->logger.log) (desc->logger.log)(desc->logger.user, MT_LOG_ERROR, text);
     return status;
 }
 
-static int mti_is_built(mt_device device) { return device == MT_DEVICE_CPU || (MTI_CUDA && device == MT_DEVICE_CUDA); }
+static int mti_is_built(mt_device device) {
+    return device == MT_DEVICE_CPU || (MT_HAS_CUDA && device == MT_DEVICE_CUDA);
+}
 
 static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
 
 static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
     char text[192];
     if ((desc->device != MT_DEVICE_META && !mti_is_built(desc->device)) || !mti_is_built(desc->planned)) {
-        snprintf(text, sizeof text, "mt_context_create: device %d is not built into this program: it has MT_DEVICE_CPU (0) and "
+        snprintf(text, sizeof text,
+                 "mt_context_create: device %d is not built into this program: it has MT_DEVICE_CPU (0) and "
                  "MT_DEVICE_META (2); for MT_DEVICE_CUDA (1) compile the implementation with nvcc, as a .cu file",
                  mti_is_built(desc->planned) ? (int)desc->device : (int)desc->planned);
         return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
@@ -1014,15 +1051,20 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
         snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
-    if (desc->overlap_chunks < 0 || desc->overlap_chunks > MT_OVERLAP_CHUNKS_MAX || (desc->no_overlap & ~MT_OVERLAP_ALL)) {
-        snprintf(text, sizeof text, "mt_context_create: overlap_chunks is %d, must be 0 to %d; no_overlap is %d, must be bits "
-                 "of mt_overlap", desc->overlap_chunks, MT_OVERLAP_CHUNKS_MAX, desc->no_overlap);
+    if (desc->overlap_chunks < 0 || desc->overlap_chunks > MT_OVERLAP_CHUNKS_MAX ||
+        (desc->no_overlap & ~MT_OVERLAP_ALL)) {
+        snprintf(text, sizeof text,
+                 "mt_context_create: overlap_chunks is %d, must be 0 to %d; no_overlap is %d, must be bits "
+                 "of mt_overlap",
+                 desc->overlap_chunks, MT_OVERLAP_CHUNKS_MAX, desc->no_overlap);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data) ||
         (desc->invariant_data && !desc->invariant)) {
-        snprintf(text, sizeof text, "mt_context_create: invariant is %d, invariant_data %d: must be 0 or a power of two up to "
-                 "1024, and invariant_data goes with invariant", desc->invariant, desc->invariant_data);
+        snprintf(text, sizeof text,
+                 "mt_context_create: invariant is %d, invariant_data %d: must be 0 or a power of two up to "
+                 "1024, and invariant_data goes with invariant",
+                 desc->invariant, desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     return MT_SUCCESS;
@@ -1055,9 +1097,9 @@ static mt_status mti_context_arena(mt_context *ctx) {
         ctx->arena = mti_meta_address(0);
         return MT_SUCCESS;
     }
-    ctx->arena = (unsigned char *)(ctx->allocator.alloc)(ctx->allocator.user, ctx->arena_bytes, MTI_ALIGNMENT);
+    ctx->arena = (unsigned char *)(ctx->allocator.alloc)(ctx->allocator.user, ctx->arena_bytes, MT_ALIGNMENT);
     if (ctx->arena) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
+    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
 }
 
 MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
@@ -1069,7 +1111,7 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     MT_TRY(mti_context_check(world, &d));
-    ctx = (mt_context *)mti_host_alloc(sizeof *ctx);
+    ctx = (mt_context *)mt_host_alloc(sizeof *ctx);
     if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
     mti_context_fill(ctx, world, &d);
     if (d.device == MT_DEVICE_CUDA) status = mti_cuda_open(ctx, &d);
@@ -1084,7 +1126,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
-    mti_host_free(ctx);
+    mt_host_free(ctx);
 }
 
 MT_API mt_status mt_context_synchronize(mt_context *ctx) {
@@ -1101,20 +1143,20 @@ MT_API int mt_context_invariant_data(const mt_context *ctx) { return ctx ? ctx->
 MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
 
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
-    size_t size = mti_align_up(bytes ? bytes : 1);
+    size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
     *out = NULL;
-    if (bytes > SIZE_MAX / 2) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes cannot be had", bytes);
+    if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes cannot be had", bytes);
     if (ctx->device == MT_DEVICE_META) {
         *out = mti_meta_address(ctx->allocated);
     } else {
         mt_status status = MT_SUCCESS;
         void *ptr;
-        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter(ctx)); /* the allocator takes the current device's */
-        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MTI_ALIGNMENT);
-        if (!ptr) return mti_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
-        if (ctx->device == MT_DEVICE_CUDA) status = mti_cuda_zero(ctx, ptr, size);
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mt_cuda_enter(ctx)); /* the allocator takes the current device's */
+        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
+        if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
+        if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
         else memset(ptr, 0, size);
         if (status != MT_SUCCESS) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
         MT_TRY(status);
@@ -1125,9 +1167,10 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
 }
 
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
-    size_t size = mti_align_up(bytes ? bytes : 1);
+    size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr) return;
-    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_forget(ctx, ptr); /* no kernel still uses it, whose allocator it may be */
+    if (ctx->device == MT_DEVICE_CUDA)
+        mti_cuda_forget(ctx, ptr); /* no kernel still uses it, whose allocator it may be */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     ctx->allocated -= size;
 }
@@ -1140,32 +1183,33 @@ MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
     if (ctx && mark < ctx->arena_used && ctx->stream == ctx->compute_stream) ctx->arena_used = mark;
 }
 
-/* A stack with a hole: what is allocated from now on lies at `first` and behind as long as it ends before `end`, then at `top`
-   and behind. Several things of the same size, allocated alike, can so be in flight without being released in the order of a
-   stack: each is kept in its own [first, end), while scratch memory, which comes and goes on top of it, lies where all have
-   theirs. end == 0: no hole. */
-static inline void mti_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
+/* A stack with a hole: what is allocated from now on lies at `first` and behind as long as it ends before `end`, then
+   at `top` and behind. Several things of the same size, allocated alike, can so be in flight without being released in
+   the order of a stack: each is kept in its own [first, end), while scratch memory, which comes and goes on top of it,
+   lies where all have theirs. end == 0: no hole. */
+static inline void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
     ctx->arena_used = first;
     ctx->region_end = end;
     ctx->region_top = top;
 }
 
 /* Bytes that can still be had in one piece, or in several. */
-static inline size_t mti_arena_room(const mt_context *ctx) {
+static inline size_t mt_arena_room(const mt_context *ctx) {
     return ctx->arena_bytes - (ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used);
 }
 
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
-    size_t size = mti_align_up(bytes), at;
+    size_t size = mt_align_up(bytes), at;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_alloc: out is NULL");
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_alloc: out is NULL");
     *out = NULL;
-    at = ctx->arena_used <= ctx->region_end && size > ctx->region_end - ctx->arena_used ? ctx->region_top : ctx->arena_used;
+    at = ctx->arena_used <= ctx->region_end && size > ctx->region_end - ctx->arena_used ? ctx->region_top
+                                                                                        : ctx->arena_used;
     if (size < bytes || size > ctx->arena_bytes - at)
-        return mti_fail(ctx, MT_ERR_MEMORY,
-                        "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
-                        "least %zu, or release a mark",
-                        bytes, at, ctx->arena_bytes, at + size);
+        return mt_fail(ctx, MT_ERR_MEMORY,
+                       "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
+                       "least %zu, or release a mark",
+                       bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
@@ -1176,8 +1220,8 @@ MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, 
     void *data = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!out || rows < 0 || cols < 0 || (cols > 0 && rows > INT64_MAX / 8 / cols))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_tensor: out %s, shape [%lld, %lld]", out ? "given" : "NULL",
-                        (long long)rows, (long long)cols);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_tensor: out %s, shape [%lld, %lld]", out ? "given" : "NULL",
+                       (long long)rows, (long long)cols);
     MT_TRY(mt_arena_alloc(ctx, (size_t)rows * (size_t)cols * mt_dtype_size(dtype), &data));
     *out = mt_tensor_make(data, dtype, rows, cols);
     return MT_SUCCESS;
@@ -1203,13 +1247,13 @@ MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols) {
     return mt_tensor_make(data, MT_F32, rows, cols);
 }
 
-static int64_t mti_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
+static int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
 
 /* What is negative, or begins where bytes cannot be counted, has -1 rows, which every call refuses. */
 static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
     const int64_t most = INT64_MAX / 32;
     int sizes = row >= 0 && rows >= 0 && col >= 0 && cols >= 0 && col <= most;
-    t.ld = mti_ld(t);
+    t.ld = mt_tensor_ld(t);
     if (!sizes || (row > 0 && (t.ld < 0 || t.ld > most / row))) row = col = 0, rows = -1;
     if (t.data) t.data = (char *)t.data + (row * t.ld + col) * (int64_t)mt_dtype_size(t.dtype);
     t.rows = rows;
@@ -1225,7 +1269,7 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
     return mti_tensor_at(t, 0, first, t.rows, count);
 }
 
-/* ---- >>local ------------------------------------------------------------------------------------------------------ */
+/* ---- >>local ----------------------------------------------------------------------------------------------------- */
 
 /* Ranks are threads. A group is what they share: one word that counts arrivals, one slot per rank that says what the
    rank calls and where its buffers lie, one mutex and condition variable for those that wait for long.
@@ -1237,7 +1281,7 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 
    Point to point: the sender posts its buffer in its outbox and waits; the receiver copies from it and says so. */
 
-#define MTI_SPLIT 7     /* calls beyond mt_collective, for slots and sentences */
+#define MTI_SPLIT 7 /* calls beyond mt_collective, for slots and sentences */
 #define MTI_SEND_RECV 8
 #define MTI_CREATE 9
 
@@ -1266,8 +1310,8 @@ typedef struct mti_call {
     int root;   /* of a broadcast; destination of a send, -1: none */
     int source; /* of a receive, -1: none */
     size_t count, recvcount;
-    size_t stride; /* elements between the blocks of two ranks in what a gather receives and a reduce_scatter sends; count, or
-                      more when the call moves a chunk of each block */
+    size_t stride; /* elements between the blocks of two ranks in what a gather receives and a reduce_scatter sends;
+                      count, or more when the call moves a chunk of each block */
     int goes_on;   /* 1: not the first chunk of a call */
     const void *send;
     void *recv;
@@ -1279,7 +1323,7 @@ typedef struct mti_slot {
     uint64_t outbox;
     const char *left; /* why this rank will never come again; NULL: it is still there */
     int inside;
-    int failed;       /* from here on valid between the two meetings of one call, or while the outbox is posted */
+    int failed; /* from here on valid between the two meetings of one call, or while the outbox is posted */
     const void *send;
     void *recv;
     size_t send_count;
@@ -1294,7 +1338,7 @@ typedef struct mti_group {
     unsigned char apart[56]; /* the word everybody spins on has a cache line of its own */
     int sleepers, left_count, references;
     int size;
-    int spin; /* the cores suffice for all ranks of the job */
+    int spin;               /* the cores suffice for all ranks of the job */
     struct mti_group *root; /* the group this one, and others, were split from, which it holds; NULL: it is that one */
     int late_turns;         /* of the root, atomic: turns given away that came back late, one after the other */
     int64_t crowded_until;  /* of the root, atomic, microseconds by mti_now: until then others would take turns */
@@ -1303,15 +1347,15 @@ typedef struct mti_group {
     pthread_cond_t cond;
     unsigned char *slots;
     mt_status why_broken;
-    char text[MTI_ERROR_BYTES];
+    char text[MT_ERROR_BYTES];
 } mti_group;
 
 struct mti_rank;
 
 typedef struct mti_nccl {
-    struct ncclComm *handle; /* NULL: aborted */
-    mt_context *home;        /* the context it belongs to; NULL: destroyed */
-    mt_comm *next;           /* in the context's list */
+    struct ncclComm *handle;    /* NULL: aborted */
+    mt_context *home;           /* the context it belongs to; NULL: destroyed */
+    mt_comm *next;              /* in the context's list */
     struct CUstream_st *stream; /* of the last call */
     mti_call last;
     uint64_t number; /* of the last call, among those of the context */
@@ -1322,7 +1366,7 @@ typedef struct mti_nccl {
 } mti_nccl;
 
 struct mt_comm {
-    mti_group *group; /* NULL: alone, meta, or over NCCL; over MPI: this process's own picture of the group */
+    mti_group *group;    /* NULL: alone, meta, or over NCCL; over MPI: this process's own picture of the group */
     struct mti_mpi *mpi; /* NULL: not over MPI */
     int rank, size, meta;
     int on_nccl;
@@ -1335,7 +1379,7 @@ struct mt_comm {
     mt_ledger ledger;
     char name[16];
     mt_status error_status; /* the status that `error` belongs to */
-    char error[MTI_ERROR_BYTES];
+    char error[MT_ERROR_BYTES];
 };
 
 /* A rank that mt_launch or mt_world_from_env runs. */
@@ -1351,18 +1395,19 @@ typedef struct mti_rank {
     int cores;       /* ... and how many; 0: not pinned */
     mt_status status;
     pthread_t thread;
-    char reason[MTI_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
+    char reason[MT_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
 } mti_rank;
 
 typedef struct mti_text {
     size_t used;
-    char data[MTI_ERROR_BYTES];
+    char data[MT_ERROR_BYTES];
 } mti_text;
 
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-static void mti_say(mti_text *text, const char *format, ...) {
+static void
+mti_say(mti_text *text, const char *format, ...) {
     size_t left = sizeof text->data - text->used;
     va_list args;
     int n;
@@ -1372,29 +1417,30 @@ static void mti_say(mti_text *text, const char *format, ...) {
     if (n > 0) text->used += (size_t)n < left ? (size_t)n : left - 1;
 }
 
-static mt_status mti_comm_keep_error(mt_comm *comm, mt_status status, const char *text) {
+static mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text) {
     size_t n = strlen(text);
     if (comm->owner && comm->owner->leaving) return status;
     if (n >= sizeof comm->error) n = sizeof comm->error - 1;
     memmove(comm->error, text, n); /* text may be comm->error itself */
     comm->error[n] = '\0';
     comm->error_status = status;
-    if (comm->owner && comm->owner->world != comm) mti_comm_keep_error(comm->owner->world, status, text);
+    if (comm->owner && comm->owner->world != comm) mt_comm_fail(comm->owner->world, status, text);
     return status;
 }
 
-/* mti_fail for calls on a communicator, which keeps the sentence too; ctx and comm may be NULL. */
+/* mt_fail for calls on a communicator, which keeps the sentence too; ctx and comm may be NULL. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 4, 5)))
 #endif
-static mt_status mti_refuse(mt_context *ctx, mt_comm *comm, mt_status status, const char *format, ...) {
-    char text[MTI_ERROR_BYTES];
+static mt_status
+mti_refuse(mt_context *ctx, mt_comm *comm, mt_status status, const char *format, ...) {
+    char text[MT_ERROR_BYTES];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (comm) mti_comm_keep_error(comm, status, text);
-    return ctx ? mti_fail(ctx, status, "%s", text) : status;
+    if (comm) mt_comm_fail(comm, status, text);
+    return ctx ? mt_fail(ctx, status, "%s", text) : status;
 }
 
 /* -- clocks and cores -- */
@@ -1433,9 +1479,9 @@ static int mti_cond_init(pthread_cond_t *cond) {
 #endif
 }
 
-/* Measures a wait. Time in which this process did not run does not count, or the first thread that runs again would blame ranks
-   that had no chance to come. The process has not run when a thread that looks every `tick` seconds comes back much later:
-   what is longer than two ticks counts as two. */
+/* Measures a wait. Time in which this process did not run does not count, or the first thread that runs again would
+   blame ranks that had no chance to come. The process has not run when a thread that looks every `tick` seconds comes
+   back much later: what is longer than two ticks counts as two. */
 typedef struct mti_stopwatch {
     double waited, looked, tick;
 } mti_stopwatch;
@@ -1466,8 +1512,8 @@ static void mti_stopwatch_sleep(const mti_stopwatch *w, double timeout, pthread_
     pthread_cond_timedwait(cond, mutex, &wake);
 }
 
-/* A thread is not cancelled inside a call on a communicator, where it may hold a lock and peers read its buffers, but at
-   the end of the call. mti_hold returns what mti_release wants. Android cannot cancel threads. */
+/* A thread is not cancelled inside a call on a communicator, where it may hold a lock and peers read its buffers, but
+   at the end of the call. mti_hold returns what mti_release wants. Android cannot cancel threads. */
 static int mti_hold(void) {
     int before = 0;
 #if defined(PTHREAD_CANCEL_DISABLE)
@@ -1540,7 +1586,8 @@ static void mti_pin(const int *core, int count) {
 }
 
 #if MTI_NCCL || MTI_MPI
-/* Between two questions whether something has come: lets others run, and sleeps once it has lasted for `soon` seconds. */
+/* Between two questions whether something has come: lets others run, and sleeps once it has lasted for `soon` seconds.
+ */
 static void mti_rest(double waited, double soon) {
     struct timespec nap = mti_timespec(50e-6);
     int before = mti_hold();
@@ -1553,7 +1600,7 @@ static void mti_rest(double waited, double soon) {
 /* -- groups -- */
 
 static mti_slot *mti_slot_of(const mti_group *g, int rank) {
-    return (mti_slot *)(void *)(g->slots + (size_t)rank * mti_align_up(sizeof(mti_slot)));
+    return (mti_slot *)(void *)(g->slots + (size_t)rank * mt_align_up(sizeof(mti_slot)));
 }
 
 static mt_comm *mti_comm_new(int rank, int size, const char *name) {
@@ -1577,9 +1624,9 @@ static void mti_group_release(mti_group *g) {
 }
 
 static mti_group *mti_group_new(int size, double timeout, int spin) {
-    size_t bytes = (size_t)size * mti_align_up(sizeof(mti_slot));
-    mti_group *g = (mti_group *)mti_default_alloc(NULL, sizeof *g, MTI_ALIGNMENT);
-    unsigned char *slots = (unsigned char *)mti_default_alloc(NULL, bytes, MTI_ALIGNMENT);
+    size_t bytes = (size_t)size * mt_align_up(sizeof(mti_slot));
+    mti_group *g = (mti_group *)mti_default_alloc(NULL, sizeof *g, MT_ALIGNMENT);
+    unsigned char *slots = (unsigned char *)mti_default_alloc(NULL, bytes, MT_ALIGNMENT);
     int mutex = -1, cond = -1;
     if (g && slots) {
         memset(g, 0, sizeof *g);
@@ -1604,7 +1651,8 @@ static mti_group *mti_group_new(int size, double timeout, int spin) {
 static mti_group *mti_root_of(mti_group *g) { return g && g->root ? g->root : g; }
 
 /* All communicators of a new group, or none of them. parent: whose members these are; NULL: there is none */
-static mt_status mti_family_new(int size, double timeout, int spin, mti_group *parent, const char *name, mt_comm **comms) {
+static mt_status mti_family_new(int size, double timeout, int spin, mti_group *parent, const char *name,
+                                mt_comm **comms) {
     mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
     int r, made = 0;
     if (size > 1 && !g) return MT_ERR_MEMORY;
@@ -1831,12 +1879,13 @@ static int mti_wait_over(const mti_wait *w) {
     return ((__atomic_load_n(w->word, __ATOMIC_SEQ_CST) & w->mask) == w->value) != (w->until_not != 0);
 }
 
-/* A turn that comes back late went to somebody who computes, perhaps in another program. When one after the other does, each
-   wait would cost a turn: for MTI_CROWDED times as long the ranks had better sleep at once, for sleepers are woken in front
-   of those who compute. */
+/* A turn that comes back late went to somebody who computes, perhaps in another program. When one after the other does,
+   each wait would cost a turn: for MTI_CROWDED times as long the ranks had better sleep at once, for sleepers are woken
+   in front of those who compute. */
 static void mti_note_turn(mti_group *root, double start, double now) {
     if (now - start <= MTI_LATE_TURN) {
-        if (__atomic_load_n(&root->late_turns, __ATOMIC_RELAXED) != 0) __atomic_store_n(&root->late_turns, 0, __ATOMIC_RELAXED);
+        if (__atomic_load_n(&root->late_turns, __ATOMIC_RELAXED) != 0)
+            __atomic_store_n(&root->late_turns, 0, __ATOMIC_RELAXED);
     } else if (__atomic_add_fetch(&root->late_turns, 1, __ATOMIC_RELAXED) >= MTI_LATE_TURNS * root->size) {
         __atomic_store_n(&root->crowded_until, (int64_t)(1e6 * (now + MTI_CROWDED * (now - start))), __ATOMIC_RELAXED);
     }
@@ -2117,8 +2166,8 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
     uint64_t posted = mti_outbox(call->root, MTI_POSTED), end;
     mti_wait w = mti_wait_outbox(slot, posted, 1, call->root, 0);
     mti_outcome outcome = status == MT_SUCCESS ? mti_wait_for(g, &w) : MTI_SEES_BROKEN;
-    if (outcome != MTI_MET && __atomic_compare_exchange_n(&slot->outbox, &posted, (uint64_t)0, 0, __ATOMIC_SEQ_CST,
-                                                          __ATOMIC_SEQ_CST))
+    if (outcome != MTI_MET &&
+        __atomic_compare_exchange_n(&slot->outbox, &posted, (uint64_t)0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return status != MT_SUCCESS ? status : mti_give_up(ctx, comm, outcome, call->root, MTI_ANY);
     w = mti_wait_outbox(slot, mti_outbox(call->root, MTI_TAKEN), 1, call->root, 1);
     mti_wait_for(g, &w);
@@ -2214,7 +2263,8 @@ static void mti_adopt(mt_comm *parent, mt_comm *child) {
     parent->owner->children = child;
 }
 
-/* A call on ranks that are processes, which only NCCL or MPI connects; device: of the context, -1 when there is none. */
+/* A call on ranks that are processes, which only NCCL or MPI connects; device: of the context, -1 when there is none.
+ */
 static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *function, int device) {
     const char *how = "call mt_comm_create_for with a context on MT_DEVICE_CUDA, or, for ranks on CPUs, compile the "
                       "implementation with -DMT_USE_MPI and start them with mpirun or srun";
@@ -2309,18 +2359,18 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
     return status;
 }
 
-/* ---- >>half: bf16 and f16 ------------------------------------------------------------------------------------------ */
+/* ---- >>half: bf16 and f16 ---------------------------------------------------------------------------------------- */
 
-/* Iterations of the next loop do not depend on each other, which the compiler cannot see where input and output may be the
-   same memory, and then does not vectorise it. */
+/* Iterations of the next loop do not depend on each other, which the compiler cannot see where input and output may be
+   the same memory, and then does not vectorise it. */
 #if defined(__CUDACC__)
-#define MTI_INDEPENDENT
+#define MT_INDEPENDENT
 #elif defined(__clang__)
-#define MTI_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#define MT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
-#define MTI_INDEPENDENT _Pragma("GCC ivdep")
+#define MT_INDEPENDENT _Pragma("GCC ivdep")
 #else
-#define MTI_INDEPENDENT
+#define MT_INDEPENDENT
 #endif
 
 #if defined(__clang__) /* it warns about what it did not vectorise, also where it was told not to optimise */
@@ -2329,79 +2379,80 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 #endif
 
 #if defined(__GNUC__)
-#define MTI_INLINE static inline __attribute__((always_inline))
+#define MT_INLINE static inline __attribute__((always_inline))
 #else
-#define MTI_INLINE static inline
+#define MT_INLINE static inline
 #endif
 
-MTI_INLINE MTI_HOST_DEVICE uint32_t mti_bits(float x) {
+MT_INLINE MT_HOST_DEVICE uint32_t mt_f32_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
     return u;
 }
 
-MTI_INLINE MTI_HOST_DEVICE float mti_from_bits(uint32_t u) {
+MT_INLINE MT_HOST_DEVICE float mt_f32_from_bits(uint32_t u) {
     float x;
     memcpy(&x, &u, sizeof x);
     return x;
 }
 
-static int mti_is_half(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
+static int mt_dtype_is_16bit(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
 
-MTI_INLINE float mti_bf16_to_f32(uint16_t h) { return mti_from_bits((uint32_t)h << 16); }
+MT_INLINE float mti_bf16_to_f32(uint16_t h) { return mt_f32_from_bits((uint32_t)h << 16); }
 
-/* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the largest
-   number it carries into infinity. Only NaN goes another way: its top bits stay, and it is quiet. */
-MTI_INLINE uint16_t mti_f32_to_bf16(float x) {
-    uint32_t u = mti_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
+/* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the
+   largest number it carries into infinity. Only NaN goes another way: its top bits stay, and it is quiet. */
+MT_INLINE uint16_t mti_f32_to_bf16(float x) {
+    uint32_t u = mt_f32_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
     return (uint16_t)(((u & 0x7fffffffu) > 0x7f800000u ? u | 0x00400000u : rounded) >> 16);
 }
 
-/* The exponents are 112 apart, at infinity and NaN another 112. A denormal m * 2^-24 is the mantissa of 2^-14 + m * 2^-24.
-   Here and below, floats are added whatever the number is, and no denormal of f32 matters: compilers vectorise that, and a
-   processor that flushes denormals does no harm. */
-MTI_INLINE float mti_f16_to_f32(uint16_t h) {
+/* The exponents are 112 apart, at infinity and NaN another 112. A denormal m * 2^-24 is the mantissa of 2^-14 + m *
+   2^-24. Here and below, floats are added whatever the number is, and no denormal of f32 matters: compilers vectorise
+   that, and a processor that flushes denormals does no harm. */
+MT_INLINE float mti_f16_to_f32(uint16_t h) {
     uint32_t size = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t exponent = size < 0x7c00u ? 112u : 224u, less = size < 0x0400u ? 0x38800000u : 0u; /* 2^-14 */
     exponent = size < 0x0400u ? 113u : exponent;
-    return mti_from_bits(mti_bits(mti_from_bits((size << 13) + (exponent << 23)) - mti_from_bits(less)) | sign);
+    return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits((size << 13) + (exponent << 23)) - mt_f32_from_bits(less)) |
+                            sign);
 }
 
-/* Adding 2^13 times the power of two below |x|, or below the smallest normal f16, rounds to f16's last place, and leaves the
-   count of it in the low bits of the sum: 1024 to 2048, less for a denormal. 2^16 stands for all above, and comes out as
-   infinity, as 65520, halfway to it from the largest, does. */
-MTI_INLINE uint16_t mti_f32_to_f16(float x) {
-    uint32_t u = mti_bits(x), size = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
+/* Adding 2^13 times the power of two below |x|, or below the smallest normal f16, rounds to f16's last place, and
+   leaves the count of it in the low bits of the sum: 1024 to 2048, less for a denormal. 2^16 stands for all above, and
+   comes out as infinity, as 65520, halfway to it from the largest, does. */
+MT_INLINE uint16_t mti_f32_to_f16(float x) {
+    uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
     uint32_t nan = size > 0x7f800000u ? 0x0200u | ((size >> 13) & 0x3ffu) : 0u;
     uint32_t finite = size < 0x47800000u ? size : 0x47800000u, below = finite & 0x7f800000u;
     uint32_t power = below > 0x38800000u ? below : 0x38800000u, shifted = power + (13u << 23);
-    uint32_t count = mti_bits(mti_from_bits(finite) + mti_from_bits(shifted)) - shifted;
+    uint32_t count = mt_f32_bits(mt_f32_from_bits(finite) + mt_f32_from_bits(shifted)) - shifted;
     return (uint16_t)((((power - 0x38800000u) >> 13) + count) | nan | sign);
 }
 
-static void mti_row_widen(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
+static void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
     int64_t j;
     if (dtype == MT_BF16) {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = mti_bf16_to_f32(x[j]);
     } else {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = mti_f16_to_f32(x[j]);
     }
 }
 
-static void mti_row_round(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
+static void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
     int64_t j;
     if (dtype == MT_BF16) {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = mti_f32_to_bf16(x[j]);
     } else {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = mti_f32_to_f16(x[j]);
     }
 }
 
-/* ---- >>collectives ------------------------------------------------------------------------------------------------ */
+/* ---- >>collectives ----------------------------------------------------------------------------------------------- */
 
 MT_API const char *mt_collective_name(mt_collective kind) {
     switch (kind) {
@@ -2559,8 +2610,8 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
 
 /* -- reductions -- */
 
-/* out0 = out1 = left (op) right, for each element by itself: any of the four may be the same memory. Without -O3 gcc needs to
-   know the number of rounds, too. */
+/* out0 = out1 = left (op) right, for each element by itself: any of the four may be the same memory. Without -O3 gcc
+   needs to know the number of rounds, too. */
 #define MTI_ROUNDS 256
 
 #define MTI_DEFINE_COMBINE(name, type, result)                                                                         \
@@ -2569,7 +2620,7 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
         const type *l = (const type *)left, *r = (const type *)right;                                                  \
         size_t i, j;                                                                                                   \
         for (i = 0; i + MTI_ROUNDS <= n; i += MTI_ROUNDS) {                                                            \
-            MTI_INDEPENDENT                                                                                            \
+            MT_INDEPENDENT                                                                                             \
             for (j = 0; j < MTI_ROUNDS; j++) {                                                                         \
                 type a = l[i + j], b = r[i + j];                                                                       \
                 o0[i + j] = o1[i + j] = (result);                                                                      \
@@ -2618,8 +2669,8 @@ static int mti_left_half(int ranks) {
 /* A rank's tile: where it lies in that rank's send buffer or, if that is 16-bit, as floats in `out`. */
 static const void *mti_tree_leaf(const mti_tree *t, int rank, void *out) {
     const char *tile = (const char *)mti_slot_of(t->group, rank)->send + t->first * mt_dtype_size(t->dtype);
-    if (!mti_is_half(t->dtype)) return tile;
-    mti_row_widen(t->dtype, (const uint16_t *)(const void *)tile, (float *)out, (int64_t)t->n);
+    if (!mt_dtype_is_16bit(t->dtype)) return tile;
+    mt_f32_from_16bit(t->dtype, (const uint16_t *)(const void *)tile, (float *)out, (int64_t)t->n);
     return out;
 }
 
@@ -2643,12 +2694,12 @@ static void mti_tree_root(mti_tree *t, int ranks, void *out0, void *out1) {
     int half = mti_left_half(ranks);
     const void *left = mti_tree_reduce(t, 0, half, t->scratch[0], 2);
     const void *right = mti_tree_reduce(t, half, ranks - half, t->scratch[1], 2);
-    if (!mti_is_half(t->dtype)) {
+    if (!mt_dtype_is_16bit(t->dtype)) {
         t->combine(out0, out1, left, right, t->n);
         return;
     }
     t->combine(t->scratch[0], t->scratch[0], left, right, t->n);
-    mti_row_round(t->dtype, t->scratch[0], (uint16_t *)out0, (int64_t)t->n);
+    mt_f32_to_16bit(t->dtype, t->scratch[0], (uint16_t *)out0, (int64_t)t->n);
     mti_copy(out1, out0, t->n * sizeof(uint16_t));
 }
 
@@ -2668,11 +2719,12 @@ static void mti_reduce_range(const mt_comm *comm, const mti_call *call, size_t f
         t.n = n - done < MTI_TILE ? n - done : MTI_TILE;
         mti_tree_root(&t, comm->size, out0 + done * element, out1 + done * element);
         for (d = 2; d < writers; d++)
-            mti_copy((char *)mti_slot_of(comm->group, d)->recv + t.first * element, out0 + done * element, t.n * element);
+            mti_copy((char *)mti_slot_of(comm->group, d)->recv + t.first * element, out0 + done * element,
+                     t.n * element);
     }
 }
 
-#if MTI_CUDA
+#if MT_HAS_CUDA
 #define MTI_CUDA_RANKS 64 /* whose pointers fit into the arguments of a kernel */
 #define MTI_CUDA_LEVELS 6 /* of their tree */
 
@@ -2695,14 +2747,12 @@ static __device__ __forceinline__ void mti_to_element(int32_t *y, int32_t x) { *
 static __device__ __forceinline__ void mti_to_element(uint32_t *y, uint32_t x) { *y = x; }
 
 /* N neighbours, moved at once. */
-template <typename T, int N> struct __align__(N * sizeof(T)) mti_few {
-    T x[N];
-};
+template <typename T, int N> struct __align__(N * sizeof(T)) mti_few { T x[N]; };
 
-/* N elements of every rank, joined in the tree of mti_tree_reduce as a binary counter counts: level d holds the sum of 2^d
-   ranks while bit d of the number of ranks so far is set. Levels are unrolled, so that they stay in registers. */
-template <typename T, int N, typename Op> static __device__ __forceinline__ mti_few<T, N> mti_cuda_tree(
-    const mti_cuda_buffers &b, int64_t i, Op op) {
+/* N elements of every rank, joined in the tree of mti_tree_reduce as a binary counter counts: level d holds the sum of
+   2^d ranks while bit d of the number of ranks so far is set. Levels are unrolled, so that they stay in registers. */
+template <typename T, int N, typename Op>
+static __device__ __forceinline__ mti_few<T, N> mti_cuda_tree(const mti_cuda_buffers &b, int64_t i, Op op) {
     typedef decltype(mti_from_element(T())) wide;
     wide level[MTI_CUDA_LEVELS][N], x[N] = {};
     mti_few<T, N> y;
@@ -2710,10 +2760,10 @@ template <typename T, int N, typename Op> static __device__ __forceinline__ mti_
         int last = r + 1 == b.ranks, carry = 1;
         y = *(const mti_few<T, N> *)((const T *)b.send[r] + i);
         for (int j = 0; j < N; j++) x[j] = mti_from_element(y.x[j]);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int d = 0; d < MTI_CUDA_LEVELS; d++) {
             int full = r >> d & 1;
-            MTI_DEVICE_UNROLL
+            MT_DEVICE_UNROLL
             for (int j = 0; j < N; j++) {
                 if (full && (carry || last)) x[j] = op(level[d][j], x[j]);
                 else if (carry && !last) level[d][j] = x[j];
@@ -2733,9 +2783,10 @@ struct mti_larger { /* a NaN on any rank stays visible */
     template <typename T> __device__ T operator()(T a, T b) const { return a > b || a != a ? a : b; }
 };
 
-/* Element i of b is element i of the send buffers and of the receive buffers, which start where the call's range does. */
-template <typename T, int N, typename Op> static __global__ void __launch_bounds__(256) mti_cuda_reduce_kernel(
-    mti_cuda_buffers b, int64_t n, Op op) {
+/* Element i of b is element i of the send buffers and of the receive buffers, which start where the call's range does.
+ */
+template <typename T, int N, typename Op>
+static __global__ void __launch_bounds__(256) mti_cuda_reduce_kernel(mti_cuda_buffers b, int64_t n, Op op) {
     int64_t step = (int64_t)gridDim.x * blockDim.x * N;
     for (int64_t first = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * N; first < n; first += step) {
         if (first + N <= n) {
@@ -2750,15 +2801,16 @@ template <typename T, int N, typename Op> static __global__ void __launch_bounds
     }
 }
 
-template <typename T, int N, typename Op> static void mti_cuda_reduce_run(mt_context *ctx, const mti_cuda_buffers &b, int64_t n,
-                                                                         Op op) {
+template <typename T, int N, typename Op>
+static void mti_cuda_reduce_run(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, Op op) {
     int64_t blocks = ((n + N - 1) / N + 255) / 256;
     unsigned grid = (unsigned)(blocks < 1024 ? blocks : 1024);
-    MTI_LAUNCH((mti_cuda_reduce_kernel<T, N, Op>), grid, 256, 0, ctx->stream, b, n, op);
+    MT_LAUNCH_KERNEL((mti_cuda_reduce_kernel<T, N, Op>), grid, 256, 0, ctx->stream, b, n, op);
 }
 
 /* 16 bytes at a time where all buffers are aligned for it. */
-template <typename T> static void mti_cuda_reduce_launch(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, mt_op op) {
+template <typename T>
+static void mti_cuda_reduce_launch(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, mt_op op) {
     uintptr_t bits = 0;
     for (int r = 0; r < b.ranks; r++) bits |= (uintptr_t)b.send[r];
     for (int r = 0; r < b.writers; r++) bits |= (uintptr_t)b.recv[r];
@@ -2775,20 +2827,21 @@ template <typename T> static void mti_cuda_reduce_launch(mt_context *ctx, const 
 
 static mt_status mti_cuda_check_ranks(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     if (comm->size <= MTI_CUDA_RANKS) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_%s: %d ranks on GPUs, at most %d are built to be added in a fixed order",
-                    mti_call_name(call->kind), comm->size, MTI_CUDA_RANKS);
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "mt_%s: %d ranks on GPUs, at most %d are built to be added in a fixed order",
+                   mti_call_name(call->kind), comm->size, MTI_CUDA_RANKS);
 }
 
 /* The first n elements of all send buffers of b. */
 static mt_status mti_cuda_reduce_buffers(mt_context *ctx, const mti_cuda_buffers *b, size_t n, const mti_call *call) {
     if (n == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     if (call->dtype == MT_F32) mti_cuda_reduce_launch<float>(ctx, *b, (int64_t)n, call->op);
     else if (call->dtype == MT_BF16) mti_cuda_reduce_launch<__nv_bfloat16>(ctx, *b, (int64_t)n, call->op);
     else if (call->dtype == MT_F16) mti_cuda_reduce_launch<__half>(ctx, *b, (int64_t)n, call->op);
     else if (call->op == MT_SUM) mti_cuda_reduce_launch<uint32_t>(ctx, *b, (int64_t)n, call->op); /* wraps around */
     else mti_cuda_reduce_launch<int32_t>(ctx, *b, (int64_t)n, call->op);
-    return mti_cuda_launched(ctx, "mti_cuda_reduce_kernel");
+    return mt_cuda_launched(ctx, "mti_cuda_reduce_kernel");
 }
 
 /* Kernels of this context's GPU read and write the memory of another one. */
@@ -2796,11 +2849,13 @@ static mt_status mti_cuda_reach(mt_context *ctx, int ordinal) {
     cudaError_t error;
     int can = 0;
     if (ordinal == ctx->ordinal || (ordinal < 64 && ctx->reached >> ordinal & 1)) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaDeviceCanAccessPeer(&can, ctx->ordinal, ordinal));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaDeviceCanAccessPeer(&can, ctx->ordinal, ordinal));
     if (!can)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "GPU %d does not reach the memory of GPU %d: ranks on them need NCCL "
-                        "(MT_USE_NCCL and mt_comm_create_for)", ctx->ordinal, ordinal);
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                       "GPU %d does not reach the memory of GPU %d: ranks on them need NCCL "
+                       "(MT_USE_NCCL and mt_comm_create_for)",
+                       ctx->ordinal, ordinal);
     error = cudaDeviceEnablePeerAccess(ordinal, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) error = (cudaGetLastError(), cudaSuccess);
     MT_TRY(mti_cuda_check(ctx, error, "cudaDeviceEnablePeerAccess"));
@@ -2818,7 +2873,8 @@ static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti
     b.ranks = comm->size;
     b.writers = to_all ? comm->size : 1;
     for (r = 0; r < comm->size; r++) b.send[r] = (const char *)mti_slot_of(comm->group, r)->send + at;
-    for (r = 0; r < b.writers; r++) b.recv[r] = to_all ? (char *)mti_slot_of(comm->group, r)->recv + at : (char *)call->recv;
+    for (r = 0; r < b.writers; r++)
+        b.recv[r] = to_all ? (char *)mti_slot_of(comm->group, r)->recv + at : (char *)call->recv;
     return mti_cuda_reduce_buffers(ctx, &b, n, call);
 }
 #else
@@ -2839,7 +2895,8 @@ static mt_status mti_reduce_on(mt_context *ctx, const mt_comm *comm, const mti_c
 
 /* Rank r reduces segment r for everybody. Nobody else reads or writes that segment, so in place needs no care. */
 static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, line = MTI_LINE / mt_dtype_size(call->dtype), segment, first;
+    size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, line = MTI_LINE / mt_dtype_size(call->dtype), segment,
+           first;
     segment = (call->count + ranks - 1) / ranks;
     segment = (segment + line - 1) / line * line; /* ranks do not write into each other's cache lines */
     first = segment * rank;
@@ -2880,8 +2937,9 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     }
 }
 
-/* Ranks on GPUs, one or several, meet on the host: each has finished what is in its stream before the others look at its
-   buffers, and what it put there itself before they go on. A rank on which that fails says so before the others go on, too. */
+/* Ranks on GPUs, one or several, meet on the host: each has finished what is in its stream before the others look at
+   its buffers, and what it put there itself before they go on. A rank on which that fails says so before the others go
+   on, too. */
 static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mt_status status = mt_context_synchronize(ctx);
     int may_fail = ctx->device == MT_DEVICE_CUDA, r;
@@ -2899,7 +2957,8 @@ static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_
 }
 
 #if MTI_NCCL || MTI_MPI
-/* A buffer cut for the ranks: piece r begins stride * r elements after the first, and has n, or what is left of `whole`. */
+/* A buffer cut for the ranks: piece r begins stride * r elements after the first, and has n, or what is left of
+ * `whole`. */
 typedef struct mti_pieces {
     const char *from;
     char *to; /* where the sums go, in the same places; NULL: only this rank's, to `own` */
@@ -2913,7 +2972,8 @@ static size_t mti_piece_size(const mti_pieces *p, int rank) {
     return p->whole - first < p->n ? p->whole - first : p->n;
 }
 
-/* The next chunk of a call after `done` elements, in which every rank gets a piece of up to `most`. Returns its elements. */
+/* The next chunk of a call after `done` elements, in which every rank gets a piece of up to `most`. Returns its
+ * elements. */
 static size_t mti_pieces_next(const mt_comm *comm, const mti_call *call, size_t most, size_t done, mti_pieces *p) {
     size_t ranks = (size_t)comm->size, line = MTI_LINE / mt_dtype_size(call->dtype);
     int scatter = call->kind == MT_REDUCE_SCATTER;
@@ -2936,11 +2996,12 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 }
 #endif
 
-/* ---- >>nccl ------------------------------------------------------------------------------------------------------- */
+/* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
 
-/* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen the
-   stream empty. Whoever waits for a stream on the host asks, while it waits, how the busy communicators are, and for how long
-   already (mti_nccl_wait): nothing here waits without an end, and nothing is staged or allocated after create. */
+/* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen
+   the stream empty. Whoever waits for a stream on the host asks, while it waits, how the busy communicators are, and
+   for how long already (mti_nccl_wait): nothing here waits without an end, and nothing is staged or allocated after
+   create. */
 
 #if MTI_NCCL
 #define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* bytes of the arena that an ordered reduction takes at most */
@@ -2988,14 +3049,15 @@ static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status
     return mti_refuse(ctx, comm, status, "%s", text->data);
 }
 
-/* All that have something in the stream, the latest call first: an abort lets the stream go on, and what comes there next would
-   send on to other ranks what the aborted call has left in the buffers. */
+/* All that have something in the stream, the latest call first: an abort lets the stream go on, and what comes there
+   next would send on to other ranks what the aborted call has left in the buffers. */
 static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_text *text) {
     mt_comm *comm, *latest;
     do {
         latest = NULL;
         for (comm = ctx->nccl; comm; comm = comm->nccl.next)
-            if (comm->nccl.busy && !comm->nccl.broken && (!latest || comm->nccl.number > latest->nccl.number)) latest = comm;
+            if (comm->nccl.busy && !comm->nccl.broken && (!latest || comm->nccl.number > latest->nccl.number))
+                latest = comm;
         if (latest) mti_nccl_break(ctx, latest, status, text);
     } while (latest);
 }
@@ -3010,7 +3072,8 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
     mti_text text;
     text.used = 0;
     mti_nccl_say(&text, comm);
-    mti_say(&text, ": rank %d: NCCL: %s: %.400s", comm->rank, ncclGetErrorString(result), ncclGetLastError(comm->nccl.handle));
+    mti_say(&text, ": rank %d: NCCL: %s: %.400s", comm->rank, ncclGetErrorString(result),
+            ncclGetLastError(comm->nccl.handle));
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
@@ -3107,14 +3170,14 @@ typedef struct mti_window {
 #endif
 } mti_window;
 
-/* Collective over comm: memory of the library's allocator that will be sent from and received into at the same place on every
-   rank. Nothing happens where that cannot be had. */
-static mt_status mti_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+/* Collective over comm: memory of the library's allocator that will be sent from and received into at the same place on
+   every rank. Nothing happens where that cannot be had. */
+static mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     int version = 0;
     mti_window *w;
     if (!comm->on_nccl || ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
-    w = (mti_window *)mti_host_alloc(sizeof *w);
-    if (!w) return mti_fail(ctx, MT_ERR_MEMORY, "no memory to register %zu bytes with \"%s\"", bytes, comm->name);
+    w = (mti_window *)mt_host_alloc(sizeof *w);
+    if (!w) return mt_fail(ctx, MT_ERR_MEMORY, "no memory to register %zu bytes with \"%s\"", bytes, comm->name);
     w->comm = comm;
     w->memory = memory;
     w->next = ctx->windows;
@@ -3122,7 +3185,8 @@ static mt_status mti_comm_register(mt_context *ctx, mt_comm *comm, void *memory,
     ncclGetVersion(&version);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
     if (version >= NCCL_VERSION(2, 27, 0)) {
-        ncclResult_t result = ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC);
+        ncclResult_t result =
+            ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC);
         return mti_nccl_settle(ctx, comm, result);
     }
 #endif
@@ -3136,7 +3200,7 @@ static void mti_window_end(mti_window *w) {
     if (handle && w->window) ncclCommWindowDeregister(handle, w->window);
 #endif
     if (handle && w->buffer) ncclCommDeregister(handle, w->buffer);
-    mti_host_free(w);
+    mt_host_free(w);
 }
 
 /* All windows of a communicator, or all on some memory; NULL: any. */
@@ -3172,7 +3236,8 @@ static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, ncclResult_t res
     comm->nccl.home = ctx;
     comm->nccl.next = ctx->nccl;
     ctx->nccl = comm;
-    if (status == MT_SUCCESS && ctx->arena_symmetric) status = mti_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes);
+    if (status == MT_SUCCESS && ctx->arena_symmetric)
+        status = mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes);
     if (status == MT_SUCCESS) *out = comm;
     else mt_comm_destroy(comm);
     return status;
@@ -3207,7 +3272,8 @@ static void mti_nccl_close(mt_context *ctx) {
 
 /* -- collectives -- */
 
-/* Of a call in a group: a communicator that does not block says "in progress", which the end of the group says again. */
+/* Of a call in a group: a communicator that does not block says "in progress", which the end of the group says again.
+ */
 static int mti_nccl_goes_on(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
 
 static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -3236,8 +3302,8 @@ static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_ca
             result = ncclBroadcast(call->send, (char *)call->recv + apart * (size_t)r, call->count, type, r, handle,
                                    ctx->stream);
         else
-            result = ncclReduce((const char *)call->send + apart * (size_t)r, call->recv, call->count, type, op, r, handle,
-                                ctx->stream);
+            result = ncclReduce((const char *)call->send + apart * (size_t)r, call->recv, call->count, type, op, r,
+                                handle, ctx->stream);
     }
     end = ncclGroupEnd();
     return mti_nccl_goes_on(result) ? end : result;
@@ -3251,7 +3317,8 @@ static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_cal
         return mti_nccl_blocks(ctx, comm, call);
     switch (call->kind) {
     case MT_ALL_REDUCE: return ncclAllReduce(call->send, call->recv, call->count, type, op, handle, ctx->stream);
-    case MT_REDUCE_SCATTER: return ncclReduceScatter(call->send, call->recv, call->count, type, op, handle, ctx->stream);
+    case MT_REDUCE_SCATTER:
+        return ncclReduceScatter(call->send, call->recv, call->count, type, op, handle, ctx->stream);
     case MT_ALL_GATHER: return ncclAllGather(call->send, call->recv, call->count, type, handle, ctx->stream);
     case MT_BROADCAST: return ncclBroadcast(call->send, call->recv, call->count, type, call->root, handle, ctx->stream);
     default: return mti_nccl_pair(ctx, comm, call);
@@ -3263,8 +3330,8 @@ static int mti_nccl_is_ordered(const mt_context *ctx, const mti_call *call) {
     return mti_reduces(call) && call->dtype != MT_I32 && (ctx->invariant || call->op == MT_MAX);
 }
 
-/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart; else this
-   rank's piece goes to all of them, and theirs go where they belong. */
+/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart;
+   else this rank's piece goes to all of them, and theirs go where they belong. */
 static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
                                       char *out) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
@@ -3286,7 +3353,8 @@ static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_
 }
 
 /* The pieces meet, are summed in the tree of the other backends, and go back to everybody if everybody wants them. */
-static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p, char *scratch) {
+static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
+                               char *scratch) {
     mti_cuda_buffers b;
     int r;
     MT_TRY(mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, scratch)));
@@ -3322,7 +3390,8 @@ static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call 
     if (needed < most) most = needed;
     MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
     status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
-    mt_arena_release(ctx, mark); /* what the stream still does there comes before what is put there next, by the same stream */
+    mt_arena_release(
+        ctx, mark); /* what the stream still does there comes before what is put there next, by the same stream */
     return status;
 }
 
@@ -3332,9 +3401,10 @@ static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     void *one = NULL;
     mt_status status;
     MT_TRY(mt_arena_alloc(ctx, sizeof(int32_t), &one));
-    status = mti_cuda_zero(ctx, one, sizeof(int32_t));
+    status = mt_cuda_zero(ctx, one, sizeof(int32_t));
     if (status == MT_SUCCESS)
-        status = mti_nccl_settle(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
+        status =
+            mti_nccl_settle(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
     if (status == MT_SUCCESS) status = mti_cuda_synchronize(ctx);
     mt_arena_release(ctx, mark);
     return status;
@@ -3345,11 +3415,10 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
                           mti_call_name(call->kind), comm->name, comm->size);
     if (comm->nccl.broken)
-        return mti_refuse(ctx, comm, MT_ERR_PEER,
-                          "%s on \"%s\" (%d ranks): rank %d comes after this communicator broke with %s",
-                          mti_call_name(call->kind), comm->name, comm->size, comm->rank,
-                          mt_status_name(comm->nccl.broken));
-    MT_TRY(mti_cuda_enter(ctx));
+        return mti_refuse(
+            ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d comes after this communicator broke with %s",
+            mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
+    MT_TRY(mt_cuda_enter(ctx));
     comm->nccl.last = *call;
     comm->nccl.number = ++ctx->nccl_calls;
     comm->nccl.stream = ctx->stream;
@@ -3376,7 +3445,7 @@ static mt_status mti_nccl_colors(mt_context *ctx, mt_comm *comm, int32_t *pairs)
     call.recv = all;
     status = mti_cuda_copy(ctx, (char *)all + at, (char *)pairs + at, bytes);
     if (status == MT_SUCCESS) status = mti_nccl_call(ctx, comm, &call);
-    if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, pairs, all, bytes * (size_t)comm->size);
+    if (status == MT_SUCCESS) status = mt_cuda_fetch(ctx, pairs, all, bytes * (size_t)comm->size);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -3394,8 +3463,8 @@ static int mti_nccl_place(const int32_t *pairs, int ranks, int r, int *rank) {
     return size;
 }
 
-/* NCCL makes the groups of two and more, and wants everybody there as soon as there is one. Its handle of the child is valid
-   only when the parent has settled. */
+/* NCCL makes the groups of two and more, and wants everybody there as soon as there is one. Its handle of the child is
+   valid only when the parent has settled. */
 static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const int32_t *pairs, const char *name,
                                  mt_comm **out) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -3410,8 +3479,9 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     if (size > 1 && !child) return MT_SUCCESS; /* which mt_comm_split calls by its name */
     config.blocking = 0;
     comm->nccl.last.kind = MTI_SPLIT;
-    status = mti_nccl_settle(ctx, comm, ncclCommSplit(comm->nccl.handle, child ? color : NCCL_SPLIT_NOCOLOR, rank,
-                                                      child ? &child->nccl.handle : &none, &config));
+    status = mti_nccl_settle(ctx, comm,
+                             ncclCommSplit(comm->nccl.handle, child ? color : NCCL_SPLIT_NOCOLOR, rank,
+                                           child ? &child->nccl.handle : &none, &config));
     if (status == MT_SUCCESS && child) return mti_nccl_begin(ctx, child, ncclInProgress, out);
     if (child) mti_comm_free(child);
     return status;
@@ -3423,7 +3493,8 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     char name[32];
     mt_status status;
     if (!ctx)
-        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: the context of \"%s\" has been destroyed", comm->name);
+        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: the context of \"%s\" has been destroyed",
+                          comm->name);
     pairs = (int32_t *)calloc((size_t)comm->size, 2 * sizeof *pairs);
     if (!pairs) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for %d colors", comm->size);
     pairs[2 * comm->rank] = color;
@@ -3432,18 +3503,19 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     status = mti_nccl_colors(ctx, comm, pairs);
     if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, pairs, name, out);
     free(pairs);
-    return status == MT_SUCCESS ? status : mti_comm_keep_error(comm, status, mt_last_error(ctx));
+    return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
 }
 
 /* -- creating -- */
 
 static mt_status mti_nccl_check_context(mt_context *ctx, const char *function, const void *argument, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!argument || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "its argument" : "out");
+    if (!argument || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "its argument" : "out");
     if (ctx->device != MT_DEVICE_CUDA)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the context is on device %d; NCCL needs MT_DEVICE_CUDA", function,
-                        (int)ctx->device);
-    return mti_cuda_enter(ctx);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the context is on device %d; NCCL needs MT_DEVICE_CUDA", function,
+                       (int)ctx->device);
+    return mt_cuda_enter(ctx);
 }
 
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
@@ -3452,8 +3524,8 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     MT_TRY(mti_nccl_check_context(ctx, "mt_nccl_unique_id", out, out));
     result = ncclGetUniqueId(&id);
     if (result != ncclSuccess)
-        return mti_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s: %.400s", ncclGetErrorString(result),
-                        ncclGetLastError(NULL));
+        return mt_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s: %.400s", ncclGetErrorString(result),
+                       ncclGetLastError(NULL));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return MT_SUCCESS;
 }
@@ -3467,10 +3539,10 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
     if (out) *out = NULL;
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
     if (ranks < 1 || rank < 0 || rank >= ranks)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
     if (ranks == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
-    if (!comm) return mti_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
     config.blocking = 0;
     result = ncclCommInitRankConfig(&comm->nccl.handle, ranks, unique, rank, &config);
@@ -3487,14 +3559,15 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
     if (result == ncclSuccess) result = ncclCommUserRank(nccl, &rank);
     if (result == ncclSuccess) result = ncclCommCuDevice(nccl, &device);
     if (result != ncclSuccess)
-        return mti_fail(ctx, mti_nccl_status(result), "mt_comm_create_nccl: %s: %.400s", ncclGetErrorString(result),
-                        ncclGetLastError(nccl));
+        return mt_fail(ctx, mti_nccl_status(result), "mt_comm_create_nccl: %s: %.400s", ncclGetErrorString(result),
+                       ncclGetLastError(nccl));
     if (device != ctx->ordinal)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d",
-                        device, ctx->ordinal);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d", device,
+                       ctx->ordinal);
     if (size == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
-    if (!comm) return mti_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
+    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
     comm->nccl.handle = nccl;
     comm->nccl.owned = 0;
     return mti_nccl_begin(ctx, comm, ncclSuccess, out);
@@ -3503,15 +3576,16 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
 }
-static inline mt_status mti_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+static inline mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
 }
 static mt_status mti_nccl_unbuilt(mt_context *ctx, const char *function, mt_comm **out) {
     if (out) *out = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
-    return mti_fail(ctx, MT_ERR_UNSUPPORTED,
-                    "%s: NCCL is not built into this program: compile the implementation with nvcc, as a .cu file, with "
-                    "-DMT_USE_NCCL, and link with -lnccl", function);
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "%s: NCCL is not built into this program: compile the implementation with nvcc, as a .cu file, with "
+                   "-DMT_USE_NCCL, and link with -lnccl",
+                   function);
 }
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return (void)out, mti_nccl_unbuilt(ctx, "mt_nccl_unique_id", NULL);
@@ -3525,27 +3599,31 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 }
 #endif
 
-/* ---- >>mpi -------------------------------------------------------------------------------------------------------- */
+/* ---- >>mpi ------------------------------------------------------------------------------------------------------- */
 
-/* Ranks are processes. A port is a duplicate of the caller's communicator, which a world and all groups split from it share: a
-   group is a list of ranks, and a number that is part of its tags. So making, splitting and leaving groups are messages like
-   any others, never a collective call of MPI, which waits for the dead.
+/* Ranks are processes. A port is a duplicate of the caller's communicator, which a world and all groups split from it
+   share: a group is a list of ranks, and a number that is part of its tags. So making, splitting and leaving groups are
+   messages like any others, never a collective call of MPI, which waits for the dead.
 
-   A collective: everybody sends everybody a header that says what it calls, in the form of a slot, with up to MTI_MPI_SMALL
-   bytes of data behind it, waits for everybody's, and compares. So each process has the same picture of its group as a thread
-   has of its own (>>local), and the same sentences. What is larger follows when all are known to be there. A large
-   reduction cuts the buffer into a piece for each rank, which gets it from all the others, sums it in the tree of >>local, and
-   sends the sum to everybody who wants it. Point to point: both send a header, then the data follow.
+   A collective: everybody sends everybody a header that says what it calls, in the form of a slot, with up to
+   MTI_MPI_SMALL bytes of data behind it, waits for everybody's, and compares. So each process has the same picture of
+   its group as a thread has of its own (>>local), and the same sentences. What is larger follows when all are known to
+   be there. A large reduction cuts the buffer into a piece for each rank, which gets it from all the others, sums it in
+   the tree of >>local, and sends the sum to everybody who wants it. Point to point: both send a header, then the data
+   follow.
 
-   Nothing waits inside MPI: requests are tested until they are done, the time is over, or a note says why they never will. */
+   Nothing waits inside MPI: requests are tested until they are done, the time is over, or a note says why they never
+   will. */
 
 #if MTI_MPI
-#define MTI_MPI_SMALL ((size_t)3968)       /* with its header below the 4 KiB that MPI libraries send without asking first */
+#define MTI_MPI_SMALL                                                                                                  \
+    ((size_t)3968) /* with its header below the 4 KiB that MPI libraries send without asking first                     \
+                    */
 #define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes of a group for pieces of others; touched only as they are used */
 #define MTI_MPI_MESSAGE ((size_t)16 << 20) /* bytes, at most: MPI counts them in an int */
 #define MTI_MPI_SOON 1e-3                  /* seconds to wait at full speed, giving way where ranks share cores */
 #define MTI_MPI_LISTEN 50e-6               /* seconds to wait for nothing but the messages of the call */
-#define MTI_MPI_GRACE 2.0                  /* seconds for the others to say why they leave, too, when something has broken */
+#define MTI_MPI_GRACE 2.0 /* seconds for the others to say why they leave, too, when something has broken */
 
 /* The last two bits of a tag; above them the number of the group, which is 0 for the notes of a port. */
 #define MTI_MPI_MEET 0  /* the header of a collective */
@@ -3565,29 +3643,30 @@ typedef struct mti_mpi_message {
 
 #define MTI_MPI_HEADER offsetof(mti_mpi_message, data)
 
-/* Between ports, at any time: a group has broken; a rank has left it, or (everywhere) all of its groups; it closes its port. */
+/* Between ports, at any time: a group has broken; a rank has left it, or (everywhere) all of its groups; it closes its
+ * port. */
 typedef enum mti_mpi_news { MTI_MPI_BROKEN, MTI_MPI_LEFT, MTI_MPI_CLOSES } mti_mpi_news;
 
 typedef struct mti_mpi_note {
     int news, group, rank, status; /* the rank in the group, or in the port */
     int everywhere;
     int keeps, broken; /* closes: MPI still holds memory of this process; and messages that nobody has taken */
-    char text[MTI_ERROR_BYTES + 64];
+    char text[MT_ERROR_BYTES + 64];
 } mti_mpi_note;
 
 typedef struct mti_mpi_port {
     MPI_Comm comm;
     int rank, size, last_tag, next, spin, local_rank;
-    int references; /* groups */
-    int keeps;      /* MPI holds requests of a call that was given up, on any rank */
-    int broken;     /* a group is, on any rank: there may be messages that nobody has taken */
-    int closed;     /* ranks that have closed theirs, this one included */
-    int *status;    /* of each when it did; MTI_MPI_OPEN: it has not */
-    double timeout, waited; /* the latter for the others to close */
+    int references;                 /* groups */
+    int keeps;                      /* MPI holds requests of a call that was given up, on any rank */
+    int broken;                     /* a group is, on any rank: there may be messages that nobody has taken */
+    int closed;                     /* ranks that have closed theirs, this one included */
+    int *status;                    /* of each when it did; MTI_MPI_OPEN: it has not */
+    double timeout, waited;         /* the latter for the others to close */
     struct mti_mpi *groups, *ended; /* alive; over, but MPI may not have sent their last notes yet */
     const char **left;              /* why a rank left all its groups; NULL: it has not */
     mti_mpi_note *reasons;
-    mti_mpi_note *early;            /* of the group of a split that is not done here */
+    mti_mpi_note *early; /* of the group of a split that is not done here */
     int early_count;
     mti_mpi_note inbox, closing;
     MPI_Request inbox_request, *closing_requests;
@@ -3606,13 +3685,13 @@ typedef struct mti_mpi {
     struct mti_mpi *next;
     int size, number;
     int count, active, error; /* of the requests of the call that is under way */
-    mti_stopwatch watch; /* since the last progress */
-    int *world; /* the rank in the port of each rank */
+    mti_stopwatch watch;      /* since the last progress */
+    int *world;               /* the rank in the port of each rank */
     int *indices;
     MPI_Status *statuses;
     MPI_Request *requests;
     mti_mpi_about *about;
-    mti_mpi_message *in, *out; /* what came from each rank; what goes to all */
+    mti_mpi_message *in, *out;      /* what came from each rank; what goes to all */
     mti_mpi_message *asked, *other; /* what came from the receiver of a message; instead of what was waited for */
     char *scratch;
     mti_mpi_note *reasons, notes[2]; /* why each rank left; that it broke, that this one leaves */
@@ -3621,7 +3700,8 @@ typedef struct mti_mpi {
 
 /* -- requests -- */
 
-static void mti_mpi_post(mt_comm *comm, int at, int peer, int receives, mti_mpi_message *header, int inside, int error) {
+static void mti_mpi_post(mt_comm *comm, int at, int peer, int receives, mti_mpi_message *header, int inside,
+                         int error) {
     mti_mpi *m = comm->mpi;
     m->about[at].peer = peer;
     m->about[at].receives = receives;
@@ -3636,14 +3716,16 @@ static int mti_mpi_tag(const mti_mpi *m, int kind) { return 4 * m->number + kind
 
 static void mti_mpi_send(mt_comm *comm, int at, const void *data, size_t bytes, int peer, int kind) {
     mti_mpi *m = comm->mpi;
-    mti_mpi_post(comm, at, peer, 0, NULL, 0, MPI_Isend(data, (int)bytes, MPI_BYTE, m->world[peer], mti_mpi_tag(m, kind),
-                                                       m->port->comm, &m->requests[at]));
+    mti_mpi_post(
+        comm, at, peer, 0, NULL, 0,
+        MPI_Isend(data, (int)bytes, MPI_BYTE, m->world[peer], mti_mpi_tag(m, kind), m->port->comm, &m->requests[at]));
 }
 
 static void mti_mpi_receive(mt_comm *comm, int at, void *data, size_t bytes, int peer) {
     mti_mpi *m = comm->mpi;
-    mti_mpi_post(comm, at, peer, 1, NULL, 0, MPI_Irecv(data, (int)bytes, MPI_BYTE, m->world[peer],
-                                                       mti_mpi_tag(m, MTI_MPI_DATA), m->port->comm, &m->requests[at]));
+    mti_mpi_post(comm, at, peer, 1, NULL, 0,
+                 MPI_Irecv(data, (int)bytes, MPI_BYTE, m->world[peer], mti_mpi_tag(m, MTI_MPI_DATA), m->port->comm,
+                           &m->requests[at]));
 }
 
 static void mti_mpi_expect(mt_comm *comm, int at, mti_mpi_message *header, int peer, int kind) {
@@ -3706,7 +3788,8 @@ static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_note *note
     port->reasons[note->rank] = *note;
     port->left[note->rank] = port->reasons[note->rank].text;
     for (m = port->groups; m; m = m->next)
-        if (mti_mpi_member(m, note->rank) >= 0) mti_mpi_take_left(m, mti_mpi_member(m, note->rank), port->left[note->rank]);
+        if (mti_mpi_member(m, note->rank) >= 0)
+            mti_mpi_take_left(m, mti_mpi_member(m, note->rank), port->left[note->rank]);
 }
 
 static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_note *note) {
@@ -3743,7 +3826,8 @@ static void mti_mpi_take_note(mti_mpi_port *port, const mti_mpi_note *note) {
 }
 
 static int mti_mpi_open_inbox(mti_mpi_port *port) {
-    return MPI_Irecv(&port->inbox, (int)sizeof port->inbox, MPI_BYTE, MPI_ANY_SOURCE, 0, port->comm, &port->inbox_request);
+    return MPI_Irecv(&port->inbox, (int)sizeof port->inbox, MPI_BYTE, MPI_ANY_SOURCE, 0, port->comm,
+                     &port->inbox_request);
 }
 
 /* Takes the notes that have come. */
@@ -3831,7 +3915,8 @@ static int mti_mpi_gone(const mt_comm *comm) {
     return -1;
 }
 
-/* What those that are missed call instead, when they have told this rank: headers of another kind than it waited for. */
+/* What those that are missed call instead, when they have told this rank: headers of another kind than it waited for.
+ */
 static void mti_mpi_look_around(mt_comm *comm) {
     mti_mpi *m = comm->mpi;
     MPI_Message message;
@@ -3840,7 +3925,8 @@ static void mti_mpi_look_around(mt_comm *comm) {
         for (kind = MTI_MPI_MEET; kind < MTI_MPI_DATA && r != comm->rank; kind++) {
             there = 0;
             if (mti_slot_of(comm->group, r)->inside) continue;
-            if (MPI_Improbe(m->world[r], mti_mpi_tag(m, kind), m->port->comm, &there, &message, m->statuses) != MPI_SUCCESS ||
+            if (MPI_Improbe(m->world[r], mti_mpi_tag(m, kind), m->port->comm, &there, &message, m->statuses) !=
+                    MPI_SUCCESS ||
                 !there)
                 continue;
             MPI_Mrecv(m->other, (int)sizeof *m->other, MPI_BYTE, &message, m->statuses);
@@ -3885,8 +3971,8 @@ static void mti_mpi_begin(mt_comm *comm) {
     comm->mpi->watch = mti_stopwatch_start(comm->group->timeout);
 }
 
-/* Comes back when a request has ended, or after a while; or with an error, when there is no hope. A note that somebody has left
-   or broken the group may overtake what was sent before it: so that is looked for once more. */
+/* Comes back when a request has ended, or after a while; or with an error, when there is no hope. A note that somebody
+   has left or broken the group may overtake what was sent before it: so that is looked for once more. */
 static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
     mti_mpi *m = comm->mpi;
     int came = mti_mpi_test(comm), gone, late;
@@ -3961,8 +4047,8 @@ static void mti_mpi_exit(mt_comm *comm) {
     for (r = 0; r < comm->size; r++) mti_slot_of(comm->group, r)->inside = MTI_OUTSIDE;
 }
 
-/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart; else this
-   rank's piece goes to all of them, and theirs go where they belong. */
+/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart;
+   else this rank's piece goes to all of them, and theirs go where they belong. */
 static mt_status mti_mpi_exchange(mt_context *ctx, mt_comm *comm, const mti_pieces *p, char *out) {
     size_t mine = mti_piece_size(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
     int i;
@@ -4058,7 +4144,8 @@ static mt_status mti_mpi_collective(mt_context *ctx, mt_comm *comm, const mti_ca
 
 /* -- point to point -- */
 
-/* One direction: first the headers, then the data, a message at a time. Its requests: at (the peer's header) and at + 1. */
+/* One direction: first the headers, then the data, a message at a time. Its requests: at (the peer's header) and at
+ * + 1. */
 typedef struct mti_mpi_lane {
     int sends, peer, at, matched; /* peer -1: none */
     const mti_mpi_message *header;
@@ -4139,10 +4226,11 @@ static mt_status mti_mpi_p2p(mt_context *ctx, mt_comm *comm, const mti_call *cal
 
 static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (ctx->device != MT_DEVICE_CPU)
-        return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
-                          "mt_%s: \"%s\" (%d ranks) is over MPI, which moves memory of the host, and the context is on device "
-                          "%d: use mt_comm_create_for, and an implementation built with -DMT_USE_NCCL",
-                          mti_call_name(call->kind), comm->name, comm->size, (int)ctx->device);
+        return mti_refuse(
+            ctx, comm, MT_ERR_UNSUPPORTED,
+            "mt_%s: \"%s\" (%d ranks) is over MPI, which moves memory of the host, and the context is on device "
+            "%d: use mt_comm_create_for, and an implementation built with -DMT_USE_NCCL",
+            mti_call_name(call->kind), comm->name, comm->size, (int)ctx->device);
     return mti_is_p2p(call) ? mti_mpi_p2p(ctx, comm, call) : mti_mpi_collective(ctx, comm, call);
 }
 
@@ -4173,10 +4261,10 @@ static mti_mpi *mti_mpi_new(int size) {
     m->about = (mti_mpi_about *)calloc(requests, sizeof *m->about);
     m->reasons = (mti_mpi_note *)calloc(n, sizeof *m->reasons);
     m->note_requests = (MPI_Request *)calloc(2 * n, sizeof *m->note_requests);
-    m->in = (mti_mpi_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MTI_ALIGNMENT);
-    m->scratch = (char *)mti_default_alloc(NULL, MTI_MPI_SCRATCH, MTI_ALIGNMENT);
-    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->note_requests || !m->in ||
-        !m->scratch) {
+    m->in = (mti_mpi_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
+    m->scratch = (char *)mti_default_alloc(NULL, MTI_MPI_SCRATCH, MT_ALIGNMENT);
+    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->note_requests ||
+        !m->in || !m->scratch) {
         mti_mpi_free(m);
         return NULL;
     }
@@ -4303,7 +4391,8 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
         return MT_ERR_ARGUMENT;
     memcpy(&theirs, mpi_comm, sizeof theirs);
     if (theirs == MPI_COMM_NULL) return MT_ERR_ARGUMENT;
-    if (MPI_Comm_rank(theirs, &rank) != MPI_SUCCESS || MPI_Comm_size(theirs, &size) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+    if (MPI_Comm_rank(theirs, &rank) != MPI_SUCCESS || MPI_Comm_size(theirs, &size) != MPI_SUCCESS)
+        return MT_ERR_SYSTEM;
     if (size > MTI_MAX_RANKS) return MT_ERR_UNSUPPORTED;
     if (size == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     port = mti_mpi_port_new(rank, size, timeout_s);
@@ -4374,7 +4463,8 @@ static void mti_mpi_reap(mti_mpi_port *port) {
     }
 }
 
-/* Tells the others, and waits for them to do the same: 1 if they all have, and MPI holds nothing of anybody any more. */
+/* Tells the others, and waits for them to do the same: 1 if they all have, and MPI holds nothing of anybody any more.
+ */
 static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
     mti_stopwatch watch = mti_stopwatch_start(limit);
@@ -4387,8 +4477,7 @@ static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     note->broken = port->broken;
     port->closed++;
     for (r = 0; r < port->size; r++)
-        if (r != port->rank)
-            MPI_Isend(note, (int)sizeof *note, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+        if (r != port->rank) MPI_Isend(note, (int)sizeof *note, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
     while (port->waited < limit) {
         mti_mpi_listen(port);
         mti_mpi_reap(port);
@@ -4400,8 +4489,8 @@ static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     return 0;
 }
 
-/* What MPI may still write to is left to it, until the process ends; so is a duplicate with messages that nobody has taken,
-   which might turn up in the next one. */
+/* What MPI may still write to is left to it, until the process ends; so is a duplicate with messages that nobody has
+   taken, which might turn up in the next one. */
 static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
     if (!closed) return;
     if (port->inbox_request != MPI_REQUEST_NULL) {
@@ -4438,7 +4527,7 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
 }
 #endif
 
-/* ---- >>nccl, continued: ranks that have another way, too ------------------------------------------------------------ */
+/* ---- >>nccl, continued: ranks that have another way, too --------------------------------------------------------- */
 
 /* What a rank says of itself when threads, or ranks over MPI, become ranks of NCCL; rank 0 brings the id. */
 typedef struct mti_place {
@@ -4448,7 +4537,8 @@ typedef struct mti_place {
 } mti_place;
 
 /* Shows everybody's place to everybody: can all have a GPU of their own, and what rank 0 brought. */
-static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first, int *own_gpus) {
+static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
+                                 int *own_gpus) {
     mti_call call;
     int r, other;
     memset(&call, 0, sizeof call);
@@ -4492,10 +4582,11 @@ static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_com
     if (!MTI_NCCL || ctx->device != MT_DEVICE_CUDA)
         return mti_refuse_apart(ctx, world, "comm_create_for", (int)ctx->device);
     if (!getenv("NCCL_COMM_ID"))
-        return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
-                          "mt_comm_create_for: the %d ranks of \"%s\" do not know where to meet: set NCCL_COMM_ID to "
-                          "host:port, or MASTER_ADDR and MASTER_PORT, the same on all of them, on the machine of rank 0",
-                          world->size, world->name);
+        return mti_refuse(
+            ctx, world, MT_ERR_ARGUMENT,
+            "mt_comm_create_for: the %d ranks of \"%s\" do not know where to meet: set NCCL_COMM_ID to "
+            "host:port, or MASTER_ADDR and MASTER_PORT, the same on all of them, on the machine of rank 0",
+            world->size, world->name);
     MT_TRY(mt_nccl_unique_id(ctx, &id));
     return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
 }
@@ -4503,7 +4594,9 @@ static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_com
 static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
     if (!ctx || !world || !out)
         return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
-                          !ctx ? "ctx" : !world ? "world" : "out");
+                          !ctx     ? "ctx"
+                          : !world ? "world"
+                                   : "out");
     if (world->meta || world->on_nccl)
         return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
                           "mt_comm_create_for: \"%s\" is no communicator of a launcher or of threads", world->name);
@@ -4524,7 +4617,7 @@ MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **o
     return status;
 }
 
-/* ---- >>collectives, continued: alone, meta, local, over NCCL or MPI ------------------------------------------------- */
+/* ---- >>collectives, continued: alone, meta, local, over NCCL or MPI ---------------------------------------------- */
 
 static mt_status mti_alone(mt_context *ctx, const mti_call *call, size_t elements) {
     return mti_bytes_copy(ctx, call->recv, call->send, elements * mt_dtype_size(call->dtype));
@@ -4585,39 +4678,39 @@ MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendb
                                mt_dtype dtype, mt_op op) {
     mti_call call = mti_call_make(MT_ALL_REDUCE, sendbuf, recvbuf, count, dtype);
     call.op = op;
-    return MTI_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_all_gather(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t sendcount,
                                mt_dtype dtype) {
     mti_call call = mti_call_make(MT_ALL_GATHER, sendbuf, recvbuf, sendcount, dtype);
-    return MTI_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_reduce_scatter(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t recvcount,
                                    mt_dtype dtype, mt_op op) {
     mti_call call = mti_call_make(MT_REDUCE_SCATTER, sendbuf, recvbuf, recvcount, dtype);
     call.op = op;
-    return MTI_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
                               mt_dtype dtype, int root) {
     mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
     call.root = root;
-    return MTI_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {
     mti_call call = mti_call_make(MT_BARRIER, NULL, NULL, 0, MT_U8);
-    return MTI_RANGE("barrier", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("barrier", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst) {
     mti_call call = mti_call_make(MT_SEND, sendbuf, NULL, count, dtype);
     call.root = dst;
     call.source = -1;
-    return MTI_RANGE("send", mti_run_p2p(ctx, comm, &call));
+    return MT_RANGE("send", mti_run_p2p(ctx, comm, &call));
 }
 
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src) {
@@ -4625,7 +4718,7 @@ MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t c
     call.recvcount = count;
     call.root = -1;
     call.source = src;
-    return MTI_RANGE("recv", mti_run_p2p(ctx, comm, &call));
+    return MT_RANGE("recv", mti_run_p2p(ctx, comm, &call));
 }
 
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -4634,7 +4727,7 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
     call.recvcount = src == -1 ? 0 : recvcount;
     call.root = dst;
     call.source = src;
-    return MTI_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
+    return MT_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
 }
 
 /* ---- >>compare: what ranks were told ----------------------------------------------------------------------------- */
@@ -4659,7 +4752,7 @@ static mti_told_text mti_told_write(const mt_setting *settings, int count) {
     int i, value;
     t.bytes = 0;
     for (i = 0; i < count; i++) t.bytes += strlen(settings[i].name) + strlen(settings[i].value) + 2;
-    t.data = (char *)mti_host_alloc((size_t)t.bytes + 1);
+    t.data = (char *)mt_host_alloc((size_t)t.bytes + 1);
     t.bytes = 0;
     for (i = 0; t.data && i < 2 * count; i++) {
         value = i % 2;
@@ -4709,7 +4802,7 @@ static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const 
                                 mti_told_text *out) {
     out->bytes = mine->bytes;
     MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, room));
-    out->data = (char *)mti_host_alloc((size_t)out->bytes + 1); /* which ends with a NUL */
+    out->data = (char *)mt_host_alloc((size_t)out->bytes + 1); /* which ends with a NUL */
     if (!out->data)
         return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for the settings of rank %d", root);
     if (comm->rank == root) memcpy(out->data, mine->data, (size_t)mine->bytes);
@@ -4787,8 +4880,8 @@ static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *wh
         mti_say_told(&text, all, comm, a, b, &x, &y);
         status = mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
     }
-    mti_host_free(x.data);
-    mti_host_free(y.data);
+    mt_host_free(x.data);
+    mt_host_free(y.data);
     return status;
 }
 
@@ -4807,22 +4900,23 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
     if (comm->size == 1 || comm->meta) return MT_SUCCESS;
     bytes = (size_t)comm->size * sizeof *all > MTI_TOLD_CHUNK ? (size_t)comm->size * sizeof *all : MTI_TOLD_CHUNK;
     mine = mti_told_write(settings, count);
-    all = (mti_told *)mti_host_alloc((size_t)comm->size * sizeof *all);
-    status = mine.data && all ? mt_context_alloc(ctx, bytes, &room) :
-             mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
+    all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
+    status = mine.data && all
+                 ? mt_context_alloc(ctx, bytes, &room)
+                 : mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
     if (status == MT_SUCCESS) {
         all[comm->rank].hash = mti_told_hash(&mine);
         all[comm->rank].group = group;
         status = mti_compare_told(ctx, comm, what, &mine, all, room);
     }
     mt_context_free(ctx, room, bytes); /* waits for what still reads the two below */
-    mti_host_free(all);
-    mti_host_free(mine.data);
+    mt_host_free(all);
+    mt_host_free(mine.data);
     return status;
 }
 
 /* What printf has written of a number, with a point in every locale. */
-static inline void mti_decimal_point(char *text) {
+static inline void mt_decimal_point(char *text) {
     static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* inf, nan(...), exponents */
     char *point = text + strspn(text, others);
     size_t n = strcspn(point, others);
@@ -4832,13 +4926,13 @@ static inline void mti_decimal_point(char *text) {
 }
 
 /* All digits of a float. Returns text. */
-static inline const char *mti_f32_digits(float x, char text[32]) {
+static inline const char *mt_f32_digits(float x, char text[32]) {
     snprintf(text, 32, "%.9g", (double)x);
-    mti_decimal_point(text);
+    mt_decimal_point(text);
     return text;
 }
 
-/* ---- >>conjugates ------------------------------------------------------------------------------------------------- */
+/* ---- >>conjugates ------------------------------------------------------------------------------------------------ */
 
 static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
     MT_TRY(mti_check_home(ctx, comm, name));
@@ -4848,7 +4942,7 @@ static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name
     if (t.rows < 0 || t.cols < 0 || (t.cols > 0 && t.rows > INT64_MAX / 8 / t.cols))
         return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s is [%lld, %lld], which is no shape", name, what,
                           (long long)t.rows, (long long)t.cols);
-    if (mti_ld(t) != t.cols && t.rows > 1)
+    if (mt_tensor_ld(t) != t.cols && t.rows > 1)
         return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s [%lld, %lld] must be contiguous, but its ld is %lld",
                           name, what, (long long)t.rows, (long long)t.cols, (long long)t.ld);
     if (!t.data && t.rows > 0 && t.cols > 0 && ctx->device != MT_DEVICE_META)
@@ -4886,8 +4980,8 @@ static mt_status mti_copy_columns(mt_context *ctx, mt_tensor to, mt_tensor from)
     size_t size = mt_dtype_size(to.dtype), bytes = (size_t)to.cols * size;
     int64_t r;
     if (ctx->device == MT_DEVICE_CUDA)
-        return mti_cuda_copy_rows(ctx, to.data, (size_t)mti_ld(to) * size, from.data, (size_t)mti_ld(from) * size, bytes,
-                                  to.rows);
+        return mt_cuda_copy_rows(ctx, to.data, (size_t)mt_tensor_ld(to) * size, from.data,
+                                 (size_t)mt_tensor_ld(from) * size, bytes, to.rows);
     if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
     for (r = 0; bytes && r < to.rows; r++)
         MT_TRY(mti_bytes_copy(ctx, mt_tensor_rows(to, r, 1).data, mt_tensor_rows(from, r, 1).data, bytes));
@@ -4975,20 +5069,21 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
 
 /* Between rows of `part` and of each block, of as many elements as part, of the whole. */
 static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
-    mti_call call = mti_call_make(kind, mt_tensor_rows(mti_dense(send), first, rows).data,
-                                  mt_tensor_rows(mti_dense(recv), first, rows).data, (size_t)(rows * part.cols), part.dtype);
+    mti_call call =
+        mti_call_make(kind, mt_tensor_rows(mti_dense(send), first, rows).data,
+                      mt_tensor_rows(mti_dense(recv), first, rows).data, (size_t)(rows * part.cols), part.dtype);
     call.stride = mti_elements(part);
     call.goes_on = first > 0;
     return call;
 }
 
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y, int64_t first,
-                                                     int64_t rows) {
+MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                     int64_t first, int64_t rows) {
     mti_call call;
     MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
     MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
     call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    return MTI_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
 }
 
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -4997,15 +5092,16 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
     call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    return MTI_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
 }
 
-MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first, int64_t rows) {
+MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
+                                                   int64_t rows) {
     mti_call call;
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
     call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
-    return MTI_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
+    return MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
 }
 
 /* -- beside the computation -- */
@@ -5013,8 +5109,10 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
 MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm || ctx->stream != ctx->compute_stream)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s", comm ? "the last one has not ended" : "comm is NULL");
-    if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || !(kind & ~ctx->no_overlap)) return MT_SUCCESS;
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s",
+                       comm ? "the last one has not ended" : "comm is NULL");
+    if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || !(kind & ~ctx->no_overlap))
+        return MT_SUCCESS;
     return mti_cuda_fork(ctx, kind == MT_OVERLAP_GRADIENTS ? ctx->bucket_stream : ctx->comm_stream);
 }
 
@@ -5025,7 +5123,8 @@ MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
     low = buckets ? MT_OVERLAP_BUCKETS : 0;
     high = buckets ? MT_OVERLAP_BUCKETS : MT_OVERLAP_CHUNKS_MAX - 1;
     if (ticket < low || ticket > high) {
-        MT_KEEP(status, mti_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be %d to %d", ticket, low, high));
+        MT_KEEP(status,
+                mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be %d to %d", ticket, low, high));
         ticket = low;
     }
     MT_KEEP(status, mti_cuda_fork_end(ctx, ticket));
@@ -5045,7 +5144,7 @@ MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
     return status;
 }
 
-/* ---- >>launch ----------------------------------------------------------------------------------------------------- */
+/* ---- >>launch ---------------------------------------------------------------------------------------------------- */
 
 /* What the rank's status is about; the last sentence may belong to an error that the rank has dealt with. */
 static const char *mti_rank_sentence(const mti_rank *rank) {
@@ -5056,8 +5155,7 @@ static const char *mti_rank_sentence(const mti_rank *rank) {
 /* Tells everybody who waits for this rank, in any of its groups, and frees what its function left behind. */
 static void mti_rank_over(mti_rank *rank) {
     mt_comm *comm;
-    if (rank->status == MT_SUCCESS)
-        snprintf(rank->reason, sizeof rank->reason, "returned from its function");
+    if (rank->status == MT_SUCCESS) snprintf(rank->reason, sizeof rank->reason, "returned from its function");
     else
         snprintf(rank->reason, sizeof rank->reason, "failed: %s: %s", mt_status_name(rank->status),
                  mti_rank_sentence(rank));
@@ -5101,8 +5199,8 @@ static void mti_rank_run(mti_rank *rank) {
 static void mti_rank_cut_short(void *argument) {
     mti_rank *rank = (mti_rank *)argument;
     if (rank->ended) return;
-    rank->status = mti_comm_keep_error(rank->world, MT_ERR_SYSTEM,
-                                       "pthread_cancel, pthread_exit or a C++ exception has ended its function");
+    rank->status = mt_comm_fail(rank->world, MT_ERR_SYSTEM,
+                                "pthread_cancel, pthread_exit or a C++ exception has ended its function");
     mti_rank_over(rank);
     mti_rank_ended(rank);
 }
@@ -5120,7 +5218,7 @@ static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...)
 #endif
     ;
 static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...) {
-    char text[MTI_ERROR_BYTES + 64];
+    char text[MT_ERROR_BYTES + 64];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -5149,7 +5247,7 @@ static mt_status mti_launch_report(const mt_launch_desc *desc, mti_rank *ranks, 
 static void mti_rank_not_started(mti_rank *rank, int error) {
     char text[128];
     snprintf(text, sizeof text, "mt_launch: the system gave no thread for rank %d (error %d)", rank->rank, error);
-    rank->status = mti_comm_keep_error(rank->world, MT_ERR_SYSTEM, text);
+    rank->status = mt_comm_fail(rank->world, MT_ERR_SYSTEM, text);
     mti_rank_over(rank);
     mti_rank_ended(rank);
 }
@@ -5358,8 +5456,8 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     return status;
 }
 
-/* The world of MPI_COMM_WORLD. MPI is begun where it was not, and then ended, but only when all ranks have come to their ends:
-   MPI_Finalize waits for the dead. A process that ends without it makes mpirun end the others. */
+/* The world of MPI_COMM_WORLD. MPI is begun where it was not, and then ended, but only when all ranks have come to
+   their ends: MPI_Finalize waits for the dead. A process that ends without it makes mpirun end the others. */
 static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run, void *user) {
     int begun = 0, ended = 0, provided = MPI_THREAD_FUNNELED, size = 0, closed = 1;
     mt_status status;
@@ -5371,12 +5469,16 @@ static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run,
     }
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (provided < MPI_THREAD_FUNNELED) { /* those of a GEMM library */
-        mti_launch_say(desc, "mt_world_from_env: this MPI allows no threads: MPI_Init_thread provides %d, not "
-                       "MPI_THREAD_FUNNELED (%d)", provided, MPI_THREAD_FUNNELED);
+        mti_launch_say(desc,
+                       "mt_world_from_env: this MPI allows no threads: MPI_Init_thread provides %d, not "
+                       "MPI_THREAD_FUNNELED (%d)",
+                       provided, MPI_THREAD_FUNNELED);
         status = MT_ERR_UNSUPPORTED;
     } else if (desc->ranks && desc->ranks != size) {
-        mti_launch_say(desc, "mt_world_from_env: MPI_COMM_WORLD has %d ranks, not %d: was this program started by the mpirun "
-                       "of another MPI than it was built with?", size, desc->ranks);
+        mti_launch_say(desc,
+                       "mt_world_from_env: MPI_COMM_WORLD has %d ranks, not %d: was this program started by the mpirun "
+                       "of another MPI than it was built with?",
+                       size, desc->ranks);
         status = MT_ERR_ARGUMENT;
     } else {
         status = mti_mpi_run(desc, MPI_COMM_WORLD, run, user, &closed);
@@ -5388,9 +5490,9 @@ static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run,
 
 /* -- ranks that are processes -- */
 
-/* What a launcher tells each process; arrays, since pointers would have to be relocated. marker: a variable without which it is
-   not there at all; "": any of the others shows it. imitator: where this variable is set, only local_rank shows it. mpi: an MPI
-   library, if it is built in, connects what it starts. */
+/* What a launcher tells each process; arrays, since pointers would have to be relocated. marker: a variable without
+   which it is not there at all; "": any of the others shows it. imitator: where this variable is set, only local_rank
+   shows it. mpi: an MPI library, if it is built in, connects what it starts. */
 typedef struct mti_launcher {
     char name[12], marker[16], imitator[16], rank[24], size[24], job_size[16], local_rank[28];
     int mpi;
@@ -5406,7 +5508,7 @@ static const mti_launcher mti_launchers[] = {
 typedef struct mti_process {
     const mti_launcher *launcher; /* NULL: there is none */
     int rank, size, local_rank;
-    char rendezvous[320];         /* host:port for NCCL; "": not known */
+    char rendezvous[320]; /* host:port for NCCL; "": not known */
 } mti_process;
 
 static int mti_in_env(const char *name) { return name[0] && getenv(name); }
@@ -5423,7 +5525,7 @@ static const mti_launcher *mti_find_launcher(void) {
 }
 
 /* A whole number from 0 to `most`, nothing else; 0: it is none. */
-static int mti_whole(const char *text, uint64_t most, uint64_t *out) {
+static int mt_parse_whole(const char *text, uint64_t most, uint64_t *out) {
     uint64_t value = 0;
     if (!*text) return 0;
     for (; *text; text++) {
@@ -5450,18 +5552,21 @@ static void mti_say_env(mti_text *text, const mti_launcher *l) {
 }
 
 /* The number in a variable, which must be there and lie in [low, high]. */
-static mt_status mti_env_number(const mt_launch_desc *desc, const mti_launcher *l, const char *name, int64_t low, int64_t high,
-                                int64_t *out) {
+static mt_status mti_env_number(const mt_launch_desc *desc, const mti_launcher *l, const char *name, int64_t low,
+                                int64_t high, int64_t *out) {
     const char *text = getenv(name);
     uint64_t value = 0;
     mti_text there;
-    int whole = text && mti_whole(text, (uint64_t)high, &value);
+    int whole = text && mt_parse_whole(text, (uint64_t)high, &value);
     *out = whole ? (int64_t)value : -1;
     if (whole && *out >= low) return MT_SUCCESS;
     mti_say_env(&there, l);
-    if (!text) mti_launch_say(desc, "mt_world_from_env: %s is not set, but there is %s (%s)", name, there.data, l->name);
-    else mti_launch_say(desc, "mt_world_from_env: %s is \"%.64s\", must be a whole number from %lld to %lld; there is %s (%s)",
-                        name, text, (long long)low, (long long)high, there.data, l->name);
+    if (!text)
+        mti_launch_say(desc, "mt_world_from_env: %s is not set, but there is %s (%s)", name, there.data, l->name);
+    else
+        mti_launch_say(desc,
+                       "mt_world_from_env: %s is \"%.64s\", must be a whole number from %lld to %lld; there is %s (%s)",
+                       name, text, (long long)low, (long long)high, there.data, l->name);
     return MT_ERR_ARGUMENT;
 }
 
@@ -5542,8 +5647,8 @@ static mt_status mti_find_process(const mt_launch_desc *desc, mti_process *p) {
     p->local_rank = (int)value;
     if (desc->ranks != 0 && desc->ranks != p->size) {
         mti_say_env(&there, l);
-        mti_launch_say(desc, "mt_world_from_env: the program wants %d ranks, but %s has started %d: %s", desc->ranks, l->name,
-                       p->size, there.data);
+        mti_launch_say(desc, "mt_world_from_env: the program wants %d ranks, but %s has started %d: %s", desc->ranks,
+                       l->name, p->size, there.data);
         return MT_ERR_ARGUMENT;
     }
     return getenv("NCCL_COMM_ID") ? MT_SUCCESS : mti_find_rendezvous(desc, p);

@@ -6,13 +6,13 @@
    and, for a fast GEMM, add  -DMT_USE_ONEDNN ... -ldnnl   or   -DMT_USE_CBLAS ... -lopenblas  to your compiler line.
 
    One contract per operator, stated once, above its declaration. Common to all:
-     - Views are row-major mt_tensor; ld may exceed cols unless "contiguous" is said. Token ids are int32_t arrays on the
-       context's device.
+     - Views are row-major mt_tensor; ld may exceed cols unless "contiguous" is said. Token ids are int32_t arrays on
+   the context's device.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
-       MT_F16, each view of a call for itself. Always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of a sum),
-       gradients of parameters (dgain, dbias, dtable, and so the C of a GEMM that adds one up), masters and moments.
-     - 16-bit values are widened when they are read; a 16-bit result is the fp32 result, rounded once, to nearest even (NaN
-       stays NaN, what is too big is infinity). The CPU holds whole 16-bit views of a call as f32 in the arena.
+       MT_F16, each view of a call for itself. Always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of
+   a sum), gradients of parameters (dgain, dbias, dtable, and so the C of a GEMM that adds one up), masters and moments.
+     - 16-bit values are widened when they are read; a 16-bit result is the fp32 result, rounded once, to nearest even
+   (NaN stays NaN, what is too big is infinity). The CPU holds whole 16-bit views of a call as f32 in the arena.
      - Backward: gradients of parameters are accumulated (+=), gradients of activations are written (=).
      - An optional view is left out by passing mt_none() (data == NULL).
      - Input and output must not overlap unless "may be the same memory" is said; of one type then.
@@ -21,15 +21,16 @@
        mt_ids_check wait for it. The first GEMM of a
        shape may measure and wait (mt_context_desc.gemm_choice, .epilogue).
      - Scratch memory comes from the context's arena and is given back before the call returns.
-     - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small), with a
-       sentence in mt_last_error(ctx); then nothing was written.
+     - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small),
+   with a sentence in mt_last_error(ctx); then nothing was written.
 
-   It does not: know about ranks, allocate, keep state, start threads (the GEMM library may; see mt_context_desc.threads).
+   It does not: know about ranks, allocate, keep state, start threads (the GEMM library may; see
+   mt_context_desc.threads).
 
-   Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm is
-   declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
-   Rooms of the implementation: >>check >>cpu (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>linear >>cuda (with >>cuda-views
-   >>cuda-map ...) >>dispatch                                                                                           */
+   Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm
+   is declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'. Rooms of the implementation: >>check >>cpu
+   (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>linear >>cuda (with >>cuda-views
+   >>cuda-map ...) >>dispatch */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -42,39 +43,40 @@ extern "C" {
 
 MT_API mt_tensor mt_none(void); /* the view that is not there */
 
-/* ---- moving and filling ------------------------------------------------------------------------------------------- */
+/* ---- moving and filling ------------------------------------------------------------------------------------------ */
 
-MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);                      /* y = value */
-MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y);                      /* y = x, any one dtype */
-MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y); /* y = x, of any float types; if of one, y may be x */
-MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);          /* y = a + b; y may be a or b */
-MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);               /* host [rows, cols], contiguous */
-MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);                   /* waits for x; META gives zeros */
+MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value); /* y = value */
+MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y); /* y = x, any one dtype */
+MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x,
+                            mt_tensor y); /* y = x, of any float types; if of one, y may be x */
+MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y); /* y = a + b; y may be a or b */
+MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);      /* host [rows, cols], contiguous */
+MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);          /* waits for x; META gives zeros */
 
 /* out [1, 1] += sum of x, and of x squared; accumulated in double. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
-/* For looking at differences: *hash += sum over the elements of x of a hash of (global element, its 32 or 16 bits), modulo
-   2^64, which does not depend on how the whole is cut into views. (i, j) is global element (first_row + i) * global_cols +
-   first_col + j. Waits for x; MT_DEVICE_META adds nothing. */
+/* For looking at differences: *hash += sum over the elements of x of a hash of (global element, its 32 or 16 bits),
+   modulo 2^64, which does not depend on how the whole is cut into views. (i, j) is global element (first_row + i) *
+   global_cols + first_col + j. Waits for x; MT_DEVICE_META adds nothing. */
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash);
 
-/* ---- GEMM --------------------------------------------------------------------------------------------------------- */
+/* ---- GEMM -------------------------------------------------------------------------------------------------------- */
 
 typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 
 /* C [m, n] = alpha op(A) op(B) + beta C, op(A) [m, k], op(B) [k, n]. With beta == 0, C is not read. */
-MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a, mt_tensor b,
-                         float beta, mt_tensor c);
+MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
+                         mt_tensor b, float beta, mt_tensor c);
 
-/* On a GPU, makes what the first product of a context would make otherwise: cuBLASLt's handle and a workspace of 32 MiB.
-   mt_params_create does it. */
+/* On a GPU, makes what the first product of a context would make otherwise: cuBLASLt's handle and a workspace of 32
+   MiB. mt_params_create does it. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 MT_API const char *mt_gemm_library(void); /* "oneDNN 2.6.3", "CBLAS", "built-in" */
 
-/* ---- bias and activations ----------------------------------------------------------------------------------------- */
+/* ---- bias and activations ---------------------------------------------------------------------------------------- */
 
 /* forward: y [tokens, n] += bias [1, n].  backward: dbias [1, n] += column sums of dy [tokens, n]. */
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias);
@@ -93,48 +95,50 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias);
 
-/* ---- linear layers ------------------------------------------------------------------------------------------------ */
+/* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-/* A product and what goes with it. On a GPU mt_context_desc.epilogue decides whether that is one call of cuBLASLt; otherwise
-   each of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h [tokens, out].
+/* A product and what goes with it. On a GPU mt_context_desc.epilogue decides whether that is one call of cuBLASLt;
+   otherwise each of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h
+   [tokens, out].
 
-   forward:             y = x weight^T + bias [1, out] (optional)                            mt_gemm, mt_bias_forward
-   activation_forward:  h = x weight^T + bias (optional), y = act(h)                         mt_gemm, mt_activation_forward
-   activation_backward: the input gradient of the layer after the activation, taken through it: dh [tokens, w] = (dy weight)
-                        act'(h), dy [tokens, out], weight [out, f]; dbias [1, w] += column sums of dh (optional)
-                                                                                             mt_gemm, mt_activation_backward
-   gradients:           dweight += dy^T x, dbias [1, out] += column sums of dy (optional)    mt_bias_backward, mt_gemm */
+   forward:              y = x weight^T + bias [1, out] (optional): mt_gemm, mt_bias_forward
+   activation_forward:   h = x weight^T + bias (optional), y = act(h): mt_gemm, mt_activation_forward
+   activation_backward:  the input gradient of the layer after the activation, taken through it: mt_gemm,
+                         mt_activation_backward. dh [tokens, w] = (dy weight) act'(h), dy [tokens, out],
+                         weight [out, f]; dbias [1, w] += column sums of dh (optional)
+   gradients:            dweight += dy^T x, dbias [1, out] += column sums of dy (optional): mt_bias_backward, mt_gemm */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
-MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight, mt_tensor h,
-                                               mt_tensor dh, mt_tensor dbias);
+MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
+                                               mt_tensor h, mt_tensor dh, mt_tensor dbias);
 MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias);
 
-/* ---- normalisation ------------------------------------------------------------------------------------------------ */
+/* ---- normalisation ----------------------------------------------------------------------------------------------- */
 
 typedef enum mt_norm_kind {
     MT_LAYER_NORM = 0, /* (x - mean) * rstd * gain + bias: arXiv 1607.06450 */
     MT_RMS_NORM = 1    /* x * rstd * gain, rstd = 1 / sqrt(mean(x^2) + eps): arXiv 1910.07467; bias must be mt_none() */
 } mt_norm_kind;
 
-/* forward: y [tokens, h] from x [tokens, h], gain [1, h], bias [1, h] (optional); stats [tokens, 2] = (mean, rstd), optional
-   (inference; mean is 0 for RMSNorm). backward: dx = dresidual + gradient through the norm (dresidual optional, [tokens, h]);
-   dgain, dbias (optional) += . y may be x; dx may be dy or dresidual. */
-MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias, float eps,
-                                 mt_tensor y, mt_tensor stats);
+/* forward: y [tokens, h] from x [tokens, h], gain [1, h], bias [1, h] (optional); stats [tokens, 2] = (mean, rstd),
+   optional (inference; mean is 0 for RMSNorm). backward: dx = dresidual + gradient through the norm (dresidual
+   optional, [tokens, h]); dgain, dbias (optional) += . y may be x; dx may be dy or dresidual. */
+MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
+                                 float eps, mt_tensor y, mt_tensor stats);
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias);
 
-/* ---- random numbers by global element ----------------------------------------------------------------------------- */
+/* ---- random numbers by global element ---------------------------------------------------------------------------- */
 
 /* Philox4x32-10 (Salmon et al., SC 2011): out = four random words for a counter and a key. */
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-/* Where a view sits in its global tensor: its element (i, j) is global element e = (first_row + i) * global_cols + first_col
-   + j. The random word of element e is lane e & 3 of philox(counter = {e >> 2 (64 bits), stream (64 bits)}, key = seed), so
-   it does not depend on how the tensor is split. stream: a number of the caller's, different for each use (parameter,
-   dropout site x step). */
+/* Where a view sits in its global tensor: its element (i, j) is global element e = (first_row + i) * global_cols +
+   first_col
+   + j. The random word of element e is lane e & 3 of philox(counter = {e >> 2 (64 bits), stream (64 bits)}, key =
+   seed), so it does not depend on how the tensor is split. stream: a number of the caller's, different for each use
+   (parameter, dropout site x step). */
 typedef struct mt_random {
     uint64_t seed, stream;
     int64_t first_row, first_col, global_cols;
@@ -144,59 +148,63 @@ typedef struct mt_random {
    computed in double, so that it is the same everywhere. */
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at);
 
-/* Element e is dropped when its random word < p * 2^32; what is kept is scaled by 1 / (1 - p). 0 <= p < 1; p = 0 means off. */
+/* Element e is dropped when its random word < p * 2^32; what is kept is scaled by 1 / (1 - p). 0 <= p < 1; p = 0 means
+ * off. */
 typedef struct mt_dropout {
     mt_random at;
     float p;
 } mt_dropout;
 
-/* forward: y = residual + dropout(x + bias), all [tokens, n]; bias [1, n] and residual are optional; y may be x or residual.
-   backward: dx = dropout'(dy), dbias [1, n] += column sums of dx (optional); dx may be dy. The residual's gradient is dy. */
+/* forward: y = residual + dropout(x + bias), all [tokens, n]; bias [1, n] and residual are optional; y may be x or
+   residual. backward: dx = dropout'(dy), dbias [1, n] += column sums of dx (optional); dx may be dy. The residual's
+   gradient is dy. */
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y);
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                               mt_tensor dbias);
 
-/* ---- attention ---------------------------------------------------------------------------------------------------- */
+/* ---- attention --------------------------------------------------------------------------------------------------- */
 
 typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
 
-/* Scaled dot-product attention of `groups` query groups (key/value heads), each with heads_per_group query heads: MHA when
-   heads_per_group is 1, GQA (arXiv 2305.13245) otherwise. Token row = sequence * seq + position.
-   qkv [batch * seq, groups * (heads_per_group + 2) * head_dim]: per group its query heads, then its key, then its value
+/* Scaled dot-product attention of `groups` query groups (key/value heads), each with heads_per_group query heads: MHA
+   when heads_per_group is 1, GQA (arXiv 2305.13245) otherwise. Token row = sequence * seq + position. qkv [batch * seq,
+   groups * (heads_per_group + 2) * head_dim]: per group its query heads, then its key, then its value
    ([q...q k v], as current Megatron). Heads in out and lse are in the order of the queries. */
 typedef struct mt_attention_shape {
     int64_t batch, seq, groups, heads_per_group, head_dim;
     mt_mask mask;
     float scale;            /* 0: 1 / sqrt(head_dim) */
-    const int32_t *lengths; /* key padding: [batch], keys at positions >= lengths[b] are masked; NULL: all valid. A sequence
-                               of length 0 gives zeros. */
-    mt_dropout dropout;     /* of the probabilities; here at.first_row = global index of the first sequence, at.first_col =
-                               global index of the first head, at.global_cols = heads of the whole model: probability (b, a,
-                               i, j) is global element (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
+    const int32_t *lengths; /* key padding: [batch], keys at positions >= lengths[b] are masked; NULL: all valid. A
+                               sequence of length 0 gives zeros. */
+    mt_dropout
+        dropout; /* of the probabilities; here at.first_row = global index of the first sequence, at.first_col =
+                    global index of the first head, at.global_cols = heads of the whole model: probability (b, a,
+                    i, j) is global element (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
 } mt_attention_shape;
 
-/* forward: out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log of the
-   sum of exponentials of the scaled scores (optional: inference). backward: dqkv like qkv, recomputing the probabilities.
-   Memory: O(seq) scratch per head in the arena (a panel of query rows), never seq x seq. dout may not be out.
-   Tensor cores (sm_80 and later) serve a call whose qkv, out, dout and dqkv are all bf16 or all f16, with head_dim 64, 96 or
-   128 and rows that begin at multiples of 16 bytes; they take probabilities and gradients of scores rounded to that type. */
+/* forward: out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log of
+   the sum of exponentials of the scaled scores (optional: inference). backward: dqkv like qkv, recomputing the
+   probabilities. Memory: O(seq) scratch per head in the arena (a panel of query rows), never seq x seq. dout may not be
+   out. Tensor cores (sm_80 and later) serve a call whose qkv, out, dout and dqkv are all bf16 or all f16, with head_dim
+   64, 96 or 128 and rows that begin at multiples of 16 bytes; they take probabilities and gradients of scores rounded
+   to that type. */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Rotary position embedding (arXiv 2104.09864), the two-halves form of GPT-NeoX and Megatron, on the queries and keys of
-   qkv, in place. table [seq, head_dim]: cosines of the head_dim / 2 angles position * base^(-2 i / head_dim), then sines.
-   backward rotates the gradients back. head_dim must be even. */
+/* Rotary position embedding (arXiv 2104.09864), the two-halves form of GPT-NeoX and Megatron, on the queries and keys
+   of qkv, in place. table [seq, head_dim]: cosines of the head_dim / 2 angles position * base^(-2 i / head_dim), then
+   sines. backward rotates the gradients back. head_dim must be even. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv);
 
-/* ---- embedding ---------------------------------------------------------------------------------------------------- */
+/* ---- embedding --------------------------------------------------------------------------------------------------- */
 
-/* Checks that every id is in [0, limit) or equal to ignore (0, which is allowed anyway, ignores nothing). MT_ERR_DATA names the
-   first bad one and its index; `what` is the word for it in the sentence ("token id", "target"). */
+/* Checks that every id is in [0, limit) or equal to ignore (0, which is allowed anyway, ignores nothing). MT_ERR_DATA
+   names the first bad one and its index; `what` is the word for it in the sentence ("token id", "target"). */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
 
@@ -206,15 +214,15 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
 /* table holds rows [first_row, first_row + table.rows) of a bigger table; ids elsewhere count as a row of zeros.
    forward: y [tokens, h] = beta * y + table[ids - first_row] (with beta == 0, y is not read).
    backward: dtable[ids - first_row] += dy, in the order of the tokens. */
-MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids, float beta,
-                                      mt_tensor y);
+MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
+                                      float beta, mt_tensor y);
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable);
 
-/* ---- cross-entropy over a vocabulary shard ------------------------------------------------------------------------ */
+/* ---- cross-entropy over a vocabulary shard ----------------------------------------------------------------------- */
 
-/* loss = lse(x) - x[target], with label smoothing a (PyTorch's definition): (1 - a) (lse - x[target]) + a (lse - mean(x)).
-   A token whose target is ignore_index has loss 0 and gradient 0. */
+/* loss = lse(x) - x[target], with label smoothing a (PyTorch's definition): (1 - a) (lse - x[target]) + a (lse -
+   mean(x)). A token whose target is ignore_index has loss 0 and gradient 0. */
 typedef struct mt_cross_entropy_shape {
     int64_t vocab;         /* of the whole model, without padding */
     int64_t first_col;     /* global vocabulary index of the shard's first column */
@@ -222,14 +230,13 @@ typedef struct mt_cross_entropy_shape {
     int32_t ignore_index;  /* 0 stands for PyTorch's default, -100 */
 } mt_cross_entropy_shape;
 
-/* The pieces around the one collective: each shard computes stats, the stats of all shards are gathered, combine gives the
-   loss, backward turns this shard's logits into their gradient, in place. Columns at or past `vocab` (padding) never count
-   and get gradient 0.
-   stats [tokens, 4]: max, sum of exp(x - max), the target's logit if it is here else 0, sum of x. max is -inf for a shard
-   of padding only.
-   combine: gathered [shards * tokens, 4], shard-major, met in the tree order of mt_all_reduce -> loss [1, tokens] and
-   lse [2, tokens]: maximum and log of the sum of exp(x - maximum), kept apart so that big logits keep their precision.
-   backward: logits = scale * dloss[i] * (softmax - smoothed one-hot); dloss [1, tokens] optional (then 1). */
+/* The pieces around the one collective: each shard computes stats, the stats of all shards are gathered, combine gives
+   the loss, backward turns this shard's logits into their gradient, in place. Columns at or past `vocab` (padding)
+   never count and get gradient 0. stats [tokens, 4]: max, sum of exp(x - max), the target's logit if it is here else 0,
+   sum of x. max is -inf for a shard of padding only. combine: gathered [shards * tokens, 4], shard-major, met in the
+   tree order of mt_all_reduce -> loss [1, tokens] and lse [2, tokens]: maximum and log of the sum of exp(x - maximum),
+   kept apart so that big logits keep their precision. backward: logits = scale * dloss[i] * (softmax - smoothed
+   one-hot); dloss [1, tokens] optional (then 1). */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats);
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
@@ -237,28 +244,29 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
 
-/* The three in one pass over the logits, for a shard that is the whole vocabulary (first_col 0): loss [1, tokens], and in place
-   of the logits scale * dloss[i] * their gradient. */
-MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
-                                                   const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss);
+/* The three in one pass over the logits, for a shard that is the whole vocabulary (first_col 0): loss [1, tokens], and
+   in place of the logits scale * dloss[i] * their gradient. */
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
+                                                   mt_tensor logits, const int32_t *targets, mt_tensor dloss,
+                                                   float scale, mt_tensor loss);
 
-/* ---- optimizer ---------------------------------------------------------------------------------------------------- */
+/* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
 /* AdamW, decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW): with g = grad_scale * grad,
    param -= lr * weight_decay * param; m, v moments of g; param -= lr * mhat / (sqrt(vhat) + eps). step counts from 1.
-   A 16-bit param is rounded once, in the same pass. Either master (f32, optional) is what is updated, and param its rounded
-   copy, which is not read; or there is none, and stochastic_rounding keeps small updates from being lost: of the two
-   neighbours of x in param's type it takes the one further from zero when the random word of the element (its top 16 bits
-   for bf16, 13 for f16), added to as many bits of x that the type has no place for, carries. So the mean over many
-   roundings is x. */
+   A 16-bit param is rounded once, in the same pass. Either master (f32, optional) is what is updated, and param its
+   rounded copy, which is not read; or there is none, and stochastic_rounding keeps small updates from being lost: of
+   the two neighbours of x in param's type it takes the one further from zero when the random word of the element (its
+   top 16 bits for bf16, 13 for f16), added to as many bits of x that the type has no place for, carries. So the mean
+   over many roundings is x. */
 typedef struct mt_adamw {
     float lr, beta1, beta2, eps, weight_decay, grad_scale;
     int64_t step;
     const mt_random *stochastic_rounding; /* where param sits in its global tensor; NULL: to nearest even */
 } mt_adamw;
 
-MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad,
-                               mt_tensor m, mt_tensor v);
+MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
+                               mt_tensor grad, mt_tensor m, mt_tensor v);
 
 #ifdef __cplusplus
 }
@@ -266,7 +274,7 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 
 #endif /* MT_KERNELS_CUH */
 
-/* ================================================== the API ends here ============================================== */
+/* ================================================== the API ends here ============================================= */
 
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_KERNELS_IMPLEMENTED)
 #define MT_KERNELS_IMPLEMENTED
@@ -287,11 +295,11 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 #include MT_CBLAS_HEADER
 #endif
 
-#if MTI_CUDA
+#if MT_HAS_CUDA
 #include <cublasLt.h>
 #endif
 
-/* The loops below are written so that compilers vectorise them without -ffast-math (MTI_INDEPENDENT: mt_comm.h). */
+/* The loops below are written so that compilers vectorise them without -ffast-math (MT_INDEPENDENT: mt_comm.h). */
 #if defined(__clang__)
 #define MTI_UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic push
@@ -310,19 +318,19 @@ MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
 /* ---- >>check ---------------------------------------------------------------------------------------------------- */
 
-static int64_t mti_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t mti_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t mti_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+static int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t mt_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
 /* a * b for sizes, or -1 (which no view has) when a factor is negative or the product leaves int64_t. */
-static int64_t mti_mul(int64_t a, int64_t b) {
+static int64_t mt_size_mul(int64_t a, int64_t b) {
     if (a < 0 || b < 0) return -1;
     return b > 0 && a > INT64_MAX / b ? -1 : a * b;
 }
 
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
-        return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s has data type %d, which does not exist", where, name, (int)dtype);
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s has data type %d, which does not exist", where, name, (int)dtype);
     return MT_SUCCESS;
 }
 
@@ -331,64 +339,65 @@ static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
 
 /* Any shape, any dtype. NULL data is fine where there is no element. */
 static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
-    int64_t ld = mti_ld(t);
+    int64_t ld = mt_tensor_ld(t);
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (t.rows < 0 || t.cols < 0 || ld < t.cols || mti_mul(mti_mul(t.rows, ld), 8) < 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is no shape", where, name,
-                        (long long)t.rows, (long long)t.cols, (long long)t.ld);
+    if (t.rows < 0 || t.cols < 0 || ld < t.cols || mt_size_mul(mt_size_mul(t.rows, ld), 8) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is no shape", where, name,
+                       (long long)t.rows, (long long)t.cols, (long long)t.ld);
     MT_TRY(mti_expect_dtype(ctx, where, name, t.dtype));
     if (!t.data && t.rows > 0 && t.cols > 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld] but its data is NULL", where, name,
-                        (long long)t.rows, (long long)t.cols);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld] but its data is NULL", where, name,
+                       (long long)t.rows, (long long)t.cols);
     return MT_SUCCESS;
 }
 
 static mt_status mti_expect_f32(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     MT_TRY(mti_expect_view(ctx, where, name, t));
     if (t.dtype != MT_F32)
-        return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32", where, name, mt_dtype_name(t.dtype));
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32", where, name, mt_dtype_name(t.dtype));
     return MT_SUCCESS;
 }
 
-static int mti_is_float(mt_dtype dtype) { return dtype == MT_F32 || mti_is_half(dtype); }
+static int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
 
 /* Any shape, any of the float types. */
 static mt_status mti_expect_float(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     MT_TRY(mti_expect_view(ctx, where, name, t));
-    if (!mti_is_float(t.dtype))
-        return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32, bf16 or f16", where, name, mt_dtype_name(t.dtype));
+    if (!mt_dtype_is_float(t.dtype))
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32, bf16 or f16", where, name,
+                       mt_dtype_name(t.dtype));
     return MT_SUCCESS;
 }
 
 static mt_status mti_expect_size(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                int64_t cols) {
+                                 int64_t cols) {
     if (t.rows != rows || t.cols != cols)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, name,
-                        (long long)t.rows, (long long)t.cols, (long long)rows, (long long)cols);
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, name,
+                       (long long)t.rows, (long long)t.cols, (long long)rows, (long long)cols);
     return MT_SUCCESS;
 }
 
 /* A view of exactly [rows, cols]: f32 here, of any float type below. */
 static mt_status mti_expect_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                 int64_t cols) {
+                                  int64_t cols) {
     MT_TRY(mti_expect_f32(ctx, where, name, t));
     return mti_expect_size(ctx, where, name, t, rows, cols);
 }
 
 static mt_status mti_expect_float_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                       int64_t cols) {
+                                        int64_t cols) {
     MT_TRY(mti_expect_float(ctx, where, name, t));
     return mti_expect_size(ctx, where, name, t, rows, cols);
 }
 
 static mt_status mti_expect_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                    int64_t cols) {
+                                     int64_t cols) {
     if (!ctx) return MT_ERR_ARGUMENT;
     return t.data ? mti_expect_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
 }
 
 static mt_status mti_expect_float_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t,
-                                          int64_t rows, int64_t cols) {
+                                           int64_t rows, int64_t cols) {
     if (!ctx) return MT_ERR_ARGUMENT;
     return t.data ? mti_expect_float_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
 }
@@ -396,39 +405,38 @@ static mt_status mti_expect_float_optional(mt_context *ctx, const char *where, c
 static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const char *name, const void *ptr,
                                     int64_t count) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (count < 0) return mti_fail(ctx, MT_ERR_SHAPE, "%s: the count of %s is %lld", where, name, (long long)count);
+    if (count < 0) return mt_fail(ctx, MT_ERR_SHAPE, "%s: the count of %s is %lld", where, name, (long long)count);
     if (!ptr && count > 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL, must hold %lld elements", where, name, (long long)count);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL, must hold %lld elements", where, name, (long long)count);
     return MT_SUCCESS;
 }
 
 /* Catches the plainest forbidden overlap, the same address. Addresses of a meta context mean nothing. */
 static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char *out_name, mt_tensor out,
-                                 const char *in_name, mt_tensor in) {
+                                  const char *in_name, mt_tensor in) {
     if (ctx->device == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
     if (mti_is_empty(out) || mti_is_empty(in)) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] are the same memory", where,
-                    out_name, (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows,
-                    (long long)in.cols);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] are the same memory", where, out_name,
+                   (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows, (long long)in.cols);
 }
 
 static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
     if (at.first_row < 0 || at.first_col < 0 || at.global_cols < cols || at.first_col > at.global_cols - cols)
-        return mti_fail(ctx, MT_ERR_SHAPE,
-                        "%s: a view [%lld, %lld] at row %lld, column %lld is not inside a tensor of "
-                        "%lld columns",
-                        where, (long long)rows, (long long)cols, (long long)at.first_row, (long long)at.first_col,
-                        (long long)at.global_cols);
-    if (at.first_row > INT64_MAX - rows || mti_mul(at.first_row + rows, at.global_cols) < 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: row %lld + %lld of %lld columns has no 64-bit element number", where,
-                        (long long)at.first_row, (long long)rows, (long long)at.global_cols);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: a view [%lld, %lld] at row %lld, column %lld is not inside a tensor of "
+                       "%lld columns",
+                       where, (long long)rows, (long long)cols, (long long)at.first_row, (long long)at.first_col,
+                       (long long)at.global_cols);
+    if (at.first_row > INT64_MAX - rows || mt_size_mul(at.first_row + rows, at.global_cols) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: row %lld + %lld of %lld columns has no 64-bit element number", where,
+                       (long long)at.first_row, (long long)rows, (long long)at.global_cols);
     return MT_SUCCESS;
 }
 
 static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
     if (!(p >= 0.0f && p < 1.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the dropout probability is %g, must be at least 0 and less than 1",
-                        where, (double)p);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the dropout probability is %g, must be at least 0 and less than 1",
+                       where, (double)p);
     return MT_SUCCESS;
 }
 
@@ -440,7 +448,7 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
 
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
     if (!(value - value == 0.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %g, must be finite", where, name, (double)value);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %g, must be finite", where, name, (double)value);
     return MT_SUCCESS;
 }
 
@@ -449,12 +457,12 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
 #define MTI_PARTIALS 32 /* partial sums of a reduction: fixed, so that the order is the same on every processor */
 #define MTI_BLOCK 1024  /* columns of a row that several small loops work on while they stay in the L1 cache */
 
-static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mti_ld(t) : NULL; }
+static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mt_tensor_ld(t) : NULL; }
 
 /* e^x. Reduction by ln 2 in two parts (Cody and Waite), exp(r) = 1 + r + r^2 q(r) with q fitted by weighted least
    squares (Lawson) for the smallest relative error, 3.2e-9, on |r| <= 0.348. Adding 1.5 * 2^23 rounds to an integer
    that is then in the low bits. Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, NaN stays. */
-MTI_INLINE float mti_exp(float x) {
+MT_INLINE float mti_exp(float x) {
     const float round = 12582912.0f;
     float t = x * 1.44269504f + round;
     float n = t - round;
@@ -465,7 +473,7 @@ MTI_INLINE float mti_exp(float x) {
     q = q * r + 1.66665182e-1f;
     q = q * r + 4.9999994e-1f;
     y = q * (r * r) + r + 1.0f;
-    y = mti_from_bits(mti_bits(y) + (mti_bits(t) << 23));
+    y = mt_f32_from_bits(mt_f32_bits(y) + (mt_f32_bits(t) << 23));
     t = x + (float)INFINITY;
     y = x < -87.33654f ? 0.0f : y;
     return x <= 88.72283f ? y : t;
@@ -475,7 +483,7 @@ MTI_INLINE float mti_exp(float x) {
    relative error of P 7e-10. Beyond: the tail 0.5 erfc(|x| / sqrt(2)) = e S(u), u = 1 / (1 + 0.33 |x|), relative error
    of S 1e-8 as far as e is not 0. P and S are fitted like q above. So nothing cancels in the left tail, and erf is
    right to 1.5e-7. */
-MTI_INLINE float mti_normal_cdf(float x, float e) {
+MT_INLINE float mti_normal_cdf(float x, float e) {
     float size = x < 0.0f ? -x : x, z = x * x, u = 1.0f / (1.0f + 0.33f * size);
     float p = -7.65420828e-6f * z + 1.13486371e-4f, s = 4.34392653e-2f * u - 1.37640953e-1f, tail;
     p = p * z - 1.18632999e-3f;
@@ -496,11 +504,11 @@ MTI_INLINE float mti_normal_cdf(float x, float e) {
 
 /* sqrt(x) for x >= 0 without libm, whose errno keeps loops from vectorising: a bit-trick estimate of 1 / sqrt(x), two
    Newton steps, one Heron step. Small x are scaled away from the denormals. */
-MTI_INLINE float mti_sqrt(float x) {
-    float up = x < 1e-20f ? 18446744073709551616.0f : 1.0f; /* 2^64 */
+MT_INLINE float mti_sqrt(float x) {
+    float up = x < 1e-20f ? 18446744073709551616.0f : 1.0f;   /* 2^64 */
     float down = x < 1e-20f ? 2.3283064365386963e-10f : 1.0f; /* 2^-32 */
     float v = x * up;
-    float y = mti_from_bits(0x5f3759dfu - (mti_bits(v) >> 1));
+    float y = mt_f32_from_bits(0x5f3759dfu - (mt_f32_bits(v) >> 1));
     float s;
     y = y * (1.5f - (0.5f * v * y) * y);
     y = y * (1.5f - (0.5f * v * y) * y);
@@ -566,7 +574,7 @@ static float mti_row_max(const float *x, int64_t n) {
 /* y = e^(x - shift); x may be y. Returns the sum of y. */
 static float mti_row_exp(const float *x, float shift, float *y, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = mti_exp(x[j] - shift);
     return mti_row_sum(y, n);
 }
@@ -578,7 +586,7 @@ static void mti_row_fill(float *y, float value, int64_t n) {
 
 static void mti_row_add(const float *a, const float *b, float *y, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = a[j] + b[j];
 }
 
@@ -589,17 +597,19 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
 
 /* ---- >>cpu-half ------------------------------------------------------------------------------------------------- */
 
-static uint16_t *mti_row16(mt_tensor t, int64_t row) { return t.data ? (uint16_t *)t.data + row * mti_ld(t) : NULL; }
+static uint16_t *mti_row16(mt_tensor t, int64_t row) {
+    return t.data ? (uint16_t *)t.data + row * mt_tensor_ld(t) : NULL;
+}
 
-/* One of the neighbours of x in a 16-bit type, see mt_adamw, still as a float. Adding 2^-14 gives a denormal of f16 the places
-   of a normal number, as above. Infinity and NaN stay. */
-static MTI_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
+/* One of the neighbours of x in a 16-bit type, see mt_adamw, still as a float. Adding 2^-14 gives a denormal of f16 the
+   places of a normal number, as above. Infinity and NaN stay. */
+static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
     int drop = dtype == MT_BF16 ? 16 : 13;
-    uint32_t u = mti_bits(x), size = u & 0x7fffffffu;
+    uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu;
     float shift = dtype == MT_F16 && size < 0x38800000u ? 6.103515625e-5f : 0.0f;
     if (size >= 0x7f800000u) return x;
-    size = mti_bits(mti_from_bits(size) + shift) + (word >> (32 - drop));
-    return mti_from_bits(mti_bits(mti_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
+    size = mt_f32_bits(mt_f32_from_bits(size) + shift) + (word >> (32 - drop));
+    return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
 }
 
 /* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
@@ -607,13 +617,13 @@ static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
     float room[MTI_BLOCK];
     int64_t i, j, n;
     for (i = 0; i < x.rows; i++) {
-        if (x.dtype == MT_F32) mti_row_round(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
-        else if (y.dtype == MT_F32) mti_row_widen(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
+        if (x.dtype == MT_F32) mt_f32_to_16bit(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
+        else if (y.dtype == MT_F32) mt_f32_from_16bit(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
         else
             for (j = 0; j < x.cols; j += n) {
-                n = mti_min(MTI_BLOCK, x.cols - j);
-                mti_row_widen(x.dtype, mti_row16(x, i) + j, room, n);
-                mti_row_round(y.dtype, room, mti_row16(y, i) + j, n);
+                n = mt_min(MTI_BLOCK, x.cols - j);
+                mt_f32_from_16bit(x.dtype, mti_row16(x, i) + j, room, n);
+                mt_f32_to_16bit(y.dtype, room, mti_row16(y, i) + j, n);
             }
     }
 }
@@ -631,8 +641,8 @@ static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
     int64_t i;
     if (bytes == 0) return;
     for (i = 0; i < x.rows; i++)
-        memmove((char *)y.data + (size_t)(i * mti_ld(y)) * size, (const char *)x.data + (size_t)(i * mti_ld(x)) * size,
-                bytes);
+        memmove((char *)y.data + (size_t)(i * mt_tensor_ld(y)) * size,
+                (const char *)x.data + (size_t)(i * mt_tensor_ld(x)) * size, bytes);
 }
 
 static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
@@ -641,7 +651,7 @@ static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
 }
 
 /* The finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
-static MTI_HOST_DEVICE uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
+static MT_HOST_DEVICE uint64_t mt_hash_element(uint64_t element, uint32_t bits) {
     uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -654,9 +664,9 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
     for (i = 0; i < x.rows; i++) {
         uint64_t e = ((uint64_t)first_row + (uint64_t)i) * (uint64_t)global_cols + (uint64_t)first_col;
         if (x.dtype == MT_F32)
-            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_bits(mti_row(x, i)[j]));
+            for (j = 0; j < x.cols; j++) sum += mt_hash_element(e + (uint64_t)j, mt_f32_bits(mti_row(x, i)[j]));
         else
-            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
+            for (j = 0; j < x.cols; j++) sum += mt_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
     }
     return sum;
 }
@@ -697,14 +707,14 @@ static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
 /* out [1, n] += column sums of x [rows, n], four rows at a time so that out is seldom touched. */
 static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) out[j] += (x[j] + x[ld + j]) + (x[2 * ld + j] + x[3 * ld + j]);
 }
 
 static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
     float *sums = mti_row(out, 0);
     int64_t i = 0;
-    for (; i + 4 <= x.rows; i += 4) mti_add_rows4(mti_row(x, i), mti_ld(x), sums, x.cols);
+    for (; i + 4 <= x.rows; i += 4) mti_add_rows4(mti_row(x, i), mt_tensor_ld(x), sums, x.cols);
     for (; i < x.rows; i++) mti_row_add(sums, mti_row(x, i), sums, x.cols);
 }
 
@@ -771,9 +781,9 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
     (void)scratch;
     mti_threads_restore(before);
     if (status == dnnl_success) return MT_SUCCESS;
-    return mti_fail(ctx, status == dnnl_out_of_memory ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
-                    "mt_gemm: dnnl_sgemm of m %lld, n %lld, k %lld failed with status %d", (long long)g->m,
-                    (long long)g->n, (long long)g->k, (int)status);
+    return mt_fail(ctx, status == dnnl_out_of_memory ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
+                   "mt_gemm: dnnl_sgemm of m %lld, n %lld, k %lld failed with status %d", (long long)g->m,
+                   (long long)g->n, (long long)g->k, (int)status);
 }
 
 #elif defined(MT_USE_CBLAS)
@@ -823,9 +833,9 @@ MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
 /* Bytes the built-in GEMM wants for packing; monotone in every argument. */
 static size_t mti_builtin_gemm_bytes(int64_t m, int64_t n, int64_t k) {
-    int64_t kc = mti_min(k, MTI_KC);
-    int64_t a = mti_round_up(mti_min(m, MTI_MC), MTI_MR) * kc, b = mti_round_up(mti_min(n, MTI_NC), MTI_NR) * kc;
-    return mti_align_up((size_t)a * sizeof(float)) + mti_align_up((size_t)b * sizeof(float));
+    int64_t kc = mt_min(k, MTI_KC);
+    int64_t a = mt_round_up(mt_min(m, MTI_MC), MTI_MR) * kc, b = mt_round_up(mt_min(n, MTI_NC), MTI_NR) * kc;
+    return mt_align_up((size_t)a * sizeof(float)) + mt_align_up((size_t)b * sizeof(float));
 }
 
 /* Panels of `width` rows of a matrix whose element (i, p) is x[i * row + p * col]: out[p * width + i], zeros after
@@ -845,14 +855,14 @@ static void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t row
 static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
     int64_t i;
     for (i = 0; i < rows; i += width)
-        mti_pack_panel(x + i * row, row, col, mti_min(width, rows - i), k, width, out + i * k);
+        mti_pack_panel(x + i * row, row, col, mt_min(width, rows - i), k, width, out + i * k);
 }
 
 #if defined(__GNUC__) && !defined(__CUDACC__)
 typedef float mti_vector __attribute__((vector_size(4 * MTI_VECTOR)));
 
 /* sums [MTI_MR, MTI_NR] = a b over k. Row i of a is a[i][p * step]; b is a packed panel. */
-MTI_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
+MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
     mti_vector s[MTI_MR][2], b0, b1, zero = {0};
     int64_t p;
     int i;
@@ -870,7 +880,7 @@ MTI_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, co
     memcpy(sums, s, sizeof s);
 }
 #else
-MTI_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
+MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
     int64_t p;
     int i, j;
     for (i = 0; i < MTI_MR * MTI_NR; i++) sums[i] = 0.0f;
@@ -894,14 +904,13 @@ static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_
     const float *rows[MTI_MR];
     int i;
     MTI_UNROLL
-    for (i = 0; i < MTI_MR; i++) rows[i] = a + mti_min(i, count - 1) * row;
+    for (i = 0; i < MTI_MR; i++) rows[i] = a + mt_min(i, count - 1) * row;
     if (col == 1) mti_gemm_sums(k, rows, 1, b, sums);
     else mti_gemm_sums(k, rows, col, b, sums);
 }
 
 /* c = alpha sums + beta c for the part of the tile that exists. */
-MTI_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float *c, int64_t ldc, int64_t m,
-                               int64_t n) {
+MT_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float *c, int64_t ldc, int64_t m, int64_t n) {
     int64_t i, j;
     for (i = 0; i < m; i++, c += ldc, sums += MTI_NR) {
         if (beta == 0.0f)
@@ -925,7 +934,7 @@ static void mti_gemm_block(const mti_gemm_piece *x) {
     int64_t i, j;
     for (j = 0; j < x->n; j += MTI_NR)
         for (i = 0; i < x->m; i += MTI_MR) {
-            int64_t m = mti_min(MTI_MR, x->m - i), n = mti_min(MTI_NR, x->n - j);
+            int64_t m = mt_min(MTI_MR, x->m - i), n = mt_min(MTI_NR, x->n - j);
             float *c = x->c + i * x->ldc + j;
             if (x->packed_a) mti_gemm_sums_packed(x->k, x->packed_a + i * x->k, x->packed_b + j * x->k, sums);
             else mti_gemm_sums_strided(x->k, x->a + i * x->a_row, x->a_row, x->a_col, m, x->packed_b + j * x->k, sums);
@@ -939,10 +948,10 @@ static void mti_gemm_block(const mti_gemm_piece *x) {
 static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     int64_t a_row = g->trans_a ? 1 : g->lda, a_col = g->trans_a ? g->lda : 1;
     int64_t b_row = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
-    int64_t kc = mti_min(g->k, MTI_KC), i, j, p;
+    int64_t kc = mt_min(g->k, MTI_KC), i, j, p;
     int pack_a = g->n > 4 * MTI_NR;
     float *room_b = (float *)scratch;
-    float *room_a = room_b + mti_round_up(mti_round_up(mti_min(g->n, MTI_NC), MTI_NR) * kc, 16);
+    float *room_a = room_b + mt_round_up(mt_round_up(mt_min(g->n, MTI_NC), MTI_NR) * kc, 16);
     mti_gemm_piece x;
     x.ldc = g->ldc;
     x.alpha = g->alpha;
@@ -952,12 +961,12 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     x.packed_a = pack_a ? room_a : NULL;
     for (j = 0; j < g->n; j += MTI_NC)
         for (p = 0; p < g->k; p += MTI_KC) {
-            x.n = mti_min(MTI_NC, g->n - j);
-            x.k = mti_min(MTI_KC, g->k - p);
+            x.n = mt_min(MTI_NC, g->n - j);
+            x.k = mt_min(MTI_KC, g->k - p);
             x.beta = p == 0 ? g->beta : 1.0f;
             mti_pack(g->b + j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
             for (i = 0; i < g->m; i += MTI_MC) {
-                x.m = mti_min(MTI_MC, g->m - i);
+                x.m = mt_min(MTI_MC, g->m - i);
                 x.a = g->a + i * a_row + p * a_col;
                 x.c = g->c + i * g->ldc + j;
                 if (pack_a) mti_pack(x.a, a_row, a_col, x.m, x.k, MTI_MR, room_a);
@@ -991,60 +1000,60 @@ static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratc
 /* ---- >>cpu-activation ------------------------------------------------------------------------------------------- */
 
 /* Every form is chosen so that nothing overflows into NaN for finite x, and so that 1 - sigmoid keeps its precision. */
-MTI_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
+MT_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
     return x / (1.0f + mti_exp(-1.59576912f * x * (1.0f + 0.044715f * x * x)));
 }
 
-MTI_INLINE float mti_gelu_tanh_slope(float x) {
+MT_INLINE float mti_gelu_tanh_slope(float x) {
     float low = x < -10.0f ? -10.0f : x, t = low > 10.0f ? 10.0f : low; /* beyond, it is 0 or 1 */
     float e = mti_exp(-1.59576912f * t * (1.0f + 0.044715f * t * t));
     float s = 1.0f / (1.0f + e);
     return s + t * s * (e * s) * 1.59576912f * (1.0f + 0.134145f * t * t);
 }
 
-MTI_INLINE float mti_gelu_erf(float x) { return x * mti_normal_cdf(x, mti_exp(-0.5f * x * x)); }
+MT_INLINE float mti_gelu_erf(float x) { return x * mti_normal_cdf(x, mti_exp(-0.5f * x * x)); }
 
-MTI_INLINE float mti_gelu_erf_slope(float x) {
+MT_INLINE float mti_gelu_erf_slope(float x) {
     float e = mti_exp(-0.5f * x * x);
     return mti_normal_cdf(x, e) + x * (0.398942280f * e);
 }
 
-MTI_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
+MT_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
 
 static void mti_gelu_tanh_row(const float *h, float *y, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = mti_gelu_tanh(h[j]);
 }
 
 static void mti_gelu_erf_row(const float *h, float *y, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = mti_gelu_erf(h[j]);
 }
 
 static void mti_swiglu_row(const float *gate, const float *up, float *y, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = mti_silu(gate[j]) * up[j];
 }
 
 static void mti_gelu_tanh_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_tanh_slope(h[j]);
 }
 
 static void mti_gelu_erf_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_erf_slope(h[j]);
 }
 
 static void mti_swiglu_backward_row(const float *gate, const float *up, const float *dy, float *dgate, float *dup,
                                     int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) {
         float g = gate[j] < -80.0f ? -80.0f : gate[j], u = up[j], d = dy[j];
         float e = mti_exp(-g);
@@ -1069,7 +1078,7 @@ static void mti_cpu_activation_forward(mt_activation kind, mt_tensor h, mt_tenso
     for (i = 0; i < y.rows; i++)
         for (j = 0; j < y.cols; j += MTI_BLOCK)
             mti_activation_block(kind, mti_row(h, i) + j, b ? b + j : NULL, mti_row(y, i) + j, y.cols,
-                                 mti_min(MTI_BLOCK, y.cols - j));
+                                 mt_min(MTI_BLOCK, y.cols - j));
 }
 
 static void mti_activation_backward_block(mt_activation kind, const float *h, const float *dy, float *dh, float *dbias,
@@ -1087,7 +1096,7 @@ static void mti_cpu_activation_backward(mt_activation kind, mt_tensor h, mt_tens
     for (i = 0; i < dy.rows; i++)
         for (j = 0; j < dy.cols; j += MTI_BLOCK)
             mti_activation_backward_block(kind, mti_row(h, i) + j, mti_row(dy, i) + j, mti_row(dh, i) + j,
-                                          b ? b + j : NULL, dy.cols, mti_min(MTI_BLOCK, dy.cols - j));
+                                          b ? b + j : NULL, dy.cols, mt_min(MTI_BLOCK, dy.cols - j));
 }
 
 /* ---- >>cpu-norm ------------------------------------------------------------------------------------------------- */
@@ -1097,10 +1106,10 @@ static void mti_norm_apply(const float *x, float mean, float rstd, const float *
                            int64_t n) {
     int64_t j;
     if (bias) {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = (x[j] - mean) * rstd * gain[j] + bias[j];
     } else {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = (x[j] - mean) * rstd * gain[j];
     }
 }
@@ -1137,7 +1146,7 @@ static void mti_norm_backward_sums(const float *x, float mean, float rstd, const
         g_lanes[l] += g;
         gx_lanes[l] += g * xhat;
     }
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) dgain[j] += dy[j] * ((x[j] - mean) * rstd);
     sums[0] = mti_lanes_sum(g_lanes);
     sums[1] = mti_lanes_sum(gx_lanes);
@@ -1148,11 +1157,11 @@ static void mti_norm_backward_apply(const float *x, float mean, float rstd, cons
                                     float mean_g, float mean_gx, const float *dresidual, float *dx, int64_t n) {
     int64_t j;
     if (dresidual) {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++)
             dx[j] = dresidual[j] + rstd * (dy[j] * gain[j] - mean_g - (x[j] - mean) * rstd * mean_gx);
     } else {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) dx[j] = rstd * (dy[j] * gain[j] - mean_g - (x[j] - mean) * rstd * mean_gx);
     }
 }
@@ -1173,9 +1182,11 @@ static void mti_cpu_norm_backward(mt_norm_kind kind, mt_tensor x, mt_tensor gain
 
 /* ---- >>cpu-random ----------------------------------------------------------------------------------------------- */
 
-#define MTI_COUNTERS 64                /* Philox blocks computed together, at most */
+#define MTI_COUNTERS 64 /* Philox blocks computed together, at most */
 #define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
-#define MTI_WORDS (MTI_WORDS_ROOM - 4) /* random words a caller takes at a time: the first may be any lane of a block */
+#define MTI_WORDS                                                                                                      \
+    (MTI_WORDS_ROOM - 4) /* random words a caller takes at a time: the first may be any lane of a block                \
+                          */
 
 /* `count` <= MTI_COUNTERS consecutive blocks: out[4 * l + lane]. Loops over counters, so that they vectorise. */
 static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
@@ -1213,7 +1224,7 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
 /* The words of elements [e, e + n), n <= MTI_WORDS, in room for MTI_WORDS_ROOM. */
 static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
     int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
-    mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mti_min(mti_round_up(blocks, 16), MTI_COUNTERS), room);
+    mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
     return room + lane;
 }
 
@@ -1235,7 +1246,7 @@ static void mti_normal_row(mt_random at, int64_t e, double std, float *y, int64_
     int64_t done, j;
     for (done = 0; done < n;) {
         int64_t from = (e + done) & ~(int64_t)1, skip = e + done - from;
-        int64_t count = mti_min(MTI_WORDS - skip, n - done);
+        int64_t count = mt_min(MTI_WORDS - skip, n - done);
         const uint32_t *w = mti_random_words(at, from, (skip + count + 1) & ~(int64_t)1, room);
         float pair[2];
         for (j = skip; j < skip + count; j++) {
@@ -1260,7 +1271,7 @@ static float mti_dropout_scale(float p) { return (float)(1.0 / (1.0 - (double)p)
 static void mti_dropout_block(const float *x, const float *bias, const float *residual, const uint32_t *words,
                               uint32_t threshold, float scale, float *y, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) {
         float kept = (x[j] + bias[j]) * scale;
         y[j] = residual[j] + (words[j] >= threshold ? kept : 0.0f);
@@ -1273,7 +1284,7 @@ static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, cons
     float zeros[MTI_WORDS] = {0}, scale = mti_dropout_scale(dropout.p); /* zeros stand in for what is left out */
     int64_t j, count;
     for (j = 0; j < n; j += count) {
-        count = mti_min(MTI_WORDS, n - j);
+        count = mt_min(MTI_WORDS, n - j);
         mti_dropout_block(x + j, bias ? bias + j : zeros, residual ? residual + j : zeros,
                           mti_random_words(dropout.at, e + j, count, room), threshold, scale, y + j, count);
     }
@@ -1282,7 +1293,7 @@ static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, cons
 static void mti_bias_add_row(const float *x, const float *bias, const float *residual, float *y, int64_t n) {
     int64_t j;
     if (bias && residual) {
-        MTI_INDEPENDENT
+        MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = residual[j] + (x[j] + bias[j]);
     } else if (bias || residual) {
         mti_row_add(x, bias ? bias : residual, y, n);
@@ -1320,13 +1331,13 @@ typedef struct mti_attention {
     const mt_attention_shape *shape;
     mt_tensor qkv, out, lse, dout, dqkv;
     float scale;
-    int64_t panel, pitch;   /* rows of a panel; leading dimension of scores and grads */
-    float *scores, *grads;  /* [panel, pitch]; grads in the backward only */
-    float *factors;         /* [panel]: 1 / sum of exponentials, or rowsum(dout * out) */
-    void *gemm;             /* scratch of the products */
+    int64_t panel, pitch;  /* rows of a panel; leading dimension of scores and grads */
+    float *scores, *grads; /* [panel, pitch]; grads in the backward only */
+    float *factors;        /* [panel]: 1 / sum of exponentials, or rowsum(dout * out) */
+    void *gemm;            /* scratch of the products */
 } mti_attention;
 
-typedef struct mti_head { /* one query head of one sequence */
+typedef struct mti_head {       /* one query head of one sequence */
     int64_t batch, group, head; /* head: among all query heads of this shard */
     int64_t length;             /* visible keys */
     int64_t token;              /* first row of the sequence */
@@ -1336,10 +1347,10 @@ typedef struct mti_head { /* one query head of one sequence */
 /* The pitch keeps rows off the same cache sets when seq is a power of two. */
 static mt_status mti_attention_scratch(mti_attention *a, int backward) {
     const mt_attention_shape *s = a->shape;
-    int64_t widest = mti_max(s->seq, s->head_dim), tallest;
+    int64_t widest = mt_max(s->seq, s->head_dim), tallest;
     void *scores = NULL, *grads = NULL, *factors = NULL;
-    a->panel = mti_min(s->mask == MT_MASK_CAUSAL ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
-    a->pitch = mti_round_up(s->seq, 16) + 16;
+    a->panel = mt_min(s->mask == MT_MASK_CAUSAL ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
+    a->pitch = mt_round_up(s->seq, 16) + 16;
     tallest = backward ? widest : a->panel;
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)(a->panel * a->pitch) * sizeof(float), &scores));
     if (backward) MT_TRY(mt_arena_alloc(a->ctx, (size_t)(a->panel * a->pitch) * sizeof(float), &grads));
@@ -1369,10 +1380,10 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
 
 /* Keys that query i of a sequence of `length` keys sees. */
 static int64_t mti_visible(const mt_attention_shape *s, int64_t length, int64_t i) {
-    return s->mask == MT_MASK_CAUSAL ? mti_min(length, i + 1) : length;
+    return s->mask == MT_MASK_CAUSAL ? mt_min(length, i + 1) : length;
 }
 
-static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mti_ld(t) + col; }
+static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
 
 /* c [m, n] = alpha op(x) op(y) + beta c for pieces of matrices. */
 static mt_status mti_attention_product(const mti_attention *a, int trans_x, int trans_y, int64_t m, int64_t n,
@@ -1397,7 +1408,7 @@ static mt_status mti_attention_product(const mti_attention *a, int trans_x, int 
 
 /* scores [rows, n] = scale q k^T for query rows [i0, i0 + rows) of a head and its first n keys. */
 static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
-    int64_t ld = mti_ld(a->qkv);
+    int64_t ld = mt_tensor_ld(a->qkv);
     return mti_attention_product(a, 0, 1, rows, n, a->shape->head_dim, a->scale,
                                  mti_at(a->qkv, h->token + i0, h->q_col), ld, mti_at(a->qkv, h->token, h->k_col), ld,
                                  0.0f, a->scores, a->pitch);
@@ -1413,7 +1424,7 @@ static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *
     float zeros[MTI_WORDS] = {0}, scale = mti_dropout_scale(dropout->p);
     int64_t j, count;
     for (j = 0; j < n; j += count) {
-        count = mti_min(MTI_WORDS, n - j);
+        count = mt_min(MTI_WORDS, n - j);
         mti_dropout_block(p + j, zeros, zeros, mti_random_words(dropout->at, e + j, count, room), threshold, scale,
                           p + j, count);
     }
@@ -1450,13 +1461,14 @@ static mt_status mti_attention_forward_head(const mti_attention *a, const mti_he
         return MT_SUCCESS;
     }
     for (i0 = 0; i0 < s->seq; i0 += a->panel) {
-        int64_t rows = mti_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
+        int64_t rows = mt_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
         float *out = mti_at(a->out, h->token + i0, h->out_col);
         MT_TRY(mti_attention_scores(a, h, i0, rows, n));
         mti_attention_softmax(a, h, i0, rows, n);
         MT_TRY(mti_attention_product(a, 0, 0, rows, s->head_dim, n, 1.0f, a->scores, a->pitch,
-                                     mti_at(a->qkv, h->token, h->v_col), mti_ld(a->qkv), 0.0f, out, mti_ld(a->out)));
-        for (r = 0; r < rows; r++) mti_row_scale(out + r * mti_ld(a->out), a->factors[r], s->head_dim);
+                                     mti_at(a->qkv, h->token, h->v_col), mt_tensor_ld(a->qkv), 0.0f, out,
+                                     mt_tensor_ld(a->out)));
+        for (r = 0; r < rows; r++) mti_row_scale(out + r * mt_tensor_ld(a->out), a->factors[r], s->head_dim);
     }
     return MT_SUCCESS;
 }
@@ -1476,7 +1488,7 @@ static mt_status mti_cpu_attention_forward(const mti_attention *a) {
 /* p = e^(score - lse), dp = gradient of the probabilities: dp = p (dp - delta), scores = p. */
 static void mti_attention_backward_row(float *scores, float *grads, float lse, float delta, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) {
         float p = mti_exp(scores[j] - lse);
         scores[j] = p;
@@ -1506,9 +1518,9 @@ static void mti_attention_backward_panel(const mti_attention *a, const mti_head 
 
 static mt_status mti_attention_backward_products(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
                                                  int64_t n, float beta) {
-    int64_t d = a->shape->head_dim, ld = mti_ld(a->qkv), dld = mti_ld(a->dqkv), t = h->token;
+    int64_t d = a->shape->head_dim, ld = mt_tensor_ld(a->qkv), dld = mt_tensor_ld(a->dqkv), t = h->token;
     MT_TRY(mti_attention_product(a, 1, 0, n, d, rows, 1.0f, a->scores, a->pitch, mti_at(a->dout, t + i0, h->out_col),
-                                 mti_ld(a->dout), beta, mti_at(a->dqkv, t, h->v_col), dld));
+                                 mt_tensor_ld(a->dout), beta, mti_at(a->dqkv, t, h->v_col), dld));
     MT_TRY(mti_attention_product(a, 0, 0, rows, d, n, a->scale, a->grads, a->pitch, mti_at(a->qkv, t, h->k_col), ld,
                                  0.0f, mti_at(a->dqkv, t + i0, h->q_col), dld));
     return mti_attention_product(a, 1, 0, n, d, rows, a->scale, a->grads, a->pitch, mti_at(a->qkv, t + i0, h->q_col),
@@ -1522,14 +1534,15 @@ static mt_status mti_attention_backward_head(const mti_attention *a, const mti_h
     int64_t i0, r;
     float beta = first_of_group ? 0.0f : 1.0f;
     for (i0 = (s->seq - 1) / a->panel * a->panel; i0 >= 0; i0 -= a->panel) {
-        int64_t rows = mti_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
+        int64_t rows = mt_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
         const float *dout = mti_at(a->dout, h->token + i0, h->out_col);
         const float *out = mti_at(a->out, h->token + i0, h->out_col);
         for (r = 0; r < rows; r++)
-            a->factors[r] = mti_row_dot(dout + r * mti_ld(a->dout), out + r * mti_ld(a->out), s->head_dim);
+            a->factors[r] = mti_row_dot(dout + r * mt_tensor_ld(a->dout), out + r * mt_tensor_ld(a->out), s->head_dim);
         MT_TRY(mti_attention_scores(a, h, i0, rows, n));
-        MT_TRY(mti_attention_product(a, 0, 1, rows, n, s->head_dim, 1.0f, dout, mti_ld(a->dout),
-                                     mti_at(a->qkv, h->token, h->v_col), mti_ld(a->qkv), 0.0f, a->grads, a->pitch));
+        MT_TRY(mti_attention_product(a, 0, 1, rows, n, s->head_dim, 1.0f, dout, mt_tensor_ld(a->dout),
+                                     mti_at(a->qkv, h->token, h->v_col), mt_tensor_ld(a->qkv), 0.0f, a->grads,
+                                     a->pitch));
         mti_attention_backward_panel(a, h, i0, rows, n);
         MT_TRY(mti_attention_backward_products(a, h, i0, rows, n, beta));
         beta = 1.0f;
@@ -1575,7 +1588,7 @@ static void mti_cpu_rotary_table(float base, mt_tensor table) {
 /* sign +1 turns by the angle, -1 turns back. */
 static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < half; j++) {
         float low = x[j], high = x[half + j], c = table[j], s = sign * table[half + j];
         x[j] = low * c - high * s;
@@ -1632,15 +1645,15 @@ static void mti_cpu_embedding_backward(mt_tensor dy, int64_t first_row, const in
 
 /* Columns of a shard that are vocabulary, not padding. */
 static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
-    return mti_max(0, mti_min(cols, s->vocab - s->first_col));
+    return mt_max(0, mt_min(cols, s->vocab - s->first_col));
 }
 
-static int32_t mti_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
+static int32_t mt_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
 
 /* The target's column in this shard, or -1. */
 static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
     int64_t col = (int64_t)target - s->first_col;
-    return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
+    return target != mt_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
 
 /* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
@@ -1650,7 +1663,7 @@ static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
     double exps = 0.0, sum = 0.0;
     int64_t j;
     for (j = 0; j < n; j += MTI_BLOCK) {
-        int64_t count = mti_min(MTI_BLOCK, n - j);
+        int64_t count = mt_min(MTI_BLOCK, n - j);
         float block_top = mti_row_max(x + j, count);
         if (!(block_top <= top)) {
             exps = exps > 0.0 ? exps * exp((double)top - (double)block_top) : exps;
@@ -1712,7 +1725,7 @@ static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_te
         log_sum = logf(all[1]);
         value = log_sum + (1.0f - a) * (all[0] - all[2]);
         if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
-        mti_row(loss, 0)[i] = targets[i] == mti_ignore_index(s->ignore_index) ? 0.0f : value;
+        mti_row(loss, 0)[i] = targets[i] == mt_ignore_index(s->ignore_index) ? 0.0f : value;
         mti_row(lse, 0)[i] = all[0];
         mti_row(lse, 1)[i] = log_sum;
     }
@@ -1730,7 +1743,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
     for (i = 0; i < logits.rows; i++) {
         float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
         int64_t target = mti_target_column(s, targets[i], real);
-        int ignored = targets[i] == mti_ignore_index(s->ignore_index);
+        int ignored = targets[i] == mt_ignore_index(s->ignore_index);
         if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
         mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
         if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
@@ -1738,8 +1751,8 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
 }
 
 /* Row by row, while the row is in the cache. */
-static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets, mt_tensor dloss,
-                                  float scale, mt_tensor loss) {
+static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+                                  mt_tensor dloss, float scale, mt_tensor loss) {
     float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
     mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
     int64_t i;
@@ -1747,7 +1760,8 @@ static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor log
         mt_tensor row = mt_tensor_rows(logits, i, 1);
         mti_cpu_cross_entropy_stats(s, row, targets + i, stats);
         mti_cpu_cross_entropy_combine(s, stats, 1, targets + i, mt_tensor_cols(loss, i, 1), lse);
-        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.data ? mt_tensor_cols(dloss, i, 1) : dloss, scale);
+        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.data ? mt_tensor_cols(dloss, i, 1) : dloss,
+                                       scale);
     }
 }
 
@@ -1776,7 +1790,7 @@ static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
 
 static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, float *m, float *v, int64_t n) {
     int64_t j;
-    MTI_INDEPENDENT
+    MT_INDEPENDENT
     for (j = 0; j < n; j++) {
         float g = a.grad_scale * grad[j];
         float first = a.beta1 * m[j] + a.one_minus_beta1 * g, second = a.beta2 * v[j] + a.one_minus_beta2 * (g * g);
@@ -1786,7 +1800,8 @@ static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, fl
     }
 }
 
-/* A row of 16-bit parameters, in blocks: master is NULL when they are all there is. round: NULL, or for elements from e on. */
+/* A row of 16-bit parameters, in blocks: master is NULL when they are all there is. round: NULL, or for elements from e
+ * on. */
 static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
                                float *master, const float *grad, float *m, float *v, int64_t n) {
     float room[MTI_WORDS];
@@ -1794,14 +1809,14 @@ static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_
     int64_t j, k, count;
     for (j = 0; j < n; j += count) {
         float *p = master ? master + j : room;
-        count = mti_min(MTI_WORDS, n - j);
-        if (!master) mti_row_widen(dtype, param + j, room, count);
+        count = mt_min(MTI_WORDS, n - j);
+        if (!master) mt_f32_from_16bit(dtype, param + j, room, count);
         mti_adamw_row(a, p, grad + j, m + j, v + j, count);
         if (round) {
             const uint32_t *w = mti_random_words(*round, e + j, count, words);
             for (k = 0; k < count; k++) room[k] = mti_round_stochastic((int)dtype, room[k], w[k]);
         }
-        mti_row_round(dtype, p, param + j, count);
+        mt_f32_to_16bit(dtype, p, param + j, count);
     }
 }
 
@@ -1849,15 +1864,15 @@ static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x
     return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, dweight);
 }
 
-/* ---- >>cuda ------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda ------------------------------------------------------------------------------------------------------ */
 
-#if MTI_CUDA
+#if MT_HAS_CUDA
 extern "C++" {
 
-/* ---- >>cuda-views: what kernels see of a tensor --------------------------------------------------------------------- */
+/* ---- >>cuda-views: what kernels see of a tensor ------------------------------------------------------------------ */
 
-/* The element type is a value, not a template argument: a branch that all threads take alike costs nothing beside memory,
-   and every combination of types is one kernel. */
+/* The element type is a value, not a template argument: a branch that all threads take alike costs nothing beside
+   memory, and every combination of types is one kernel. */
 struct mti_view {
     char *data; /* NULL: not there */
     int64_t ld;
@@ -1867,13 +1882,13 @@ struct mti_view {
 static mti_view mti_view_of(mt_tensor t) {
     mti_view v;
     v.data = (char *)t.data;
-    v.ld = mti_ld(t);
+    v.ld = mt_tensor_ld(t);
     v.dtype = (int)t.dtype;
     return v;
 }
 
-/* A thread works on MTI_CHUNK neighbours in a row: 16 bytes of a 16-bit type, twice 16 bytes of a float. Views that are not
-   aligned for that, and the ends of rows, go element by element in the same kernel. */
+/* A thread works on MTI_CHUNK neighbours in a row: 16 bytes of a 16-bit type, twice 16 bytes of a float. Views that are
+   not aligned for that, and the ends of rows, go element by element in the same kernel. */
 #define MTI_CHUNK 8
 
 /* i / n, in 32 bits where both fit: a GPU has no instruction for either, and 64 bits take several times as many. */
@@ -1905,7 +1920,7 @@ struct __align__(16) mti_words {
 };
 
 static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int j = 0; j < 4; j++) {
         if (dtype == MT_BF16) {
             x[2 * j] = __uint_as_float(p.w[j] << 16);
@@ -1919,7 +1934,7 @@ static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p,
 
 static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) {
     mti_words p;
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int j = 0; j < 4; j++) {
         unsigned low, high;
         if (dtype == MT_BF16) {
@@ -1935,24 +1950,25 @@ static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) 
 }
 
 /* n <= MTI_CHUNK elements from (row, col) on; WIDE says that whole chunks are aligned. What is past n is 0. */
-template <bool WIDE> static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n,
-                                                                     float *x) {
+template <bool WIDE>
+static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
     if (WIDE && n == MTI_CHUNK) {
         int64_t i = row * v.ld + col;
         if (v.dtype == MT_F32) {
-            float4 a = *(const float4 *)((const float *)v.data + i), b = *(const float4 *)((const float *)v.data + i + 4);
+            float4 a = *(const float4 *)((const float *)v.data + i),
+                   b = *(const float4 *)((const float *)v.data + i + 4);
             x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
         } else {
             mti_unpack(v.dtype, *(const mti_words *)((const uint16_t *)v.data + i), x);
         }
         return;
     }
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_CHUNK; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
 }
 
-template <bool WIDE> static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n,
-                                                                      const float *x) {
+template <bool WIDE>
+static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
     if (WIDE && n == MTI_CHUNK) {
         int64_t i = row * v.ld + col;
         if (v.dtype == MT_F32) {
@@ -1963,7 +1979,7 @@ template <bool WIDE> static __device__ __forceinline__ void mti_store(const mti_
         }
         return;
     }
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_CHUNK; j++)
         if (j < n) mti_put(v, row, col + j, x[j]);
 }
@@ -1972,14 +1988,14 @@ template <bool WIDE> static __device__ __forceinline__ void mti_store(const mti_
 static int mti_is_wide(mt_tensor t) {
     size_t size = mt_dtype_size(t.dtype);
     if (!t.data) return 1;
-    return (uintptr_t)t.data % 16 == 0 && (t.rows <= 1 || (size_t)mti_ld(t) * size % 16 == 0);
+    return (uintptr_t)t.data % 16 == 0 && (t.rows <= 1 || (size_t)mt_tensor_ld(t) * size % 16 == 0);
 }
 
-/* ---- >>cuda-map: element by element --------------------------------------------------------------------------------- */
+/* ---- >>cuda-map: element by element ------------------------------------------------------------------------------ */
 
 /* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. */
-template <bool WIDE, typename Op> static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows,
-                                                                                               int64_t cols) {
+template <bool WIDE, typename Op>
+static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
     int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
         int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
@@ -1997,15 +2013,15 @@ static unsigned mti_grid(int64_t items, int64_t per_block) {
     return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
 }
 
-template <typename Op> static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows,
-                                                int64_t cols) {
+template <typename Op>
+static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
     int64_t items = rows * ((cols + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned block = (unsigned)mti_min(256, mti_round_up(items, 32)), grid = mti_grid(items, 256);
+    unsigned block = (unsigned)mt_min(256, mt_round_up(items, 32)), grid = mti_grid(items, 256);
     if (items == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    if (wide) MTI_LAUNCH((mti_map_kernel<true, Op>), grid, block, 0, ctx->stream, op, rows, cols);
-    else MTI_LAUNCH((mti_map_kernel<false, Op>), grid, block, 0, ctx->stream, op, rows, cols);
-    return mti_cuda_launched(ctx, name);
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide) MT_LAUNCH_KERNEL((mti_map_kernel<true, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    else MT_LAUNCH_KERNEL((mti_map_kernel<false, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    return mt_cuda_launched(ctx, name);
 }
 
 struct mti_fill_op {
@@ -2042,19 +2058,20 @@ static mt_status mti_cuda_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tens
     return mti_map(ctx, "mt_add", op, mti_is_wide(a) && mti_is_wide(b) && mti_is_wide(y), y.rows, y.cols);
 }
 
-/* ---- >>cuda-columns: element by element, and sums over the rows ------------------------------------------------------- */
+/* ---- >>cuda-columns: element by element, and sums over the rows -------------------------------------------------- */
 
-/* A block has MTI_LANES threads next to each other, for MTI_LANES * MTI_CHUNK columns, and MTI_DEEP of them below each other,
-   which share MTI_STRIP rows. Strips depend on the number of rows only, and meet in their order: the same bits on every GPU. */
+/* A block has MTI_LANES threads next to each other, for MTI_LANES * MTI_CHUNK columns, and MTI_DEEP of them below each
+   other, which share MTI_STRIP rows. Strips depend on the number of rows only, and meet in their order: the same bits
+   on every GPU. */
 #define MTI_LANES 32
 #define MTI_DEEP 8
 #define MTI_STRIP 64
 
 /* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols]. */
 template <bool WIDE, int SUMS, typename Op>
-static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_columns_kernel(Op op, int64_t rows, int64_t cols,
-                                                                                 float *partial) {
-    MTI_SHARED(float, shared, MTI_DEEP * MTI_LANES * MTI_CHUNK);
+static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
+    mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
+    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES *MTI_CHUNK);
     int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
     int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_CHUNK, first = (int64_t)blockIdx.y * MTI_STRIP;
     int n = col < cols ? mti_chunk(cols, col) : 0;
@@ -2078,21 +2095,20 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_columns_kernel
 
 /* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d,
    d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. */
-static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_strips_kernel(const float *partial, int64_t strips,
-                                                                                int64_t cols, mti_view first,
-                                                                                mti_view second) {
-    MTI_SHARED(float, shared, MTI_DEEP * MTI_LANES);
+static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
+    mti_strips_kernel(const float *partial, int64_t strips, int64_t cols, mti_view first, mti_view second) {
+    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES);
     int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
     int64_t col = (int64_t)blockIdx.x * MTI_LANES + lane, sums = gridDim.y, s = blockIdx.y;
     mti_view out = s == 0 ? first : second;
     float sum = 0.0f, next[8];
     for (int64_t i = deep; i < strips && col < cols; i += 8 * MTI_DEEP) {
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int j = 0; j < 8; j++) {
             int64_t strip = i + j * MTI_DEEP;
             next[j] = strip < strips ? partial[(strip * sums + s) * cols + col] : 0.0f;
         }
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int j = 0; j < 8; j++) sum += next[j];
     }
     shared[threadIdx.x] = sum;
@@ -2103,11 +2119,12 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP) mti_strips_kernel(
 }
 
 /* The sums, one or two, that kernels left in partial [strips, sums, cols] go to outs[s], where that is there. */
-static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums, int64_t cols,
-                            const mt_tensor *outs) {
-    MTI_LAUNCH(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums), MTI_LANES * MTI_DEEP, 0,
-               ctx->stream, (const float *)partial, strips, cols, mti_view_of(outs[0]), mti_view_of(outs[sums - 1]));
-    return mti_cuda_launched(ctx, name);
+static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums,
+                            int64_t cols, const mt_tensor *outs) {
+    MT_LAUNCH_KERNEL(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums),
+                     MTI_LANES * MTI_DEEP, 0, ctx->stream, (const float *)partial, strips, cols, mti_view_of(outs[0]),
+                     mti_view_of(outs[sums - 1]));
+    return mt_cuda_launched(ctx, name);
 }
 
 /* Adds the column sums to outs[s] where that is there. Scratch: [strips, SUMS, cols] floats in the arena. */
@@ -2120,21 +2137,23 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
     void *memory = NULL;
     if (rows == 0 || cols == 0) return MT_SUCCESS;
     if (strips > 65535)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %lld rows are more than %d on a GPU", name, (long long)rows,
-                        65535 * MTI_STRIP);
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %lld rows are more than %d on a GPU", name, (long long)rows,
+                       65535 * MTI_STRIP);
     MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * SUMS * cols) * sizeof(float), &memory));
-    MT_TRY(mti_cuda_enter(ctx));
-    if (wide) MTI_LAUNCH((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows, cols,
-                         (float *)memory);
-    else MTI_LAUNCH((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows, cols,
-                    (float *)memory);
-    MT_TRY(mti_cuda_launched(ctx, name));
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide)
+        MT_LAUNCH_KERNEL((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
+                         cols, (float *)memory);
+    else
+        MT_LAUNCH_KERNEL((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
+                         cols, (float *)memory);
+    MT_TRY(mt_cuda_launched(ctx, name));
     MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
     mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
     return MT_SUCCESS;
 }
 
-/* ---- >>cuda-activation ------------------------------------------------------------------------------------------------ */
+/* ---- >>cuda-activation ------------------------------------------------------------------------------------------- */
 
 struct mti_bias_op { /* y += bias */
     mti_view y, bias;
@@ -2201,7 +2220,8 @@ struct mti_activation_op { /* h += bias, y = act(h); a gated one has its second 
     }
 };
 
-static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
+static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias,
+                                             mt_tensor y) {
     mti_activation_op op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
     int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_CHUNK == 0);
     return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
@@ -2231,8 +2251,8 @@ struct mti_activation_backward_op {
     }
 };
 
-static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
-                                              mt_tensor dbias) {
+static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy,
+                                              mt_tensor dh, mt_tensor dbias) {
     mti_activation_backward_op op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind, dy.cols};
     int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_CHUNK == 0);
     mt_tensor outs[2];
@@ -2242,12 +2262,12 @@ static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kin
     return mti_columns<2>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
 }
 
-/* ---- >>cuda-rows: one block for each row ------------------------------------------------------------------------------- */
+/* ---- >>cuda-rows: one block for each row ------------------------------------------------------------------------- */
 
 #define MTI_ROW_THREADS 256 /* at most; narrow rows take fewer */
 
 static unsigned mti_row_threads(int64_t cols) {
-    return (unsigned)mti_min(MTI_ROW_THREADS, mti_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+    return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
 }
 
 static __device__ __forceinline__ float mti_warp_sum(float x) {
@@ -2287,21 +2307,22 @@ struct mti_norm_op {
     int centered; /* LayerNorm: the mean is taken off */
 };
 
-template <bool WIDE> static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t row, int64_t cols,
-                                                                          int64_t chunk,
-                                                                         float *out) {
+template <bool WIDE>
+static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t row, int64_t cols, int64_t chunk,
+                                                     float *out) {
     int64_t col = chunk * MTI_CHUNK;
     mti_load<WIDE>(x, row, col, mti_chunk(cols, col), out);
 }
 
-template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
-    MTI_SHARED(float, shared, 64);
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
+    MT_SHARED(float, shared, 64);
     int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
     float kept[MTI_KEPT][MTI_CHUNK], c[MTI_CHUNK], sum = 0.0f, squares = 0.0f, mean = 0.0f;
     int k = 0;
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
         mti_row_chunk<WIDE>(op.x, row, cols, i, c);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
             for (int j = 0; j < MTI_CHUNK; j++)
                 if (q == k) kept[q][j] = c[j];
@@ -2311,7 +2332,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) m
     k = 0;
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
         if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
             for (int j = 0; j < MTI_CHUNK; j++)
                 if (q == k) c[j] = kept[q][j];
@@ -2329,7 +2350,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) m
         int64_t col = i * MTI_CHUNK;
         int n = mti_chunk(cols, col);
         if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
             for (int j = 0; j < MTI_CHUNK; j++)
                 if (q == k) c[j] = kept[q][j];
@@ -2341,25 +2362,26 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_ROW_THREADS) m
 }
 
 static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
-                                       float eps,
-                                       mt_tensor y, mt_tensor stats) {
-    mti_norm_op op = {mti_view_of(x), mti_view_of(gain), mti_view_of(bias), mti_view_of(y), mti_view_of(stats), eps,
+                                       float eps, mt_tensor y, mt_tensor stats) {
+    mti_norm_op op = {mti_view_of(x),       mti_view_of(gain),  mti_view_of(bias),
+                      mti_view_of(y),       mti_view_of(stats), eps,
                       kind == MT_LAYER_NORM};
     if (x.rows == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(bias) && mti_is_wide(y))
-        MTI_LAUNCH(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
-    else MTI_LAUNCH(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
-    return mti_cuda_launched(ctx, "mt_norm_forward");
+        MT_LAUNCH_KERNEL(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    else
+        MT_LAUNCH_KERNEL(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    return mt_cuda_launched(ctx, "mt_norm_forward");
 }
 
-/* What every GPU from sm_75 on grants a block, and what this one grants, beside what a kernel declares itself. The size of the
-   arena depends on the former only, so that it can be planned. */
+/* What every GPU from sm_75 on grants a block, and what this one grants, beside what a kernel declares itself. The size
+   of the arena depends on the former only, so that it can be planned. */
 #define MTI_SHARED_LEAST ((size_t)62 << 10)
 
 static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
     int most = 0;
-    MTI_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx->ordinal));
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx->ordinal));
     *bytes = (size_t)most - 2048;
     return MT_SUCCESS;
 }
@@ -2367,12 +2389,14 @@ static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
 /* A kernel must say so when it is going to ask for more than 48 KiB. */
 template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
     if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
-    MTI_CUDA_TRY(ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    MT_CUDA_TRY(ctx,
+                cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     return MT_SUCCESS;
 }
 
-/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then of
-   dbias, each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one thread. */
+/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then
+   of dbias, each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one
+   thread. */
 struct mti_norm_sums {
     float4 *data;
     int chunks;
@@ -2383,7 +2407,7 @@ struct mti_norm_sums {
 };
 
 struct mti_norm_means {
-    float mean, rstd;       /* of x */
+    float mean, rstd;      /* of x */
     float mean_g, mean_gx; /* of g = dy * gain, and of g * xhat */
 };
 
@@ -2392,8 +2416,9 @@ struct mti_norm_backward_op {
     int centered;
 
     /* Adds up g and g * xhat over a chunk of a row; what is past its end is 0. */
-    template <bool WIDE> __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d,
-                                              float *sum_g, float *sum_gx) const {
+    template <bool WIDE>
+    __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d, float *sum_g,
+                         float *sum_gx) const {
         float g[MTI_CHUNK];
         mti_load<WIDE>(gain, 0, col, n, g);
         for (int j = 0; j < MTI_CHUNK; j++) {
@@ -2402,12 +2427,13 @@ struct mti_norm_backward_op {
         }
     }
     /* dx of a chunk of x (v) and dy (d), and what it adds to the sums */
-    template <bool WIDE> __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n,
-                                               float *v, const float *d) const {
+    template <bool WIDE>
+    __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
+                          const float *d) const {
         float g[MTI_CHUNK], r[MTI_CHUNK], dg[MTI_CHUNK];
         mti_load<WIDE>(gain, 0, (int64_t)i * MTI_CHUNK, n, g);
         if (dresidual.data) mti_load<WIDE>(dresidual, row, (int64_t)i * MTI_CHUNK, n, r);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int j = 0; j < MTI_CHUNK; j++) {
             float xhat = (v[j] - m.mean) * m.rstd;
             dg[j] = d[j] * xhat;
@@ -2425,15 +2451,16 @@ struct mti_norm_backward_op {
 #define MTI_NORM_THREADS 512
 #define MTI_NORM_KEPT 2
 
-/* A row: x and dy are read once and stay in registers, except for what is wider than MTI_NORM_KEPT chunks per thread. */
-template <bool WIDE> static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row,
-                                                                                  int64_t cols, const mti_norm_sums &sums,
-                                                                                  float *shared) {
+/* A row: x and dy are read once and stay in registers, except for what is wider than MTI_NORM_KEPT chunks per thread.
+ */
+template <bool WIDE>
+static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row, int64_t cols,
+                                                             const mti_norm_sums &sums, float *shared) {
     int rest = MTI_NORM_KEPT * (int)blockDim.x + (int)threadIdx.x;
     float v[MTI_NORM_KEPT][MTI_CHUNK], d[MTI_NORM_KEPT][MTI_CHUNK], wide_v[MTI_CHUNK], wide_d[MTI_CHUNK];
     float sum_g = 0.0f, sum_gx = 0.0f;
     mti_norm_means m = {op.centered ? mti_get(op.stats, row, 0) : 0.0f, mti_get(op.stats, row, 1), 0.0f, 0.0f};
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int q = 0; q < MTI_NORM_KEPT; q++) {
         int i = q * (int)blockDim.x + (int)threadIdx.x;
         if (i >= sums.chunks) continue;
@@ -2444,12 +2471,13 @@ template <bool WIDE> static __device__ __forceinline__ void mti_norm_backward_ro
     for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
         mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
         mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
-        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d, &sum_g, &sum_gx);
+        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d, &sum_g,
+                      &sum_gx);
     }
     float2 total = mti_block_sums(sum_g, sum_gx, shared);
     m.mean_g = op.centered ? total.x / (float)cols : 0.0f;
     m.mean_gx = total.y / (float)cols;
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int q = 0; q < MTI_NORM_KEPT; q++) {
         int i = q * (int)blockDim.x + (int)threadIdx.x;
         if (i < sums.chunks) op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q]);
@@ -2461,14 +2489,13 @@ template <bool WIDE> static __device__ __forceinline__ void mti_norm_backward_ro
     }
 }
 
-/* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too wide for
-   that; partial [strips, 2, cols]. */
+/* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too
+   wide for that; partial [strips, 2, cols]. */
 template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_NORM_THREADS) mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows,
-                                                                                    int64_t cols, float *partial,
-                                                                                    float4 *spare) {
-    MTI_SHARED(float, shared, 64);
-    MTI_DYN_SHARED(float4, room);
+static __global__ void __launch_bounds__(MTI_NORM_THREADS)
+    mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
+    MT_SHARED(float, shared, 64);
+    MT_DYN_SHARED(float4, room);
     int chunks = (int)((cols + MTI_CHUNK - 1) / MTI_CHUNK);
     int64_t first = (int64_t)blockIdx.x * MTI_NORM_STRIP;
     mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * chunks : room, chunks};
@@ -2481,7 +2508,7 @@ static __global__ void __launch_bounds__(MTI_NORM_THREADS) mti_norm_backward_ker
             float4 v = sums.data[part * chunks + i];
             float x[4] = {v.x, v.y, v.z, v.w};
             int64_t col = (int64_t)i * MTI_CHUNK + part % 2 * 4, to = ((int64_t)blockIdx.x * 2 + part / 2) * cols + col;
-            MTI_DEVICE_UNROLL
+            MT_DEVICE_UNROLL
             for (int j = 0; j < 4; j++)
                 if (col + j < cols) partial[to + j] = x[j];
         }
@@ -2490,28 +2517,31 @@ static __global__ void __launch_bounds__(MTI_NORM_THREADS) mti_norm_backward_ker
 /* Two chunks for a thread, so that more blocks fit, but at least 128 threads where the row has work for them. */
 static unsigned mti_norm_threads(int64_t cols) {
     int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    return (unsigned)mti_round_up(mti_min(MTI_NORM_THREADS, mti_max((chunks + 1) / MTI_NORM_KEPT, mti_min(chunks, 128))), 32);
+    return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((chunks + 1) / MTI_NORM_KEPT, mt_min(chunks, 128))),
+                                 32);
 }
 
-template <bool WIDE> static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows,
-                                                               int64_t cols, size_t bytes, void *partial, void *spare) {
+template <bool WIDE>
+static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
+                                          size_t bytes, void *partial, void *spare) {
     size_t most = 0;
     MT_TRY(mti_shared_most(ctx, &most));
     if (bytes <= most) spare = NULL;
     if (spare) bytes = 0;
     MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<WIDE>, bytes));
-    MTI_LAUNCH(mti_norm_backward_kernel<WIDE>, (unsigned)((rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP),
-               mti_norm_threads(cols), bytes, ctx->stream, op, rows, cols, (float *)partial, (float4 *)spare);
-    return mti_cuda_launched(ctx, "mt_norm_backward");
+    MT_LAUNCH_KERNEL(mti_norm_backward_kernel<WIDE>, (unsigned)((rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP),
+                     mti_norm_threads(cols), bytes, ctx->stream, op, rows, cols, (float *)partial, (float4 *)spare);
+    return mt_cuda_launched(ctx, "mt_norm_backward");
 }
 
-static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
-                                        mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mti_round_up(x.cols, MTI_CHUNK) * 2 * sizeof(float);
+static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
+                                        mt_tensor stats, mt_tensor dy, mt_tensor dresidual, mt_tensor dx,
+                                        mt_tensor dgain, mt_tensor dbias) {
+    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mt_round_up(x.cols, MTI_CHUNK) * 2 * sizeof(float);
     int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
     int wide = mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(dy) && mti_is_wide(dresidual) && mti_is_wide(dx);
-    mti_norm_backward_op op = {mti_view_of(x), mti_view_of(gain), mti_view_of(stats), mti_view_of(dy), mti_view_of(dresidual),
-                               mti_view_of(dx), kind == MT_LAYER_NORM};
+    mti_norm_backward_op op = {mti_view_of(x),         mti_view_of(gain), mti_view_of(stats),   mti_view_of(dy),
+                               mti_view_of(dresidual), mti_view_of(dx),   kind == MT_LAYER_NORM};
     mt_tensor outs[2];
     void *partial = NULL, *spare = NULL;
     outs[0] = dgain;
@@ -2519,20 +2549,20 @@ static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_t
     if (x.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
     if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, (size_t)strips * bytes, &spare));
-    MT_TRY(mti_cuda_enter(ctx));
-    MT_TRY((wide ? mti_norm_backward_launch<true> : mti_norm_backward_launch<false>)(ctx, op, x.rows, x.cols, bytes, partial,
-                                                                                     spare));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY((wide ? mti_norm_backward_launch<true> : mti_norm_backward_launch<false>)(ctx, op, x.rows, x.cols, bytes,
+                                                                                     partial, spare));
     MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips, 2, x.cols, outs));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
-/* ---- >>cuda-random ----------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-random ----------------------------------------------------------------------------------------------- */
 
 static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t stream, uint64_t seed, uint32_t *out) {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
         c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
@@ -2549,11 +2579,11 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
    registers. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
     int skip = (int)(e & 3);
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int b = 0; b < 3; b++) {
         uint32_t block[4] = {0};
         if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, block);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int j = 0; j < MTI_CHUNK; j++) {
             int lane = j + skip - 4 * b;
             uint32_t low = lane & 1 ? block[1] : block[0], high = lane & 1 ? block[3] : block[2];
@@ -2579,7 +2609,8 @@ struct mti_normal_op {
             mti_philox(e >> 2, at.stream, at.seed, words);
             uint32_t even = e & 2 ? words[2] : words[0], odd = e & 2 ? words[3] : words[1];
             const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
-            double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)), angle = two_pi * ((double)odd + 0.5) * unit;
+            double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)),
+                   angle = two_pi * ((double)odd + 0.5) * unit;
             x[j] = (float)(radius * (e & 1 ? sin(angle) : cos(angle)));
         }
         mti_store<WIDE>(y, row, col, n, x);
@@ -2591,7 +2622,7 @@ static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std,
     return mti_map(ctx, "mt_random_normal", op, mti_is_wide(y), y.rows, y.cols);
 }
 
-/* ---- >>cuda-dropout ------------------------------------------------------------------------------------------------------ */
+/* ---- >>cuda-dropout ---------------------------------------------------------------------------------------------- */
 
 struct mti_drop {
     mt_random at;
@@ -2632,7 +2663,8 @@ struct mti_dropout_op { /* y = residual + dropout(x + bias) */
 
 static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                                    mt_dropout dropout, mt_tensor y) {
-    mti_dropout_op op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y), mti_drop_of(dropout)};
+    mti_dropout_op op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y),
+                         mti_drop_of(dropout)};
     int wide = mti_is_wide(x) && mti_is_wide(bias) && mti_is_wide(residual) && mti_is_wide(y);
     return mti_map(ctx, "mt_bias_dropout_add_forward", op, wide, x.rows, x.cols);
 }
@@ -2654,7 +2686,7 @@ static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor d
                           &dbias);
 }
 
-/* ---- >>cuda-embedding ---------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-embedding -------------------------------------------------------------------------------------------- */
 
 struct mti_embedding_op {
     mti_view table, y;
@@ -2673,15 +2705,15 @@ struct mti_embedding_op {
     }
 };
 
-static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids, float beta,
-                                            mt_tensor y) {
+static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
+                                            float beta, mt_tensor y) {
     mti_embedding_op op = {mti_view_of(table), mti_view_of(y), ids, first_row, table.rows, beta};
     return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
 }
 
 /* next[i]: the next token with the id of token i, or count; first[i]: no earlier token has it. */
-static __global__ void __launch_bounds__(256) mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next,
-                                                               int32_t *first) {
+static __global__ void __launch_bounds__(256)
+    mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next, int32_t *first) {
     int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
         int64_t j = 0;
@@ -2692,7 +2724,8 @@ static __global__ void __launch_bounds__(256) mti_chain_kernel(const int32_t *id
     }
 }
 
-/* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row. */
+/* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row.
+ */
 struct mti_embedding_backward_op {
     mti_view dy, dtable;
     const int32_t *ids, *next, *first;
@@ -2719,28 +2752,30 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
     if (count == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 2, count, &chain));
     int32_t *next = (int32_t *)chain.data, *first = next + count;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_LAUNCH(mti_chain_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, next, first);
-    MT_TRY(mti_cuda_launched(ctx, "mt_embedding_backward"));
-    mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids, next, first, first_row, dtable.rows, dy.rows};
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_chain_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, next, first);
+    MT_TRY(mt_cuda_launched(ctx, "mt_embedding_backward"));
+    mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids,         next,
+                                    first,           first_row,           dtable.rows, dy.rows};
     status = mti_map(ctx, "mt_embedding_backward", op, mti_is_wide(dy) && mti_is_wide(dtable), dy.rows, dy.cols);
     mt_arena_release(ctx, mark);
     return status;
 }
 
-static __global__ void __launch_bounds__(256) mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
+static __global__ void __launch_bounds__(256)
+    mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     for (; i < count; i += step) ids[i] = (int32_t)((first + i) % seq);
 }
 
 static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
     if (count == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_LAUNCH(mti_position_kernel, mti_grid(count, 256), 256, 0, ctx->stream, first_token, seq, ids, count);
-    return mti_cuda_launched(ctx, "mt_position_ids");
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, ctx->stream, first_token, seq, ids, count);
+    return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
-/* ---- >>cuda-cross-entropy ------------------------------------------------------------------------------------------------ */
+/* ---- >>cuda-cross-entropy ---------------------------------------------------------------------------------------- */
 
 struct mti_ce {
     mti_view logits, stats, lse, dloss;
@@ -2760,8 +2795,9 @@ struct mti_ce {
         return targets[row] == ignore ? 0.0f : value;
     }
     /* The logits of row, which are in `row_from` of `from`, become their gradient. */
-    template <bool WIDE> __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n,
-                                                  float top, float log_sum) const {
+    template <bool WIDE>
+    __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
+                             float log_sum) const {
         float x[MTI_CHUNK], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
         float even = shape.label_smoothing / (float)shape.vocab;
         int64_t target = target_of(row);
@@ -2782,15 +2818,16 @@ struct mti_ce {
 #define MTI_CE_THREADS 1024 /* at most; rows are wide, and one may take a multiprocessor's shared memory for itself */
 
 static unsigned mti_ce_threads(int64_t cols) {
-    return (unsigned)mti_min(MTI_CE_THREADS, mti_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
 }
 
-/* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of exponentials
-   against it. The row stays in kept, when that is there. */
-template <bool WIDE> static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
-    MTI_SHARED(float, shared, 64);
-    MTI_SHARED(float, tops, 32);
-    MTI_SHARED(float, hit, 1);
+/* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of
+   exponentials against it. The row stays in kept, when that is there. */
+template <bool WIDE>
+static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
+    MT_SHARED(float, shared, 64);
+    MT_SHARED(float, tops, 32);
+    MT_SHARED(float, hit, 1);
     int64_t chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK, target = c.target_of(row);
     float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
@@ -2798,10 +2835,10 @@ template <bool WIDE> static __device__ __forceinline__ float4 mti_ce_row(const m
         int n = mti_chunk(c.real, i * MTI_CHUNK);
         mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
         if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_CHUNK, n, x);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int j = 0; j < MTI_CHUNK; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
         if (before != -INFINITY) sum *= expf(before - top);
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int j = 0; j < MTI_CHUNK; j++) {
             sum += top == -INFINITY || j >= n ? 0.0f : expf(x[j] - top);
             plain += x[j];
@@ -2826,13 +2863,15 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mt
     mti_put(c.stats, blockIdx.x, 3, s.w);
 }
 
-/* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is read
-   again, while it is in the L2 cache. A thread reads back what it wrote itself. */
+/* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is
+   read again, while it is in the L2 cache. A thread reads back what it wrote itself. */
 template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
-    MTI_DYN_SHARED(char, room);
+static __global__ void __launch_bounds__(MTI_CE_THREADS)
+    mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
+    MT_DYN_SHARED(char, room);
     int64_t row = blockIdx.x, row_from = keep ? 0 : row;
-    mti_view kept = {keep ? room : NULL, 0, c.logits.dtype}, from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
+    mti_view kept = {keep ? room : NULL, 0, c.logits.dtype},
+             from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
     float4 s = mti_ce_row<WIDE>(c, row, kept);
     float log_sum = logf(s.y);
     if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
@@ -2847,7 +2886,7 @@ static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const
     c.targets = targets;
     c.shape = *s;
     c.real = mti_real_columns(s, logits.cols);
-    c.ignore = mti_ignore_index(s->ignore_index);
+    c.ignore = mt_ignore_index(s->ignore_index);
     return c;
 }
 
@@ -2856,22 +2895,26 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
     mti_ce c = mti_ce_of(s, logits, targets);
     c.stats = mti_view_of(stats);
     if (logits.rows == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    if (mti_is_wide(logits)) MTI_LAUNCH(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0,
-                                        ctx->stream, c);
-    else MTI_LAUNCH(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream, c);
-    return mti_cuda_launched(ctx, "mt_cross_entropy_stats");
+    MT_TRY(mt_cuda_enter(ctx));
+    if (mti_is_wide(logits))
+        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
+                         c);
+    else
+        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
+                         c);
+    return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
 }
 
-template <bool WIDE> static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
-    size_t bytes = (size_t)mti_round_up(logits.cols, MTI_CHUNK) * mt_dtype_size(logits.dtype), most = 0;
+template <bool WIDE>
+static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
+    size_t bytes = (size_t)mt_round_up(logits.cols, MTI_CHUNK) * mt_dtype_size(logits.dtype), most = 0;
     MT_TRY(mti_shared_most(ctx, &most));
     int keep = bytes <= most;
     if (!keep) bytes = 0;
     MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
-    MTI_LAUNCH(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes, ctx->stream, c, logits.cols,
-               mti_view_of(loss), keep);
-    return mti_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
+    MT_LAUNCH_KERNEL(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes, ctx->stream, c,
+                     logits.cols, mti_view_of(loss), keep);
+    return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
 }
 
 static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
@@ -2880,12 +2923,13 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     c.dloss = mti_view_of(dloss);
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
 }
 
 /* Joins the shards of token i in the tree of mti_stats_tree: a binary counter of subtrees. */
-static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i, const mti_view &loss) {
+static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
+                                      const mti_view &loss) {
     float stack[MTI_TREE_DEPTH][4], x[4];
     int depth = 0;
     for (int64_t s = 0; s <= shards; s++) {
@@ -2912,21 +2956,22 @@ static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t t
     mti_put(c.lse, 1, i, log_sum);
 }
 
-static __global__ void __launch_bounds__(128) mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
+static __global__ void __launch_bounds__(128)
+    mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     for (; i < tokens; i += step) mti_ce_combine(c, shards, tokens, i, loss);
 }
 
 static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor gathered,
-                                                int64_t shards,
-                                                const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+                                                int64_t shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     mti_ce c = mti_ce_of(s, gathered, targets);
     c.stats = mti_view_of(gathered);
     c.lse = mti_view_of(lse);
     if (loss.cols == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_LAUNCH(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, ctx->stream, c, shards, loss.cols, mti_view_of(loss));
-    return mti_cuda_launched(ctx, "mt_cross_entropy_combine");
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, ctx->stream, c, shards, loss.cols,
+                     mti_view_of(loss));
+    return mt_cuda_launched(ctx, "mt_cross_entropy_combine");
 }
 
 static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
@@ -2938,7 +2983,7 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
     return mti_map(ctx, "mt_cross_entropy_backward", c, mti_is_wide(logits), logits.rows, logits.cols);
 }
 
-/* ---- >>cuda-adamw -------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-adamw ------------------------------------------------------------------------------------------------ */
 
 template <bool STOCHASTIC> struct mti_adamw_op {
     mti_view param, master, grad, m, v;
@@ -2968,8 +3013,9 @@ template <bool STOCHASTIC> struct mti_adamw_op {
     }
 };
 
-template <bool STOCHASTIC> static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param,
-                                                           mt_tensor master, mt_tensor grad, mt_tensor m, mt_tensor v) {
+template <bool STOCHASTIC>
+static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
+                                mt_tensor grad, mt_tensor m, mt_tensor v) {
     int wide = mti_is_wide(param) && mti_is_wide(master) && mti_is_wide(grad) && mti_is_wide(m) && mti_is_wide(v);
     mti_adamw_op<STOCHASTIC> op;
     op.param = mti_view_of(param);
@@ -2982,7 +3028,7 @@ template <bool STOCHASTIC> static mt_status mti_cuda_adamw(mt_context *ctx, cons
     return mti_map(ctx, "mt_adamw_step", op, wide, param.rows, param.cols);
 }
 
-/* ---- >>cuda-sum ---------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-sum -------------------------------------------------------------------------------------------------- */
 
 #define MTI_SUM_BLOCKS 1024 /* at most; as the size says, not the GPU: the same bits on each */
 
@@ -2997,12 +3043,13 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
     return shared[0];
 }
 
-/* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take longer than
-   its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody may contract with an
-   addition has the same bits whether chunks are wide or not. */
-template <bool WIDE> static __global__ void __launch_bounds__(256) mti_sum_kernel(mti_view x, int64_t rows, int64_t cols,
-                                                                                  int squares, double *partial) {
-    MTI_SHARED(double, shared, 256);
+/* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take
+   longer than its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody may
+   contract with an addition has the same bits whether chunks are wide or not. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(256)
+    mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
+    MT_SHARED(double, shared, 256);
     int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
     double sum = 0.0;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
@@ -3017,7 +3064,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(256) mti_sum_kerne
 }
 
 static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
-    MTI_SHARED(double, shared, 256);
+    MT_SHARED(double, shared, 256);
     double sum = 0.0;
     for (int i = (int)threadIdx.x; i < blocks; i += 256) sum += partial[i];
     sum = mti_block_sum_double(sum, shared);
@@ -3027,29 +3074,33 @@ static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *p
 static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
     int64_t chunks = x.rows * ((x.cols + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned blocks = (unsigned)mti_min(MTI_SUM_BLOCKS, (chunks + 255) / 256);
+    unsigned blocks = (unsigned)mt_min(MTI_SUM_BLOCKS, (chunks + 255) / 256);
     void *partial = NULL;
     if (chunks == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
-    MT_TRY(mti_cuda_enter(ctx));
-    if (mti_is_wide(x)) MTI_LAUNCH(mti_sum_kernel<true>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
-                                   (double *)partial);
-    else MTI_LAUNCH(mti_sum_kernel<false>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
-                    (double *)partial);
-    MT_TRY(mti_cuda_launched(ctx, "mt_sum"));
-    MTI_LAUNCH(mti_sum_end_kernel, 1, 256, 0, ctx->stream, (const double *)partial, (int)blocks, mti_view_of(out));
+    MT_TRY(mt_cuda_enter(ctx));
+    if (mti_is_wide(x))
+        MT_LAUNCH_KERNEL(mti_sum_kernel<true>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
+                         (double *)partial);
+    else
+        MT_LAUNCH_KERNEL(mti_sum_kernel<false>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
+                         (double *)partial);
+    MT_TRY(mt_cuda_launched(ctx, "mt_sum"));
+    MT_LAUNCH_KERNEL(mti_sum_end_kernel, 1, 256, 0, ctx->stream, (const double *)partial, (int)blocks,
+                     mti_view_of(out));
     mt_arena_release(ctx, mark);
-    return mti_cuda_launched(ctx, "mt_sum");
+    return mt_cuda_launched(ctx, "mt_sum");
 }
 
-/* ---- >>cuda-rotary ------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-rotary ----------------------------------------------------------------------------------------------- */
 
 /* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. */
-template <bool WIDE> static __global__ void __launch_bounds__(256) mti_rotary_kernel(mti_view qkv, mti_view table,
-                                                                                     mt_attention_shape s, int64_t rows,
-                                                                                     float sign) {
+template <bool WIDE>
+static __global__ void __launch_bounds__(256)
+    mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s, int64_t rows, float sign) {
     unsigned half = (unsigned)s.head_dim / 2, chunks = (half + MTI_CHUNK - 1) / MTI_CHUNK;
-    unsigned turned = (unsigned)s.heads_per_group + 1, items = (unsigned)s.groups * turned * chunks; /* all but the values */
+    unsigned turned = (unsigned)s.heads_per_group + 1,
+             items = (unsigned)s.groups * turned * chunks; /* all but the values */
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         int64_t position = row % s.seq;
         for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
@@ -3061,7 +3112,7 @@ template <bool WIDE> static __global__ void __launch_bounds__(256) mti_rotary_ke
             mti_load<WIDE>(table, position, half + j, n, sine);
             mti_load<WIDE>(qkv, row, col, n, low);
             mti_load<WIDE>(qkv, row, col + half, n, high);
-            MTI_DEVICE_UNROLL
+            MT_DEVICE_UNROLL
             for (int e = 0; e < MTI_CHUNK; e++) {
                 float x = low[e], y = high[e], t = sign * sine[e];
                 low[e] = x * cosine[e] - y * t;
@@ -3073,7 +3124,8 @@ template <bool WIDE> static __global__ void __launch_bounds__(256) mti_rotary_ke
     }
 }
 
-static __global__ void __launch_bounds__(256) mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
+static __global__ void __launch_bounds__(256)
+    mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     for (; i < rows * half; i += step) {
         int64_t row = i / half, j = i % half;
@@ -3086,30 +3138,32 @@ static __global__ void __launch_bounds__(256) mti_rotary_table_kernel(mti_view t
 static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     int64_t items = table.rows * (table.cols / 2);
     if (items == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_LAUNCH(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(table), table.rows,
-               table.cols / 2,
-               (double)base);
-    return mti_cuda_launched(ctx, "mt_rotary_table");
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(table), table.rows,
+                     table.cols / 2, (double)base);
+    return mt_cuda_launched(ctx, "mt_rotary_table");
 }
 
-static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign, mt_tensor qkv) {
+static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign,
+                                 mt_tensor qkv) {
     int64_t half = s->head_dim / 2, items = s->groups * (s->heads_per_group + 1) * ((half + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned threads = (unsigned)mti_min(256, mti_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
+    unsigned threads = (unsigned)mt_min(256, mt_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
     int wide = half % MTI_CHUNK == 0 && mti_is_wide(qkv) && mti_is_wide(table);
     if (qkv.rows * items == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(ctx));
-    if (wide) MTI_LAUNCH(mti_rotary_kernel<true>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table), *s,
-                         qkv.rows, sign);
-    else MTI_LAUNCH(mti_rotary_kernel<false>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table), *s,
-                    qkv.rows, sign);
-    return mti_cuda_launched(ctx, "mt_rotary");
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide)
+        MT_LAUNCH_KERNEL(mti_rotary_kernel<true>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table),
+                         *s, qkv.rows, sign);
+    else
+        MT_LAUNCH_KERNEL(mti_rotary_kernel<false>, blocks, threads, 0, ctx->stream, mti_view_of(qkv),
+                         mti_view_of(table), *s, qkv.rows, sign);
+    return mt_cuda_launched(ctx, "mt_rotary");
 }
 
-/* ---- >>cuda-attention: the plain path ------------------------------------------------------------------------------------ */
+/* ---- >>cuda-attention: the plain path ---------------------------------------------------------------------------- */
 
-/* A warp for each query row (forward, dq) or key row (dk, dv) of a head; scores of 32 keys at a time, never a whole row of
-   them. For floats, and for GPUs without the tensor core path. */
+/* A warp for each query row (forward, dq) or key row (dk, dv) of a head; scores of 32 keys at a time, never a whole row
+   of them. For floats, and for GPUs without the tensor core path. */
 #define MTI_PLAIN_WARPS 4
 #define MTI_PLAIN_WIDTH 8 /* elements of a head that a lane holds: head sizes up to 256 */
 
@@ -3182,8 +3236,7 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward
 
 /* With D the dropout: p = e^(score - lse), dscore = p (D (dout . v) - dout . out). */
 static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_t b, int64_t head, int64_t i, int64_t j,
-                                                      float delta,
-                                                     float *weight, float *dscore) {
+                                                      float delta, float *weight, float *dscore) {
     int64_t row = b * p.s.seq + i, key = b * p.s.seq + j, k = p.k_col(head), out = head * p.s.head_dim;
     float prob = expf(p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, key, k) - mti_get(p.lse, head, row));
     float drop = p.kept(b, head, i, j);
@@ -3254,7 +3307,7 @@ static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
     return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
 }
 
-/* ---- >>cuda-ptx: one wrapper for each instruction that C++ has no word for ----------------------------------------------- */
+/* ---- >>cuda-ptx: one wrapper for each instruction that C++ has no word for --------------------------------------- */
 
 #if !defined(MT_CUDA_ENGINE) /* tests/engine/ has its own */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -3263,7 +3316,9 @@ static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
 #define MTI_PTX_SM80(...) __trap() /* never launched there, see mti_flash_fits */
 #endif
 
-static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
 /* 16 bytes from global to shared memory, of which `bytes` are read and the rest is zero. */
 static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
@@ -3313,11 +3368,12 @@ static __device__ __forceinline__ float mti_ex2(float x) {
 #undef MTI_PTX_SM80
 #endif
 
-/* ---- >>cuda-tile: 16-bit tiles in shared memory, and their products on tensor cores -------------------------------------- */
+/* ---- >>cuda-tile: 16-bit tiles in shared memory, and their products on tensor cores ------------------------------ */
 
-/* A tile is [rows, D], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r) would: the eight rows
-   that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64 and of 128 elements begin in
-   the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between two banks and it counts pairs. */
+/* A tile is [rows, D], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r) would: the
+   eight rows that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64 and of 128
+   elements begin in the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between two banks and
+   it counts pairs. */
 template <int D> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
     return row * D + (chunk ^ (D % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
 }
@@ -3330,18 +3386,20 @@ template <int D> static __device__ __forceinline__ int mti_tile_on(int at, int c
 /* Lanes that move a row piece by piece: in a piece the swizzle is all that differs between rows. */
 template <int D> static __device__ __forceinline__ constexpr int mti_tile_across() { return D % 64 == 0 ? 8 : 4; }
 
-/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become zero. */
+/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become
+ * zero. */
 template <int ROWS, int D, int THREADS>
-static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first, int end) {
+static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
+                                                      int end) {
     constexpr int across = mti_tile_across<D>(), down = THREADS / across;
     static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
     int row = (int)threadIdx.x / across, chunk = (int)threadIdx.x % across;
     tile += mti_tile_at<D>(row, chunk);
     row += first;
     from += row * ld + chunk * 8;
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS; r += down) {
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int c = 0; c < D / 8; c += across)
             mti_cp_async16(tile + r * D + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
     }
@@ -3364,15 +3422,15 @@ template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(f
     return pair;
 }
 
-/* What a warp accumulates is [M * 16, N8 * 8]: float acc[M][N8][4]. Lane l has, of acc[m][n], rows m * 16 + l / 4 (elements 0
-   and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
+/* What a warp accumulates is [M * 16, N8 * 8]: float acc[M][N8][4]. Lane l has, of acc[m][n], rows m * 16 + l / 4
+   (elements 0 and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
 template <int M, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[M][N8][4]) {
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
 }
 
 template <int M, int N8> static __device__ __forceinline__ void mti_tile_scale(float (&acc)[M][N8][4], float factor) {
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
 }
 
@@ -3382,15 +3440,15 @@ static __device__ __forceinline__ void mti_tile_scores(float (&acc)[M][N8][4], c
     int lane = (int)threadIdx.x & 31;
     int a_at = mti_tile_at<D>(lane & 15, lane >> 4), b_at = mti_tile_at<D>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
     mti_tile_zero(acc);
-    MTI_DEVICE_UNROLL_2
+    MT_DEVICE_UNROLL_2
     for (int k = 0; k < D / 8; k += 2) {
         uint32_t x[M][4], y[4];
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int m = 0; m < M; m++) mti_ldmatrix_x4(x[m], a + m * 16 * D + mti_tile_on<D>(a_at, k));
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int n = 0; n < N8; n += 2) {
             mti_ldmatrix_x4(y, b + n * 8 * D + mti_tile_on<D>(b_at, k));
-            MTI_DEVICE_UNROLL
+            MT_DEVICE_UNROLL
             for (int m = 0; m < M; m++) {
                 mti_mma<BF16>(acc[m][n], x[m], y);
                 mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
@@ -3405,18 +3463,18 @@ template <int D, bool BF16, int M, int N8>
 static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 8][4], const float (&p)[M][N8][4],
                                                             const uint16_t *b) {
     int lane = (int)threadIdx.x & 31, at = mti_tile_at<D>(lane & 15, lane >> 4);
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int k = 0; k < N8; k += 2) {
         uint32_t x[M][4], y[4];
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int i = 0; i < M * 4; i++) {
             const float *pair = p[i / 4][k + i % 4 / 2] + i % 2 * 2;
             x[i / 4][i % 4] = mti_round_pair<BF16>(pair[0], pair[1]);
         }
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int n = 0; n < D / 8; n += 2) {
             mti_ldmatrix_x4_trans(y, b + k * 8 * D + mti_tile_on<D>(at, n));
-            MTI_DEVICE_UNROLL
+            MT_DEVICE_UNROLL
             for (int m = 0; m < M; m++) {
                 mti_mma<BF16>(acc[m][n], x[m], y);
                 mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
@@ -3425,16 +3483,18 @@ static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 
     }
 }
 
-/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [M * 16, D] that only this warp uses. */
+/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [M * 16, D] that only this warp uses.
+ */
 template <int D, bool BF16, int M>
-static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 8][4], uint16_t *tile, uint16_t *to, int64_t ld,
-                                                      int rows) {
+static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 8][4], uint16_t *tile, uint16_t *to,
+                                                      int64_t ld, int rows) {
     int lane = (int)threadIdx.x & 31, across = mti_tile_across<D>();
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < M * D / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
         int n = i % (D / 8), half = i / (D / 8);
         const float *pair = acc[half / 2][n] + half % 2 * 2;
-        *(uint32_t *)(tile + mti_tile_at<D>(half * 8 + lane / 4, n) + lane % 4 * 2) = mti_round_pair<BF16>(pair[0], pair[1]);
+        *(uint32_t *)(tile + mti_tile_at<D>(half * 8 + lane / 4, n) + lane % 4 * 2) =
+            mti_round_pair<BF16>(pair[0], pair[1]);
     }
     __syncwarp();
     for (int row = lane / across; row < M * 16 && row < rows; row += 32 / across)
@@ -3442,32 +3502,33 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 
             *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<D>(row, c));
 }
 
-/* ---- >>cuda-flash: attention on tensor cores ----------------------------------------------------------------------------- */
+/* ---- >>cuda-flash: attention on tensor cores --------------------------------------------------------------------- */
 
-/* FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Three kernels have the same form: a block keeps a
-   tile of its own rows in shared memory and walks along tiles of the others, which cp.async brings while the tensor cores work
-   on those before. A warp owns 16 or 32 rows and all that is accumulated for them, in registers: nothing is exchanged between
-   warps, and sums run in the order of the tiles.
+/* FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Three kernels have the same form: a block
+   keeps a tile of its own rows in shared memory and walks along tiles of the others, which cp.async brings while the
+   tensor cores work on those before. A warp owns 16 or 32 rows and all that is accumulated for them, in registers:
+   nothing is exchanged between warps, and sums run in the order of the tiles.
 
      forward   rows are queries, walks along keys:      s = q k^T, online softmax, out += p v
      dq        rows are queries, walks along keys:      s = q k^T, dp = dout v^T, ds = p (dp - delta), dq += ds k
      dkv       rows are keys, walks along the queries   s^T = k q^T, dp^T = v dout^T, dv += p^T dout, dk += ds^T q
                of all heads of the group:
 
-   Scores are counted in powers of 2: what is multiplied by `scale` includes 1 / ln 2. Tiles that nobody sees are not visited,
-   a warp leaves out those that its rows do not see, and only tiles on an edge of the mask are masked. */
+   Scores are counted in powers of 2: what is multiplied by `scale` includes 1 / ln 2. Tiles that nobody sees are not
+   visited, a warp leaves out those that its rows do not see, and only tiles on an edge of the mask are masked. */
 #define MTI_FLASH_ROWS 128 /* of a block */
 #define MTI_LOG2E 1.4426950408889634f
 
 struct mti_flash {
     mti_plain p;
-    float scale;       /* p.scale / ln 2 */
-    float *lse, *delta; /* backward: [batch, heads, pitch], lse / ln 2 (infinite for a row without keys) and rowsum(dout out) */
-    int64_t pitch;     /* seq, rounded up to whole blocks */
+    float scale; /* p.scale / ln 2 */
+    float *lse,
+        *delta; /* backward: [batch, heads, pitch], lse / ln 2 (infinite for a row without keys) and rowsum(dout out) */
+    int64_t pitch; /* seq, rounded up to whole blocks */
 
     __device__ int causal() const { return p.s.mask == MT_MASK_CAUSAL; }
-    /* Of tiles: the last query and the first key tell whether there is anything to see, the first query and the last key
-       whether there is nothing to mask. */
+    /* Of tiles: the last query and the first key tell whether there is anything to see, the first query and the last
+       key whether there is nothing to mask. */
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
         return (const uint16_t *)v.data + b * p.s.seq * v.ld + col;
@@ -3475,19 +3536,24 @@ struct mti_flash {
     __device__ uint16_t *out(const mti_view &v, int64_t b, int64_t row, int64_t col) const {
         return (uint16_t *)v.data + (b * p.s.seq + row) * v.ld + col;
     }
-    __device__ int64_t stat(int64_t b, int64_t head) const { return (b * p.s.groups * p.s.heads_per_group + head) * pitch; }
+    __device__ int64_t stat(int64_t b, int64_t head) const {
+        return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
+    }
     __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const { /* of a probability */
-        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.seq + (uint64_t)key;
+        return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.seq +
+               (uint64_t)key;
     }
 };
 
-/* What is masked becomes -infinity, in scores [M * 16 queries, N8 * 8 keys] and [16 keys, N8 * 8 queries]; query and key: the
-   warp's first. Counted from the key or query that a loop is at, or the compiler keeps the limits of all rows in registers. */
+/* What is masked becomes -infinity, in scores [M * 16 queries, N8 * 8 keys] and [16 keys, N8 * 8 queries]; query and
+   key: the warp's first. Counted from the key or query that a loop is at, or the compiler keeps the limits of all rows
+   in registers. */
 template <int M, int N8>
-static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[M][N8][4], int length, int query,
-                                                           int key) {
-    int lane = (int)threadIdx.x & 31, left = length - key - lane % 4 * 2, diagonal = query - key + lane / 4 - lane % 4 * 2;
-    MTI_DEVICE_UNROLL
+static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[M][N8][4], int length,
+                                                           int query, int key) {
+    int lane = (int)threadIdx.x & 31, left = length - key - lane % 4 * 2,
+        diagonal = query - key + lane / 4 - lane % 4 * 2;
+    MT_DEVICE_UNROLL
     for (int i = 0; i < M * N8 * 4; i++) {
         int r = i % (M * 2), j = i / (M * 2), k = j / 2 * 8 + j % 2;
         if (k >= left || (f.causal() && k > diagonal + r * 8)) s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
@@ -3495,21 +3561,22 @@ static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, f
 }
 
 template <int N8>
-static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f, float (&s)[1][N8][4], int length, int key,
-                                                              int query) {
+static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f, float (&s)[1][N8][4], int length,
+                                                              int key, int query) {
     int lane = (int)threadIdx.x & 31, left = length - key - lane / 4, diagonal = key - query + lane / 4 - lane % 4 * 2;
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < N8 * 4; i++) {
         int r = i % 2, j = i / 2, q = j / 2 * 8 + j % 2;
         if (r * 8 >= left || (f.causal() && q < diagonal + r * 8)) s[0][j / 2][r * 2 + j % 2] = -INFINITY;
     }
 }
 
-/* Bit k: whether the probability of element e + k stays, for four neighbours; one block of random words where e % 4 is 0. */
+/* Bit k: whether the probability of element e + k stays, for four neighbours; one block of random words where e % 4 is
+ * 0. */
 static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
     uint32_t words[4], bits = 0;
     mti_philox(block, drop.at.stream, drop.at.seed, words);
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int k = 0; k < 4; k++) bits |= (uint32_t)(words[k] >= drop.threshold) << k;
     return bits;
 }
@@ -3519,29 +3586,29 @@ static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, 
     return bits & 15;
 }
 
-/* Zeros where probabilities of a tile [M * 16 queries, N8 * 8 keys] are dropped; row and key: the warp's first. The four lanes
-   of a row each draw half a row: of this one or of that 8 below. */
+/* Zeros where probabilities of a tile [M * 16 queries, N8 * 8 keys] are dropped; row and key: the warp's first. The
+   four lanes of a row each draw half a row: of this one or of that 8 below. */
 template <int M, int N8>
-static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[M][N8][4], int64_t head, int row,
-                                                           int key) {
+static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[M][N8][4], int64_t head,
+                                                           int row, int key) {
     int lane = (int)threadIdx.x & 31;
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int m = 0; m < M; m++) {
         uint64_t e = f.element(blockIdx.z, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
         uint32_t half = 0;
         for (int k = 0; k < N8 * 4; k += 4) half |= mti_flash_kept(f.p.drop, e + (uint64_t)k) << k;
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int i = 0; i < 4; i++) { /* row i % 2, half i / 2 */
             uint32_t bits = __shfl_sync(0xffffffffu, half, (lane & ~3) + i) >> (lane % 4 * 2);
-            MTI_DEVICE_UNROLL
+            MT_DEVICE_UNROLL
             for (int j = 0; j < N8; j++)
                 if (!(bits >> (j / 2 * 8 + j % 2) & 1)) p[m][i / 2 * (N8 / 2) + j / 2][i % 2 * 2 + j % 2] = 0.0f;
         }
     }
 }
 
-/* Of a tile [16 keys, N8 * 8 queries]: bit n * 4 of kept[e / 2][e % 2] is whether element e of acc[n] stays. A lane draws four
-   keys of one query in eight. */
+/* Of a tile [16 keys, N8 * 8 queries]: bit n * 4 of kept[e / 2][e % 2] is whether element e of acc[n] stays. A lane
+   draws four keys of one query in eight. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f, int64_t head, int key, int query,
                                                               uint32_t (&kept)[2][2]) {
@@ -3549,7 +3616,7 @@ static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f
     uint64_t e = f.element(blockIdx.z, head, query + lane % 8, key + lane / 8 * 4);
     uint32_t mine = 0;
     for (int n = 0; n < N8; n++) mine |= mti_flash_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < 4; i++) {
         int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
         kept[i / 2][i % 2] = __shfl_sync(0xffffffffu, mine, from) >> (lane / 4 % 4);
@@ -3566,27 +3633,28 @@ static __device__ __forceinline__ float mti_quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-/* Scores become exponentials against the largest so far of their row; what was summed before is rescaled to that. sum: of this
-   lane's part of a row, the four lanes of which meet at the end. The first tile has a key for every row, so `now` is finite. */
+/* Scores become exponentials against the largest so far of their row; what was summed before is rescaled to that. sum:
+   of this lane's part of a row, the four lanes of which meet at the end. The first tile has a key for every row, so
+   `now` is finite. */
 template <int M, int N8, int D8>
 static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[M][N8][4], float (&acc)[M][D8][4],
                                                          float (&top)[M][2], float (&sum)[M][2]) {
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < M * 2; i++) {
         int m = i / 2, h = i % 2 * 2;
         float now = top[m][i % 2], before, base, total = 0.0f;
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int n = 0; n < N8; n++) now = fmaxf(now, fmaxf(s[m][n][h], s[m][n][h + 1]));
         now = mti_quad_max(now);
         before = mti_ex2((top[m][i % 2] - now) * scale);
         base = now * scale;
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int n = 0; n < N8; n++) {
             s[m][n][h] = mti_ex2(s[m][n][h] * scale - base);
             s[m][n][h + 1] = mti_ex2(s[m][n][h + 1] * scale - base);
             total += s[m][n][h] + s[m][n][h + 1];
         }
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int d = 0; d < D8; d++) acc[m][d][h] *= before, acc[m][d][h + 1] *= before;
         sum[m][i % 2] = sum[m][i % 2] * before + total;
         top[m][i % 2] = now;
@@ -3595,15 +3663,16 @@ static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)
 
 /* out = acc / sum and lse = ln sum of exponentials, both for the warp's 32 rows from `row` on. */
 template <int D, bool BF16>
-static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][D / 8][4], const float (&top)[2][2],
-                                                        const float (&sum)[2][2], int row, uint16_t *tile) {
+static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][D / 8][4],
+                                                        const float (&top)[2][2], const float (&sum)[2][2], int row,
+                                                        uint16_t *tile) {
     int64_t b = blockIdx.z, head = blockIdx.y;
     int lane = (int)threadIdx.x & 31;
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < 4; i++) {
         int m = i / 2, h = i % 2 * 2, r = row + m * 16 + i % 2 * 8 + lane / 4;
         float total = mti_quad_sum(sum[m][i % 2]), factor = total == 0.0f ? 0.0f : f.p.drop.scale / total;
-        MTI_DEVICE_UNROLL
+        MT_DEVICE_UNROLL
         for (int d = 0; d < D / 8; d++) acc[m][d][h] *= factor, acc[m][d][h + 1] *= factor;
         if (f.p.lse.data && lane % 4 == 0 && r < f.p.s.seq)
             mti_put(f.p.lse, head, b * f.p.s.seq + r,
@@ -3612,13 +3681,16 @@ static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, floa
     mti_tile_store<D, BF16>(acc, tile, f.out(f.p.out, b, row, head * D), f.p.out.ld, (int)f.p.s.seq - row);
 }
 
-/* Tiles k0 v0 k1 v1 ... go through three places: while one is worked on, the next two are on their way. As many keys as leave
-   scores and output in registers. */
-template <int D, bool DROP> static MTI_HOST_DEVICE constexpr int mti_flash_keys() { return D < 128 ? 64 : DROP ? 32 : 48; }
+/* Tiles k0 v0 k1 v1 ... go through three places: while one is worked on, the next two are on their way. As many keys as
+   leave scores and output in registers. */
+template <int D, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
+    return D < 128 ? 64 : DROP ? 32 : 48;
+}
 
-template <int D, bool BF16, bool DROP> static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
+template <int D, bool BF16, bool DROP>
+static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
     constexpr int N = mti_flash_keys<D, DROP>();
-    MTI_DYN_SHARED(uint16_t, q);
+    MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* the longest ones begin */
     int row = first + (int)threadIdx.x / 32 * 32;
@@ -3676,7 +3748,7 @@ static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f
 }
 
 /* dq: two pairs (k, v) of tiles, one that is worked on and one on its way. */
-template <int D> static MTI_HOST_DEVICE constexpr int mti_flash_dq_keys() { return D == 64 ? 64 : 32; }
+template <int D> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return D == 64 ? 64 : 32; }
 
 template <int D, int N>
 static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, int64_t ld, int key,
@@ -3691,16 +3763,17 @@ template <int N8>
 static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
                                                              const float (&dp)[2][N8][4], const float (&lse)[4],
                                                              const float (&delta)[4]) {
-    MTI_DEVICE_UNROLL
+    MT_DEVICE_UNROLL
     for (int i = 0; i < 2 * N8 * 4; i++) {
         int m = i / 4 / N8, n = i / 4 % N8, e = i % 4, r = m * 2 + e / 2;
         s[m][n][e] = mti_ex2(s[m][n][e] * f.scale - lse[r]) * (dp[m][n][e] * f.p.drop.scale - delta[r]);
     }
 }
 
-template <int D, bool BF16, bool DROP> static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
+template <int D, bool BF16, bool DROP>
+static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
     constexpr int N = mti_flash_dq_keys<D>();
-    MTI_DYN_SHARED(uint16_t, q);
+    MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld, seq = f.p.s.seq;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS;
     int row = first + (int)threadIdx.x / 32 * 32, lane = (int)threadIdx.x % 32;
@@ -3733,17 +3806,19 @@ template <int D, bool BF16, bool DROP> static __global__ void __launch_bounds__(
     mti_cp_async_wait<0>();
     __syncthreads();
     mti_tile_scale(dq, f.p.scale);
-    mti_tile_store<D, BF16>(dq, q + (row - first) * D, f.out(f.p.dqkv, b, row, f.p.q_col(head)), f.p.dqkv.ld, (int)seq - row);
+    mti_tile_store<D, BF16>(dq, q + (row - first) * D, f.out(f.p.dqkv, b, row, f.p.q_col(head)), f.p.dqkv.ld,
+                            (int)seq - row);
 }
 
 /* dk, dv: two sets of tiles (q, dout) with lse and delta of their rows. */
-template <int D> static MTI_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return D == 128 ? 32 : 64; }
-template <int D> static MTI_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
+template <int D> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return D == 128 ? 32 : 64; }
+template <int D> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
     return mti_flash_dkv_queries<D>() * (2 * D + 4);
 }
 
 template <int D>
-static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head, int query) {
+static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head,
+                                                               int query) {
     constexpr int N = mti_flash_dkv_queries<D>();
     int64_t b = blockIdx.z;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
@@ -3759,8 +3834,9 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
 /* s^T becomes D p for dv, dp^T the gradient of the scores for dk. lse and delta: of this lane's columns. */
 template <bool DROP, int N8>
 static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float (&s)[1][N8][4], float (&dp)[1][N8][4],
-                                                       const float *lse, const float *delta, const uint32_t (&kept)[2][2]) {
-    MTI_DEVICE_UNROLL
+                                                       const float *lse, const float *delta,
+                                                       const uint32_t (&kept)[2][2]) {
+    MT_DEVICE_UNROLL
     for (int i = 0; i < N8 * 4; i++) {
         int n = i / 4, e = i % 4;
         float p = mti_ex2(s[0][n][e] * f.scale - lse[n * 8 + e % 2]);
@@ -3773,9 +3849,10 @@ static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float
 template <int D, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash f) {
     constexpr int N = mti_flash_dkv_queries<D>();
-    MTI_DYN_SHARED(uint16_t, k);
+    MT_DYN_SHARED(uint16_t, k);
     int64_t b = blockIdx.z, ld = f.p.qkv.ld, seq = f.p.s.seq, k_col = f.p.k_col(blockIdx.y * f.p.s.heads_per_group);
-    int head = (int)(blockIdx.y * f.p.s.heads_per_group), heads = head + (int)f.p.s.heads_per_group; /* and where they end */
+    int head = (int)(blockIdx.y * f.p.s.heads_per_group),
+        heads = head + (int)f.p.s.heads_per_group; /* and where they end */
     int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b);
     int row = first + (int)threadIdx.x / 32 * 16, lane = (int)threadIdx.x % 32;
     int begin = f.causal() ? first : 0, query = begin;
@@ -3816,8 +3893,12 @@ static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash 
 template <int D, bool DROP> static constexpr int mti_flash_forward_bytes() {
     return 2 * D * (MTI_FLASH_ROWS + 3 * mti_flash_keys<D, DROP>());
 }
-template <int D> static constexpr int mti_flash_dq_bytes() { return 2 * D * (2 * MTI_FLASH_ROWS + 4 * mti_flash_dq_keys<D>()); }
-template <int D> static constexpr int mti_flash_dkv_bytes() { return 2 * (2 * D * MTI_FLASH_ROWS + 2 * mti_flash_set<D>()); }
+template <int D> static constexpr int mti_flash_dq_bytes() {
+    return 2 * D * (2 * MTI_FLASH_ROWS + 4 * mti_flash_dq_keys<D>());
+}
+template <int D> static constexpr int mti_flash_dkv_bytes() {
+    return 2 * (2 * D * MTI_FLASH_ROWS + 2 * mti_flash_set<D>());
+}
 
 /* 99 KiB is what a block may have on sm_86, sm_89 and sm_120. */
 template <int D> static constexpr bool mti_flash_is_small() {
@@ -3829,9 +3910,9 @@ static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_
 static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t heads,
                                   unsigned threads, int bytes, const mti_flash &f) {
     dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->shape->batch);
-    MTI_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    MTI_LAUNCH(kernel, grid, threads, (size_t)bytes, a->ctx->stream, f);
-    return mti_cuda_launched(a->ctx, name);
+    MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, a->ctx->stream, f);
+    return mt_cuda_launched(a->ctx, name);
 }
 
 struct mti_flash_forward {
@@ -3846,7 +3927,8 @@ struct mti_flash_backward {
         const char *name = "mt_attention_backward";
         MT_TRY(mti_flash_launch(a, name, mti_flash_dq_kernel<D, BF16, DROP>, f.p.s.groups * f.p.s.heads_per_group, 128,
                                 mti_flash_dq_bytes<D>(), f));
-        return mti_flash_launch(a, name, mti_flash_dkv_kernel<D, BF16, DROP>, f.p.s.groups, 256, mti_flash_dkv_bytes<D>(), f);
+        return mti_flash_launch(a, name, mti_flash_dkv_kernel<D, BF16, DROP>, f.p.s.groups, 256,
+                                mti_flash_dkv_bytes<D>(), f);
     }
 };
 
@@ -3869,13 +3951,13 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
 /* A negative scale would turn the order of the scores around. Positions are counted in int. */
 static int mti_flash_fits(const mti_attention *a) {
     const mt_attention_shape *s = a->shape;
-    return a->ctx->capability >= 80 && (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f &&
-           s->seq <= INT_MAX / 2 && a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) &&
+    return a->ctx->capability >= 80 && (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) &&
+           a->scale > 0.0f && s->seq <= INT_MAX / 2 && a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) &&
            mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
-    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mti_round_up(a->shape->seq, MTI_FLASH_ROWS)};
+    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->shape->seq, MTI_FLASH_ROWS)};
     return f;
 }
 
@@ -3888,32 +3970,34 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
     f.lse = (float *)memory;
     f.delta = f.lse + stats;
-    MT_TRY(mti_cuda_enter(a->ctx));
-    MTI_LAUNCH(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256, 0,
-               a->ctx->stream, f);
-    MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));
+    MT_TRY(mt_cuda_enter(a->ctx));
+    MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
+                     0, a->ctx->stream, f);
+    MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
     return mti_flash_run<mti_flash_backward>(a, f);
 }
 
-/* ---- >>cuda-attention, continued: which path ----------------------------------------------------------------------------- */
+/* ---- >>cuda-attention, continued: which path --------------------------------------------------------------------- */
 
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_shape *s) {
-    if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "attention on a GPU: head_dim %lld (at most %d), %lld heads, batch %lld (at most "
-                    "65535)", (long long)s->head_dim, 32 * MTI_PLAIN_WIDTH, (long long)(s->groups * s->heads_per_group),
-                    (long long)s->batch);
+    if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "attention on a GPU: head_dim %lld (at most %d), %lld heads, batch %lld (at most "
+                   "65535)",
+                   (long long)s->head_dim, 32 * MTI_PLAIN_WIDTH, (long long)(s->groups * s->heads_per_group),
+                   (long long)s->batch);
 }
 
 static mt_status mti_cuda_attention_forward(const mti_attention *a) {
     const mt_attention_shape *s = a->shape;
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
-    MT_TRY(mti_cuda_enter(a->ctx));
+    MT_TRY(mt_cuda_enter(a->ctx));
     if (mti_flash_fits(a)) return mti_flash_run<mti_flash_forward>(a, mti_flash_of(a));
-    MTI_LAUNCH(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
-               a->ctx->stream,
-               mti_plain_of(a));
-    return mti_cuda_launched(a->ctx, "mt_attention_forward");
+    MT_LAUNCH_KERNEL(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS,
+                     0, a->ctx->stream, mti_plain_of(a));
+    return mt_cuda_launched(a->ctx, "mt_attention_forward");
 }
 
 static mt_status mti_cuda_attention_backward(const mti_attention *a) {
@@ -3921,52 +4005,54 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
     if (mti_flash_fits(a)) return mti_flash_run_backward(a);
-    MT_TRY(mti_cuda_enter(a->ctx));
-    MTI_LAUNCH(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream,
-               mti_plain_of(a));
-    MT_TRY(mti_cuda_launched(a->ctx, "mt_attention_backward"));
-    MTI_LAUNCH(mti_plain_dkv_kernel, mti_plain_grid(s, s->groups), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream, mti_plain_of(a));
-    return mti_cuda_launched(a->ctx, "mt_attention_backward");
+    MT_TRY(mt_cuda_enter(a->ctx));
+    MT_LAUNCH_KERNEL(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
+                     a->ctx->stream, mti_plain_of(a));
+    MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
+    MT_LAUNCH_KERNEL(mti_plain_dkv_kernel, mti_plain_grid(s, s->groups), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream,
+                     mti_plain_of(a));
+    return mt_cuda_launched(a->ctx, "mt_attention_backward");
 }
 
-/* ---- >>cuda-memory ------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-memory ----------------------------------------------------------------------------------------------- */
 
 static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
     if (x.data == y.data) return MT_SUCCESS;
     size_t size = mt_dtype_size(x.dtype);
-    return mti_cuda_copy_rows(ctx, y.data, (size_t)mti_ld(y) * size, x.data, (size_t)mti_ld(x) * size, (size_t)x.cols * size,
-                              x.rows);
+    return mt_cuda_copy_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, x.data, (size_t)mt_tensor_ld(x) * size,
+                             (size_t)x.cols * size, x.rows);
 }
 
-/* Between the host and a GPU, done when it returns. The wait for peers comes first: a copy of pageable memory waits, too, but
-   without a timeout. */
+/* Between the host and a GPU, done when it returns. The wait for peers comes first: a copy of pageable memory waits,
+   too, but without a timeout. */
 static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                     size_t row_bytes, int64_t rows) {
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_nccl_wait(ctx));
-    MT_TRY(mti_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
+    MT_TRY(mt_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
     return mti_cuda_synchronize(ctx);
 }
 
 static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
     size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
-    return mti_cuda_host_rows(ctx, y.data, (size_t)mti_ld(y) * size, host, row, row, y.rows);
+    return mti_cuda_host_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, host, row, row, y.rows);
 }
 
 static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
     size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
-    return mti_cuda_host_rows(ctx, host, row, x.data, (size_t)mti_ld(x) * size, row, x.rows);
+    return mti_cuda_host_rows(ctx, host, row, x.data, (size_t)mt_tensor_ld(x) * size, row, x.rows);
 }
 
 /* Adds the hashes of the elements; the order does not matter to integers. */
-static __global__ void __launch_bounds__(256) mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row,
-                                                              int64_t first_col, int64_t global_cols, unsigned long long *sum) {
+static __global__ void __launch_bounds__(256)
+    mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
+                    unsigned long long *sum) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     unsigned long long mine = 0;
     for (; i < rows * cols; i += step) {
         int64_t row = mti_divide(i, cols), col = i - row * cols, at = row * x.ld + col;
         uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
-        mine += mti_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
+        mine += mt_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
     }
     atomicAdd(sum, mine);
 }
@@ -3978,19 +4064,19 @@ static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, 
     unsigned long long sum = 0;
     if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, sizeof sum, &memory));
-    MT_TRY(mti_cuda_zero(ctx, memory, sizeof sum));
-    MTI_LAUNCH(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, first_row,
-               first_col, global_cols, (unsigned long long *)memory);
-    MT_TRY(mti_cuda_launched(ctx, "mt_hash"));
-    MT_TRY(mti_cuda_fetch(ctx, &sum, memory, sizeof sum));
+    MT_TRY(mt_cuda_zero(ctx, memory, sizeof sum));
+    MT_LAUNCH_KERNEL(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows,
+                     x.cols, first_row, first_col, global_cols, (unsigned long long *)memory);
+    MT_TRY(mt_cuda_launched(ctx, "mt_hash"));
+    MT_TRY(mt_cuda_fetch(ctx, &sum, memory, sizeof sum));
     mt_arena_release(ctx, mark);
     *hash += (uint64_t)sum;
     return MT_SUCCESS;
 }
 
 /* *bad: the first index whose id is wrong, or count. */
-static __global__ void __launch_bounds__(256) mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
-                                                             unsigned long long *bad) {
+static __global__ void __launch_bounds__(256)
+    mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     for (; i < count; i += step)
         if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
@@ -4004,22 +4090,22 @@ static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t
     unsigned long long bad = (unsigned long long)count;
     if (count == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, sizeof bad, &memory));
-    MT_TRY(mti_cuda_enter(ctx));
-    MTI_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, ctx->stream));
-    MTI_LAUNCH(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
-               (unsigned long long *)memory);
-    MT_TRY(mti_cuda_launched(ctx, "mt_ids_check"));
-    MT_TRY(mti_cuda_fetch(ctx, &bad, memory, sizeof bad));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, ctx->stream));
+    MT_LAUNCH_KERNEL(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
+                     (unsigned long long *)memory);
+    MT_TRY(mt_cuda_launched(ctx, "mt_ids_check"));
+    MT_TRY(mt_cuda_fetch(ctx, &bad, memory, sizeof bad));
     mt_arena_release(ctx, mark);
     *index = (int64_t)bad;
     if (*index == count) return MT_SUCCESS;
-    return mti_cuda_fetch(ctx, id, ids + *index, sizeof *id);
+    return mt_cuda_fetch(ctx, id, ids + *index, sizeof *id);
 }
 
-/* ---- >>cuda-gemm --------------------------------------------------------------------------------------------------------- */
+/* ---- >>cuda-gemm ------------------------------------------------------------------------------------------------- */
 
-/* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its leading
-   dimensions are ours. */
+/* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its
+   leading dimensions are ours. */
 typedef struct mti_lt_key {
     int64_t m, n, k, lda, ldb, ldc, ld_aux;
     int trans_a, trans_b, a_type, b_type, c_type, epilogue;
@@ -4030,10 +4116,10 @@ typedef struct mti_lt_plan {
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t algo;
-    size_t workspace; /* bytes that the algorithm wants */
-    int fused;        /* of a key with an epilogue: whether it is used */
-    int stays;        /* never forgotten: measured again, it could be decided otherwise, with other bits */
-    uint64_t used;    /* when it was asked for last */
+    size_t workspace;         /* bytes that the algorithm wants */
+    int fused;                /* of a key with an epilogue: whether it is used */
+    int stays;                /* never forgotten: measured again, it could be decided otherwise, with other bits */
+    uint64_t used;            /* when it was asked for last */
     struct mti_lt_plan *next; /* in its bucket */
 } mti_lt_plan;
 
@@ -4064,9 +4150,8 @@ typedef struct mti_lt_call {
 
 static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char *call) {
     if (status == CUBLAS_STATUS_SUCCESS) return MT_SUCCESS;
-    return mti_fail(ctx, status == CUBLAS_STATUS_ALLOC_FAILED ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
-                    "%.200s: cuBLASLt status %d (%s)",
-                    call, (int)status, cublasLtGetStatusString(status));
+    return mt_fail(ctx, status == CUBLAS_STATUS_ALLOC_FAILED ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
+                   "%.200s: cuBLASLt status %d (%s)", call, (int)status, cublasLtGetStatusString(status));
 }
 #define MTI_LT_TRY(ctx, call) MT_TRY(mti_lt_check(ctx, (call), #call))
 
@@ -4085,21 +4170,21 @@ static void mti_lt_destroy(mt_context *ctx) {
     if (lt->end) cudaEventDestroy(lt->end);
     if (lt->handle) cublasLtDestroy(lt->handle);
     if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
-    mti_host_free(lt);
+    mt_host_free(lt);
     ctx->gemm = NULL;
 }
 
 static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
     *out = (mti_lt *)ctx->gemm;
     if (*out) return MT_SUCCESS;
-    *out = (mti_lt *)mti_host_alloc(sizeof **out);
-    if (!*out) return mti_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
+    *out = (mti_lt *)mt_host_alloc(sizeof **out);
+    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
     ctx->gemm = *out;
     ctx->gemm_destroy = mti_lt_destroy;
     MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
     MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
-    MTI_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
-    MTI_CUDA_TRY(ctx, cudaEventCreate(&(*out)->end));
+    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
+    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->end));
     return MT_SUCCESS;
 }
 
@@ -4114,8 +4199,8 @@ static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int
 }
 
 /* What the heuristic proposes, the best first, as the key says. None where cuBLASLt has no such product. */
-static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p, cublasLtMatmulHeuristicResult_t *results,
-                                int *found) {
+static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p,
+                                cublasLtMatmulHeuristicResult_t *results, int *found) {
     cublasLtMatmulPreference_t preference;
     size_t workspace = MTI_LT_WORKSPACE;
     uint32_t alignment = 16; /* mti_lt_operand sees to it */
@@ -4132,8 +4217,8 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
         status = cublasLtMatmulPreferenceSetAttribute(preference, which[i], &alignment, sizeof alignment);
     }
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference, MTI_LT_CANDIDATES,
-                                                results, &proposed);
+        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference,
+                                                MTI_LT_CANDIDATES, results, &proposed);
     for (int i = 0; i < proposed; i++)
         if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*found)++] = results[i];
     cublasLtMatmulPreferenceDestroy(preference);
@@ -4149,7 +4234,8 @@ static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p
 
 static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
     if (g->bias)
-        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+        MTI_LT_TRY(
+            ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
     if (g->aux)
         MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
                                                        sizeof g->aux));
@@ -4164,11 +4250,11 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
     for (int i = 0; i < MTI_LT_RUNS; i++) {
         float x = 0.0f;
         int at = i;
-        MTI_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
+        MT_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
         MT_TRY(run());
-        MTI_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
+        MT_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
         MT_TRY(mti_cuda_synchronize(ctx)); /* for peers before it with their timeout */
-        MTI_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
+        MT_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
         for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
         all[at] = x;
     }
@@ -4179,7 +4265,7 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
 /* Measuring waits for the stream, which must not be while one is being captured. */
 static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    MTI_CUDA_TRY(ctx, cudaStreamIsCapturing(ctx->stream, &capture));
+    MT_CUDA_TRY(ctx, cudaStreamIsCapturing(ctx->stream, &capture));
     *yes = capture == cudaStreamCaptureStatusNone;
     return MT_SUCCESS;
 }
@@ -4190,7 +4276,7 @@ struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float x[MTI_CHUNK];
         for (int j = 0; j < MTI_CHUNK; j++) {
-            float v = (float)(mti_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
+            float v = (float)(mt_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
             x[j] = v * v * v;
         }
         mti_store<WIDE>(y, row, col, n, x);
@@ -4200,16 +4286,19 @@ struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order
 /* A stand-in for an operand: the same layout, other values; in *t the room for it, while there is any. */
 static mt_status mti_lt_noise(mt_context *ctx, uint64_t seed, mt_tensor *t) {
     mt_tensor whole;
-    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mti_ld(*t), &whole));
+    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
     mti_noise_op op = {mti_view_of(whole), seed};
     *t = mt_tensor_cols(whole, 0, t->cols);
     return mti_map(ctx, "mt_gemm", op, mti_is_wide(whole), whole.rows, whole.cols);
 }
 
-static size_t mti_lt_bytes(mt_tensor t) { return mti_align_up((size_t)(t.rows * mti_ld(t)) * mt_dtype_size(t.dtype)); }
+static size_t mti_lt_bytes(mt_tensor t) {
+    return mt_align_up((size_t)(t.rows * mt_tensor_ld(t)) * mt_dtype_size(t.dtype));
+}
 
 /* Whether the plan's algorithm runs; the bits of the product of g by it. */
-static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs, uint64_t *bits) {
+static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs,
+                            uint64_t *bits) {
     mti_noise_op op = {mti_view_of(g->c), 3};
     *bits = 0;
     MT_TRY(mti_map(ctx, "mt_gemm", op, 0, g->c.rows, g->c.cols));
@@ -4217,8 +4306,8 @@ static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const m
     return *runs ? mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, bits) : MT_SUCCESS;
 }
 
-/* The fastest of the candidates that round as the first one that runs does: all multiply the same noise, since zeros, say,
-   would tell nothing about how they round. If none runs, the first one will say why. */
+/* The fastest of the candidates that round as the first one that runs does: all multiply the same noise, since zeros,
+   say, would tell nothing about how they round. If none runs, the first one will say why. */
 static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
                                 const cublasLtMatmulHeuristicResult_t *results, int found) {
     uint64_t first = 0, bits = 0;
@@ -4234,7 +4323,8 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
         MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &bits));
         if (chosen < 0) first = bits;
         if (!runs || bits != first) continue;
-        MT_TRY(mti_lt_time(ctx, lt, [&]() { return mti_lt_matmul(ctx, lt, p, &g); }, &ms));
+        MT_TRY(mti_lt_time(
+            ctx, lt, [&]() { return mti_lt_matmul(ctx, lt, p, &g); }, &ms));
         if (chosen >= 0 && ms >= best) continue;
         best = ms;
         chosen = i;
@@ -4244,17 +4334,19 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
     return MT_SUCCESS;
 }
 
-/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the same
-   product always has the same bits. What is measured takes only room that nobody asked for. */
+/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the
+   same product always has the same bits. What is measured takes only room that nobody asked for. */
 static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
     size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
-    size_t bytes = mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MTI_ALIGNMENT; /* the last for the hash */
+    size_t bytes =
+        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* the last for the hash */
     int may_wait = 0;
     p->algo = results[0].algo;
     p->workspace = results[0].workspaceSize;
-    if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 || p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT ||
-        p->key.m * p->key.n < MTI_LT_LEAST || bytes > mti_arena_room(ctx))
+    if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
+        p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
+        bytes > mt_arena_room(ctx))
         return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
@@ -4276,7 +4368,8 @@ static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_c
         MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
                                                        sizeof g->aux));
     if (g->bias) /* the heuristic looks at its alignment */
-        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+        MTI_LT_TRY(
+            ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
     return MT_SUCCESS;
 }
 
@@ -4300,7 +4393,7 @@ static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
     uint32_t words[sizeof *key / sizeof(uint32_t)];
     uint64_t hash = 0;
     memcpy(words, key, sizeof words);
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mti_hash_element(hash, words[i]);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mt_hash_element(hash, words[i]);
     return &lt->buckets[hash % MTI_LT_BUCKETS];
 }
 
@@ -4316,8 +4409,8 @@ static mti_lt_plan *mti_lt_place(mti_lt *lt) {
     return oldest;
 }
 
-/* The plan of a product, made once while it is kept; *made says how many algorithms there are if that was now, else -1. A
-   product with an epilogue may have none. */
+/* The plan of a product, made once while it is kept; *made says how many algorithms there are if that was now, else -1.
+   A product with an epilogue may have none. */
 static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
     mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
     *made = -1;
@@ -4332,8 +4425,8 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
     if (status != MT_SUCCESS || (*made == 0 && g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT)) {
         mti_lt_forget(&fresh);
         if (status != MT_SUCCESS) return status;
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
-                        (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
+                       (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
     }
     *out = mti_lt_place(lt);
     fresh.used = ++lt->clock;
@@ -4348,7 +4441,7 @@ static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
     int made = 0;
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_lt_open(ctx, &lt));
     MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
     return mti_lt_matmul(ctx, lt, p, g);
@@ -4359,7 +4452,7 @@ static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_t
     memset(g, 0, sizeof *g);
     key->m = m->m, key->n = m->n, key->k = m->k;
     key->trans_a = m->trans_a, key->trans_b = m->trans_b;
-    key->lda = mti_ld(a), key->ldb = mti_ld(b), key->ldc = mti_ld(c);
+    key->lda = mt_tensor_ld(a), key->ldb = mt_tensor_ld(b), key->ldc = mt_tensor_ld(c);
     key->a_type = (int)a.dtype, key->b_type = (int)b.dtype, key->c_type = (int)c.dtype;
     key->epilogue = epilogue;
     g->alpha = m->alpha, g->beta = m->beta;
@@ -4370,7 +4463,7 @@ static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_t
 static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt_tensor *out) {
     *out = t;
     if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
-    int64_t pitch = mti_round_up(t.cols, 8);
+    int64_t pitch = mt_round_up(t.cols, 8);
     MT_TRY(mt_arena_tensor(ctx, dtype, t.rows, pitch, out));
     *out = mt_tensor_cols(*out, 0, t.cols);
     return MT_SUCCESS;
@@ -4419,7 +4512,7 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
     return MT_SUCCESS;
 }
 
-/* ---- >>cuda-linear: a product with an epilogue --------------------------------------------------------------------------- */
+/* ---- >>cuda-linear: a product with an epilogue ------------------------------------------------------------------- */
 
 /* Whether cuBLASLt can take these as they are. */
 static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
@@ -4429,12 +4522,12 @@ static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
 
 /* The leading dimension of an auxiliary matrix; 0 when it cannot be one. */
 static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
-    int64_t ld = aux.rows <= 1 ? mti_round_up(aux.cols, 8) : mti_ld(aux);
+    int64_t ld = aux.rows <= 1 ? mt_round_up(aux.cols, 8) : mt_tensor_ld(aux);
     return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
 }
 
-/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there; that
-   of a 16-bit C is summed up in fp32 by a kernel instead. */
+/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there;
+   that of a 16-bit C is summed up in fp32 by a kernel instead. */
 static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
     MT_TRY(mti_lt_matmul(ctx, lt, p, g));
     if (!dbias.data) return MT_SUCCESS;
@@ -4445,13 +4538,14 @@ static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const
 /* Zeros in the arena, of the layout of t. */
 static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     mt_tensor whole;
-    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mti_ld(*t), &whole));
+    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
     *t = mt_tensor_cols(whole, 0, t->cols);
     return mti_cuda_fill(ctx, whole, 0.0f);
 }
 
-/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait: separate. What
-   is decided here stays, since a GELU has other bits in the other way; once half of the plans do, new products are separate. */
+/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait:
+   separate. What is decided here stays, since a GELU has other bits in the other way; once half of the plans do, new
+   products are separate. */
 template <typename Separate>
 static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
                                const Separate &separate) {
@@ -4463,13 +4557,15 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
     p->stays = 1;
     lt->stay++;
-    if (bytes > mti_arena_room(ctx)) return MT_SUCCESS;
+    if (bytes > mt_arena_room(ctx)) return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
     if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));
     if (dbias.data) MT_TRY(mti_lt_zeros(ctx, &dbias));
-    MT_TRY(mti_lt_time(ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias); }, &fused));
-    MT_TRY(mti_lt_time(ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
+    MT_TRY(mti_lt_time(
+        ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias); }, &fused));
+    MT_TRY(mti_lt_time(
+        ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
     p->fused = fused < apart;
     mt_arena_release(ctx, mark);
     ctx->arena_peak = peak;
@@ -4482,7 +4578,7 @@ static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias,
     mti_lt *lt;
     mti_lt_plan *p = NULL;
     int made = 0;
-    MT_TRY(mti_cuda_enter(ctx));
+    MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_lt_open(ctx, &lt));
     if (dbias.data && g->c.dtype == MT_F32) MT_TRY(mt_arena_alloc(ctx, (size_t)dbias.cols * sizeof(float), &g->bias));
     MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
@@ -4514,7 +4610,9 @@ static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor
 static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                                     mt_tensor bias, mt_tensor h, mt_tensor y) {
     mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
-    auto separate = [&](mt_tensor c, mt_tensor) { return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, c); };
+    auto separate = [&](mt_tensor c, mt_tensor) {
+        return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, c);
+    };
     int64_t ld_aux = mti_lt_ld_aux(h, y);
     mti_lt_call g;
     if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(x, weight, y) ||
@@ -4527,10 +4625,12 @@ static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activati
     return mti_lt_linear(ctx, &g, mt_none(), separate);
 }
 
-static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
-                                                     mt_tensor h, mt_tensor dh, mt_tensor dbias) {
+static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy,
+                                                     mt_tensor weight, mt_tensor h, mt_tensor dh, mt_tensor dbias) {
     mti_matmul s = mti_lt_sizes(0, 0, dy.rows, weight.cols, dy.cols, 0.0f);
-    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_activation_backward(ctx, kind, dy, weight, h, c, db); };
+    auto separate = [&](mt_tensor c, mt_tensor db) {
+        return mti_linear_activation_backward(ctx, kind, dy, weight, h, c, db);
+    };
     int64_t ld_aux = mti_lt_ld_aux(h, dh);
     int sums = dbias.data && dh.dtype == MT_F32;
     mti_lt_call g;
@@ -4541,7 +4641,8 @@ static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activat
     return mti_lt_linear(ctx, &g, dbias, separate);
 }
 
-static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight,
+                                           mt_tensor dbias) {
     mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, 1.0f);
     auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
     mti_lt_call g;
@@ -4551,24 +4652,25 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 }
 
 } /* extern "C++" */
-#endif /* MTI_CUDA */
+#endif /* MT_HAS_CUDA */
 
 /* ---- >>dispatch ------------------------------------------------------------------------------------------------- */
 
-/* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA, or the
-   loop of the CPU. A meta context has none; where it plans for CUDA, MTI_ON_CUDA lets the operator take its scratch memory.
+/* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA,
+   or the loop of the CPU. A meta context has none; where it plans for CUDA, MTI_ON_CUDA lets the operator take its
+   scratch memory.
 
-   The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands for
-   each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT). An f32 view
-   stands for itself. */
-#if MTI_CUDA
+   The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands
+   for each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT).
+   An f32 view stands for itself. */
+#if MT_HAS_CUDA
 #define MTI_ON_CUDA(ctx, call)                                                                                         \
     do {                                                                                                               \
         size_t mti_mark = mt_arena_mark(ctx);                                                                          \
         mt_status mti_status;                                                                                          \
         if ((ctx)->planned != MT_DEVICE_CUDA) break;                                                                   \
         mti_status = (call);                                                                                           \
-        if (mti_status != MTI_PLANNED) return mti_status;                                                              \
+        if (mti_status != MT_PLANNED) return mti_status;                                                               \
         mt_arena_release(ctx, mti_mark);                                                                               \
         return MT_SUCCESS;                                                                                             \
     } while (0)
@@ -4586,7 +4688,7 @@ typedef struct mti_wide {
     mt_tensor f32[MTI_RESULTS], given[MTI_RESULTS];
 } mti_wide;
 
-MTI_INLINE void mti_wide_begin(mt_context *ctx, mti_wide *w) {
+MT_INLINE void mti_wide_begin(mt_context *ctx, mti_wide *w) {
     w->ctx = ctx;
     w->mark = mt_arena_mark(ctx);
     w->results = 0;
@@ -4598,7 +4700,7 @@ static void mti_wide_round(mti_wide *w) {
 }
 
 /* Gives the arena back, also where the operator itself took from it. */
-MTI_INLINE mt_status mti_wide_end(mti_wide *w, mt_status status) {
+MT_INLINE mt_status mti_wide_end(mti_wide *w, mt_status status) {
     if (status == MT_SUCCESS && w->results > 0) mti_wide_round(w);
     mt_arena_release(w->ctx, w->mark);
     return status;
@@ -4619,7 +4721,7 @@ static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
 }
 
 /* *t becomes an f32 view; where that fails, nothing is left to end. */
-MTI_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
+MT_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
     return t->dtype == MT_F32 || w->ctx->planned == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
 }
 
@@ -4638,11 +4740,11 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_expect_view(ctx, "mt_copy", "x", x));
     MT_TRY(mti_expect_view(ctx, "mt_copy", "y", y));
     if (x.dtype != y.dtype)
-        return mti_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
-                        mt_dtype_name(y.dtype));
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
+                       mt_dtype_name(y.dtype));
     if (x.rows != y.rows || x.cols != y.cols)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
-                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
+                       (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
     if (mti_is_empty(x)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_copy_view(ctx, x, y));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
@@ -4700,8 +4802,8 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
                          uint64_t *hash) {
     MT_TRY(mti_expect_float(ctx, "mt_hash", "x", x));
     if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
-                        (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
+                       (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
     if (mti_is_empty(x)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash));
     if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
@@ -4728,23 +4830,23 @@ MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) 
 
 /* Shapes of a product, and g filled in except for what they do not decide. */
 static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
-                                mt_tensor c, mti_matmul *g) {
+                                 mt_tensor c, mti_matmul *g) {
     int64_t inner_b = trans_b ? b.cols : b.rows;
     g->m = trans_a ? a.cols : a.rows;
     g->n = trans_b ? b.rows : b.cols;
     g->k = trans_a ? a.rows : a.cols;
     if ((trans_a != MT_NO_TRANS && trans_a != MT_TRANS) || (trans_b != MT_NO_TRANS && trans_b != MT_TRANS))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
-                        (int)trans_b);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
+                       (int)trans_b);
     if (g->k != inner_b)
-        return mti_fail(ctx, MT_ERR_SHAPE,
-                        "mt_gemm: a is [%lld, %lld]%s, b is [%lld, %lld]%s: inner sizes %lld and %lld "
-                        "differ",
-                        (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
-                        (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_gemm: a is [%lld, %lld]%s, b is [%lld, %lld]%s: inner sizes %lld and %lld "
+                       "differ",
+                       (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
+                       (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
     if (c.rows != g->m || c.cols != g->n)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_gemm: c is [%lld, %lld], must be [%lld, %lld]", (long long)c.rows,
-                        (long long)c.cols, (long long)g->m, (long long)g->n);
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gemm: c is [%lld, %lld], must be [%lld, %lld]", (long long)c.rows,
+                       (long long)c.cols, (long long)g->m, (long long)g->n);
     MT_TRY(mti_expect_apart(ctx, "mt_gemm", "c", c, "a", a));
     return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
 }
@@ -4752,21 +4854,22 @@ static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_trans
 /* CBLAS takes int sizes; the same limit everywhere, so that a program does not depend on the library it was
    built with. */
 static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
-    int64_t size = mti_max(mti_max(g->m, g->n), g->k), ld = mti_max(mti_max(mti_ld(a), mti_ld(b)), mti_ld(c));
-    if (mti_max(size, ld) > INT_MAX)
-        return mti_fail(ctx, MT_ERR_UNSUPPORTED,
-                        "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
-                        "supported",
-                        (long long)g->m, (long long)g->n, (long long)g->k, (long long)ld, INT_MAX);
+    int64_t size = mt_max(mt_max(g->m, g->n), g->k),
+            ld = mt_max(mt_max(mt_tensor_ld(a), mt_tensor_ld(b)), mt_tensor_ld(c));
+    if (mt_max(size, ld) > INT_MAX)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                       "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
+                       "supported",
+                       (long long)g->m, (long long)g->n, (long long)g->k, (long long)ld, INT_MAX);
     return MT_SUCCESS;
 }
 
 MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
-#if MTI_CUDA
+#if MT_HAS_CUDA
     if (ctx->device == MT_DEVICE_CUDA) {
         mti_lt *lt;
-        MT_TRY(mti_cuda_enter(ctx));
+        MT_TRY(mt_cuda_enter(ctx));
         return mti_lt_open(ctx, &lt);
     }
 #endif
@@ -4795,9 +4898,9 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     g.a = (const float *)a.data;
     g.b = (const float *)b.data;
     g.c = (float *)c.data;
-    g.lda = mti_max(1, mti_ld(a));
-    g.ldb = mti_max(1, mti_ld(b));
-    g.ldc = mti_max(1, mti_ld(c));
+    g.lda = mt_max(1, mt_tensor_ld(a));
+    g.ldb = mt_max(1, mt_tensor_ld(b));
+    g.ldc = mt_max(1, mt_tensor_ld(c));
     MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_gemm(ctx, &g, a, b, c)));
     status = mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch);
     if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
@@ -4833,8 +4936,8 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
 static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind, mt_tensor y,
                                        int64_t *width) {
     if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
-    *width = kind == MT_SWIGLU ? mti_mul(2, y.cols) : y.cols;
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
+    *width = kind == MT_SWIGLU ? mt_size_mul(2, y.cols) : y.cols;
     return MT_SUCCESS;
 }
 
@@ -4877,7 +4980,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
 }
 
 /* Where products are fused with what goes with them; what they take from the arena is given back. */
-#if MTI_CUDA
+#if MT_HAS_CUDA
 #define MTI_FUSED(ctx, call)                                                                                           \
     do {                                                                                                               \
         size_t mti_mark = mt_arena_mark(ctx);                                                                          \
@@ -4892,8 +4995,8 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
 #endif
 
 /* out = x weight^T, or x weight where weight is not transposed. */
-static mt_status mti_expect_linear(mt_context *ctx, const char *where, const char *x_name, mt_tensor x, mt_transpose trans,
-                                  mt_tensor weight, const char *out_name, mt_tensor out) {
+static mt_status mti_expect_linear(mt_context *ctx, const char *where, const char *x_name, mt_tensor x,
+                                   mt_transpose trans, mt_tensor weight, const char *out_name, mt_tensor out) {
     int64_t inner = trans ? weight.cols : weight.rows, width = trans ? weight.rows : weight.cols;
     MT_TRY(mti_expect_float(ctx, where, x_name, x));
     MT_TRY(mti_expect_float(ctx, where, "weight", weight));
@@ -4924,8 +5027,8 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
     return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y);
 }
 
-MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight, mt_tensor h,
-                                               mt_tensor dh, mt_tensor dbias) {
+MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
+                                               mt_tensor h, mt_tensor dh, mt_tensor dbias) {
     static const char *const where = "mt_linear_activation_backward";
     int64_t width = 0;
     MT_TRY(mti_expect_float(ctx, where, "dy", dy));
@@ -4953,15 +5056,15 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
 }
 
 static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
-                                const char *bias_name, mt_tensor bias) {
+                                 const char *bias_name, mt_tensor bias) {
     MT_TRY(mti_expect_float(ctx, where, "x", x));
     if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
-    if (x.cols == 0) return mti_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
+    if (x.cols == 0) return mt_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
     MT_TRY(mti_expect_float_shape(ctx, where, "gain", gain, 1, x.cols));
     if (kind == MT_RMS_NORM && bias.data)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
-                        bias_name, (long long)bias.rows, (long long)bias.cols);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
+                       bias_name, (long long)bias.rows, (long long)bias.cols);
     return MT_SUCCESS;
 }
 
@@ -4973,7 +5076,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mti_expect_float_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
     MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
     if (!(eps >= 0.0f && eps <= FLT_MAX))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
     if (mti_is_empty(x)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_IN, &x));
@@ -5003,9 +5106,9 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_widen(&w, MTI_IN, &dy));
     MT_TRY(mti_widen(&w, MTI_IN, &dresidual));
     MT_TRY(mti_widen(&w, MTI_OUT, &dx));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
-    if (ctx->device == MT_DEVICE_CPU)
-        mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
+    MTI_ON_CUDA(ctx,
+                mti_wide_end(&w, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
     return mti_wide_end(&w, MT_SUCCESS);
 }
 
@@ -5059,17 +5162,17 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 /* Sizes that exist, and qkv (or dqkv) of the shape they ask for. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s, const char *name,
-                                 mt_tensor qkv) {
+                                  mt_tensor qkv) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!s) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
     if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
-        mti_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
-        mti_mul(mti_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
-        return mti_fail(ctx, MT_ERR_SHAPE,
-                        "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is no "
-                        "shape",
-                        where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
-                        (long long)s->heads_per_group, (long long)s->head_dim);
+        mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
+        mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is no "
+                       "shape",
+                       where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
+                       (long long)s->heads_per_group, (long long)s->head_dim);
     return mti_expect_float_shape(ctx, where, name, qkv, s->batch * s->seq,
                                   s->groups * (s->heads_per_group + 2) * s->head_dim);
 }
@@ -5079,28 +5182,29 @@ static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt
     if (!s->lengths || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     for (b = 0; b < s->batch; b++)
         if (s->lengths[b] < 0 || s->lengths[b] > s->seq)
-            return mti_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
-                            (long)s->lengths[b], (long long)s->seq);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
+                           (long)s->lengths[b], (long long)s->seq);
     return MT_SUCCESS;
 }
 
 static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s, mt_tensor qkv,
-                                     mt_tensor out) {
+                                      mt_tensor out) {
     int64_t heads;
     MT_TRY(mti_expect_heads(ctx, where, s, "qkv", qkv));
     heads = s->groups * s->heads_per_group;
     MT_TRY(mti_expect_float_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
     if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
     MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
-    if (s->dropout.p > 0.0f && mti_mul(mti_mul(mti_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols),
-                                               s->seq), s->seq) < 0)
-        return mti_fail(ctx, MT_ERR_SHAPE,
-                        "%s: sequence %lld + %lld of %lld heads, seq %lld: a probability has no 64-bit "
-                        "element number",
-                        where, (long long)s->dropout.at.first_row, (long long)s->batch,
-                        (long long)s->dropout.at.global_cols, (long long)s->seq);
+    if (s->dropout.p > 0.0f &&
+        mt_size_mul(mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->seq),
+                    s->seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: sequence %lld + %lld of %lld heads, seq %lld: a probability has no 64-bit "
+                       "element number",
+                       where, (long long)s->dropout.at.first_row, (long long)s->batch,
+                       (long long)s->dropout.at.global_cols, (long long)s->seq);
     return mti_expect_lengths(ctx, where, s);
 }
 
@@ -5168,7 +5272,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape
 
 static mt_status mti_expect_even(mt_context *ctx, const char *where, int64_t head_dim) {
     if (head_dim % 2 == 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_SHAPE, "%s: head_dim is %lld, must be even", where, (long long)head_dim);
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: head_dim is %lld, must be even", where, (long long)head_dim);
 }
 
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
@@ -5176,7 +5280,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     MT_TRY(mti_expect_float(ctx, "mt_rotary_table", "table", table));
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
     if (!(base > 0.0f && base <= FLT_MAX))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %.9g, must be positive", (double)base);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %.9g, must be positive", (double)base);
     if (mti_is_empty(table)) return MT_SUCCESS;
     mti_wide_begin(ctx, &w);
     MT_TRY(mti_widen(&w, MTI_OUT, &table));
@@ -5209,7 +5313,8 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *s
 }
 
 /* The first index whose id is neither in [0, limit) nor ignored, or count; and that id. */
-static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index, int32_t *id) {
+static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index,
+                              int32_t *id) {
     int64_t i;
     for (i = 0; i < count && ((ids[i] >= 0 && ids[i] < limit) || ids[i] == ignore);) i++;
     if (i < count) *id = ids[i];
@@ -5231,32 +5336,31 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
     MT_TRY(mti_expect_pointer(ctx, "mt_ids_check", "ids", ids, count));
     MT_TRY(mti_ids_check(ctx, ids, count, limit, ignore, &index, &id));
     if (index == count) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DATA, "mt_ids_check: %s %ld at index %lld is not in [0, %lld)", what ? what : "id", (long)id,
-                    (long long)index, (long long)limit);
+    return mt_fail(ctx, MT_ERR_DATA, "mt_ids_check: %s %ld at index %lld is not in [0, %lld)", what ? what : "id",
+                   (long)id, (long long)index, (long long)limit);
 }
 
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
     MT_TRY(mti_expect_pointer(ctx, "mt_position_ids", "ids", ids, count));
     if (seq < 1 || seq > INT32_MAX || first_token < 0 || first_token > INT64_MAX - count)
-        return mti_fail(ctx, MT_ERR_ARGUMENT,
-                        "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
-                        (long long)first_token, (long long)seq, (long long)count);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
+                       (long long)first_token, (long long)seq, (long long)count);
     MTI_ON_CUDA(ctx, mti_cuda_position_ids(ctx, first_token, seq, ids, count));
     if (ctx->device == MT_DEVICE_CPU) mti_cpu_position_ids(first_token, seq, ids, count);
     return MT_SUCCESS;
 }
 
 static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
-                                     int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
+                                      int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
     MT_TRY(mti_expect_float(ctx, where, table_name, table));
     MT_TRY(mti_expect_float(ctx, where, y_name, y));
     if (table.cols != y.cols)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], %s is [%lld, %lld]: widths differ", where,
-                        table_name, (long long)table.rows, (long long)table.cols, y_name, (long long)y.rows,
-                        (long long)y.cols);
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], %s is [%lld, %lld]: widths differ", where,
+                       table_name, (long long)table.rows, (long long)table.cols, y_name, (long long)y.rows,
+                       (long long)y.cols);
     if (first_row < 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: first_row is %lld, must not be negative", where,
-                        (long long)first_row);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: first_row is %lld, must not be negative", where,
+                       (long long)first_row);
     return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
 }
 
@@ -5288,13 +5392,13 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
 
 static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shape *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!s) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
     if (s->vocab < 1 || s->first_col < 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: vocab is %lld, first_col is %lld", where, (long long)s->vocab,
-                        (long long)s->first_col);
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: vocab is %lld, first_col is %lld", where, (long long)s->vocab,
+                       (long long)s->first_col);
     if (!(s->label_smoothing >= 0.0f && s->label_smoothing < 1.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing is %g, must be at least 0 and less than 1", where,
-                        (double)s->label_smoothing);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing is %g, must be at least 0 and less than 1", where,
+                       (double)s->label_smoothing);
     return MT_SUCCESS;
 }
 
@@ -5318,10 +5422,10 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_combine", shape));
     MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_combine", "loss", loss));
     if (shards < 1)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_cross_entropy_combine: shards is %d, must be at least 1", shards);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_cross_entropy_combine: shards is %d, must be at least 1", shards);
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "loss", loss, 1, loss.cols));
     MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "lse", lse, 2, loss.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "gathered", gathered, mti_mul(shards, loss.cols), 4));
+    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "gathered", gathered, mt_size_mul(shards, loss.cols), 4));
     MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_combine", "targets", targets, loss.cols));
     if (mti_is_empty(loss)) return MT_SUCCESS;
     MTI_ON_CUDA(ctx, mti_cuda_cross_entropy_combine(ctx, shape, gathered, shards, targets, loss, lse));
@@ -5345,15 +5449,16 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     return mti_wide_end(&w, MT_SUCCESS);
 }
 
-MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
-                                                   const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
+                                                   mt_tensor logits, const int32_t *targets, mt_tensor dloss,
+                                                   float scale, mt_tensor loss) {
     static const char *const where = "mt_cross_entropy_forward_backward";
     mti_wide w;
     MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
     MT_TRY(mti_expect_float(ctx, where, "logits", logits));
     if (shape->first_col != 0 || logits.cols < shape->vocab)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
-                        where, (long long)logits.cols, (long long)shape->first_col, (long long)shape->vocab);
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
+                       where, (long long)logits.cols, (long long)shape->first_col, (long long)shape->vocab);
     MT_TRY(mti_expect_shape(ctx, where, "loss", loss, 1, logits.rows));
     MT_TRY(mti_expect_optional(ctx, where, "dloss", dloss, 1, logits.rows));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
@@ -5367,15 +5472,15 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
 
 static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!h) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: hyper is NULL");
+    if (!h) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: hyper is NULL");
     if (h->step < 1)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: step is %lld, counts from 1", (long long)h->step);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: step is %lld, counts from 1", (long long)h->step);
     if (!(h->beta1 >= 0.0f && h->beta1 < 1.0f && h->beta2 >= 0.0f && h->beta2 < 1.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT,
-                        "mt_adamw_step: beta1 is %g and beta2 is %g, must be at least 0 and less than 1",
-                        (double)h->beta1, (double)h->beta2);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_adamw_step: beta1 is %g and beta2 is %g, must be at least 0 and less than 1",
+                       (double)h->beta1, (double)h->beta2);
     if (!(h->eps >= 0.0f && h->eps <= FLT_MAX))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: eps is %g, must be at least 0", (double)h->eps);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: eps is %g, must be at least 0", (double)h->eps);
     MT_TRY(mti_expect_finite(ctx, "mt_adamw_step", "lr", h->lr));
     MT_TRY(mti_expect_finite(ctx, "mt_adamw_step", "weight_decay", h->weight_decay));
     return mti_expect_finite(ctx, "mt_adamw_step", "grad_scale", h->grad_scale);
@@ -5383,16 +5488,18 @@ static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {
 
 static mt_status mti_expect_rounding(mt_context *ctx, const mt_random *round, mt_tensor param, mt_tensor master) {
     if (master.data && param.dtype == MT_F32)
-        return mti_fail(ctx, MT_ERR_DTYPE, "mt_adamw_step: param is f32 and has a master, which is for bf16 and f16");
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_adamw_step: param is f32 and has a master, which is for bf16 and f16");
     if (!round) return MT_SUCCESS;
     if (master.data || param.dtype == MT_F32)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: stochastic rounding is for bf16 and f16 without a master; param "
-                        "is %s and has %s", mt_dtype_name(param.dtype), master.data ? "a master" : "none");
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_adamw_step: stochastic rounding is for bf16 and f16 without a master; param "
+                       "is %s and has %s",
+                       mt_dtype_name(param.dtype), master.data ? "a master" : "none");
     return mti_expect_random(ctx, "mt_adamw_step", *round, param.rows, param.cols);
 }
 
-MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad,
-                               mt_tensor m, mt_tensor v) {
+MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
+                               mt_tensor grad, mt_tensor m, mt_tensor v) {
     MT_TRY(mti_expect_adamw(ctx, hyper));
     MT_TRY(mti_expect_float(ctx, "mt_adamw_step", "param", param));
     MT_TRY(mti_expect_optional(ctx, "mt_adamw_step", "master", master, param.rows, param.cols));

@@ -11,23 +11,23 @@
        ... forward, backward ...                                       // before the last: mt_sync_gradients_begin
                             MT_TRY(mt_sync_gradients(ctx, params));
 
-   Layers are small structs in the caller's memory that hold parameters only; there is nothing to destroy but the registry
-   (mt_params), which owns values and gradients. What backward needs is in an explicit `saved`, whose tensors lie in the
-   arena until the caller releases them; forward with saved == NULL is inference and leaves nothing behind.
+   Layers are small structs in the caller's memory that hold parameters only; there is nothing to destroy but the
+   registry (mt_params), which owns values and gradients. What backward needs is in an explicit `saved`, whose tensors
+   lie in the arena until the caller releases them; forward with saved == NULL is inference and leaves nothing behind.
    Backward adds to parameter gradients and overwrites activation gradients.
 
-   Views may have ld > cols but for what is sent between tensor ranks, when there are several: y of a row-parallel layer and
-   of an embedding, dx of a column-parallel one, and under sequence parallelism x of a column-parallel layer and dy of the
-   others. Those must be contiguous (MT_ERR_SHAPE, before anything is computed).
+   Views may have ld > cols but for what is sent between tensor ranks, when there are several: y of a row-parallel layer
+   and of an embedding, dx of a column-parallel one, and under sequence parallelism x of a column-parallel layer and dy
+   of the others. Those must be contiguous (MT_ERR_SHAPE, before anything is computed).
 
    Sizes that the tensor group does not divide are padded with zeros that stay zero (their gradients are zero). Global
    shapes never include padding.
 
-   It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group, so
-   scale your loss by 1 / (tokens of the whole global batch).
+   It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group,
+   so scale your loss by 1 / (tokens of the whole global batch).
 
    Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>buckets >>sync >>loss-scaler
-   >>optimizer >>pipeline                                                                                               */
+   >>optimizer >>pipeline */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-/* ---- process grid ------------------------------------------------------------------------------------------------- */
+/* ---- process grid ------------------------------------------------------------------------------------------------ */
 
 /* Megatron's rank order, tensor fastest, then data, then pipeline: rank = t + tensor * (d + data * p). */
 typedef struct mt_grid_desc {
@@ -65,44 +65,48 @@ typedef struct mt_grid {
 
 /* The ranks of `rank`'s group, in order, without communicating: ranks [world_size] is filled, *count set.
    Returns MT_ERR_ARGUMENT / MT_ERR_SHAPE for a grid that does not fit world_size; desc may hold zeros. */
-MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks, int *count);
+MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
+                               int *count);
 
-/* Collective over world. Errors are kept in world. world must outlive the grid, the grid must outlive what is built on it. */
+/* Collective over world. Errors are kept in world. world must outlive the grid, the grid must outlive what is built on
+ * it. */
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out);
 MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowed */
 
-/* ---- invariant mode ------------------------------------------------------------------------------------------------ */
+/* ---- invariant mode ---------------------------------------------------------------------------------------------- */
 
-/* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits - loss, gradients, their norm,
-   weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V_d data ranks, with and without
-   sequence parallelism, and on any number of pipeline stages. Every layer works as V virtual shards of the same shapes,
-   whatever the number of ranks; a rank of t has V / t of them. Partial results meet in the tree ((0+1)+(2+3))+..., first in a
-   rank, then by mt_all_reduce across ranks. Micro-batches meet in such a tree, too (mt_accumulate_gradients). What differs from
-   the default:
+/* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits - loss, gradients, their
+   norm, weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V_d data ranks, with
+   and without sequence parallelism, and on any number of pipeline stages. Every layer works as V virtual shards of the
+   same shapes, whatever the number of ranks; a rank of t has V / t of them. Partial results meet in the tree
+   ((0+1)+(2+3))+..., first in a rank, then by mt_all_reduce across ranks. Micro-batches meet in such a tree, too
+   (mt_accumulate_gradients). What differs from the default:
      - split dimensions are padded to V shards; kv_heads must be at least V (MT_ERR_SHAPE);
      - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
        mt_invariant_micro_batch says which;
-     - a rank's features are those of its virtual shards one after the other: with two parts (SwiGLU) the columns between a
-       column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own between the two once for each
-       shard, on mt_shard_cols;
+     - a rank's features are those of its virtual shards one after the other: with two parts (SwiGLU) the columns
+   between a column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own between the two
+   once for each shard, on mt_shard_cols;
      - GEMMs are V times narrower, and the registry holds log2(V_d / data ranks) more gradients.
-   It covers the layers of mt_parallel.h and the blocks of megatron.h, each used once between two mt_accumulate_gradients. A
-   block that multiplies with mt_gemm itself, or sums over tokens (mt_bias_backward, mt_norm_backward), is as it was.
-   The same bits need the same program, GEMM library, mt_context_desc.threads and kind of processor. A sum over micro-batches
-   of your own, like the mean loss, is as invariant when made with mt_tree_sum. */
+   It covers the layers of mt_parallel.h and the blocks of megatron.h, each used once between two
+   mt_accumulate_gradients. A block that multiplies with mt_gemm itself, or sums over tokens (mt_bias_backward,
+   mt_norm_backward), is as it was. The same bits need the same program, GEMM library, mt_context_desc.threads and kind
+   of processor. A sum over micro-batches of your own, like the mean loss, is as invariant when made with mt_tree_sum.
+ */
 
-/* The columns of t [tokens, local features] that belong to one of a rank's `shards` virtual shards (mt_param.shards); t itself
-   when its data is NULL. A view of -1 rows, which every call refuses, when there is no such shard. */
+/* The columns of t [tokens, local features] that belong to one of a rank's `shards` virtual shards (mt_param.shards); t
+   itself when its data is NULL. A view of -1 rows, which every call refuses, when there is no such shard. */
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
-/* The number of sequences in a micro-batch for a step of so many, when V_d is data_shards: there are as many micro-batches as
-   the largest power of two up to V_d that divides sequences, and no more data ranks are possible. */
+/* The number of sequences in a micro-batch for a step of so many, when V_d is data_shards: there are as many
+   micro-batches as the largest power of two up to V_d that divides sequences, and no more data ranks are possible. */
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
-/* The first row of x becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks; the others are used up. */
+/* The first row of x becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks; the others are used
+ * up. */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
 
-/* ---- parameters --------------------------------------------------------------------------------------------------- */
+/* ---- parameters -------------------------------------------------------------------------------------------------- */
 
 #define MT_NAME_MAX 96
 
@@ -114,34 +118,36 @@ typedef enum mt_placement {
 
 /* What a parameter is, before it has memory. */
 typedef struct mt_param_desc {
-    const char *name;       /* unique in the registry; copied */
-    int64_t rows, cols;     /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
+    const char *name;   /* unique in the registry; copied */
+    int64_t rows, cols; /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
     mt_placement placement;
-    int64_t parts;          /* the split dimension is this many equal blocks, at most 65536, each split by itself (2:
-                               [gate; up]); 0: 1 */
-    int64_t unit;           /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
-    float init_std;         /* N(0, init_std^2) by global element ... */
-    float init_value;       /* ... or, when init_std is 0, this constant */
-    int weight_decay;       /* 1: the optimizer decays it (matrices); 0: biases, norms */
-    int sequence_partial;   /* 1: each tensor rank saw only its own tokens: the gradient is summed over the tensor group */
-    int shared_embedding;   /* 1: lives on first and last pipeline stage, gradients summed over the embedding group */
+    int64_t parts;        /* the split dimension is this many equal blocks, at most 65536, each split by itself (2:
+                             [gate; up]); 0: 1 */
+    int64_t unit;         /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
+    float init_std;       /* N(0, init_std^2) by global element ... */
+    float init_value;     /* ... or, when init_std is 0, this constant */
+    int weight_decay;     /* 1: the optimizer decays it (matrices); 0: biases, norms */
+    int sequence_partial; /* 1: each tensor rank saw only its own tokens: the gradient is summed over the tensor group
+                           */
+    int shared_embedding; /* 1: lives on first and last pipeline stage, gradients summed over the embedding group */
 } mt_param_desc;
 
-/* A parameter of this rank. value, in the registry's type, and grad, MT_F32, are shards [local rows, local cols], contiguous,
-   valid after mt_params_init; read and write them freely. In invariant mode they hold the `shards` virtual shards of this rank
-   one after the other, each contiguous: a matrix split by columns is then [shards * rows, local_features / shards]. */
+/* A parameter of this rank. value, in the registry's type, and grad, MT_F32, are shards [local rows, local cols],
+   contiguous, valid after mt_params_init; read and write them freely. In invariant mode they hold the `shards` virtual
+   shards of this rank one after the other, each contiguous: a matrix split by columns is then [shards * rows,
+   local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
     mt_tensor value, grad;
-    mt_tensor lookup_grad;  /* of a shared embedding in invariant mode: what its lookup contributes, where that is on the same
-                               stage as the head; mt_sync_gradients adds it to grad. Else none */
+    mt_tensor lookup_grad; /* of a shared embedding in invariant mode: what its lookup contributes, where that is on the
+                              same stage as the head; mt_sync_gradients adds it to grad. Else none */
     int tensor_rank, tensor_size;
     int shards;             /* V / tensor_size in invariant mode when the parameter is split, else 1 */
     int64_t local_features; /* of the split dimension, padding included; rows when it is not split */
     struct mt_params *registry;
-    int index;              /* in the registry, see mt_params_at */
-    int final;              /* its gradient, see mt_gradients_final */
+    int index; /* in the registry, see mt_params_at */
+    int final; /* its gradient, see mt_gradients_final */
 } mt_param;
 
 typedef struct mt_params mt_params; /* opaque: the registry */
@@ -150,20 +156,22 @@ typedef struct mt_params mt_params; /* opaque: the registry */
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out);
 MT_API void mt_params_destroy(mt_params *params); /* frees values, gradients, descriptions; NULL is allowed */
 
-/* The type of the model: MT_F32 (the default), MT_BF16 or MT_F16. Every parameter has it, and so have the activations and their
-   gradients: what layers take, give, save and send between ranks. Gradients of parameters, statistics and the loss are MT_F32,
-   and so is what the optimizer keeps. In invariant mode partial sums travel as MT_F32, and are rounded where they end.
-   Before the first parameter is added. */
+/* The type of the model: MT_F32 (the default), MT_BF16 or MT_F16. Every parameter has it, and so have the activations
+   and their gradients: what layers take, give, save and send between ranks. Gradients of parameters, statistics and the
+   loss are MT_F32, and so is what the optimizer keeps. In invariant mode partial sums travel as MT_F32, and are rounded
+   where they end. Before the first parameter is added. */
 MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype);
 MT_API mt_dtype mt_params_dtype(const mt_params *params);
 
 /* How data parallel ranks share the work. */
 typedef struct mt_data_parallel_desc {
-    size_t bucket_bytes;   /* of gradients that are summed in one call, rounded up so that they divide; 0: 4 times the larger of
-                              40 million and 1 million for each data rank, as Megatron-LM. Changes no bits but over NCCL */
-    int sharded_optimizer; /* 1: each data rank keeps the optimizer's state of its share of the parameters only (ZeRO-1, arXiv
-                              1910.02054; Megatron-LM's distributed optimizer): for d ranks 6 + 12 / d bytes for each 16-bit
-                              parameter, its gradient included, and 8 + 8 / d for each f32 one. See mt_sync_gradients */
+    size_t bucket_bytes;   /* of gradients that are summed in one call, rounded up so that they divide; 0: 4 times the
+                              larger of 40 million and 1 million for each data rank, as Megatron-LM. Changes no bits
+                              but over NCCL */
+    int sharded_optimizer; /* 1: each data rank keeps the optimizer's state of its share of the parameters only (ZeRO-1,
+                              arXiv 1910.02054; Megatron-LM's distributed optimizer): for d ranks 6 + 12 / d bytes for
+                              each 16-bit parameter, its gradient included, and 8 + 8 / d for each f32 one. See
+                              mt_sync_gradients */
 } mt_data_parallel_desc;
 
 /* Before mt_params_init, the same on every rank of a pipeline stage. */
@@ -171,37 +179,38 @@ MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params,
 
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
-/* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed, drawn
-   in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call fills again.
-   Collective over the grid's world, whose ranks compare what they were told (mt_comm_compare). All ranks must have the
-   same seed and the same mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage must have the same
-   parameters in the same order with the same descriptions, dtype and mt_data_parallel_desc. MT_ERR_MISMATCH on every rank
-   names what differs; nothing was changed then. */
+/* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed,
+   drawn in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call
+   fills again. Collective over the grid's world, whose ranks compare what they were told (mt_comm_compare). All ranks
+   must have the same seed and the same mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage must
+   have the same parameters in the same order with the same descriptions, dtype and mt_data_parallel_desc.
+   MT_ERR_MISMATCH on every rank names what differs; nothing was changed then. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params);
 MT_API int mt_params_count(const mt_params *params);
-MT_API mt_param *mt_params_at(const mt_params *params, int index);            /* NULL when out of range */
-MT_API mt_param *mt_params_find(const mt_params *params, const char *name);   /* NULL when there is none */
-MT_API int64_t mt_params_elements(const mt_params *params);                   /* of this rank, padding included */
-MT_API int64_t mt_params_global_elements(const mt_params *params);            /* of the model (this stage), no padding */
+MT_API mt_param *mt_params_at(const mt_params *params, int index);          /* NULL when out of range */
+MT_API mt_param *mt_params_find(const mt_params *params, const char *name); /* NULL when there is none */
+MT_API int64_t mt_params_elements(const mt_params *params);                 /* of this rank, padding included */
+MT_API int64_t mt_params_global_elements(const mt_params *params);          /* of the model (this stage), no padding */
 
-/* Between a parameter's shard and the whole unsharded tensor in host memory, float [rows, cols] without padding. scatter
-   takes this rank's part of `global` (no communication). gather is collective over the tensor group: every rank gets all.
-   shard is param->value, param->grad or any tensor of their shape (optimizer state), of any float type: it is widened and
-   rounded on the way. Scratch comes from the arena. */
+/* Between a parameter's shard and the whole unsharded tensor in host memory, float [rows, cols] without padding.
+   scatter takes this rank's part of `global` (no communication). gather is collective over the tensor group: every rank
+   gets all. shard is param->value, param->grad or any tensor of their shape (optimizer state), of any float type: it is
+   widened and rounded on the way. Scratch comes from the arena. */
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard);
-MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard, float *global);
+MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard,
+                                 float *global);
 
-/* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) -------------------------------------------------- */
+/* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
 /* Y = X W^T + b, W [out_features, in_features]. Zero-initialised but for the sizes means: bias, input not split, output
    split (column) or reduced (row), no sequence parallelism. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
-    int64_t parts, unit;   /* as in mt_param_desc, of the split dimension */
-    float init_std;        /* 0: 0.02 */
+    int64_t parts, unit;               /* as in mt_param_desc, of the split dimension */
+    float init_std;                    /* 0: 0.02 */
     int no_bias;
     int skip_bias_add;     /* 1: the caller adds layer->bias, and its gradient, itself (to fuse it with what follows) */
     int gather_output;     /* column: y is [tokens, out_features] on every rank */
@@ -232,19 +241,20 @@ typedef struct mt_linear_saved {
     mt_tensor x;
 } mt_linear_saved;
 
-/* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with gather_output.
-   Forward f is the identity; backward all-reduces dx. With sequence_parallel x [tokens / t, in] is all-gathered in forward,
-   gathered again in backward, and dx is reduce-scattered. dx may be mt_none(): not wanted, nothing is communicated for it. */
+/* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
+   gather_output. Forward f is the identity; backward all-reduces dx. With sequence_parallel x [tokens / t, in] is
+   all-gathered in forward, gathered again in backward, and dx is reduce-scattered. dx may be mt_none(): not wanted,
+   nothing is communicated for it. */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out);
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
-                                                    mt_tensor dx, const mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved);
 
-/* Row-parallel: W is split over its columns. x [tokens, local_features] (or [tokens, in] without input_is_parallel) -> y
-   [tokens, out], all-reduced (g); the bias is added once, after the reduction. With sequence_parallel y [tokens / t, out] is
-   reduce-scattered, and backward all-gathers dy. */
+/* Row-parallel: W is split over its columns. x [tokens, local_features] (or [tokens, in] without input_is_parallel) ->
+   y [tokens, out], all-reduced (g); the bias is added once, after the reduction. With sequence_parallel y [tokens / t,
+   out] is reduce-scattered, and backward all-gathers dy. */
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                const mt_linear_desc *desc, mt_row_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
@@ -252,7 +262,7 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
-/* ---- vocabulary-parallel embedding and cross-entropy ---------------------------------------------------------------- */
+/* ---- vocabulary-parallel embedding and cross-entropy ------------------------------------------------------------- */
 
 typedef struct mt_embedding_desc {
     int64_t vocab, features;
@@ -263,9 +273,9 @@ typedef struct mt_embedding_desc {
 
 typedef struct mt_vocab_parallel_embedding {
     mt_embedding_desc desc;
-    mt_param *weight;   /* [vocab, features], rows split */
+    mt_param *weight; /* [vocab, features], rows split */
     mt_comm *tensor;
-    int64_t first_row;  /* of this rank's shard */
+    int64_t first_row; /* of this rank's shard */
 } mt_vocab_parallel_embedding;
 
 /* ids [tokens], each in [0, vocab), else MT_ERR_DATA. forward: y = rows of the table, one all-reduce (g).
@@ -290,112 +300,113 @@ typedef struct mt_cross_entropy_saved {
 
 /* logits [tokens, local vocabulary], of any float type, as an output head without gather_output leaves them; targets
    [tokens]; loss [1, tokens], MT_F32 as all between the two.
-   One collective over `tensor`: an all-gather of four scalars per token (and virtual shard). backward turns the saved logits,
-   in place, into scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
-MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
-                                                         mt_tensor logits, const int32_t *targets, mt_tensor loss,
+   One collective over `tensor`: an all-gather of four scalars per token (and virtual shard). backward turns the saved
+   logits, in place, into scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor,
+                                                         const mt_cross_entropy_desc *desc, mt_tensor logits,
+                                                         const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved);
 MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tensor,
-                                                          const mt_cross_entropy_desc *desc, mt_tensor dloss, float scale,
-                                                          const mt_cross_entropy_saved *saved);
+                                                          const mt_cross_entropy_desc *desc, mt_tensor dloss,
+                                                          float scale, const mt_cross_entropy_saved *saved);
 
-/* Both in one call, for a loop that knows dloss and scale beforehand: loss, and the logits' gradient in their place. Where one
-   rank has the whole vocabulary, the logits are read once. */
+/* Both in one call, for a loop that knows dloss and scale beforehand: loss, and the logits' gradient in their place.
+   Where one rank has the whole vocabulary, the logits are read once. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tensor,
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
                                                                   mt_tensor loss);
 
-/* ---- gradients ---------------------------------------------------------------------------------------------------- */
+/* ---- gradients --------------------------------------------------------------------------------------------------- */
 
-/* After the backward of every micro-batch, the last one included. In invariant mode the gradients of micro-batches meet in a
-   fixed tree, whose unfinished subtrees, at most log2(V_d / data ranks) times the gradients, are the registry's; param->grad is
-   zero afterwards, until mt_sync_gradients. MT_ERR_SHAPE for more than V_d / data ranks of them. Not needed when a step has one
-   micro-batch only; does nothing without the mode, where backward has added everything up already. */
+/* After the backward of every micro-batch, the last one included. In invariant mode the gradients of micro-batches meet
+   in a fixed tree, whose unfinished subtrees, at most log2(V_d / data ranks) times the gradients, are the registry's;
+   param->grad is zero afterwards, until mt_sync_gradients. MT_ERR_SHAPE for more than V_d / data ranks of them. Not
+   needed when a step has one micro-batch only; does nothing without the mode, where backward has added everything up
+   already. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
 /* After the last backward of a step: sums sequence_partial gradients over the tensor group (one all-reduce), shared
-   embeddings over the embedding group, and everything over the data group (one all-reduce for each bucket). In invariant mode
-   the number of micro-batches must be a power of two (MT_ERR_SHAPE), sequence_partial gradients are summed for each of them,
-   and the embedding group comes last.
-   With a sharded optimizer the last sum is a reduce-scatter: afterwards param->grad is whole only in this rank's share of each
-   bucket, see mt_gather_gradients; but in invariant mode it stays an all-reduce, since the norm is added up by parameter. */
+   embeddings over the embedding group, and everything over the data group (one all-reduce for each bucket). In
+   invariant mode the number of micro-batches must be a power of two (MT_ERR_SHAPE), sequence_partial gradients are
+   summed for each of them, and the embedding group comes last. With a sharded optimizer the last sum is a
+   reduce-scatter: afterwards param->grad is whole only in this rank's share of each bucket, see mt_gather_gradients;
+   but in invariant mode it stays an all-reduce, since the norm is added up by parameter. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
-/* Optional, before the last backward of a step (Megatron-LM's is_last_microbatch): buckets of gradients that become final, from
-   the last parameter to the first, are summed over the data group while that backward goes on, on MT_DEVICE_CUDA beside it;
-   mt_sync_gradients does the rest, and waits. The sums have the same bits as without.
-   Nothing happens in invariant mode, where micro-batches meet first. MT_ERR_ARGUMENT when called again before mt_sync_gradients
+/* Optional, before the last backward of a step (Megatron-LM's is_last_microbatch): buckets of gradients that become
+   final, from the last parameter to the first, are summed over the data group while that backward goes on, on
+   MT_DEVICE_CUDA beside it; mt_sync_gradients does the rest, and waits. The sums have the same bits as without. Nothing
+   happens in invariant mode, where micro-batches meet first. MT_ERR_ARGUMENT when called again before mt_sync_gradients
    (or mt_params_zero_grad, which calls it off). */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
 
-/* Nothing will be added any more to the gradients of the parameters from first to last, in the order in which they were added
-   to the registry. mt_gpt_backward calls it for its layers: what others add to their gradients, they add before. Call it in a
-   loop of your own, in the same order on every rank. Gradients of which nobody says so are summed by mt_sync_gradients. Does
-   nothing unless mt_sync_gradients_begin was called; then MT_ERR_ARGUMENT for a gradient that was final already: a backward too
-   many, whose part would be lost. */
+/* Nothing will be added any more to the gradients of the parameters from first to last, in the order in which they were
+   added to the registry. mt_gpt_backward calls it for its layers: what others add to their gradients, they add before.
+   Call it in a loop of your own, in the same order on every rank. Gradients of which nobody says so are summed by
+   mt_sync_gradients. Does nothing unless mt_sync_gradients_begin was called; then MT_ERR_ARGUMENT for a gradient that
+   was final already: a backward too many, whose part would be lost. */
 MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
 
-/* With a sharded optimizer, after mt_sync_gradients: param->grad becomes the whole sum on every rank (an all-gather of 4 bytes
-   for each parameter), for who wants to look at it. Otherwise it is so already. */
+/* With a sharded optimizer, after mt_sync_gradients: param->grad becomes the whole sum on every rank (an all-gather of
+   4 bytes for each parameter), for who wants to look at it. Otherwise it is so already. */
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
-/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of two scalars over the model group
-   and, where gradients are scattered, over the data group; in invariant mode one of V numbers for each parameter over the
-   tensor group, a scalar that goes from stage to stage, and one over the pipeline group. Scattered gradients are added up in
-   another order.
-   Call it after mt_sync_gradients. Not finite, on every rank alike, when a gradient is not, also in an uncounted copy. */
+/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of two scalars over the
+   model group and, where gradients are scattered, over the data group; in invariant mode one of V numbers for each
+   parameter over the tensor group, a scalar that goes from stage to stage, and one over the pipeline group. Scattered
+   gradients are added up in another order. Call it after mt_sync_gradients. Not finite, on every rank alike, when a
+   gradient is not, also in an uncounted copy. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
-/* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0. Look
-   first whether the norm is finite: no factor mends a gradient that is not. */
+/* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0.
+   Look first whether the norm is finite: no factor mends a gradient that is not. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
 
-/* ---- loss scaling --------------------------------------------------------------------------------------------------- */
+/* ---- loss scaling ------------------------------------------------------------------------------------------------ */
 
-/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504: the loss is multiplied by a scale, as large as
-   goes well (arXiv 1710.03740, section 3.2). It grows after so many good steps in a row and shrinks when a gradient is not
-   finite, as Megatron's DynamicGradScaler:
-       MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
-       MT_TRY(mt_sync_gradients(ctx, params));
-       MT_TRY(mt_grad_norm(ctx, params, &norm));
-       float unscale = mt_loss_scaler_update(&scaler, &norm);
-       if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
-   Every rank has the same norm, and so the same scale: all take the step, or none, and one that is left out changes nothing.
-   MT_BF16 and MT_F32 need no scale: initial_scale 1 and growth 1 leave out what is not finite, and count it. */
+/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504: the loss is multiplied by a scale, as
+   large as goes well (arXiv 1710.03740, section 3.2). It grows after so many good steps in a row and shrinks when a
+   gradient is not finite, as Megatron's DynamicGradScaler: MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens,
+   &saved)); MT_TRY(mt_sync_gradients(ctx, params)); MT_TRY(mt_grad_norm(ctx, params, &norm)); float unscale =
+   mt_loss_scaler_update(&scaler, &norm); if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale *
+   mt_clip_coefficient(norm, 1.0f))); Every rank has the same norm, and so the same scale: all take the step, or none,
+   and one that is left out changes nothing. MT_BF16 and MT_F32 need no scale: initial_scale 1 and growth 1 leave out
+   what is not finite, and count it. */
 typedef struct mt_loss_scaler_desc {
-    float initial_scale;  /* 0: 2^32 */
-    float min_scale;      /* 0: 1 */
+    float initial_scale;   /* 0: 2^32 */
+    float min_scale;       /* 0: 1 */
     float growth, backoff; /* 0: 2 and 1/2 */
-    int growth_interval;  /* good steps in a row until it grows; 0: 1000 */
-    int hysteresis;       /* overflows, since it grew last, until it shrinks; 0: 2 */
+    int growth_interval;   /* good steps in a row until it grows; 0: 1000 */
+    int hysteresis;        /* overflows, since it grew last, until it shrinks; 0: 2 */
 } mt_loss_scaler_desc;
 
 /* All there is to save for a checkpoint. */
 typedef struct mt_loss_scaler {
     mt_loss_scaler_desc desc;
-    float scale;       /* to multiply the loss by */
-    int good_steps;    /* in a row */
-    int overflows;     /* since it grew last */
-    int64_t skipped;   /* steps, all in all */
+    float scale;     /* to multiply the loss by */
+    int good_steps;  /* in a row */
+    int overflows;   /* since it grew last */
+    int64_t skipped; /* steps, all in all */
 } mt_loss_scaler;
 
 /* desc may be NULL. Factors that are powers of two, as the defaults are, change no digit of a gradient. */
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
 
-/* After mt_grad_norm: *norm becomes that of the true gradient. Returns the factor that undoes the scale of this step, for the
-   grad_scale of mt_optimizer_step; 0 when the norm is not finite: leave the step out. Then sets the scale of the next.
-   When scaler or norm is NULL it returns 0 and changes nothing. */
+/* After mt_grad_norm: *norm becomes that of the true gradient. Returns the factor that undoes the scale of this step,
+   for the grad_scale of mt_optimizer_step; 0 when the norm is not finite: leave the step out. Then sets the scale of
+   the next. When scaler or norm is NULL it returns 0 and changes nothing. */
 MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
-/* ---- optimizer ---------------------------------------------------------------------------------------------------- */
+/* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
 typedef struct mt_optimizer_desc {
-    float beta1, beta2;  /* 0: 0.9, 0.999 */
-    float eps;           /* 0: 1e-8 */
-    float weight_decay;  /* of parameters with desc.weight_decay; 0: none */
-    int stochastic_rounding; /* 1: of 16-bit parameters no master is kept, see mt_adamw: 14 bytes for each instead of 18 */
-    uint64_t seed;       /* of that: element e of a parameter's step n takes word e of stream (FNV-1a of its name) + n */
+    float beta1, beta2;      /* 0: 0.9, 0.999 */
+    float eps;               /* 0: 1e-8 */
+    float weight_decay;      /* of parameters with desc.weight_decay; 0: none */
+    int stochastic_rounding; /* 1: of 16-bit parameters no master is kept, see mt_adamw: 14 bytes for each instead of 18
+                              */
+    uint64_t seed; /* of that: element e of a parameter's step n takes word e of stream (FNV-1a of its name) + n */
 } mt_optimizer_desc;
 
 typedef struct mt_optimizer {
@@ -407,18 +418,19 @@ typedef struct mt_optimizer {
     int64_t step;     /* steps done */
 } mt_optimizer;
 
-/* Masters start as the parameters are: create the optimizer when they have their values. Collective over the grid's world,
-   whose ranks compare desc: MT_ERR_MISMATCH on every rank where it is not the same on all of them. */
-MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out);
+/* Masters start as the parameters are: create the optimizer when they have their values. Collective over the grid's
+   world, whose ranks compare desc: MT_ERR_MISMATCH on every rank where it is not the same on all of them. */
+MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
+                                     mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
 
-/* The moments of a parameter: shards like its value, to read, write, gather and scatter. These two: MT_ERR_UNSUPPORTED when
-   data ranks share the optimizer's state, of which each has another part: see mt_optimizer_read. */
-MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
-                                      mt_tensor *v);
+/* The moments of a parameter: shards like its value, to read, write, gather and scatter. These two: MT_ERR_UNSUPPORTED
+   when data ranks share the optimizer's state, of which each has another part: see mt_optimizer_read. */
+MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                      mt_tensor *m, mt_tensor *v);
 
-/* What the next step updates: the parameter's master, or its value where that has none. Who writes a master writes the value,
-   too, and the other way round. */
+/* What the next step updates: the parameter's master, or its value where that has none. Who writes a master writes the
+   value, too, and the other way round. */
 MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_tensor *master);
 
@@ -429,42 +441,39 @@ typedef enum mt_optimizer_state { MT_EXP_AVG = 0, MT_EXP_AVG_SQ = 1, MT_MASTER =
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                    mt_optimizer_state state, mt_tensor shard);
 
-/* Between it and the whole unsharded tensor in host memory, as mt_param_gather and mt_param_scatter, which see. gather is
-   collective over the data group, too, when the state is sharded. Scattering MT_MASTER writes the parameter's value, too,
-   rounded: all data ranks call it with the same. */
+/* Between it and the whole unsharded tensor in host memory, as mt_param_gather and mt_param_scatter, which see. gather
+   is collective over the data group, too, when the state is sharded. Scattering MT_MASTER writes the parameter's value,
+   too, rounded: all data ranks call it with the same. */
 MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_optimizer_state state, float *global);
 MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                       mt_optimizer_state state, const float *global);
 
-/* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). Masters are updated and
-   parameters rounded in one pass. When the state is sharded, each data rank updates its share, and one all-gather for each
-   bucket brings all of the parameters to every rank: the same bits as without, given the same gradients and grad_scale. */
+/* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). Masters are updated
+   and parameters rounded in one pass. When the state is sharded, each data rank updates its share, and one all-gather
+   for each bucket brings all of the parameters to every rank: the same bits as without, given the same gradients and
+   grad_scale. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
 /* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`.
    A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
-/* ---- pipeline: stages, several micro-batches in flight ---------------------------------------------------------------- */
+/* ---- pipeline: stages, several micro-batches in flight ----------------------------------------------------------- */
 
 /* What a stage of a pipeline does in a step, one action after the other: a list that mt_pipeline_run runs, made by
    mt_pipeline_schedule or by hand. Names are those of Megatron (core/pipeline_parallel/schedules.py). In all schedules
    micro-batches are taken in their order, forward as well as backward.
-     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): first as many forwards as there are stages behind, then
-                    one forward, one backward: at most min(stages - stage, micro_batches) are in flight
+     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): first as many forwards as there are stages
+   behind, then one forward, one backward: at most min(stages - stage, micro_batches) are in flight
      GPIPE          all forwards, then all backwards (arXiv 1811.06965): all are in flight
      FORWARD_ONLY   evaluation
-   With equal stages both of the others take the time of micro_batches + stages - 1 forwards and backwards: the bubble is
-   (stages - 1) / micro_batches of the ideal. */
-typedef enum mt_schedule {
-    MT_SCHEDULE_1F1B = 0,
-    MT_SCHEDULE_GPIPE = 1,
-    MT_SCHEDULE_FORWARD_ONLY = 2
-} mt_schedule;
+   With equal stages both of the others take the time of micro_batches + stages - 1 forwards and backwards: the bubble
+   is (stages - 1) / micro_batches of the ideal. */
+typedef enum mt_schedule { MT_SCHEDULE_1F1B = 0, MT_SCHEDULE_GPIPE = 1, MT_SCHEDULE_FORWARD_ONLY = 2 } mt_schedule;
 
-/* forward goes to the next stage, backward to the one before. The last two send and receive at once, since both neighbours
-   send then, and each would wait for the other. */
+/* forward goes to the next stage, backward to the one before. The last two send and receive at once, since both
+   neighbours send then, and each would wait for the other. */
 typedef enum mt_action_kind {
     MT_FORWARD = 0,
     MT_BACKWARD = 1,
@@ -483,60 +492,62 @@ typedef struct mt_action {
     mt_action_kind kind;
 } mt_action;
 
-/* The actions of one stage: at most 6 for each micro-batch. actions == NULL: only their number. MT_ERR_ARGUMENT for sizes that
-   are not, MT_ERR_SHAPE where `capacity` actions are too few. No communication. */
-MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches, mt_action *actions,
-                                      int capacity, int *count);
+/* The actions of one stage: at most 6 for each micro-batch. actions == NULL: only their number. MT_ERR_ARGUMENT for
+   sizes that are not, MT_ERR_SHAPE where `capacity` actions are too few. No communication. */
+MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches,
+                                      mt_action *actions, int capacity, int *count);
 
 /* How many slots they use. */
 MT_API int mt_pipeline_slots(const mt_action *actions, int count);
 
-/* What a stage computes. input [rows, cols] is the output of the stage before, and doutput the gradient of this one's; they are
-   mt_none() where there is no such stage, as are output and dinput. All are memory of mt_pipeline_run: input is there until the
-   backward of its micro-batch is done, the others as long as the call. */
+/* What a stage computes. input [rows, cols] is the output of the stage before, and doutput the gradient of this one's;
+   they are mt_none() where there is no such stage, as are output and dinput. All are memory of mt_pipeline_run: input
+   is there until the backward of its micro-batch is done, the others as long as the call. */
 typedef struct mt_pipeline_stage {
-    int64_t rows, cols; /* of what travels between stages: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
-    mt_dtype dtype;     /* of that: mt_params_dtype */
+    int64_t rows,
+        cols; /* of what travels between stages: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
+    mt_dtype dtype; /* of that: mt_params_dtype */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor doutput, mt_tensor dinput);
     void *user;
 } mt_pipeline_stage;
 
-/* Runs the actions of this rank's stage. Every rank of the pipeline group runs those of its own; each boundary between two
-   stages sees one send of [rows, cols] forward and one backward for each micro-batch, in grid->pipeline's ledger.
+/* Runs the actions of this rank's stage. Every rank of the pipeline group runs those of its own; each boundary between
+   two stages sees one send of [rows, cols] forward and one backward for each micro-batch, in grid->pipeline's ledger.
 
-   What forward allocates from the arena and leaves there is kept for the micro-batch's backward, and gone after it. It is kept
-   in the slot: every micro-batch must allocate what the first one did, in the same order (MT_ERR_SHAPE), the first one in slot
-   0. With n slots the arena needs n times what is kept, the most that one forward or backward needs beside that, and n + 3
-   times [rows, cols] for what travels. When it returns, the arena is as it was.
+   What forward allocates from the arena and leaves there is kept for the micro-batch's backward, and gone after it. It
+   is kept in the slot: every micro-batch must allocate what the first one did, in the same order (MT_ERR_SHAPE), the
+   first one in slot 0. With n slots the arena needs n times what is kept, the most that one forward or backward needs
+   beside that, and n + 3 times [rows, cols] for what travels. When it returns, the arena is as it was.
 
-   Lists made by hand are looked through before anything runs. MT_ERR_ARGUMENT, with the number of the action: a kind that there
-   is not; a slot that is not in [0, count); a backward in a slot where its micro-batch's forward was not the last that happened
-   since another input came or another micro-batch was computed; a backward where stage->backward is NULL.
+   Lists made by hand are looked through before anything runs. MT_ERR_ARGUMENT, with the number of the action: a kind
+   that there is not; a slot that is not in [0, count); a backward in a slot where its micro-batch's forward was not the
+   last that happened since another input came or another micro-batch was computed; a backward where stage->backward is
+   NULL.
 
    After an error the other stages wait for this one until its communicators are destroyed, or their timeout. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
-/* ---- hash log: which tensor differs between two runs ---------------------------------------------------------------- */
+/* ---- hash log: which tensor differs between two runs ------------------------------------------------------------- */
 
 /* While a context has a hash log, the linear layers and the blocks of megatron.h that train on it (forward with saved,
-   backward) log what they compute: each tensor's bits, unsharded and of the whole step, become one number that does not depend
-   on how the tensor is split over ranks and micro-batches. In invariant mode two splits write the same lines; the first that
-   differs names the tensor in which they part. Names are a layer's, with .output, .input_grad or .output_grad.
-   For debugging: it takes time, host memory for the names, and a few collectives for each flush. */
+   backward) log what they compute: each tensor's bits, unsharded and of the whole step, become one number that does not
+   depend on how the tensor is split over ranks and micro-batches. In invariant mode two splits write the same lines;
+   the first that differs names the tensor in which they part. Names are a layer's, with .output, .input_grad or
+   .output_grad. For debugging: it takes time, host memory for the names, and a few collectives for each flush. */
 typedef struct mt_hash_log mt_hash_log;
 
 /* One log for each context (MT_ERR_ARGUMENT for a second). Destroy it before the context; NULL is allowed. */
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out);
 MT_API void mt_hash_log_destroy(mt_hash_log *log);
 
-/* Where in the global batch the tokens of the next calls begin. Blocks that take an mt_batch say it themselves; a loop of your
-   own around layers that do not says it before each micro-batch. Does nothing without a log. */
+/* Where in the global batch the tokens of the next calls begin. Blocks that take an mt_batch say it themselves; a loop
+   of your own around layers that do not says it before each micro-batch. Does nothing without a log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
 
-/* What the layers cannot know of: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a moment) as
-   PARAMETER and suffix (".grad", "", ".exp_avg"), and a number that every rank has. */
+/* What the layers cannot know of: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a moment)
+   as PARAMETER and suffix (".grad", "", ".exp_avg"), and a number that every rank has. */
 MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
                                    mt_tensor shard);
 MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char *name, float value);
@@ -545,8 +556,9 @@ MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char
 typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int differs);
 
 /* At the end of a step: calls line for every tensor, in the order in which they were first computed, on every rank, and
-   empties the log. Collective over the tensor and data group, and the pipeline group: the lines of all stages come in the
-   order in which one stage would write them, when all of them log the same numbers in the same order (mt_hash_log_value). */
+   empties the log. Collective over the tensor and data group, and the pipeline group: the lines of all stages come in
+   the order in which one stage would write them, when all of them log the same numbers in the same order
+   (mt_hash_log_value). */
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
 #ifdef __cplusplus
@@ -555,7 +567,7 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 
 #endif /* MT_PARALLEL_H */
 
-/* ================================================== the API ends here ============================================== */
+/* ================================================== the API ends here ============================================= */
 
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_PARALLEL_IMPLEMENTED)
 #define MT_PARALLEL_IMPLEMENTED
@@ -566,9 +578,10 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 extern "C" {
 #endif
 
-/* ---- >>grid ------------------------------------------------------------------------------------------------------- */
+/* ---- >>grid ------------------------------------------------------------------------------------------------------ */
 
-/* sizes[0..2] = tensor, data, pipeline with the zeros of desc resolved. Writes a sentence into text when they do not fit. */
+/* sizes[0..2] = tensor, data, pipeline with the zeros of desc resolved. Writes a sentence into text when they do not
+ * fit. */
 static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
     int tensor = desc->tensor ? desc->tensor : 1, pipeline = desc->pipeline ? desc->pipeline : 1, data = desc->data;
     int64_t model = (int64_t)tensor * pipeline;
@@ -613,7 +626,8 @@ static int mti_grid_together(const int sizes[3], mt_group group, int a, int b) {
     return 0;
 }
 
-MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks, int *count) {
+MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
+                               int *count) {
     char text[160];
     int sizes[3], r;
     if (!desc || !ranks || !count || group < MT_GROUP_TENSOR || group > MT_GROUP_EMBEDDING) return MT_ERR_ARGUMENT;
@@ -625,7 +639,8 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
     return MT_SUCCESS;
 }
 
-/* One communicator of the grid: by split, or on a meta world by counting. *out stays NULL for a rank in no such group. */
+/* One communicator of the grid: by split, or on a meta world by counting. *out stays NULL for a rank in no such group.
+ */
 static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group group, const char *name, mt_comm **out) {
     int rank = mt_comm_rank(world), first = -1, size = 0, index = 0, r;
     for (r = 0; r < mt_comm_size(world); r++) {
@@ -654,10 +669,10 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
     int sizes[3], at[3];
     mt_status status;
     if (!world) return MT_ERR_ARGUMENT;
-    if (!out) return mti_comm_keep_error(world, MT_ERR_ARGUMENT, "mt_grid_create: out is NULL");
+    if (!out) return mt_comm_fail(world, MT_ERR_ARGUMENT, "mt_grid_create: out is NULL");
     memset(out, 0, sizeof *out);
     status = mti_grid_sizes(desc ? desc : &defaults, mt_comm_size(world), sizes, text, sizeof text);
-    if (status != MT_SUCCESS) return mti_comm_keep_error(world, status, text);
+    if (status != MT_SUCCESS) return mt_comm_fail(world, status, text);
     mti_grid_coordinates(sizes, mt_comm_rank(world), at);
     out->world = world;
     out->tensor_size = sizes[0];
@@ -681,7 +696,7 @@ MT_API void mt_grid_destroy(mt_grid *grid) {
     memset(grid, 0, sizeof *grid);
 }
 
-/* ---- >>invariant --------------------------------------------------------------------------------------------------- */
+/* ---- >>invariant ------------------------------------------------------------------------------------------------- */
 
 /* Virtual shards that this rank of the tensor group holds. */
 static int mti_shards(const mt_context *ctx, const mt_comm *tensor) {
@@ -690,8 +705,9 @@ static int mti_shards(const mt_context *ctx, const mt_comm *tensor) {
 
 static mt_status mti_expect_shards(mt_context *ctx, const char *function, const mt_comm *tensor) {
     if (!ctx->invariant || ctx->invariant % mt_comm_size(tensor) == 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %d virtual shards (mt_context_desc.invariant) cannot be split over %d tensor ranks",
-                    function, ctx->invariant, mt_comm_size(tensor));
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: %d virtual shards (mt_context_desc.invariant) cannot be split over %d tensor ranks", function,
+                   ctx->invariant, mt_comm_size(tensor));
 }
 
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
@@ -727,12 +743,12 @@ MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     return MT_SUCCESS;
 }
 
-/* A GEMM library may take another path, with other bits, for another leading dimension or alignment: in invariant mode every
-   operand is contiguous and aligned, by a copy where it is not. */
+/* A GEMM library may take another path, with other bits, for another leading dimension or alignment: in invariant mode
+   every operand is contiguous and aligned, by a copy where it is not. */
 static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
     if (!ctx->invariant) return 1;
     if (ctx->device == MT_DEVICE_META) return 0; /* to plan for the rank that needs most copies */
-    return (t.rows <= 1 || mti_ld(t) == t.cols) && (uintptr_t)t.data % MTI_ALIGNMENT == 0;
+    return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
 }
 
 /* Where the canonical form of something that is going to be written will be. */
@@ -755,8 +771,8 @@ static mt_status mti_canonical(mt_context *ctx, mt_tensor t, mt_tensor *out) {
 }
 
 /* c = op(a) op(b) + beta c, beta 0 or 1. */
-static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b, float beta,
-                          mt_tensor c) {
+static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
+                          float beta, mt_tensor c) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor out;
     MT_TRY(mti_canonical(ctx, a, &a));
@@ -768,7 +784,8 @@ static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tr
     return MT_SUCCESS;
 }
 
-/* Adds what rows [first, first + count) of a token-wise operator contribute to gradients [n, h] (b may be mt_none()). */
+/* Adds what rows [first, first + count) of a token-wise operator contribute to gradients [n, h] (b may be mt_none()).
+ */
 typedef mt_status (*mti_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                         mt_tensor b);
 
@@ -787,8 +804,8 @@ static mt_status mti_token_leaf(mt_context *ctx, const void *arg, int shard, mt_
     return s->op(ctx, s->arg, shard * s->rows, s->rows, mt_tensor_rows(out, 0, s->a_rows), b);
 }
 
-/* Gradients that are sums over tokens: V virtual shards of the tokens, of which a rank has V / t under sequence parallelism,
-   and all without. Otherwise one pass, straight into the gradients. */
+/* Gradients that are sums over tokens: V virtual shards of the tokens, of which a rank has V / t under sequence
+   parallelism, and all without. Otherwise one pass, straight into the gradients. */
 static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mti_token_operator op,
                                      const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
     int shards = sequence_parallel ? mti_shards(ctx, tensor) : ctx->invariant;
@@ -811,8 +828,9 @@ static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tensor, int seque
 /* Training in invariant mode splits the tokens of a call into V virtual shards. */
 static mt_status mti_expect_token_shards(mt_context *ctx, const char *function, int64_t tokens) {
     if (!ctx->invariant || tokens % ctx->invariant == 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)",
-                    function, (long long)tokens, ctx->invariant);
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
+                   (long long)tokens, ctx->invariant);
 }
 
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
@@ -821,7 +839,7 @@ MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
     return sequences / parts;
 }
 
-/* ---- >>params ----------------------------------------------------------------------------------------------------- */
+/* ---- >>params ---------------------------------------------------------------------------------------------------- */
 
 /* Memory that lives as long as the registry: host structs (layers of a model) and device tables (rotary). */
 typedef struct mti_buffer {
@@ -831,7 +849,8 @@ typedef struct mti_buffer {
     struct mti_buffer *next;
 } mti_buffer;
 
-/* Gradients that are summed over the data group in one call, see >>buckets. Counted in elements of the registry's memory. */
+/* Gradients that are summed over the data group in one call, see >>buckets. Counted in elements of the registry's
+ * memory. */
 typedef struct mti_buckets {
     mt_data_parallel_desc desc;
     int ranks;     /* that share the optimizer's state */
@@ -848,30 +867,30 @@ struct mt_params {
     const mt_grid *grid;
     mt_param **list;
     int count, capacity;
-    mt_dtype dtype;            /* of values */
-    void *values;              /* NULL until mt_params_init */
+    mt_dtype dtype; /* of values */
+    void *values;   /* NULL until mt_params_init */
     float *grads;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
     mti_buckets buckets;
-    int64_t gradients;         /* floats in grads: elements, and behind them those of lookup_grad */
-    float *subtrees;           /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
-    int levels;                /* of the tree over the micro-batches of a rank */
-    int64_t micro_batches;     /* accumulated in this step */
+    int64_t gradients;     /* floats in grads: elements, and behind them those of lookup_grad */
+    float *subtrees;       /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
+    int levels;            /* of the tree over the micro-batches of a rank */
+    int64_t micro_batches; /* accumulated in this step */
     mti_buffer *buffers;
 };
 
 static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
-    *out = mti_host_alloc(bytes);
-    return *out ? MT_SUCCESS : mti_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    *out = mt_host_alloc(bytes);
+    return *out ? MT_SUCCESS : mt_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
 }
 
 static void mti_params_free_buffers(mt_params *params) {
     while (params->buffers) {
         mti_buffer *buffer = params->buffers;
         params->buffers = buffer->next;
-        if (buffer->on_host) mti_host_free(buffer->data);
+        if (buffer->on_host) mt_host_free(buffer->data);
         else mt_context_free(params->ctx, buffer->data, buffer->bytes);
-        mti_host_free(buffer);
+        mt_host_free(buffer);
     }
 }
 
@@ -879,12 +898,14 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!grid || !grid->tensor || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
     MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tensor));
     if (ctx->invariant && ctx->invariant_data % grid->data_size != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
-                        "be split over %d data ranks", ctx->invariant_data, grid->data_size);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
+                       "be split over %d data ranks",
+                       ctx->invariant_data, grid->data_size);
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = (mt_params *)memory;
@@ -896,11 +917,11 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
 MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || params->count > 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_dtype: %s", params ? "there are parameters already" :
-                        "params is NULL");
-    if (!mti_is_float(dtype))
-        return mti_fail(ctx, MT_ERR_DTYPE, "mt_params_set_dtype: parameters cannot be %s, but f32, bf16 or f16",
-                        mt_dtype_name(dtype));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_dtype: %s",
+                       params ? "there are parameters already" : "params is NULL");
+    if (!mt_dtype_is_float(dtype))
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_params_set_dtype: parameters cannot be %s, but f32, bf16 or f16",
+                       mt_dtype_name(dtype));
     params->dtype = dtype;
     return MT_SUCCESS;
 }
@@ -910,10 +931,12 @@ MT_API mt_dtype mt_params_dtype(const mt_params *params) { return params ? param
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || !desc || params->values)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: %s", !params ? "params is NULL" :
-                        desc ? "comes after mt_params_init" : "desc is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: %s",
+                       !params ? "params is NULL"
+                       : desc  ? "comes after mt_params_init"
+                               : "desc is NULL");
     if (desc->bucket_bytes > SIZE_MAX / 4)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: bucket_bytes is %zu", desc->bucket_bytes);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: bucket_bytes is %zu", desc->bucket_bytes);
     params->buckets.desc = *desc;
     return MT_SUCCESS;
 }
@@ -932,13 +955,13 @@ MT_API void mt_params_destroy(mt_params *params) {
     mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
     mt_context_free(ctx, params->grads, (size_t)params->gradients * sizeof(float));
     mt_context_free(ctx, params->subtrees, (size_t)(params->gradients * params->levels) * sizeof(float));
-    for (i = 0; i < params->count; i++) mti_host_free(params->list[i]);
-    mti_host_free(params->list);
-    mti_host_free(params);
+    for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
+    mt_host_free(params->list);
+    mt_host_free(params);
 }
 
-/* One of the `parts` blocks of a shard: `count` features that start at `local` in the shard and at `global` in the whole;
-   the rest of the block, up to `size`, is padding. */
+/* One of the `parts` blocks of a shard: `count` features that start at `local` in the shard and at `global` in the
+   whole; the rest of the block, up to `size`, is padding. */
 typedef struct mti_block {
     int shard; /* which of the rank's */
     int64_t local, global, count, size;
@@ -965,9 +988,9 @@ static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
     b.shard = (int)(index / p->desc.parts);
     b.size = p->local_features / p->shards / p->desc.parts;
     b.local = part * b.size;
-    before = mti_min(whole, ((int64_t)rank * p->shards + b.shard) * b.size);
+    before = mt_min(whole, ((int64_t)rank * p->shards + b.shard) * b.size);
     b.global = part * whole + before;
-    b.count = mti_min(b.size, whole - before);
+    b.count = mt_min(b.size, whole - before);
     return b;
 }
 
@@ -981,7 +1004,8 @@ static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
 
 static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block b) {
     t = mti_param_shard(p, t, b.shard);
-    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count) : mt_tensor_rows(t, b.local, b.count);
+    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count)
+                                              : mt_tensor_rows(t, b.local, b.count);
 }
 
 /* The columns of local [tokens, local features] that are a block of p's split dimension. */
@@ -996,28 +1020,27 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
     int64_t unit = d->unit ? d->unit : 1;
     if (!d->name || !d->name[0] || strlen(d->name) >= MT_NAME_MAX)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: the name '%.100s' must have 1 to %d characters",
-                        d->name ? d->name : "(NULL)", MT_NAME_MAX - 1);
-    if (params->values)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: the name '%.100s' must have 1 to %d characters",
+                       d->name ? d->name : "(NULL)", MT_NAME_MAX - 1);
+    if (params->values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
     if (mt_params_find(params, d->name))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
     if (d->placement < MT_REPLICATED || d->placement > MT_SPLIT_COLS)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has placement %d", d->name, (int)d->placement);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has placement %d", d->name, (int)d->placement);
     if (d->sequence_partial && d->placement != MT_REPLICATED)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)", d->name,
-                        (int)d->placement);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)",
+                       d->name, (int)d->placement);
     if (d->rows < 1 || d->cols < 1 || d->rows > MTI_PARAM_ELEMENTS / d->cols)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
-                        (long long)d->cols);
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
+                       (long long)d->cols);
     if (!(d->init_std >= 0.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has init_std %g", d->name, (double)d->init_std);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has init_std %g", d->name, (double)d->init_std);
     if (parts > MTI_PARAM_PARTS)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
-                        (long long)parts, MTI_PARAM_PARTS);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
+                       (long long)parts, MTI_PARAM_PARTS);
     if (parts < 1 || unit < 1 || n % parts != 0 || n / parts % unit != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_params_add: %lld features of '%s' are not %lld parts of units of %lld",
-                        (long long)n, d->name, (long long)parts, (long long)unit);
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: %lld features of '%s' are not %lld parts of units of %lld",
+                       (long long)n, d->name, (long long)parts, (long long)unit);
     return MT_SUCCESS;
 }
 
@@ -1028,7 +1051,7 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_host_new(ctx, (size_t)capacity * sizeof *params->list, &memory));
     if (params->list) {
         memcpy(memory, params->list, (size_t)params->count * sizeof *params->list);
-        mti_host_free(params->list);
+        mt_host_free(params->list);
     }
     params->list = (mt_param **)memory;
     params->capacity = capacity;
@@ -1041,8 +1064,9 @@ static void mti_param_shape(const mt_params *params, mt_param *p) {
     int split = d->placement != MT_REPLICATED;
     int64_t rows, cols;
     p->shards = split ? mti_shards(params->ctx, params->grid->tensor) : 1;
-    p->local_features = split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit,
-                                                               p->shards * p->tensor_size) : d->rows;
+    p->local_features =
+        split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit, p->shards * p->tensor_size)
+              : d->rows;
     rows = d->placement != MT_SPLIT_COLS ? p->local_features : d->rows > 1 ? p->shards * d->rows : 1;
     cols = d->placement != MT_SPLIT_COLS ? d->cols : d->rows > 1 ? p->local_features / p->shards : p->local_features;
     p->value = mt_tensor_make(NULL, params->dtype, rows, cols);
@@ -1053,7 +1077,7 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     mt_param *p;
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !desc || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: params, desc or out is NULL");
+    if (!params || !desc || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: params, desc or out is NULL");
     MT_TRY(mti_param_check(ctx, params, desc));
     MT_TRY(mti_params_reserve(ctx, params));
     MT_TRY(mti_host_new(ctx, sizeof *p, &memory));
@@ -1075,23 +1099,22 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
 
 /* Ends the creation of a layer: when it failed, the parameters added since `count` are taken out again, and the layer,
    which points to them, is cleared. */
-static mt_status mti_params_keep(mt_params *params, int count, void *layer, size_t layer_bytes,
-                                 mt_status status) {
-    while (status != MT_SUCCESS && params->count > count)
-        mti_host_free(params->list[--params->count]);
+static mt_status mti_params_keep(mt_params *params, int count, void *layer, size_t layer_bytes, mt_status status) {
+    while (status != MT_SUCCESS && params->count > count) mt_host_free(params->list[--params->count]);
     if (status != MT_SUCCESS) memset(layer, 0, layer_bytes);
     return status;
 }
 
 /* Whatever lies at a multiple of so many elements of the registry's memory lies on a 64-byte boundary. */
-static int64_t mti_param_unit(mt_dtype dtype) { return (int64_t)(MTI_ALIGNMENT / mt_dtype_size(dtype)); }
+static int64_t mti_param_unit(mt_dtype dtype) { return (int64_t)(MT_ALIGNMENT / mt_dtype_size(dtype)); }
 
 /* Elements of a parameter's shard in the registry's memory. */
 static int64_t mti_param_slot(const mt_param *p) {
-    return mti_round_up(p->value.rows * p->value.cols, mti_param_unit(p->value.dtype));
+    return mt_round_up(p->value.rows * p->value.cols, mti_param_unit(p->value.dtype));
 }
 
-/* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant mode. */
+/* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant
+ * mode. */
 static int mti_has_lookup_grad(const mt_params *params, const mt_param *p) {
     return params->ctx->invariant && p->desc.shared_embedding && params->grid->pipeline_size == 1;
 }
@@ -1103,8 +1126,8 @@ static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum
     for (*sum = 0, i = 0; i < params->count; i++) {
         int64_t slot = mti_param_slot(params->list[i]);
         if (slot > INT64_MAX / 256 - *sum)
-            return mti_fail(ctx, MT_ERR_MEMORY, "mt_params_init: the parameters up to '%s' have more than %lld elements",
-                            params->list[i]->name, (long long)(INT64_MAX / 256));
+            return mt_fail(ctx, MT_ERR_MEMORY, "mt_params_init: the parameters up to '%s' have more than %lld elements",
+                           params->list[i]->name, (long long)(INT64_MAX / 256));
         *sum += slot;
         if (mti_has_lookup_grad(params, params->list[i])) params->gradients += slot;
     }
@@ -1138,13 +1161,13 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     int64_t size = (int64_t)(b->desc.bucket_bytes / sizeof(float)), unit;
     b->ranks = b->desc.sharded_optimizer ? params->grid->data_size : 1;
     unit = mti_param_unit(params->dtype) * b->ranks;
-    if (b->desc.bucket_bytes == 0) size = mti_max(40000000, (int64_t)params->grid->data_size * 1000000);
-    *elements = mti_round_up(*elements, unit);
-    b->size = mti_round_up(mti_max(mti_min(size, *elements), 1), unit);
+    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)params->grid->data_size * 1000000);
+    *elements = mt_round_up(*elements, unit);
+    b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece, then those
-   summed over the embedding group. */
+/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece,
+   then those summed over the embedding group. */
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     int64_t at, behind;
     int i, pass;
@@ -1167,9 +1190,9 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
         if (pass == 0) params->partial = at;
         if (pass == 1) params->buckets.early = at;
     }
-    MT_TRY(mti_comm_register(ctx, params->grid->data, params->grads, (size_t)params->elements * sizeof(float)));
+    MT_TRY(mt_comm_register(ctx, params->grid->data, params->grads, (size_t)params->elements * sizeof(float)));
     if (params->buckets.ranks == 1) return MT_SUCCESS;
-    return mti_comm_register(ctx, params->grid->data, params->values, mti_params_bytes(params, params->elements));
+    return mt_comm_register(ctx, params->grid->data, params->values, mti_params_bytes(params, params->elements));
 }
 
 /* FNV-1a, so that a parameter's random stream depends on its name and not on what was created before it. */
@@ -1231,7 +1254,8 @@ static mt_status mti_told_begin(mt_context *ctx, int room, mti_told_list *t) {
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
-static void mti_told_add(mti_told_list *t, const char *name, const char *format, ...) {
+static void
+mti_told_add(mti_told_list *t, const char *name, const char *format, ...) {
     char *value = (char *)(t->list + t->room) + t->count * MTI_TOLD_VALUE;
     va_list args;
     va_start(args, format);
@@ -1243,13 +1267,13 @@ static void mti_told_add(mti_told_list *t, const char *name, const char *format,
 
 static void mti_told_add_f32(mti_told_list *t, const char *name, float x) {
     char text[32];
-    mti_told_add(t, name, "%s", mti_f32_digits(x, text));
+    mti_told_add(t, name, "%s", mt_f32_digits(x, text));
 }
 
 static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const char *function, int group,
                               mti_told_list *t) {
     mt_status status = mt_comm_compare(ctx, params->grid->world, function, group, t->list, t->count);
-    mti_host_free(t->list);
+    mt_host_free(t->list);
     return status;
 }
 
@@ -1257,10 +1281,12 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
     static const char *const placements[] = {"replicated", "split by rows", "split by columns"};
     const mt_param_desc *d = &p->desc;
     char deviation[32], value[32];
-    mti_told_add(t, p->name, "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
-                 "sequence_partial %d, shared_embedding %d", (long long)d->rows, (long long)d->cols,
-                 placements[d->placement], (long long)d->parts, (long long)d->unit, mti_f32_digits(d->init_std, deviation),
-                 mti_f32_digits(d->init_value, value), d->weight_decay, d->sequence_partial, d->shared_embedding);
+    mti_told_add(t, p->name,
+                 "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
+                 "sequence_partial %d, shared_embedding %d",
+                 (long long)d->rows, (long long)d->cols, placements[d->placement], (long long)d->parts,
+                 (long long)d->unit, mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value),
+                 d->weight_decay, d->sequence_partial, d->shared_embedding);
 }
 
 /* The seed and the mode are everybody's; the rest is what a stage's ranks have in common. */
@@ -1285,7 +1311,8 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || params->count == 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_params_init: %s", params ? "there are no parameters" : "params is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_init: %s",
+                       params ? "there are no parameters" : "params is NULL");
     MT_TRY(mti_params_compare(ctx, params, seed));
     if (!params->values) MT_TRY(mti_params_place(ctx, params));
     MT_TRY(mti_params_zero(ctx, params));
@@ -1296,10 +1323,12 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
 static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, const char *function) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || !params->values)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "call mt_params_init first" : "params is NULL");
-    if (ctx->invariant == params->ctx->invariant && ctx->invariant_data == params->ctx->invariant_data) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d", function,
-                    params->ctx->invariant, params->ctx->invariant_data, ctx->invariant, ctx->invariant_data);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                       params ? "call mt_params_init first" : "params is NULL");
+    if (ctx->invariant == params->ctx->invariant && ctx->invariant_data == params->ctx->invariant_data)
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d",
+                   function, params->ctx->invariant, params->ctx->invariant_data, ctx->invariant, ctx->invariant_data);
 }
 
 static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->gradients); }
@@ -1353,7 +1382,8 @@ static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int
     return MT_SUCCESS;
 }
 
-/* Copies between a block of a shard and its place in the whole tensor on the host; row by row where that is not contiguous. */
+/* Copies between a block of a shard and its place in the whole tensor on the host; row by row where that is not
+ * contiguous. */
 static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, int64_t host_ld, int to_host) {
     int64_t i, step = host_ld == block.cols ? block.rows : 1;
     if (block.cols == 0) return MT_SUCCESS;
@@ -1362,7 +1392,8 @@ static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, i
     return MT_SUCCESS;
 }
 
-static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global, int to_host) {
+static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global,
+                                int to_host) {
     int64_t i;
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, rank, i);
@@ -1377,14 +1408,15 @@ static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt
                                  const char *host_name, const void *host) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!p || !shard.data || !host)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !p ? "param" : host ? "shard" : host_name);
-    if (!mti_is_float(shard.dtype))
-        return mti_fail(ctx, MT_ERR_DTYPE, "%s: the shard is %s, must be f32, bf16 or f16", function,
-                        mt_dtype_name(shard.dtype));
-    if (shard.rows != p->value.rows || shard.cols != p->value.cols || mti_ld(shard) != shard.cols)
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: the shard of '%s' is [%lld, %lld], contiguous; got [%lld, %lld], ld %lld",
-                        function, p->name, (long long)p->value.rows, (long long)p->value.cols, (long long)shard.rows,
-                        (long long)shard.cols, (long long)mti_ld(shard));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !p ? "param" : host ? "shard" : host_name);
+    if (!mt_dtype_is_float(shard.dtype))
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: the shard is %s, must be f32, bf16 or f16", function,
+                       mt_dtype_name(shard.dtype));
+    if (shard.rows != p->value.rows || shard.cols != p->value.cols || mt_tensor_ld(shard) != shard.cols)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: the shard of '%s' is [%lld, %lld], contiguous; got [%lld, %lld], ld %lld", function,
+                       p->name, (long long)p->value.rows, (long long)p->value.cols, (long long)shard.rows,
+                       (long long)shard.cols, (long long)mt_tensor_ld(shard));
     return MT_SUCCESS;
 }
 
@@ -1400,18 +1432,21 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
     return status;
 }
 
-static mt_status mti_param_gather(mt_context *ctx, mt_params *params, const mt_param *p, mt_tensor shard, float *global) {
+static mt_status mti_param_gather(mt_context *ctx, mt_params *params, const mt_param *p, mt_tensor shard,
+                                  float *global) {
     mt_tensor all;
     int r;
     if (p->desc.placement == MT_REPLICATED || p->tensor_size == 1) return mti_shard_copy(ctx, p, 0, shard, global, 1);
     MT_TRY(mt_arena_tensor(ctx, shard.dtype, shard.rows * p->tensor_size, shard.cols, &all));
-    MT_TRY(mt_all_gather(ctx, params->grid->tensor, shard.data, all.data, (size_t)(shard.rows * shard.cols), shard.dtype));
+    MT_TRY(
+        mt_all_gather(ctx, params->grid->tensor, shard.data, all.data, (size_t)(shard.rows * shard.cols), shard.dtype));
     for (r = 0; r < p->tensor_size; r++)
         MT_TRY(mti_shard_copy(ctx, p, r, mt_tensor_rows(all, r * shard.rows, shard.rows), global, 1));
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard, float *global) {
+MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard,
+                                 float *global) {
     size_t mark;
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, "mt_param_gather"));
@@ -1422,7 +1457,7 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
     return status;
 }
 
-/* ---- >>hash-log ---------------------------------------------------------------------------------------------------- */
+/* ---- >>hash-log -------------------------------------------------------------------------------------------------- */
 
 #define MTI_LOG_NAME (MT_NAME_MAX + 32)
 
@@ -1451,8 +1486,10 @@ MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_has
     if (out) *out = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!grid || !grid->tensor || !out || ctx->hash_log)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_create: %s", !out ? "out is NULL" :
-                        ctx->hash_log ? "the context has a hash log" : "the grid was not created");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_create: %s",
+                       !out            ? "out is NULL"
+                       : ctx->hash_log ? "the context has a hash log"
+                                       : "the grid was not created");
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = ctx->hash_log = (mt_hash_log *)memory;
     (*out)->ctx = ctx;
@@ -1463,8 +1500,8 @@ MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_has
 MT_API void mt_hash_log_destroy(mt_hash_log *log) {
     if (!log) return;
     log->ctx->hash_log = NULL;
-    mti_host_free(log->entries);
-    mti_host_free(log);
+    mt_host_free(log->entries);
+    mt_host_free(log);
 }
 
 /* The entry of this name, new if there is none. */
@@ -1482,14 +1519,14 @@ static mt_status mti_log_entry_of(mt_context *ctx, mt_hash_log *log, const char 
         void *memory;
         MT_TRY(mti_host_new(ctx, (size_t)capacity * sizeof **out, &memory));
         if (log->entries) memcpy(memory, log->entries, (size_t)log->count * sizeof **out);
-        mti_host_free(log->entries);
+        mt_host_free(log->entries);
         log->entries = (mti_log_entry *)memory;
         log->capacity = capacity;
     }
     log->last = log->count++;
     *out = &log->entries[log->last];
     memset(*out, 0, sizeof **out);
-    snprintf((*out)->name, sizeof (*out)->name, "%s", name);
+    snprintf((*out)->name, sizeof(*out)->name, "%s", name);
     return MT_SUCCESS;
 }
 
@@ -1497,10 +1534,11 @@ MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
     if (ctx && ctx->hash_log) ctx->hash_log->first_token = first_token > 0 ? first_token : 0;
 }
 
-/* Logs an activation [tokens, n]: its rows are a part of the tokens under sequence parallelism; its columns the local features
-   of `cols`, or everything when that is NULL. The line is called `name` without its last `up` parts, and `what`. */
-static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t, int sequence_parallel,
-                         const mt_param *cols) {
+/* Logs an activation [tokens, n]: its rows are a part of the tokens under sequence parallelism; its columns the local
+   features of `cols`, or everything when that is NULL. The line is called `name` without its last `up` parts, and
+   `what`. */
+static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
+                         int sequence_parallel, const mt_param *cols) {
     mt_hash_log *log = ctx->hash_log;
     mti_log_entry *entry;
     char full[MTI_LOG_NAME];
@@ -1516,8 +1554,8 @@ static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *
     entry->split[1] = 1;
     row = row_split ? log->grid->tensor_rank * t.rows : 0;
     if (log->first_token > INT64_MAX - row)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_tokens: first_token is %lld, and its row %lld has no number",
-                        (long long)log->first_token, (long long)row);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_tokens: first_token is %lld, and its row %lld has no number",
+                       (long long)log->first_token, (long long)row);
     row += log->first_token;
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
     for (i = 0; i < mti_param_blocks(cols); i++) {
@@ -1529,7 +1567,7 @@ static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *
 
 static mt_status mti_log_check(mt_context *ctx, const char *function, const mt_hash_log *log) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    return log ? MT_SUCCESS : mti_fail(ctx, MT_ERR_ARGUMENT, "%s: log is NULL", function);
+    return log ? MT_SUCCESS : mt_fail(ctx, MT_ERR_ARGUMENT, "%s: log is NULL", function);
 }
 
 MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
@@ -1555,11 +1593,11 @@ MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char
     mti_log_entry *entry;
     uint32_t bits;
     MT_TRY(mti_log_check(ctx, "mt_hash_log_value", log));
-    if (!name) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_value: name is NULL");
+    if (!name) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_value: name is NULL");
     MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
     entry->order = 2 + 2 * ++log->values;
     memcpy(&bits, &value, sizeof bits);
-    entry->hash += mti_hash_element(0, bits);
+    entry->hash += mt_hash_element(0, bits);
     return MT_SUCCESS;
 }
 
@@ -1578,7 +1616,7 @@ static void mti_log_join_entry(mti_log_entry *entry, int axis, const mti_log_par
         uint64_t h = parts[r * stride].hash;
         same &= h == parts[0].hash;
         sum += h;
-        mixed = mti_hash_element(mixed + h, (uint32_t)r);
+        mixed = mt_hash_element(mixed + h, (uint32_t)r);
     }
     entry->hash = entry->split[axis] ? sum : same ? parts[0].hash : mixed;
     entry->differs |= !entry->split[axis] && !same;
@@ -1609,7 +1647,7 @@ static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, 
     status = mti_log_exchange(ctx, log, comm, parts);
     for (i = 0; status == MT_SUCCESS && i < log->count; i++)
         mti_log_join_entry(&log->entries[i], axis, parts + i, ranks, log->count);
-    mti_host_free(memory);
+    mt_host_free(memory);
     return status;
 }
 
@@ -1641,8 +1679,8 @@ static int mti_log_is_copy(mti_log_entry *all, mti_log_entry *e) {
     return 0;
 }
 
-/* As one stage with all layers would write them: what is computed forward, stage by stage, what is computed backward, the other
-   way round, then what a loop adds, between two numbers stage by stage. */
+/* As one stage with all layers would write them: what is computed forward, stage by stage, what is computed backward,
+   the other way round, then what a loop adds, between two numbers stage by stage. */
 static void mti_log_lines(mti_log_entry *all, int stages, int each, mt_hash_line line, void *user) {
     int order, last = 0, i;
     for (i = stages * each; i-- > 0;) {
@@ -1666,11 +1704,11 @@ static mt_status mti_log_stages(mt_context *ctx, mt_hash_log *log, mt_hash_line 
     MT_TRY(mt_all_reduce(ctx, log->grid->pipeline, most.data, most.data, 1, MT_I32, MT_MAX));
     MT_TRY(mt_download(ctx, most, &each));
     if (each < log->count) each = log->count; /* META */
-    each = (int)mti_round_up(each, MTI_LOG_ROUND);
+    each = (int)mt_round_up(each, MTI_LOG_ROUND);
     MT_TRY(mti_host_new(ctx, (size_t)stages * (size_t)each * sizeof(mti_log_entry), &memory));
     status = mti_log_gather(ctx, log, each, (mti_log_entry *)memory);
     if (status == MT_SUCCESS) mti_log_lines((mti_log_entry *)memory, stages, each, line, user);
-    mti_host_free(memory);
+    mt_host_free(memory);
     return status;
 }
 
@@ -1679,7 +1717,7 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
     mt_status status;
     int i;
     MT_TRY(mti_log_check(ctx, "mt_hash_log_flush", log));
-    if (!line) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_flush: line is NULL");
+    if (!line) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_flush: line is NULL");
     if (log->count == 0) return MT_SUCCESS;
     mark = mt_arena_mark(ctx);
     status = mti_log_join(ctx, log, log->grid->tensor, 0);
@@ -1693,41 +1731,42 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
     return status;
 }
 
-/* ---- >>linear ----------------------------------------------------------------------------------------------------- */
+/* ---- >>linear ---------------------------------------------------------------------------------------------------- */
 
 /* What a layer sends or receives must be contiguous, which is found out before anything is computed: `in` travels under
    sequence parallelism, `out`, which may be mt_none(), always. */
 static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_comm *tensor, int sequence_parallel,
                                    const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
-    int in_ok = !sequence_parallel || in.rows <= 1 || mti_ld(in) == in.cols;
+    int in_ok = !sequence_parallel || in.rows <= 1 || mt_tensor_ld(in) == in.cols;
     mt_tensor bad = in_ok ? out : in;
-    if (mt_comm_size(tensor) == 1 || (in_ok && (out.rows <= 1 || mti_ld(out) == out.cols))) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %s [%lld, %lld] has ld %lld; it is sent between %d ranks and must be contiguous",
-                    function, in_ok ? out_name : in_name, (long long)bad.rows, (long long)bad.cols, (long long)bad.ld,
-                    mt_comm_size(tensor));
+    if (mt_comm_size(tensor) == 1 || (in_ok && (out.rows <= 1 || mt_tensor_ld(out) == out.cols))) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: %s [%lld, %lld] has ld %lld; it is sent between %d ranks and must be contiguous", function,
+                   in_ok ? out_name : in_name, (long long)bad.rows, (long long)bad.cols, (long long)bad.ld,
+                   mt_comm_size(tensor));
 }
 
 /* A view of exactly [rows, cols], in the type of the layer's weight: an activation or its gradient. */
-static mt_status mti_expect_like(mt_context *ctx, const char *function, const mt_param *weight, const char *name, mt_tensor t,
-                                 int64_t rows, int64_t cols) {
+static mt_status mti_expect_like(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
+                                 mt_tensor t, int64_t rows, int64_t cols) {
     MT_TRY(mti_expect_float_shape(ctx, function, name, t, rows, cols));
     if (t.dtype == weight->value.dtype) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
-                    mt_dtype_name(weight->value.dtype));
+    return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
+                   mt_dtype_name(weight->value.dtype));
 }
 
 static mt_status mti_expect_weight(mt_context *ctx, const char *function, const mt_param *weight) {
     if (weight && weight->value.data) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
-                    weight ? "call mt_params_init before the first forward" : "the layer was not created");
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                   weight ? "call mt_params_init before the first forward" : "the layer was not created");
 }
 
 /* NAME.SUFFIX into a buffer of MT_NAME_MAX, or an error that shows what does not fit. */
 static mt_status mti_join_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
     int n = name ? snprintf(out, MT_NAME_MAX, "%s.%s", name, suffix) : -1;
     if (n > 0 && n < MT_NAME_MAX) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "the parameter name '%.100s.%s' must have at most %d characters",
-                    name ? name : "(NULL)", suffix, MT_NAME_MAX - 1);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "the parameter name '%.100s.%s' must have at most %d characters",
+                   name ? name : "(NULL)", suffix, MT_NAME_MAX - 1);
 }
 
 static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
@@ -1742,12 +1781,17 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const m
                                   const mt_linear_desc *d, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || !name || !d || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                        !params ? "params" : !name ? "name" : !d ? "desc" : "out");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
+                       !params ? "params"
+                       : !name ? "name"
+                       : !d    ? "desc"
+                               : "out");
     if (d->in_features < 1 || d->out_features < 1 || d->parts < 0 || d->unit < 0 || !(d->init_std >= 0.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has in_features %lld, out_features %lld, parts %lld, unit %lld, "
-                        "init_std %g", function, name, (long long)d->in_features, (long long)d->out_features,
-                        (long long)d->parts, (long long)d->unit, (double)d->init_std);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has in_features %lld, out_features %lld, parts %lld, unit %lld, "
+                       "init_std %g",
+                       function, name, (long long)d->in_features, (long long)d->out_features, (long long)d->parts,
+                       (long long)d->unit, (double)d->init_std);
     return MT_SUCCESS;
 }
 
@@ -1805,7 +1849,8 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x
 }
 
 /* The inverse: local [tokens, local features], contiguous, of every rank -> y [tokens, n], padding left out. */
-static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_param *p, mt_tensor local, mt_tensor y) {
+static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_param *p, mt_tensor local,
+                                     mt_tensor y) {
     mt_tensor all;
     int64_t i;
     int r;
@@ -1828,9 +1873,11 @@ static mt_status mti_all_tokens(mt_context *ctx, mt_comm *tensor, int sequence_p
     return mt_gather_from_sequence_region(ctx, tensor, x, *out);
 }
 
-/* Where partial sums [tokens, n] go before mti_reduce_tokens: y itself, or the arena under sequence parallelism, and for 16-bit
-   types in invariant mode: there sums stay f32 until the last one, since ranks and virtual shards must meet in the same way. */
-static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor y, mt_tensor *out) {
+/* Where partial sums [tokens, n] go before mti_reduce_tokens: y itself, or the arena under sequence parallelism, and
+   for 16-bit types in invariant mode: there sums stay f32 until the last one, since ranks and virtual shards must meet
+   in the same way. */
+static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor y,
+                                    mt_tensor *out) {
     int ranks = sequence_parallel ? mt_comm_size(tensor) : 1;
     *out = y;
     if (ranks == 1 && (!ctx->invariant || y.dtype == MT_F32)) return MT_SUCCESS;
@@ -1842,20 +1889,21 @@ static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tensor, int sequen
 #define MTI_CHUNK_TOKENS 1024
 #define MTI_CHUNKS 4
 
-/* A chunk is, under sequence parallelism, some rows of every rank: pieces [0, pieces) of it. Tokens that do not travel are one
-   chunk. The cut does not depend on what overlaps, so that the GEMMs, and their bits, do not either. */
+/* A chunk is, under sequence parallelism, some rows of every rank: pieces [0, pieces) of it. Tokens that do not travel
+   are one chunk. The cut does not depend on what overlaps, so that the GEMMs, and their bits, do not either. */
 typedef struct mti_chunks {
     int count, pieces;
     int64_t rows; /* of a piece, in all chunks */
 } mti_chunks;
 
-static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tensor, int sequence_parallel, int travel, int64_t rows) {
+static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tensor, int sequence_parallel, int travel,
+                                int64_t rows) {
     int ranks = mt_comm_size(tensor), pieces = sequence_parallel ? ranks : 1;
     int64_t count = ctx->overlap_chunks;
     mti_chunks c;
-    if (count == 0) count = ctx->planned == MT_DEVICE_CUDA ? mti_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
+    if (count == 0) count = ctx->planned == MT_DEVICE_CUDA ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
     if (ranks == 1 || !travel || ctx->invariant) count = 1;
-    c.count = (int)mti_max(mti_min(count, rows), 1);
+    c.count = (int)mt_max(mt_min(count, rows), 1);
     c.pieces = c.count == 1 ? 1 : pieces;
     c.rows = c.count == 1 ? rows * pieces : rows;
     return c;
@@ -1872,8 +1920,8 @@ static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piec
 }
 
 /* The rows of all ranks into `all`, a chunk for each ticket; x itself where there is nothing to gather. */
-static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c, mt_tensor x,
-                                   mt_tensor *all) {
+static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c,
+                                   mt_tensor x, mt_tensor *all) {
     int i;
     if (c->count == 1) return mti_all_tokens(ctx, tensor, sequence_parallel, x, all);
     *all = x;
@@ -1888,7 +1936,8 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tensor, int sequenc
 }
 
 /* Sums the partial results of all ranks into y: all-reduce, or reduce-scatter under sequence parallelism. */
-static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor partial, mt_tensor y) {
+static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor partial,
+                                   mt_tensor y) {
     mt_tensor sum = y;
     if (partial.dtype != y.dtype && sequence_parallel) MT_TRY(mt_arena_tensor(ctx, MT_F32, y.rows, y.cols, &sum));
     else if (partial.dtype != y.dtype) sum = partial;
@@ -1898,8 +1947,8 @@ static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tensor, int sequenc
 }
 
 /* The same for one of several chunks. */
-static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c, int chunk,
-                                  mt_tensor partial, mt_tensor y) {
+static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c,
+                                  int chunk, mt_tensor partial, mt_tensor y) {
     int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
     if (c->count == 1) return mti_reduce_tokens(ctx, tensor, sequence_parallel, partial, y);
     if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tensor, partial, y, first, rows);
@@ -1908,7 +1957,7 @@ static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tensor, int sequence
 
 /* -1, which is no shape, when there are more than int64_t counts. */
 static int64_t mti_tokens(mt_comm *tensor, int sequence_parallel, int64_t rows) {
-    return sequence_parallel ? mti_mul(rows, mt_comm_size(tensor)) : rows;
+    return sequence_parallel ? mt_size_mul(rows, mt_comm_size(tensor)) : rows;
 }
 
 /* The inverse: the rows that a rank holds of so many tokens. */
@@ -1917,8 +1966,8 @@ static mt_status mti_rows(mt_context *ctx, const char *function, mt_comm *tensor
     int ranks = sequence_parallel ? mt_comm_size(tensor) : 1;
     *rows = tokens / ranks;
     if (tokens >= 0 && tokens % ranks == 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function, (long long)tokens,
-                    ranks);
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
+                   (long long)tokens, ranks);
 }
 
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
@@ -1926,17 +1975,18 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
     static const char *const function = "mt_column_parallel_linear_create";
     int count;
     MT_TRY(mti_linear_check(ctx, function, params, name, desc, out));
-    if (desc->weight && (desc->weight->desc.rows != desc->out_features || desc->weight->desc.cols != desc->in_features ||
-                         desc->weight->desc.placement != MT_SPLIT_ROWS))
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld], placement %d",
-                        function, name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
-                        (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols,
-                        (int)desc->weight->desc.placement);
+    if (desc->weight && (desc->weight->desc.rows != desc->out_features ||
+                         desc->weight->desc.cols != desc->in_features || desc->weight->desc.placement != MT_SPLIT_ROWS))
+        return mt_fail(
+            ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld], placement %d",
+            function, name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
+            (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols, (int)desc->weight->desc.placement);
     if (desc->weight && (desc->weight->desc.parts != (desc->parts ? desc->parts : 1) ||
                          desc->weight->desc.unit != (desc->unit ? desc->unit : 1)))
-        return mti_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has %lld parts of units of %lld, the shared weight '%s' %lld of %lld",
-                        function, name, (long long)(desc->parts ? desc->parts : 1), (long long)(desc->unit ? desc->unit : 1),
-                        desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s' has %lld parts of units of %lld, the shared weight '%s' %lld of %lld", function, name,
+                       (long long)(desc->parts ? desc->parts : 1), (long long)(desc->unit ? desc->unit : 1),
+                       desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
     memset(out, 0, sizeof *out);
     count = params->count;
     MT_TRY(mti_params_keep(params, count, out, sizeof *out,
@@ -1959,12 +2009,14 @@ static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tenso
 }
 
 /* y [tokens, local features] = x W^T + bias, which may be NULL */
-static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x, mt_tensor y) {
+static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x,
+                                    mt_tensor y) {
     int s;
     if (!ctx->invariant) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
     MT_TRY(mti_canonical(ctx, x, &x)); /* once for all shards */
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f, mt_shard_cols(y, s, w->shards)));
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
+                        mt_shard_cols(y, s, w->shards)));
     return bias ? mti_column_bias(ctx, bias, y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
@@ -1978,12 +2030,13 @@ typedef struct mti_partial {
 static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
     const mti_partial *p = (const mti_partial *)arg;
     const mt_param *w = p->weight;
-    return mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(p->x, shard, w->shards), mti_param_shard(w, w->value, shard),
-                    0.0f, out);
+    return mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(p->x, shard, w->shards),
+                    mti_param_shard(w, w->value, shard), 0.0f, out);
 }
 
 /* out = x op(W), what this rank contributes to the sum over the tensor group. */
-static mt_status mti_partial_product(mt_context *ctx, const mt_param *w, mt_transpose trans, mt_tensor x, mt_tensor out) {
+static mt_status mti_partial_product(mt_context *ctx, const mt_param *w, mt_transpose trans, mt_tensor x,
+                                     mt_tensor out) {
     mti_partial p;
     p.weight = w;
     p.trans = trans;
@@ -1995,14 +2048,15 @@ static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *laye
     return layer->desc.skip_bias_add ? NULL : layer->bias;
 }
 
-/* The activation behind a column-parallel layer, where one operator computes both: y becomes h, and out act(h + bias). */
+/* The activation behind a column-parallel layer, where one operator computes both: y becomes h, and out act(h + bias).
+ */
 typedef struct mti_activation_after {
     mt_activation kind;
     mt_tensor bias, out;
 } mti_activation_after;
 
-static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_linear *layer, const mti_activation_after *act,
-                                  mt_tensor x, mt_tensor y, mt_tensor out) {
+static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                  const mti_activation_after *act, mt_tensor x, mt_tensor y, mt_tensor out) {
     if (act) return mt_linear_activation_forward(ctx, act->kind, x, layer->weight->value, act->bias, y, out);
     return mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
 }
@@ -2047,8 +2101,8 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    mt_tensor y, mt_linear_saved *saved) {
     MT_TRY(mti_column_check(ctx, "mt_column_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_column_parallel_linear_forward", layer->tensor, layer->desc.sequence_parallel, "x", x,
-                             "y", mt_none()));
+    MT_TRY(mti_expect_travel(ctx, "mt_column_parallel_linear_forward", layer->tensor, layer->desc.sequence_parallel,
+                             "x", x, "y", mt_none()));
     MT_TRY(mti_column_run(ctx, layer, x, y, NULL));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
@@ -2063,7 +2117,8 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
     if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
     MT_TRY(mti_canonical(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f, mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f,
+                        mti_param_shard(w, w->grad, s)));
     return MT_SUCCESS;
 }
 
@@ -2078,9 +2133,10 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mt_column_para
     return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, layer->tensor, sp, partial, dx)); /* f backward */
 }
 
-/* The input is gathered, ticket 1, under the GEMM of its gradient; that is reduced under the GEMM of the weight's gradient. */
-static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
-                                     mt_tensor x) {
+/* The input is gathered, ticket 1, under the GEMM of its gradient; that is reduced under the GEMM of the weight's
+ * gradient. */
+static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
+                                     mt_tensor dx, mt_tensor x) {
     mt_tensor local = dy, all;
     if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
     MT_TRY(mt_overlap_begin(ctx, layer->tensor, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
@@ -2090,16 +2146,18 @@ static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_l
     return mti_column_weight_gradient(ctx, layer->weight, mti_column_own_bias(layer), local, all);
 }
 
-MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
-                                                    mt_tensor dx, const mt_linear_saved *saved) {
+MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     static const char *const function = "mt_column_parallel_linear_backward";
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
-    MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
+    if (dx.data)
+        MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
+    MT_TRY(
+        mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
     MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
@@ -2114,8 +2172,8 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
     int count;
     MT_TRY(mti_linear_check(ctx, function, params, name, desc, out));
     if (desc->weight || desc->gather_output)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
-                        desc->weight ? "weight" : "gather_output");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
+                       desc->weight ? "weight" : "gather_output");
     memset(out, 0, sizeof *out);
     count = params->count;
     MT_TRY(mti_params_keep(params, count, out, sizeof *out,
@@ -2146,7 +2204,8 @@ static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *
     MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, y, &partial));
     for (i = 0; i < c.count; i++) {
         for (j = 0; j < c.pieces; j++)
-            MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, mti_piece(&c, local, i, j), mti_piece(&c, partial, i, j)));
+            MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, mti_piece(&c, local, i, j),
+                                       mti_piece(&c, partial, i, j)));
         MT_TRY(mt_overlap_begin(ctx, layer->tensor, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
         MT_TRY(mt_overlap_end(ctx, i, mti_reduce_chunk(ctx, layer->tensor, sp, &c, i, partial, y)));
     }
@@ -2176,8 +2235,8 @@ typedef struct mti_activation_before {
 } mti_activation_before;
 
 /* dx [tokens, local features] = dy W; with act, and h for its h, through the activation. */
-static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, const mti_activation_before *act, mt_tensor dy,
-                                        mt_tensor h, mt_tensor dx) {
+static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, const mti_activation_before *act,
+                                        mt_tensor dy, mt_tensor h, mt_tensor dx) {
     int s;
     if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
     for (s = 0; s < w->shards; s++)
@@ -2190,7 +2249,8 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, cons
 static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
     int s;
     for (s = 0; s < w->shards; s++)
-        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f, mti_param_shard(w, w->grad, s)));
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f,
+                        mti_param_shard(w, w->grad, s)));
     return MT_SUCCESS;
 }
 
@@ -2203,12 +2263,14 @@ static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t
 
 static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
                                   mt_tensor x, const mti_activation_before *act) {
-    int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight), i, j;
+    int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight), i,
+        j;
     mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, dy.rows);
     mt_tensor all, local = dx;
     MT_TRY(mti_gather_chunks(ctx, layer->tensor, sp, &c, dy, &all));
     if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(mti_sum_over_tokens(ctx, layer->tensor, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
+        MT_TRY(mti_sum_over_tokens(ctx, layer->tensor, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad,
+                                   mt_none()));
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
     if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, dx.dtype, all.rows, layer->local_features, &local));
     MT_TRY(mti_canonical(ctx, all, &all)); /* once for all shards */
@@ -2236,27 +2298,28 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
                                                  mt_tensor dx, const mt_linear_saved *saved) {
     static const char *const function = "mt_row_parallel_linear_backward";
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data) MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
+        MT_TRY(
+            mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
     MT_TRY(mti_row_run_backward(ctx, layer, dy, dx, saved->x, NULL));
     return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);
 }
 
-/* ---- >>vocab ------------------------------------------------------------------------------------------------------ */
+/* ---- >>vocab ----------------------------------------------------------------------------------------------------- */
 
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out) {
     mt_param_desc w;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || !desc || !out)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: params, desc or out is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: params, desc or out is NULL");
     if (desc->vocab < 1 || desc->vocab > INT32_MAX || desc->features < 1)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: vocab %lld, features %lld",
-                        (long long)desc->vocab, (long long)desc->features);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: vocab %lld, features %lld",
+                       (long long)desc->vocab, (long long)desc->features);
     memset(out, 0, sizeof *out);
     memset(&w, 0, sizeof w);
     w.rows = desc->vocab;
@@ -2282,8 +2345,8 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     return ctx->ids_checked ? MT_SUCCESS : mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
-/* One summand is the row, the others are 0: their sum is exact in any order. But 0 + -0 is 0, so in invariant mode a single
-   rank adds a 0, too. */
+/* One summand is the row, the others are 0: their sum is exact in any order. But 0 + -0 is 0, so in invariant mode a
+   single rank adds a 0, too. */
 static mt_status mti_embedding_lookup(mt_context *ctx, const mt_vocab_parallel_embedding *layer, const int32_t *ids,
                                       mt_tensor y) {
     if (ctx->invariant) MT_TRY(mt_fill(ctx, y, 0.0f));
@@ -2300,8 +2363,7 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     mark = mt_arena_mark(ctx);
     status = mti_partial_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, y, &partial);
     if (status == MT_SUCCESS) status = mti_embedding_lookup(ctx, layer, ids, partial);
-    if (status == MT_SUCCESS)
-        status = mti_reduce_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, partial, y);
+    if (status == MT_SUCCESS) status = mti_reduce_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, partial, y);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2312,13 +2374,14 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     mt_tensor all;
     mt_status status;
     MT_TRY(mti_embedding_check(ctx, "mt_vocab_parallel_embedding_backward", layer, ids, tokens, "dy", dy));
-    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_backward", layer->tensor, layer->desc.sequence_parallel, "dy",
-                             dy, "", mt_none()));
+    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_backward", layer->tensor, layer->desc.sequence_parallel,
+                             "dy", dy, "", mt_none()));
     mark = mt_arena_mark(ctx);
     status = mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, dy, &all);
     if (status == MT_SUCCESS)
-        status = mt_embedding_backward(ctx, all, layer->first_row, ids,
-                                       layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad);
+        status =
+            mt_embedding_backward(ctx, all, layer->first_row, ids,
+                                  layer->weight->lookup_grad.data ? layer->weight->lookup_grad : layer->weight->grad);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2338,20 +2401,21 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensor || !desc) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensor ? "desc" : "tensor");
+    if (!tensor || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensor ? "desc" : "tensor");
     if (desc->vocab < 1 || desc->vocab > INT32_MAX || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
-                        (double)desc->label_smoothing);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
+                       (double)desc->label_smoothing);
     MT_TRY(mti_expect_shards(ctx, function, tensor));
     shards = mti_shards(ctx, tensor);
     MT_TRY(mti_expect_float_shape(ctx, function, "logits", logits, logits.rows,
                                   shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor))));
-    if (mti_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tensor)) >= 0) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
-                    function, (long long)logits.rows, (long long)shards * mt_comm_size(tensor));
+    if (mt_size_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tensor)) >= 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
+                   function, (long long)logits.rows, (long long)shards * mt_comm_size(tensor));
 }
 
-/* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum). */
+/* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum).
+ */
 static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
                                            mt_tensor logits, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     int s, shards = mti_shards(ctx, tensor), all_shards = shards * mt_comm_size(tensor);
@@ -2376,11 +2440,12 @@ static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function,
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
     if (ctx->ids_checked) return MT_SUCCESS;
-    return mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mti_ignore_index(desc->ignore_index));
+    return mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mt_ignore_index(desc->ignore_index));
 }
 
-MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
-                                                         mt_tensor logits, const int32_t *targets, mt_tensor loss,
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor,
+                                                         const mt_cross_entropy_desc *desc, mt_tensor logits,
+                                                         const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved) {
     static const char *const function = "mt_vocab_parallel_cross_entropy_forward";
     mt_tensor lse;
@@ -2411,11 +2476,11 @@ static mt_status mti_cross_entropy_backward(mt_context *ctx, mt_comm *tensor, co
 }
 
 MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tensor,
-                                                          const mt_cross_entropy_desc *desc, mt_tensor dloss, float scale,
-                                                          const mt_cross_entropy_saved *saved) {
+                                                          const mt_cross_entropy_desc *desc, mt_tensor dloss,
+                                                          float scale, const mt_cross_entropy_saved *saved) {
     static const char *const function = "mt_vocab_parallel_cross_entropy_backward";
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, saved->logits));
     return mti_cross_entropy_backward(ctx, tensor, desc, saved->logits, saved->targets, saved->lse, dloss, scale);
 }
@@ -2437,19 +2502,21 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     status = mti_cross_entropy_forward(ctx, tensor, desc, logits, targets, loss, lse);
-    if (status == MT_SUCCESS) status = mti_cross_entropy_backward(ctx, tensor, desc, logits, targets, lse, dloss, scale);
+    if (status == MT_SUCCESS)
+        status = mti_cross_entropy_backward(ctx, tensor, desc, logits, targets, lse, dloss, scale);
     mt_arena_release(ctx, mark);
     return status;
 }
 
-/* ---- >>buckets ---------------------------------------------------------------------------------------------------- */
+/* ---- >>buckets --------------------------------------------------------------------------------------------------- */
 
-/* Backward passes through the layers from the last to the first, and so through the registry's memory: buckets are counted from
-   its end, each [lo, hi). They cut through parameters, so that a rank's share of every bucket is as large as the others'. */
-static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mti_max(hi - params->buckets.size, 0); }
+/* Backward passes through the layers from the last to the first, and so through the registry's memory: buckets are
+   counted from its end, each [lo, hi). They cut through parameters, so that a rank's share of every bucket is as large
+   as the others'. */
+static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_max(hi - params->buckets.size, 0); }
 
-/* Whether a data rank has the sums of its share only. In invariant mode the norm is added up parameter by parameter, and so
-   needs all of them. */
+/* Whether a data rank has the sums of its share only. In invariant mode the norm is added up parameter by parameter,
+   and so needs all of them. */
 static int mti_is_scattered(const mt_params *params) { return params->buckets.ranks > 1 && !params->ctx->invariant; }
 
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
@@ -2480,7 +2547,8 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, vo
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
         to = (char *)memory + lo * size;
-        MT_TRY(mt_all_gather(ctx, params->grid->data, to + share * params->grid->data_rank * size, to, (size_t)share, dtype));
+        MT_TRY(mt_all_gather(ctx, params->grid->data, to + share * params->grid->data_rank * size, to, (size_t)share,
+                             dtype));
     }
     return MT_SUCCESS;
 }
@@ -2495,11 +2563,12 @@ static mti_stretch mti_share_next(const mt_params *params, int64_t at, int64_t e
     const mti_buckets *b = &params->buckets;
     mti_stretch s = {0, 0, 0};
     while (at < end && s.count <= 0) {
-        int64_t hi = b->ranks > 1 ? params->elements - (params->elements - 1 - at) / b->size * b->size : params->elements;
+        int64_t hi =
+            b->ranks > 1 ? params->elements - (params->elements - 1 - at) / b->size * b->size : params->elements;
         int64_t lo = b->ranks > 1 ? mti_bucket_low(params, hi) : 0, share = (hi - lo) / b->ranks;
         int64_t first = lo + (b->ranks > 1 ? share * params->grid->data_rank : 0);
-        s.at = mti_max(at, first);
-        s.count = mti_min(end, first + share) - s.at;
+        s.at = mt_max(at, first);
+        s.count = mt_min(end, first + share) - s.at;
         s.state = lo / b->ranks + s.at - first;
         at = hi;
     }
@@ -2518,7 +2587,7 @@ static mti_stretch mti_param_share(const mt_param *p) {
     return mti_share_next(p->registry, at, at + p->grad.rows * p->grad.cols);
 }
 
-/* ---- >>sync ------------------------------------------------------------------------------------------------------- */
+/* ---- >>sync ------------------------------------------------------------------------------------------------------ */
 
 /* The subtree of gradients that 2^level micro-batches made. */
 static mt_tensor mti_gradient_level(const mt_params *params, int level) {
@@ -2528,19 +2597,22 @@ static mt_tensor mti_gradient_level(const mt_params *params, int level) {
 /* Sums of each tensor rank's own tokens become sums of all. */
 static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
     if (params->partial == 0) return MT_SUCCESS;
-    return mt_all_reduce(ctx, params->grid->tensor, params->grads, params->grads, (size_t)params->partial, MT_F32, MT_SUM);
+    return mt_all_reduce(ctx, params->grid->tensor, params->grads, params->grads, (size_t)params->partial, MT_F32,
+                         MT_SUM);
 }
 
-/* A binary counter: micro-batch n joins as many finished subtrees as n has trailing ones, so that at most log2(n) wait. The
-   one mechanism for the batch, as mti_shard_tree is for what one call computes. */
+/* A binary counter: micro-batch n joins as many finished subtrees as n has trailing ones, so that at most log2(n) wait.
+   The one mechanism for the batch, as mti_shard_tree is for what one call computes. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
     int64_t n, level;
     MT_TRY(mti_params_ready(ctx, params, "mt_accumulate_gradients"));
     if (!ctx->invariant) return MT_SUCCESS;
     n = params->micro_batches;
     if (n >= (int64_t)1 << params->levels)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
-                        "mt_context_desc.invariant_data is %d", (long long)n, params->grid->data_size, ctx->invariant_data);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
+                       "mt_context_desc.invariant_data is %d",
+                       (long long)n, params->grid->data_size, ctx->invariant_data);
     MT_TRY(mti_sync_partial(ctx, params));
     for (level = 0; n >> level & 1; level++)
         MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
@@ -2556,8 +2628,10 @@ static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     int level = 0;
     if (n == 0) return mti_sync_partial(ctx, params); /* one micro-batch, or not in invariant mode */
     if ((n & (n - 1)) != 0)
-        return mti_fail(ctx, MT_ERR_SHAPE, "mt_sync_gradients: %lld micro-batches on this rank; in invariant mode their number "
-                        "must be a power of two", (long long)n);
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_sync_gradients: %lld micro-batches on this rank; in invariant mode their number "
+                       "must be a power of two",
+                       (long long)n);
     while ((int64_t)1 << level < n) level++;
     params->micro_batches = 0;
     if (level == params->levels) return MT_SUCCESS;
@@ -2570,7 +2644,8 @@ MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients_begin"));
     b = &params->buckets;
     if (b->begun)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_sync_gradients_begin: was called already, and mt_sync_gradients not since");
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_sync_gradients_begin: was called already, and mt_sync_gradients not since");
     if (ctx->invariant) return MT_SUCCESS;
     for (i = 0; i < params->count; i++) params->list[i]->final = 0;
     b->begun = 1;
@@ -2597,15 +2672,17 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!first || !last || !first->registry || first->registry != last->registry || first->index > last->index)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' to '%s' are no parameters of one registry, in its order", function,
-                        first ? first->name : "(NULL)", last ? last->name : "(NULL)");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' to '%s' are no parameters of one registry, in its order",
+                       function, first ? first->name : "(NULL)", last ? last->name : "(NULL)");
     params = first->registry;
     MT_TRY(mti_params_ready(ctx, params, function));
     if (!params->buckets.begun) return MT_SUCCESS;
     for (i = first->index; i <= last->index; i++) {
         if (params->list[i]->final)
-            return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' was final already: mt_sync_gradients_begin comes "
-                            "before the last backward of a step", function, params->list[i]->name);
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: the gradient of '%s' was final already: mt_sync_gradients_begin comes "
+                           "before the last backward of a step",
+                           function, params->list[i]->name);
         params->list[i]->final = 1;
     }
     mti_buckets_advance(params);
@@ -2625,8 +2702,8 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* In invariant mode each part of an embedding's gradient is summed over all micro-batches, those of other data ranks included,
-   before the parts are added: so the bits do not depend on how many data ranks there are. */
+/* In invariant mode each part of an embedding's gradient is summed over all micro-batches, those of other data ranks
+   included, before the parts are added: so the bits do not depend on how many data ranks there are. */
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *behind = params->grads + params->elements;
     size_t lookups = (size_t)(params->gradients - params->elements);
@@ -2673,7 +2750,8 @@ static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor s
     for (i = 0; i < params->count; i++)
         MT_TRY(mti_sum_param_squares(ctx, params->list[i],
                                      mt_tensor_cols(sums, !mti_counts_in_norm(params->grid, params->list[i]), 1)));
-    if (mti_is_scattered(params)) MT_TRY(mt_all_reduce(ctx, params->grid->data, sums.data, sums.data, 2, MT_F32, MT_SUM));
+    if (mti_is_scattered(params))
+        MT_TRY(mt_all_reduce(ctx, params->grid->data, sums.data, sums.data, 2, MT_F32, MT_SUM));
     return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
 }
 
@@ -2687,8 +2765,9 @@ static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_te
     return mt_broadcast(ctx, grid->pipeline, sum.data, sum.data, 1, MT_F32, last);
 }
 
-/* The same in invariant mode: a number for every parameter and each of the V virtual shards, which only one rank of the tensor
-   group knows, so that the all-reduce is exact, and one for all that does not count; then a tree over the shards. */
+/* The same in invariant mode: a number for every parameter and each of the V virtual shards, which only one rank of the
+   tensor group knows, so that the all-reduce is exact, and one for all that does not count; then a tree over the
+   shards. */
 static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, mt_tensor sums) {
     int i, s, v = ctx->invariant, columns = params->count + 1;
     mt_tensor all;
@@ -2698,18 +2777,21 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
         const mt_param *p = params->list[i];
         int column = mti_counts_in_norm(params->grid, p) ? i : params->count;
         for (s = 0; s < p->shards; s++)
-            MT_TRY(mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
-                                     mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), column, 1)));
+            MT_TRY(
+                mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
+                                  mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), column, 1)));
     }
     MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)v * (size_t)columns, MT_F32, MT_SUM));
     MT_TRY(mt_tree_sum(ctx, all));
     MT_TRY(mt_sum(ctx, mt_tensor_cols(mt_tensor_rows(all, 0, 1), params->count, 1), mt_tensor_cols(sums, 1, 1)));
     MT_TRY(mti_sum_over_stages(ctx, params->grid, mt_tensor_cols(mt_tensor_rows(all, 0, 1), 0, params->count),
                                mt_tensor_cols(sums, 0, 1)));
-    return mt_all_reduce(ctx, params->grid->pipeline, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32, MT_SUM);
+    return mt_all_reduce(ctx, params->grid->pipeline, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32,
+                         MT_SUM);
 }
 
-/* What is not counted still must be finite, or one copy of a parameter would go its own way: 0 times it is 0, or NaN. */
+/* What is not counted still must be finite, or one copy of a parameter would go its own way: 0 times it is 0, or NaN.
+ */
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     mt_tensor sums;
     float squares[2];
@@ -2725,7 +2807,7 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     size_t mark;
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, "mt_grad_norm"));
-    if (!norm) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_grad_norm: norm is NULL");
+    if (!norm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_grad_norm: norm is NULL");
     mark = mt_arena_mark(ctx);
     status = mti_grad_norm(ctx, params, norm);
     mt_arena_release(ctx, mark);
@@ -2737,7 +2819,7 @@ MT_API float mt_clip_coefficient(float norm, float max_norm) {
     return max_norm > 0.0f && c < 1.0f ? c : 1.0f;
 }
 
-/* ---- >>loss-scaler ------------------------------------------------------------------------------------------------- */
+/* ---- >>loss-scaler ----------------------------------------------------------------------------------------------- */
 
 /* What is wrong with it, by the name it has in a checkpoint; NULL: nothing. */
 static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
@@ -2751,15 +2833,17 @@ static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
 
 static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
     if (!mti_loss_scaler_fault(d)) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: initial_scale %.9g, min_scale %.9g, growth %g, backoff %g, "
-                    "growth_interval %d, hysteresis %d", (double)d->initial_scale, (double)d->min_scale, (double)d->growth,
-                    (double)d->backoff, d->growth_interval, d->hysteresis);
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "mt_loss_scaler_create: initial_scale %.9g, min_scale %.9g, growth %g, backoff %g, "
+                   "growth_interval %d, hysteresis %d",
+                   (double)d->initial_scale, (double)d->min_scale, (double)d->growth, (double)d->backoff,
+                   d->growth_interval, d->hysteresis);
 }
 
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out) {
     mt_loss_scaler_desc d;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: out is NULL");
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: out is NULL");
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     d.initial_scale = mti_default(d.initial_scale, 4294967296.0f);
@@ -2802,17 +2886,18 @@ MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
     return unscale;
 }
 
-/* ---- >>optimizer -------------------------------------------------------------------------------------------------- */
+/* ---- >>optimizer ------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_optimizer_check(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
     if (d->stochastic_rounding && params->dtype == MT_F32)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: stochastic_rounding is for bf16 and f16 parameters, these "
-                        "are f32");
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_optimizer_create: stochastic_rounding is for bf16 and f16 parameters, these "
+                       "are f32");
     if (d->beta1 >= 0.0f && d->beta1 < 1.0f && d->beta2 >= 0.0f && d->beta2 < 1.0f && d->eps > 0.0f &&
         d->weight_decay >= 0.0f)
         return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: beta1 %g, beta2 %g, eps %g, weight_decay %g",
-                    (double)d->beta1, (double)d->beta2, (double)d->eps, (double)d->weight_decay);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: beta1 %g, beta2 %g, eps %g, weight_decay %g",
+                   (double)d->beta1, (double)d->beta2, (double)d->eps, (double)d->weight_decay);
 }
 
 /* n elements for each parameter's gradient: m, v or masters. */
@@ -2837,7 +2922,8 @@ static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) 
     MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->v));
     if (params->dtype == MT_F32 || optimizer->desc.stochastic_rounding) return MT_SUCCESS;
     MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->master));
-    for (s = mti_share_next(params, 0, params->elements); s.count > 0; s = mti_share_after(params, s, params->elements)) {
+    for (s = mti_share_next(params, 0, params->elements); s.count > 0;
+         s = mti_share_after(params, s, params->elements)) {
         const char *values = (const char *)params->values + mti_params_bytes(params, s.at);
         MT_TRY(mt_convert(ctx, mt_tensor_make(values, params->dtype, 1, s.count),
                           mt_tensor_f32(optimizer->master + s.state, 1, s.count)));
@@ -2857,11 +2943,12 @@ static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params,
     return mti_told_end(ctx, params, "mt_optimizer_create", 0, &t);
 }
 
-MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc, mt_optimizer *out) {
+MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
+                                     mt_optimizer *out) {
     mt_optimizer_desc d;
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, "mt_optimizer_create"));
-    if (!out) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: out is NULL");
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: out is NULL");
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     d.beta1 = mti_default(d.beta1, 0.9f);
@@ -2891,22 +2978,23 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
 static mt_status mti_optimizer_shard_check(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
                                            const mt_param *param, const char *name, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!param || !out) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, param ? name : "param");
-    if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: no optimizer", function);
+    if (!param || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, param ? name : "param");
+    if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: no optimizer", function);
     if (mt_params_find(optimizer->params, param->name) == param) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is not of this optimizer's registry", function, param->name);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is not of this optimizer's registry", function, param->name);
 }
 
 static mt_status mti_expect_unshared(mt_context *ctx, const char *function, const mt_optimizer *optimizer) {
     if (optimizer->params->buckets.ranks == 1) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %d data ranks share the optimizer's state (sharded_optimizer); use "
-                    "mt_optimizer_read, _gather or _scatter", function, optimizer->params->buckets.ranks);
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "%s: %d data ranks share the optimizer's state (sharded_optimizer); use "
+                   "mt_optimizer_read, _gather or _scatter",
+                   function, optimizer->params->buckets.ranks);
 }
 
-MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param, mt_tensor *m,
-                                      mt_tensor *v) {
-    MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_moments", optimizer, param, "m or v",
-                                     m && v ? m : NULL));
+MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
+                                      mt_tensor *m, mt_tensor *v) {
+    MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_moments", optimizer, param, "m or v", m && v ? m : NULL));
     MT_TRY(mti_expect_unshared(ctx, "mt_optimizer_moments", optimizer));
     *m = mti_optimizer_shard(param, optimizer->m);
     *v = mti_optimizer_shard(param, optimizer->v);
@@ -2924,7 +3012,8 @@ MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimi
 /* One state, checked. memory: m, v or the masters, or NULL where the parameter's value is the master, and after an
    error: gcc -O3 cannot see that an error is never MT_SUCCESS, and would warn of what callers read then. */
 static mt_status mti_optimizer_state(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
-                                     const mt_param *param, mt_optimizer_state state, const void *other, float **memory) {
+                                     const mt_param *param, mt_optimizer_state state, const void *other,
+                                     float **memory) {
     *memory = NULL;
     MT_TRY(mti_optimizer_shard_check(ctx, function, optimizer, param, "the tensor", other));
     switch (state) {
@@ -2932,10 +3021,11 @@ static mt_status mti_optimizer_state(mt_context *ctx, const char *function, cons
     case MT_EXP_AVG_SQ: *memory = optimizer->v; return MT_SUCCESS;
     case MT_MASTER: *memory = optimizer->master; return MT_SUCCESS;
     }
-    return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: state is %d", function, (int)state);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: state is %d", function, (int)state);
 }
 
-/* Between this rank's share of a parameter's state and the place of that share in `whole`, shaped like the parameter. */
+/* Between this rank's share of a parameter's state and the place of that share in `whole`, shaped like the parameter.
+ */
 static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *memory, mt_tensor whole, int to_whole) {
     int64_t first = mti_param_place(p), end = first + whole.rows * whole.cols;
     mti_stretch s;
@@ -2947,8 +3037,8 @@ static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *m
     return MT_SUCCESS;
 }
 
-/* A parameter's state where this rank has it, or put together in the arena from the shares of all: as integers, of which all
-   but one are 0, so that every bit arrives. */
+/* A parameter's state where this rank has it, or put together in the arena from the shares of all: as integers, of
+   which all but one are 0, so that every bit arrives. */
 static mt_status mti_optimizer_whole(mt_context *ctx, const mt_param *p, float *memory, mt_tensor *out) {
     const mt_params *params = p->registry;
     size_t count = (size_t)(p->grad.rows * p->grad.cols);
@@ -2990,8 +3080,8 @@ MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimi
     return status;
 }
 
-static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_param *p, mt_optimizer_state state, const float *global,
-                                       float *memory) {
+static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_param *p, mt_optimizer_state state,
+                                       const float *global, float *memory) {
     mt_tensor whole = memory ? mti_optimizer_shard(p, memory) : p->value;
     int shared = memory && p->registry->buckets.ranks > 1;
     if (shared) MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, &whole));
@@ -3013,7 +3103,8 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
     return status;
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a block; their state begins at `state` of this rank's share. */
+/* Rows [row, row + rows) and columns [col, col + cols) of a block; their state begins at `state` of this rank's share.
+ */
 typedef struct mti_patch {
     int64_t row, rows, col, cols, state;
 } mti_patch;
@@ -3029,8 +3120,8 @@ static mt_tensor mti_patch_state(mt_tensor grad, float *memory, mti_patch at) {
     return grad;
 }
 
-static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b, mti_patch at,
-                                     mt_adamw *hyper) {
+static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
+                                     mti_patch at, mt_adamw *hyper) {
     mt_random random = mti_param_random(p, b, o->desc.seed, (uint64_t)hyper->step);
     mt_tensor grad = mti_patch_view(p, p->grad, b, at);
     random.first_row += at.row;
@@ -3041,17 +3132,17 @@ static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, con
 }
 
 /* A stretch of a block: the rest of a row, whole rows, the beginning of a row. Between rows may lie other columns. */
-static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
-                                       mt_adamw *hyper) {
+static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
+                                       mti_stretch s, mt_adamw *hyper) {
     mt_tensor block = mti_param_block_view(p, p->grad, b);
-    int64_t ld = mti_ld(block), left, at = s.at - ((const float *)block.data - o->params->grads);
+    int64_t ld = mt_tensor_ld(block), left, at = s.at - ((const float *)block.data - o->params->grads);
     mti_patch patch;
     for (left = s.count; left > 0;) {
         int64_t used;
         patch.row = at / ld;
         patch.col = at % ld;
         patch.rows = 1;
-        patch.cols = mti_min(block.cols - patch.col, left);
+        patch.cols = mt_min(block.cols - patch.col, left);
         patch.state = s.state + s.count - left;
         if (patch.col == 0 && patch.cols == block.cols) patch.rows = (left - block.cols) / ld + 1;
         if (patch.cols > 0) MT_TRY(mti_optimizer_patch(ctx, o, p, b, patch, hyper));
@@ -3063,14 +3154,16 @@ static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, c
 }
 
 /* Block by block: those know their place in the whole parameter, and padding stays the zero that it is. */
-static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *p, mt_adamw *hyper) {
+static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *p,
+                                      mt_adamw *hyper) {
     const mt_params *params = optimizer->params;
     mti_stretch s;
     int64_t i;
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, p->tensor_rank, i);
         mt_tensor block = mti_param_block_view(p, p->grad, b);
-        int64_t first = (const float *)block.data - params->grads, end = first + (block.rows - 1) * mti_ld(block) + block.cols;
+        int64_t first = (const float *)block.data - params->grads,
+                end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
         if (b.count == 0) continue;
         for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
             MT_TRY(mti_optimizer_stretch(ctx, optimizer, p, b, s, hyper));
@@ -3083,7 +3176,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     mt_adamw hyper;
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!optimizer || !optimizer->params) return mti_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
+    if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     params = optimizer->params;
     hyper.lr = lr;
     hyper.beta1 = optimizer->desc.beta1;
@@ -3104,7 +3197,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
 }
 
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
-    return MTI_RANGE("optimizer step", mti_optimizer_step(ctx, optimizer, lr, grad_scale));
+    return MT_RANGE("optimizer step", mti_optimizer_step(ctx, optimizer, lr, grad_scale));
 }
 
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
@@ -3114,10 +3207,11 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
     if (step < warmup) return (float)((double)lr * (double)(step + 1) / (double)warmup);
     if (step >= total) return min_lr;
     progress = (double)(step - warmup) / (double)(total - warmup);
-    return (float)((double)min_lr + 0.5 * ((double)lr - (double)min_lr) * (1.0 + cos(3.14159265358979323846 * progress)));
+    return (float)((double)min_lr +
+                   0.5 * ((double)lr - (double)min_lr) * (1.0 + cos(3.14159265358979323846 * progress)));
 }
 
-/* ---- >>pipeline ---------------------------------------------------------------------------------------------------- */
+/* ---- >>pipeline -------------------------------------------------------------------------------------------------- */
 
 typedef struct mti_schedule {
     mt_action *actions; /* NULL: they are only counted */
@@ -3128,7 +3222,8 @@ typedef struct mti_schedule {
 static void mti_act(mti_schedule *s, mt_action_kind kind, int micro_batch, int received) {
     int goes_back = kind == MT_RECV_FORWARD || kind == MT_SEND_BACKWARD || kind == MT_SEND_BACKWARD_RECV_FORWARD;
     mt_action *a = s->actions && s->count < s->capacity ? &s->actions[s->count] : NULL;
-    if (kind != MT_FORWARD && kind != MT_BACKWARD && (goes_back ? s->is_first : s->is_last)) return; /* there is nobody */
+    if (kind != MT_FORWARD && kind != MT_BACKWARD && (goes_back ? s->is_first : s->is_last))
+        return; /* there is nobody */
     s->count++;
     if (!a) return;
     a->kind = kind;
@@ -3139,7 +3234,8 @@ static void mti_act(mti_schedule *s, mt_action_kind kind, int micro_batch, int r
 }
 
 /* Of n micro-batches the first `warmup` run forward, then each further forward is followed by a backward, then come the
-   backwards that are left: Megatron's forward_backward_pipelining_without_interleaving. It is GPipe when all warm up. */
+   backwards that are left: Megatron's forward_backward_pipelining_without_interleaving. It is GPipe when all warm up.
+ */
 static void mti_schedule_fill(mti_schedule *s, int warmup, int n, int backward) {
     int i;
     for (i = 0; i < warmup; i++) {
@@ -3163,8 +3259,8 @@ static void mti_schedule_fill(mti_schedule *s, int warmup, int n, int backward) 
     }
 }
 
-MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches, mt_action *actions,
-                                      int capacity, int *count) {
+MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches,
+                                      mt_action *actions, int capacity, int *count) {
     mti_schedule s;
     int warmup = micro_batches, backward = schedule != MT_SCHEDULE_FORWARD_ONLY;
     if (!count || schedule < MT_SCHEDULE_1F1B || schedule > MT_SCHEDULE_FORWARD_ONLY || stages < 1 || stage < 0 ||
@@ -3212,7 +3308,8 @@ static int mti_pipeline_has_forward(const mt_action *actions, const mt_action *b
 }
 
 /* What is wrong with an action of a list; NULL: nothing. first: no forward has come before. */
-static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_action *actions, int count, int i, int first) {
+static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_action *actions, int count, int i,
+                                      int first) {
     const mt_action *a = &actions[i];
     if (a->kind < MT_FORWARD || a->kind > MT_SEND_BACKWARD_RECV_FORWARD) return "there is no such kind";
     if (a->slot < 0 || a->recv_slot < 0 || a->slot >= count || a->recv_slot >= count)
@@ -3229,21 +3326,25 @@ static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const 
     static const char *const function = "mt_pipeline_run";
     int i, forwards = 0;
     if (!grid || !grid->pipeline || !stage || !stage->forward || !actions)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, !grid || !grid->pipeline ? "the grid was not created" :
-                        !stage ? "stage is NULL" : actions ? "stage->forward is NULL" : "actions is NULL");
-    if (stage->rows < 1 || stage->cols < 1 || !mti_is_float(stage->dtype))
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in %s cannot travel between stages", function,
-                        (long long)stage->rows, (long long)stage->cols, mt_dtype_name(stage->dtype));
-    if (count < 0) return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: count is %d, must not be negative", function, count);
-    if (mti_mul(mti_mul(stage->rows, stage->cols), 8 * mti_max(1, count)) < 0)
-        return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in up to %d slots is more than can be counted",
-                        function, (long long)stage->rows, (long long)stage->cols, count);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                       !grid || !grid->pipeline ? "the grid was not created"
+                       : !stage                 ? "stage is NULL"
+                       : actions                ? "stage->forward is NULL"
+                                                : "actions is NULL");
+    if (stage->rows < 1 || stage->cols < 1 || !mt_dtype_is_float(stage->dtype))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in %s cannot travel between stages", function,
+                       (long long)stage->rows, (long long)stage->cols, mt_dtype_name(stage->dtype));
+    if (count < 0) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: count is %d, must not be negative", function, count);
+    if (mt_size_mul(mt_size_mul(stage->rows, stage->cols), 8 * mt_max(1, count)) < 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in up to %d slots is more than can be counted", function,
+                       (long long)stage->rows, (long long)stage->cols, count);
     for (i = 0; i < count; i++) {
         const mt_action *a = &actions[i];
         const char *wrong = mti_pipeline_wrong(stage, actions, count, i, !forwards);
         if (wrong)
-            return mti_fail(ctx, MT_ERR_ARGUMENT, "%s: action %d of %d: kind %d, micro-batch %d, slot %d, recv_slot %d: %s",
-                            function, i, count, (int)a->kind, a->micro_batch, a->slot, a->recv_slot, wrong);
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: action %d of %d: kind %d, micro-batch %d, slot %d, recv_slot %d: %s", function, i,
+                           count, (int)a->kind, a->micro_batch, a->slot, a->recv_slot, wrong);
         forwards += a->kind == MT_FORWARD;
     }
     return MT_SUCCESS;
@@ -3284,14 +3385,16 @@ static mt_status mti_pipeline_measure(mt_context *ctx, mti_pipeline *p) {
 static mt_status mti_pipeline_forward(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
     size_t first = p->base + (size_t)a->slot * p->kept, end = first + p->kept;
     int keeps_too_much;
-    if (p->measured) mti_arena_region(ctx, first, end, p->top);
+    if (p->measured) mt_arena_region(ctx, first, end, p->top);
     MT_TRY(p->stage->forward(ctx, p->stage->user, a, mti_pipeline_input(p, a->slot), p->output));
     if (!p->measured) return mti_pipeline_measure(ctx, p);
     keeps_too_much = mt_arena_mark(ctx) > end;
-    mti_arena_region(ctx, p->top, 0, 0);
+    mt_arena_region(ctx, p->top, 0, 0);
     if (!keeps_too_much) return MT_SUCCESS;
-    return mti_fail(ctx, MT_ERR_SHAPE, "mt_pipeline_run: micro-batch %d keeps more of the arena than the first, which kept %zu "
-                    "bytes: they must have one size", a->micro_batch, p->kept);
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "mt_pipeline_run: micro-batch %d keeps more of the arena than the first, which kept %zu "
+                   "bytes: they must have one size",
+                   a->micro_batch, p->kept);
 }
 
 static mt_status mti_pipeline_backward(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
@@ -3337,7 +3440,7 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
     mark = mt_arena_mark(ctx);
     status = mti_pipeline_buffers(ctx, &p);
     for (i = 0; status == MT_SUCCESS && i < count; i++) status = mti_pipeline_act(ctx, &p, &actions[i]);
-    mti_arena_region(ctx, mark, 0, 0);
+    mt_arena_region(ctx, mark, 0, 0);
     return status;
 }
 

@@ -2,9 +2,9 @@
 
    cc -O3 -march=native -I. examples/01_mlp.c -o 01_mlp -lm -lpthread && ./01_mlp
 
-   The program fits an MLP to a fixed function with plain gradient descent. What megatron.h adds is marked (1) to (5); the
-   buffers, the loss and the update stay the program's own. Run it with another number of ranks, ./01_mlp 4, and the losses
-   are the same: the model does not depend on the split. */
+   The program fits an MLP to a fixed function with plain gradient descent. What megatron.h adds is marked (1) to (5);
+   the buffers, the loss and the update stay the program's own. Run it with another number of ranks, ./01_mlp 4, and the
+   losses are the same: the model does not depend on the split. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -49,7 +49,8 @@ static mt_status step(mt_context *ctx, mt_params *params, const mt_mlp *mlp, buf
     MT_TRY(mt_mlp_forward(ctx, mlp, mt_tensor_f32(b->x, TOKENS, HIDDEN), mt_tensor_f32(b->y, TOKENS, HIDDEN), &saved));
     *loss = squared_error(b->y, b->target, b->dy);
     /* (5) backward adds to the parameters' gradients and writes dx; what forward saved is released with the arena */
-    MT_TRY(mt_mlp_backward(ctx, mlp, mt_tensor_f32(b->dy, TOKENS, HIDDEN), mt_tensor_f32(b->dx, TOKENS, HIDDEN), &saved));
+    MT_TRY(
+        mt_mlp_backward(ctx, mlp, mt_tensor_f32(b->dy, TOKENS, HIDDEN), mt_tensor_f32(b->dx, TOKENS, HIDDEN), &saved));
     mt_arena_release(ctx, mark);
     descend(params, 0.05f);
     return MT_SUCCESS;
@@ -77,10 +78,10 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_mlp_desc desc = {.hidden = HIDDEN}; /* ffn 4 x hidden, GeLU, bias */
     mt_mlp mlp;
     (void)user;
-    mt_status status = mt_context_create(world, NULL, &ctx);                              /* (1) CPU, defaults */
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);              /* (2) who splits with whom */
+    mt_status status = mt_context_create(world, NULL, &ctx);                 /* (1) CPU, defaults */
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (2) who splits with whom */
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
-    if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp);    /* (3) this rank's shard */
+    if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp); /* (3) this rank's shard */
     if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 1234);
     if (status == MT_SUCCESS) status = fit(ctx, params, &mlp, mt_comm_rank(world) == 0);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0)

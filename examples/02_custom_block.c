@@ -2,9 +2,9 @@
 
    cc -O3 -march=native -I. examples/02_custom_block.c -o 02_custom_block -lm -lpthread && ./02_custom_block
 
-   GPT-J and PaLM compute y = x + attention(LN(x)) + MLP(LN(x)). Both halves read the same LN(x) and their outputs meet in one
-   sum, so one g (all-reduce) forward and one f (all-reduce) backward serve both: 2 all-reduces per layer and step where the
-   sequential layer of megatron.h needs 4. Run it with ./02_custom_block 1, 2 or 4 ranks: same losses. */
+   GPT-J and PaLM compute y = x + attention(LN(x)) + MLP(LN(x)). Both halves read the same LN(x) and their outputs meet
+   in one sum, so one g (all-reduce) forward and one f (all-reduce) backward serve both: 2 all-reduces per layer and
+   step where the sequential layer of megatron.h needs 4. Run it with ./02_custom_block 1, 2 or 4 ranks: same losses. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -12,9 +12,9 @@
 enum { SEQUENCES = 4, SEQ = 32, TOKENS = SEQUENCES * SEQ, HIDDEN = 64, HEADS = 4, FFN = 256, STEPS = 60 };
 
 typedef struct block {
-    mt_param *gain, *bias;             /* of the norm */
+    mt_param *gain, *bias; /* of the norm */
     mt_column_parallel_linear qkv, fc1;
-    mt_row_parallel_linear proj, fc2;  /* their weights; the reduction they share is done here */
+    mt_row_parallel_linear proj, fc2; /* their weights; the reduction they share is done here */
     mt_attention_shape attention;
     mt_comm *tensor;
 } block;
@@ -27,11 +27,17 @@ typedef struct block_saved {
 static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
     mt_param_desc gain = {.name = "norm.weight", .rows = 1, .cols = HIDDEN, .init_value = 1};
     mt_param_desc bias = {.name = "norm.bias", .rows = 1, .cols = HIDDEN};
-    mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = 3 * HIDDEN, .unit = 3 * HIDDEN / HEADS, .init_std = 0.1f};
+    mt_linear_desc qkv = {
+        .in_features = HIDDEN, .out_features = 3 * HIDDEN, .unit = 3 * HIDDEN / HEADS, .init_std = 0.1f};
     mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = FFN, .skip_bias_add = 1, .init_std = 0.1f};
-    mt_linear_desc proj = {.in_features = HIDDEN, .out_features = HIDDEN, .unit = HIDDEN / HEADS, .input_is_parallel = 1,
-                           .no_bias = 1, .init_std = 0.1f};
-    mt_linear_desc fc2 = {.in_features = FFN, .out_features = HIDDEN, .input_is_parallel = 1, .no_bias = 1, .init_std = 0.1f};
+    mt_linear_desc proj = {.in_features = HIDDEN,
+                           .out_features = HIDDEN,
+                           .unit = HIDDEN / HEADS,
+                           .input_is_parallel = 1,
+                           .no_bias = 1,
+                           .init_std = 0.1f};
+    mt_linear_desc fc2 = {
+        .in_features = FFN, .out_features = HIDDEN, .input_is_parallel = 1, .no_bias = 1, .init_std = 0.1f};
     MT_TRY(mt_params_add(ctx, params, &gain, &b->gain));
     MT_TRY(mt_params_add(ctx, params, &bias, &b->bias));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "qkv", &qkv, &b->qkv));
@@ -39,8 +45,11 @@ static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->proj));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->fc2));
     b->tensor = mt_params_grid(params)->tensor;
-    b->attention = (mt_attention_shape){.batch = SEQUENCES, .seq = SEQ, .groups = b->qkv.local_features / qkv.unit,
-                                        .heads_per_group = 1, .head_dim = HIDDEN / HEADS};
+    b->attention = (mt_attention_shape){.batch = SEQUENCES,
+                                        .seq = SEQ,
+                                        .groups = b->qkv.local_features / qkv.unit,
+                                        .heads_per_group = 1,
+                                        .head_dim = HIDDEN / HEADS};
     return MT_SUCCESS;
 }
 
@@ -84,7 +93,8 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dqkv, b->qkv.weight->value, 0, dnorm));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, s->h, b->fc1.weight->value, 1, dnorm));
     MT_TRY(mt_copy_to_tensor_region_backward(ctx, b->tensor, dnorm)); /* f: the one all-reduce */
-    return mt_norm_backward(ctx, MT_LAYER_NORM, s->x, b->gain->value, s->stats, dnorm, dy, dx, b->gain->grad, b->bias->grad);
+    return mt_norm_backward(ctx, MT_LAYER_NORM, s->x, b->gain->value, s->stats, dnorm, dy, dx, b->gain->grad,
+                            b->bias->grad);
 }
 
 /* One step towards predicting each token's predecessor; a toy task that attention can solve and an MLP alone cannot. */
@@ -120,7 +130,8 @@ static mt_status run(mt_comm *world, mt_context *ctx, mt_params *params, mt_opti
     for (int step = 0; step < STEPS; step++) {
         mt_comm_ledger_reset(b.tensor);
         MT_TRY(train_step(ctx, &b, params, adamw, &loss));
-        if (mt_comm_rank(world) == 0 && (step % 10 == 0 || step == STEPS - 1)) printf("step %2d  loss %.5f\n", step, (double)loss);
+        if (mt_comm_rank(world) == 0 && (step % 10 == 0 || step == STEPS - 1))
+            printf("step %2d  loss %.5f\n", step, (double)loss);
     }
     if (mt_comm_rank(world) == 0)
         printf("%d ranks, %llu all-reduces per step\n", mt_comm_size(world),

@@ -1,10 +1,11 @@
-/* 03_nccl - drops the MLP of 01_mlp.c into a CUDA program that already owns its GPUs' streams, buffers and NCCL communicator.
+/* 03_nccl - drops the MLP of 01_mlp.c into a CUDA program that already owns its GPUs' streams, buffers and NCCL
+   communicator.
 
    nvcc -O3 -I. examples/03_nccl.cu -o 03_nccl -lcublasLt -lnccl && ./03_nccl
 
-   The program has a thread for each GPU, ncclCommInitAll, kernels for its loss and its update. What megatron.h adds is marked
-   (1) to (6), in the same places as in 01_mlp.c, and works in the program's stream. ./03_nccl 2 takes two GPUs; the losses are
-   the same. */
+   The program has a thread for each GPU, ncclCommInitAll, kernels for its loss and its update. What megatron.h adds is
+   marked (1) to (6), in the same places as in 01_mlp.c, and works in the program's stream. ./03_nccl 2 takes two GPUs;
+   the losses are the same. */
 
 #define MEGATRON_IMPLEMENTATION
 #define MT_USE_NCCL
@@ -75,7 +76,8 @@ static mt_status step(mt_context *ctx, mt_params *params, const mt_mlp *mlp, con
     MT_TRY(mt_mlp_forward(ctx, mlp, mt_tensor_f32(g->x, TOKENS, HIDDEN), mt_tensor_f32(g->y, TOKENS, HIDDEN), &saved));
     squared_error<<<TOKENS / 64, 64, 0, g->stream>>>(g->y, g->target, g->dy, g->loss);
     /* (6) backward adds to the parameters' gradients and writes dx */
-    MT_TRY(mt_mlp_backward(ctx, mlp, mt_tensor_f32(g->dy, TOKENS, HIDDEN), mt_tensor_f32(g->dx, TOKENS, HIDDEN), &saved));
+    MT_TRY(
+        mt_mlp_backward(ctx, mlp, mt_tensor_f32(g->dy, TOKENS, HIDDEN), mt_tensor_f32(g->dx, TOKENS, HIDDEN), &saved));
     mt_arena_release(ctx, mark);
     for (int i = 0; i < mt_params_count(params); i++) {
         mt_param *p = mt_params_at(params, i);
@@ -116,13 +118,13 @@ static void worker(gpu *g, int *failed) {
     where.device = MT_DEVICE_CUDA;
     where.ordinal = g->device;
     where.stream = g->stream;
-    desc.hidden = HIDDEN; /* ffn 4 x hidden, GeLU, bias */
-    mt_status status = mt_context_create(NULL, &where, &ctx);                                /* (1) in the program's stream */
-    if (status == MT_SUCCESS) status = mt_comm_create_nccl(ctx, g->comm, 60.0, &world);      /* (2) its communicator, 60 s */
+    desc.hidden = HIDDEN;                                     /* ffn 4 x hidden, GeLU, bias */
+    mt_status status = mt_context_create(NULL, &where, &ctx); /* (1) in the program's stream */
+    if (status == MT_SUCCESS) status = mt_comm_create_nccl(ctx, g->comm, 60.0, &world); /* (2) its communicator, 60 s */
     shape.tensor = mt_comm_size(world);
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);                 /* (3) who splits with whom */
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (3) who splits with whom */
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
-    if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp);       /* (4) this rank's shard */
+    if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp); /* (4) this rank's shard */
     if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 1234);
     if (status == MT_SUCCESS) status = fit(ctx, params, &mlp, g, mt_comm_rank(world) == 0);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0)
@@ -134,7 +136,8 @@ static void worker(gpu *g, int *failed) {
     mt_params_destroy(params);
     mt_grid_destroy(&grid);
     mt_comm_destroy(world);
-    if (*failed) { /* a peer may be gone: the program aborts its communicator before anybody waits for the stream again */
+    if (*failed) { /* a peer may be gone: the program aborts its communicator before anybody waits for the stream again
+                    */
         ncclCommAbort(g->comm);
         g->comm = NULL;
     }

@@ -1,13 +1,16 @@
 /* 04_generate - loads a GPT from a checkpoint, on any number of tensor parallel ranks, and lets it write.
 
-   cc -O3 -march=native -I. examples/04_generate.c -o 04_generate -lm -lpthread && ./04_generate tests/golden/gpt2_hf --ids 1,2,3
+   cc -O3 -march=native -I. examples/04_generate.c -o 04_generate -lm -lpthread && ./04_generate tests/golden/gpt2_hf
+   --ids 1,2,3
 
-   ./04_generate DIR --prompt "The "        DIR: train_gpt --checkpoint's, of which the newest checkpoint is taken, one of them,
+   ./04_generate DIR --prompt "The "        DIR: train_gpt --checkpoint's, of which the newest checkpoint is taken, one
+   of them,
    ./04_generate DIR --tp 4 --tokens 200    or a GPT-2 of Hugging Face (model.safetensors and config.json)
 
-   A vocabulary of 256 is bytes: --prompt is text, and text comes out. Of any other, tokens go in and come out as numbers; the
-   tokenizer is not this program's business. --temperature 0 always takes the most probable token. The same DIR, --seed and
-   flags give the same tokens on every --tp, but for two that are equally probable to the last digits. */
+   A vocabulary of 256 is bytes: --prompt is text, and text comes out. Of any other, tokens go in and come out as
+   numbers; the tokenizer is not this program's business. --temperature 0 always takes the most probable token. The same
+   DIR, --seed and flags give the same tokens on every --tp, but for two that are equally probable to the last digits.
+ */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -17,7 +20,7 @@ typedef struct job {
     double tp, tokens, temperature, seed;
     char path[MT_PATH_MAX]; /* of the model */
     mt_gpt_desc gpt;
-    int32_t *history;       /* the prompt, and how many tokens it has */
+    int32_t *history; /* the prompt, and how many tokens it has */
     int64_t prompted;
 } job;
 
@@ -46,7 +49,8 @@ static int32_t draw_token(const job *j, const float *logits, int64_t n) {
 }
 
 /* One whole forward for each token, of the last max_seq tokens. */
-static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, int32_t *history, float *logits, int speaks) {
+static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, int32_t *history, float *logits,
+                          int speaks) {
     for (int64_t n = j->prompted; n < j->prompted + (int64_t)j->tokens; n++) {
         mt_batch batch = {.sequences = 1, .seq = n < gpt->desc.max_seq ? n : gpt->desc.max_seq};
         size_t mark = mt_arena_mark(ctx);
@@ -123,7 +127,8 @@ static int read_ids(job *j, const char *text) {
     for (const char *at = text; *at; at = end + (*end == ',')) {
         long token = strtol(at, &end, 10);
         if (end == at || token < 0 || token >= j->gpt.vocab || (*end && *end != ',')) {
-            fprintf(stderr, "04_generate: --ids %s: expected numbers from 0 to %lld\n", text, (long long)j->gpt.vocab - 1);
+            fprintf(stderr, "04_generate: --ids %s: expected numbers from 0 to %lld\n", text,
+                    (long long)j->gpt.vocab - 1);
             return 0;
         }
         j->history[j->prompted++] = (int32_t)token;
@@ -170,7 +175,7 @@ static int parse(int argc, char **argv, job *j) {
     }
     if (j->directory) return 1;
     fprintf(stderr, "usage: 04_generate DIR [--prompt TEXT | --ids 1,2,3] [--tokens N] [--tp N] [--temperature T] "
-            "[--seed N]\n");
+                    "[--seed N]\n");
     return 0;
 }
 

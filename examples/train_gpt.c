@@ -2,10 +2,10 @@
 
    cc -O3 -march=native -I. examples/train_gpt.c -o train_gpt -lm -lpthread
    cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
-   nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt             (add -DMT_USE_NCCL -lnccl for several GPUs)
+   nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt             (several GPUs: -DMT_USE_NCCL -lnccl)
 
-   ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this project's own
-                                    headers and README (run it from the checkout's root)
+   ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this
+                                    project's own headers and README (run it from the checkout's root)
    ./train_gpt --data FILE --tp 4 --dp 2 --steps 1000
    ./train_gpt --tp 2 --pp 2 --micro-batch 2   two pipeline stages, 8 micro-batches; --schedule gpipe instead of 1f1b
    ./train_gpt --device cuda --dtype bf16      on GPUs: rank r on GPU r, or shared when there are more ranks than GPUs
@@ -19,8 +19,9 @@
    FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
    Ranks that are processes compare their flags and their data before the first step. Each may have its own --log,
    --timeout and --no-pinning, and its own path to the same data.
-   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --pp, --micro-batch or --sequence-parallel,
-   to rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two runs part. */
+   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --pp, --micro-batch or
+   --sequence-parallel, to rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two
+   runs part. */
 
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L /* fileno, getline: a strict -std=c99 hides them */
@@ -48,23 +49,28 @@
 #define SKIPPED_STEPS 10 /* in a row, after which there is no hope */
 #define MAX_RANKS 1024
 
-/* ---- options: one table for parsing, ranges and --help ------------------------------------------------------------- */
+/* ---- options: one table for parsing, ranges and --help ----------------------------------------------------------- */
 
 typedef struct options {
     const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from;
-    double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed, eval_interval;
+    double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
+        eval_interval;
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
     double temperature, timeout, bucket_mb, save_interval;
-    int dtype, device, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning, rotary, swiglu;
+    int dtype, device, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning, rotary,
+        swiglu;
     int rmsnorm, untied, resume, dry_run, help;
 } options;
 
 enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, CONFIG };
 
-/* The words of mt_dtype, mt_device, mt_recompute and mt_schedule that can be chosen, in their order; the configurations. */
-static const char *const choices[][4] = {
-    {"f32", "bf16", "f16"}, {"cpu", "cuda"}, {"none", "selective", "full"}, {"1f1b", "gpipe"},
-    {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}};
+/* The words of mt_dtype, mt_device, mt_recompute and mt_schedule that can be chosen, in their order; the
+ * configurations. */
+static const char *const choices[][4] = {{"f32", "bf16", "f16"},
+                                         {"cpu", "cuda"},
+                                         {"none", "selective", "full"},
+                                         {"1f1b", "gpipe"},
+                                         {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}};
 
 typedef struct flag {
     const char *name;
@@ -76,14 +82,16 @@ typedef struct flag {
 
 #define AT(field) offsetof(options, field)
 static const flag flags[] = {
-    {"config", CONFIG, AT(config), 0, 3, "gpt2-1.2b, gpt2-2.5b, gpt2-4.2b or gpt2-8.3b of the paper; flags after it change it"},
+    {"config", CONFIG, AT(config), 0, 3,
+     "gpt2-1.2b, gpt2-2.5b, gpt2-4.2b or gpt2-8.3b of the paper; flags after it change it"},
     {"data", TEXT, AT(data), 0, 0, "FILE to train on; default: this project's headers and README"},
     {"device", DEVICE, AT(device), 0, 1, "cpu or cuda"},
     {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations; f16 scales the loss"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"},
     {"bucket-mb", REAL, AT(bucket_mb), 0, 1e6, "MB of gradients summed over them in one call (0: 160, or 4 for each)"},
-    {"use-distributed-optimizer", SWITCH, AT(distributed_optimizer), 0, 1, "each of them keeps a share of its state (ZeRO-1)"},
+    {"use-distributed-optimizer", SWITCH, AT(distributed_optimizer), 0, 1,
+     "each of them keeps a share of its state (ZeRO-1)"},
     {"pp", WHOLE, AT(pp), 1, MAX_RANKS, "pipeline stages, which share the layers evenly"},
     {"schedule", SCHEDULE, AT(schedule), 0, 1, "1f1b or gpipe, of the micro-batches in the pipeline"},
     {"layers", WHOLE, AT(layers), 1, 1024, "transformer layers"},
@@ -92,10 +100,13 @@ static const flag flags[] = {
     {"kv-heads", WHOLE, AT(kv_heads), 0, 1024, "key/value heads (0: as heads)"},
     {"ffn", WHOLE, AT(ffn), 0, 1 << 20, "inner width of the MLP (0: 4 x hidden)"},
     {"seq", WHOLE, AT(seq), 1, 1 << 20, "tokens per sequence"},
-    {"max-seq", WHOLE, AT(max_seq), 0, 1 << 20, "positions the model has (0: those of --init-from or --resume, or --seq)"},
+    {"max-seq", WHOLE, AT(max_seq), 0, 1 << 20,
+     "positions the model has (0: those of --init-from or --resume, or --seq)"},
     {"batch", WHOLE, AT(batch), 1, 1 << 20, "sequences per step, over all ranks"},
-    {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20, "sequences per forward on a rank (0: all of the rank's; with --pp, 1)"},
-    {"recompute", RECOMPUTE, AT(recompute), 0, 2, "none, selective (core attention) or full, in the backward of every layer"},
+    {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20,
+     "sequences per forward on a rank (0: all of the rank's; with --pp, 1)"},
+    {"recompute", RECOMPUTE, AT(recompute), 0, 2,
+     "none, selective (core attention) or full, in the backward of every layer"},
     {"invariant", WHOLE, AT(invariant), 0, 1024, "same bits on every split up to so many tensor ranks (0: off)"},
     {"invariant-data", WHOLE, AT(invariant_data), 0, 1024, "and up to so many data ranks (0: as --invariant)"},
     {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"},
@@ -116,9 +127,11 @@ static const flag flags[] = {
     {"hash-log", TEXT, AT(hash_log), 0, 0, "FILE to write step, tensor, hash to, for every tensor of every step"},
     {"checkpoint", TEXT, AT(checkpoint), 0, 0, "DIR of the run's checkpoints: one at the end, the newest two are kept"},
     {"save-interval", WHOLE, AT(save_interval), 0, 1e9, "steps between checkpoints (0: only at the end)"},
-    {"resume", SWITCH, AT(resume), 0, 1, "go on from the newest checkpoint, if there is one, and in the logs behind its step;\n"
+    {"resume", SWITCH, AT(resume), 0, 1,
+     "go on from the newest checkpoint, if there is one, and in the logs behind its step;\n"
      "                              data, --seq, --batch, --seed and --dtype must be its own, other flags may change"},
-    {"init-from", TEXT, AT(init_from), 0, 0, "DIR of a checkpoint, or of a GPT-2 of Hugging Face, to begin with its weights"},
+    {"init-from", TEXT, AT(init_from), 0, 0,
+     "DIR of a checkpoint, or of a GPT-2 of Hugging Face, to begin with its weights"},
     {"threads", WHOLE, AT(threads), 1, 1024, "of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
@@ -134,11 +147,12 @@ static const flag flags[] = {
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
 
-/* arXiv 1909.08053, table 1: the GPT-2 models of the scaling study, 8 sequences at a time on so many tensor parallel GPUs, and
-   each layer's activations recomputed (section 4.2), as 32 GB of memory ask for. */
+/* arXiv 1909.08053, table 1: the GPT-2 models of the scaling study, 8 sequences at a time on so many tensor parallel
+   GPUs, and each layer's activations recomputed (section 4.2), as 32 GB of memory ask for. */
 static void set_config(options *o) {
-    static const struct { double hidden, heads, layers, tp; } table[] = {
-        {1536, 16, 40, 1}, {1920, 20, 54, 2}, {2304, 24, 64, 4}, {3072, 32, 72, 8}};
+    static const struct {
+        double hidden, heads, layers, tp;
+    } table[] = {{1536, 16, 40, 1}, {1920, 20, 54, 2}, {2304, 24, 64, 4}, {3072, 32, 72, 8}};
     o->hidden = table[o->config].hidden;
     o->heads = table[o->config].heads;
     o->layers = table[o->config].layers;
@@ -222,14 +236,17 @@ static int check_options(options *o, int64_t tokens, int text) {
     else if (per_rank != floor(per_rank))
         fprintf(stderr, "train_gpt: --batch %.15g is not a multiple of --dp %.15g\n", o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0 && o->invariant > 0)
-        fprintf(stderr, "train_gpt: --invariant-data %.15g makes %.15g micro-batches of --batch %.15g, which --dp %.15g cannot "
-                "share\n", o->invariant_data, o->batch / o->micro_batch, o->batch, o->dp);
+        fprintf(stderr,
+                "train_gpt: --invariant-data %.15g makes %.15g micro-batches of --batch %.15g, which --dp %.15g cannot "
+                "share\n",
+                o->invariant_data, o->batch / o->micro_batch, o->batch, o->dp);
     else if (fmod(per_rank, o->micro_batch) != 0)
-        fprintf(stderr, "train_gpt: the %.15g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %.15g\n",
+        fprintf(stderr,
+                "train_gpt: the %.15g sequences of a rank (--batch / --dp) are not a multiple of --micro-batch %.15g\n",
                 per_rank, o->micro_batch);
     else if (o->sequence_parallel && fmod(o->seq, o->tp) != 0)
-        fprintf(stderr, "train_gpt: --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n", o->seq,
-                o->tp);
+        fprintf(stderr, "train_gpt: --seq %.15g is not a multiple of --tp %.15g, which --sequence-parallel needs\n",
+                o->seq, o->tp);
     else if (o->tp * o->dp * o->pp > MAX_RANKS)
         fprintf(stderr, "train_gpt: --tp %.15g x --dp %.15g x --pp %.15g are more than %d ranks\n", o->tp, o->dp, o->pp,
                 MAX_RANKS);
@@ -240,13 +257,13 @@ static int check_options(options *o, int64_t tokens, int text) {
     else if (o->prompt && !text)
         fprintf(stderr, "train_gpt: --prompt %s needs text; a token file has no letters\n", o->prompt);
     else if ((double)tokens < 4 * o->seq + 8)
-        fprintf(stderr, "train_gpt: the data has %lld tokens, too few for --seq %.15g (needs %.15g)\n", (long long)tokens,
-                o->seq, 4 * o->seq + 8);
+        fprintf(stderr, "train_gpt: the data has %lld tokens, too few for --seq %.15g (needs %.15g)\n",
+                (long long)tokens, o->seq, 4 * o->seq + 8);
     else return 1;
     return 0;
 }
 
-/* ---- data ---------------------------------------------------------------------------------------------------------- */
+/* ---- data -------------------------------------------------------------------------------------------------------- */
 
 typedef struct dataset {
     int32_t *tokens;
@@ -286,8 +303,8 @@ static int check_bin(const char *path, const unsigned char *bytes, size_t size, 
     int32_t header[3] = {0};
     if (size >= LLMC_HEADER_BYTES) memcpy(header, bytes, sizeof header);
     if (header[0] != LLMC_MAGIC || header[1] != 1) {
-        fprintf(stderr, "train_gpt: %s is no llm.c token file: magic %d, version %d; expected %d, 1 (uint16 tokens)\n", path,
-                (int)header[0], (int)header[1], LLMC_MAGIC);
+        fprintf(stderr, "train_gpt: %s is no llm.c token file: magic %d, version %d; expected %d, 1 (uint16 tokens)\n",
+                path, (int)header[0], (int)header[1], LLMC_MAGIC);
         return 0;
     }
     if (header[2] < 0 || LLMC_HEADER_BYTES + 2 * (size_t)header[2] != size) {
@@ -328,7 +345,8 @@ static int load_data(options *o, dataset *d) {
 /* Where sequence i of a step starts: drawn by its global index, so every split trains on the same sequences. */
 static int64_t draw_start(const options *o, const dataset *d, int64_t step, int64_t i) {
     uint64_t n = (uint64_t)(step * (int64_t)o->batch + i), seed = (uint64_t)o->seed;
-    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x64617461, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x64617461, 0},
+             key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     uint32_t r[4];
     mt_philox4x32(counter, key, r);
     return (int64_t)(((uint64_t)r[0] << 32 | r[1]) % (uint64_t)(d->train - (int64_t)o->seq));
@@ -396,10 +414,10 @@ static int is_apart_from(const char *flag, const char *log, const char *other, c
 }
 
 static int is_log_apart(const options *o, const char *flag, const char *log) {
-    int apart = !log || (is_apart(flag, log, "--data", o->data) && is_apart(flag, log, "", "/dev/stdout") &&
-                         is_apart(flag, log, "", "/dev/stderr") &&
-                         is_apart_from(flag, log, "--init-from", o->init_from, 0) &&
-                         is_apart_from(flag, log, "--checkpoint", o->checkpoint, 1));
+    int apart =
+        !log || (is_apart(flag, log, "--data", o->data) && is_apart(flag, log, "", "/dev/stdout") &&
+                 is_apart(flag, log, "", "/dev/stderr") && is_apart_from(flag, log, "--init-from", o->init_from, 0) &&
+                 is_apart_from(flag, log, "--checkpoint", o->checkpoint, 1));
     for (size_t i = 0; log && !o->data && apart && i < OWN_DATA; i++)
         apart = is_apart(flag, log, "the data's", own_data[i]);
     return apart;
@@ -411,23 +429,24 @@ static int check_logs(const options *o) {
            (!o->log || is_apart("log", o->log, "--hash-log", o->hash_log));
 }
 
-/* ---- one rank ------------------------------------------------------------------------------------------------------ */
+/* ---- one rank ---------------------------------------------------------------------------------------------------- */
 
 /* What a rank of a pipeline stage needs. */
 typedef struct needs {
     int64_t parameters;
-    size_t model, optimizer, activations, all, arena; /* bytes; arena: activations, and what evaluation and sampling need */
+    size_t model, optimizer, activations, all,
+        arena; /* bytes; arena: activations, and what evaluation and sampling need */
 } needs;
 
 typedef struct job {
     options o;
     dataset data;
     needs stages[MAX_RANKS];
-    int64_t parameters; /* of the whole model */
-    mt_gpt_desc origin; /* the model of --init-from or --resume; zeros: there is none */
+    int64_t parameters;   /* of the whole model */
+    mt_gpt_desc origin;   /* the model of --init-from or --resume; zeros: there is none */
     FILE *log, *hash_log; /* of rank 0 */
     mt_status planned;
-    int refused;          /* a sentence has said why the run does not begin */
+    int refused; /* a sentence has said why the run does not begin */
 } job;
 
 enum { GROUPS = 5 };
@@ -435,7 +454,7 @@ enum { GROUPS = 5 };
 typedef struct trainer {
     const struct job *job;
     mt_context *ctx;
-    mt_comm *comm;                    /* of all ranks: over NCCL, if it is built, when each has a GPU of its own */
+    mt_comm *comm; /* of all ranks: over NCCL, if it is built, when each has a GPU of its own */
     mt_grid grid;
     mt_params *params;
     mt_gpt gpt;
@@ -449,12 +468,12 @@ typedef struct trainer {
     mt_gpt_saved *saved;              /* one for each slot */
     mt_action *actions;
     int slots, max_actions;
-    mt_tensor losses, totals;         /* [slots, tokens] of micro-batches; [micro-batches, 1] their sums */
+    mt_tensor losses, totals; /* [slots, tokens] of micro-batches; [micro-batches, 1] their sums */
     int64_t micro_tokens;
     size_t model_bytes, optimizer_bytes;
-    int refused;                      /* by --resume; rank 0 has said why */
-    int skipped;                      /* steps in a row, without a smaller loss scale to try */
-    mt_ledger ledgers[GROUPS];        /* of the last step */
+    int refused;               /* by --resume; rank 0 has said why */
+    int skipped;               /* steps in a row, without a smaller loss scale to try */
+    mt_ledger ledgers[GROUPS]; /* of the last step */
 } trainer;
 
 static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
@@ -463,16 +482,24 @@ static int is_last_stage(const trainer *t) { return t->grid.pipeline_rank + 1 ==
 /* origin: whose positions and epsilon a model has that begins with its weights. */
 static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
     int64_t positions = origin->max_seq > (int64_t)o->seq ? origin->max_seq : (int64_t)o->seq;
-    mt_gpt_desc d = {
-        .vocab = (int64_t)o->vocab, .layers = (int64_t)o->layers,
-        .max_seq = o->max_seq > 0 ? (int64_t)o->max_seq : positions,
-        .layer = {.hidden = (int64_t)o->hidden, .heads = (int64_t)o->heads, .kv_heads = (int64_t)o->kv_heads,
-                  .ffn = (int64_t)o->ffn, .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
-                  .norm_eps = origin->layer.norm_eps,
-                  .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH, .rotary_base = o->rotary ? 10000.0f : 0.0f,
-                  .attention_dropout = (float)o->dropout, .hidden_dropout = (float)o->dropout,
-                  .sequence_parallel = o->sequence_parallel, .recompute = (mt_recompute)o->recompute},
-        .untied_head = o->untied, .embedding_dropout = (float)o->dropout, .label_smoothing = (float)o->label_smoothing};
+    mt_gpt_desc d = {.vocab = (int64_t)o->vocab,
+                     .layers = (int64_t)o->layers,
+                     .max_seq = o->max_seq > 0 ? (int64_t)o->max_seq : positions,
+                     .layer = {.hidden = (int64_t)o->hidden,
+                               .heads = (int64_t)o->heads,
+                               .kv_heads = (int64_t)o->kv_heads,
+                               .ffn = (int64_t)o->ffn,
+                               .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
+                               .norm_eps = origin->layer.norm_eps,
+                               .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH,
+                               .rotary_base = o->rotary ? 10000.0f : 0.0f,
+                               .attention_dropout = (float)o->dropout,
+                               .hidden_dropout = (float)o->dropout,
+                               .sequence_parallel = o->sequence_parallel,
+                               .recompute = (mt_recompute)o->recompute},
+                     .untied_head = o->untied,
+                     .embedding_dropout = (float)o->dropout,
+                     .label_smoothing = (float)o->label_smoothing};
     return d;
 }
 
@@ -550,8 +577,10 @@ static mt_status compare_ranks(const trainer *t) {
 
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
-    mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / (int)(o->tp * o->dp)].arena, .device = device,
-                             .threads = (int)o->threads, .invariant = (int)o->invariant,
+    mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / (int)(o->tp * o->dp)].arena,
+                             .device = device,
+                             .threads = (int)o->threads,
+                             .invariant = (int)o->invariant,
                              .invariant_data = (int)o->invariant_data,
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
@@ -559,9 +588,10 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     mt_gpt_desc model = model_of(o, &job->origin);
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = (float)o->weight_decay};
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
-    mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6), .sharded_optimizer = o->distributed_optimizer};
-    mt_checkpoint_desc files = {.directory = o->checkpoint ? o->checkpoint : o->init_from, .gpt = &t->gpt,
-                                .optimizer = &t->optimizer};
+    mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6),
+                                   .sharded_optimizer = o->distributed_optimizer};
+    mt_checkpoint_desc files = {
+        .directory = o->checkpoint ? o->checkpoint : o->init_from, .gpt = &t->gpt, .optimizer = &t->optimizer};
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
@@ -611,13 +641,15 @@ static mt_status upload_tokens(trainer *t, int64_t sequences, int shift, int32_t
     return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, tokens));
 }
 
-/* Sequences [first, first + count) of a step (training) or of the validation set, of which there are `of`, into a slot. Every
-   stage of a pipeline has them. */
-static mt_status load_batch(trainer *t, int slot, int64_t step, int64_t first, int64_t count, int64_t of, int training) {
+/* Sequences [first, first + count) of a step (training) or of the validation set, of which there are `of`, into a slot.
+   Every stage of a pipeline has them. */
+static mt_status load_batch(trainer *t, int slot, int64_t step, int64_t first, int64_t count, int64_t of,
+                            int training) {
     const options *o = &t->job->o;
     if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
     for (int64_t j = 0; j < count; j++)
-        t->starts[j] = training ? draw_start(o, &t->job->data, step, first + j) : eval_start(o, &t->job->data, first + j, of);
+        t->starts[j] =
+            training ? draw_start(o, &t->job->data, step, first + j) : eval_start(o, &t->job->data, first + j, of);
     MT_TRY(upload_tokens(t, count, 0, t->ids + slot * t->micro_tokens));
     return upload_tokens(t, count, 1, t->targets + slot * t->micro_tokens);
 }
@@ -642,7 +674,10 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
     const options *o = &t->job->o;
     int64_t first = p->first + a->micro_batch * p->micro, count = p->end - first < p->micro ? p->end - first : p->micro;
     int64_t at = a->slot * t->micro_tokens, rows = rows_of(o, count);
-    mt_batch batch = {.sequences = count, .seq = (int64_t)o->seq, .first_sequence = first, .seed = (uint64_t)o->seed,
+    mt_batch batch = {.sequences = count,
+                      .seq = (int64_t)o->seq,
+                      .first_sequence = first,
+                      .seed = (uint64_t)o->seed,
                       .step = (uint64_t)p->step};
     mt_tensor loss = mt_tensor_cols(mt_tensor_rows(t->losses, a->slot, 1), 0, count * batch.seq);
     MT_TRY(load_batch(t, a->slot, p->step, first, count, p->of, p->training));
@@ -664,13 +699,16 @@ static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_te
 static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
     int64_t ranks = t->grid.data_size, first = sequences * t->grid.data_rank / ranks;
     pass p = {t, step, first, sequences * (t->grid.data_rank + 1) / ranks, micro, sequences, training};
-    mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, micro), .cols = (int64_t)t->job->o.hidden,
-                               .dtype = mt_params_dtype(t->params), .forward = forward,
-                               .backward = training ? backward : NULL, .user = &p};
+    mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, micro),
+                               .cols = (int64_t)t->job->o.hidden,
+                               .dtype = mt_params_dtype(t->params),
+                               .forward = forward,
+                               .backward = training ? backward : NULL,
+                               .user = &p};
     int n = (int)((p.end - first + micro - 1) / micro), count = 0;
     float *total = (float *)t->totals.data;
-    MT_TRY(mt_pipeline_schedule(training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY, t->grid.pipeline_size,
-                                t->grid.pipeline_rank, n, t->actions, t->max_actions, &count));
+    MT_TRY(mt_pipeline_schedule(training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY,
+                                t->grid.pipeline_size, t->grid.pipeline_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
     MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
@@ -692,8 +730,7 @@ static void ledgers_start(const trainer *t) {
 }
 
 static void ledgers_stop(trainer *t) {
-    for (int i = 0; i < GROUPS; i++)
-        t->ledgers[i] = mt_comm_ledger(group(t, i));
+    for (int i = 0; i < GROUPS; i++) t->ledgers[i] = mt_comm_ledger(group(t, i));
 }
 
 typedef struct hash_writer {
@@ -703,8 +740,9 @@ typedef struct hash_writer {
 
 static void write_hash(void *user, const char *name, uint64_t hash, int differs) {
     const hash_writer *w = (const hash_writer *)user;
-    if (w->file) fprintf(w->file, "%lld %s %016llx%s\n", (long long)w->step, name, (unsigned long long)hash,
-                         differs ? " ranks differ" : "");
+    if (w->file)
+        fprintf(w->file, "%lld %s %016llx%s\n", (long long)w->step, name, (unsigned long long)hash,
+                differs ? " ranks differ" : "");
 }
 
 static mt_status log_gradients(trainer *t, float loss, float norm) {
@@ -745,8 +783,8 @@ static mt_status log_weights(trainer *t, int64_t step) {
 /* Platforms differ in the sign of a NaN. */
 static double shown(float x) { return isnan(x) ? (double)NAN : (double)x; }
 
-/* A loss or a gradient that is not finite: parameters and optimizer stay as they are, on every rank, and the run goes on; f16
-   with a smaller scale. Where there is none, so many in a row are its end. */
+/* A loss or a gradient that is not finite: parameters and optimizer stay as they are, on every rank, and the run goes
+   on; f16 with a smaller scale. Where there is none, so many in a row are its end. */
 static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, float norm) {
     int speaks = mt_comm_rank(t->grid.world) == 0;
     if (speaks)
@@ -756,8 +794,10 @@ static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, fl
     t->skipped = scale > t->scaler.desc.min_scale ? 0 : t->skipped + 1;
     if (t->skipped < SKIPPED_STEPS) return MT_SUCCESS;
     if (speaks)
-        fprintf(stderr, "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping after %d such steps in a row, "
-                "the weights are untouched\n", (long long)step + 1, shown(loss), shown(norm), t->skipped);
+        fprintf(stderr,
+                "train_gpt: step %lld: loss %g, gradient norm %g is not finite: stopping after %d such steps in a row, "
+                "the weights are untouched\n",
+                (long long)step + 1, shown(loss), shown(norm), t->skipped);
     return MT_ERR_DATA;
 }
 
@@ -789,7 +829,7 @@ static mt_status evaluate(trainer *t, float *loss) {
     return run_sequences(t, 0, EVAL_SEQUENCES, micro, 0, loss);
 }
 
-/* ---- checkpoints --------------------------------------------------------------------------------------------------- */
+/* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
 enum { FIXED_LINES = 5 };
 
@@ -797,16 +837,20 @@ enum { FIXED_LINES = 5 };
    FIXED_LINES decide which tokens a step sees. */
 static void note_flags(const job *j, char *note) {
     const options *o = &j->o;
-    snprintf(note, MT_NOTE_MAX, "data of %lld tokens, hash %016llx\n--seq %.17g\n--batch %.17g\n--seed %.17g\n--dtype %s\n"
+    snprintf(note, MT_NOTE_MAX,
+             "data of %lld tokens, hash %016llx\n--seq %.17g\n--batch %.17g\n--seed %.17g\n--dtype %s\n"
              "--steps %.17g\n--lr %.17g\n--min-lr %.17g\n--warmup %.17g\n--dropout %.17g\n--clip %.17g\n"
-             "--weight-decay %.17g\n--label-smoothing %.17g\n", (long long)j->data.count, (unsigned long long)j->data.hash,
-             o->seq, o->batch, o->seed, mt_dtype_name((mt_dtype)o->dtype), o->steps, o->lr, o->min_lr, o->warmup, o->dropout,
-             o->clip, o->weight_decay, o->label_smoothing);
+             "--weight-decay %.17g\n--label-smoothing %.17g\n",
+             (long long)j->data.count, (unsigned long long)j->data.hash, o->seq, o->batch, o->seed,
+             mt_dtype_name((mt_dtype)o->dtype), o->steps, o->lr, o->min_lr, o->warmup, o->dropout, o->clip,
+             o->weight_decay, o->label_smoothing);
 }
 
 /* step: steps done, all of which are in the logs before they are in a checkpoint. */
 static mt_status save(trainer *t, int64_t step) {
-    mt_training_state state = {.step = step, .seed = (uint64_t)t->job->o.seed, .position = step * (int64_t)t->job->o.batch,
+    mt_training_state state = {.step = step,
+                               .seed = (uint64_t)t->job->o.seed,
+                               .position = step * (int64_t)t->job->o.batch,
                                .scaler = t->scaler};
     int writes = mt_comm_rank(t->grid.world) == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
     if (!t->job->o.checkpoint) return MT_SUCCESS;
@@ -836,8 +880,8 @@ static mt_status compare_notes(trainer *t, const char *theirs, const char *ours)
         int a = (int)strcspn(theirs, "\n"), b = (int)strcspn(ours, "\n");
         int same = a == b && strncmp(theirs, ours, (size_t)a) == 0;
         if (!same && (line < FIXED_LINES || a == 0 || b == 0))
-            return refuse(t, "--resume: the checkpoint in %s is of '%.*s', this run is of '%.*s'", t->job->o.checkpoint, a,
-                          theirs, b, ours);
+            return refuse(t, "--resume: the checkpoint in %s is of '%.*s', this run is of '%.*s'", t->job->o.checkpoint,
+                          a, theirs, b, ours);
         if (!same && speaks) printf("going on with %.*s, which was %.*s\n", b, ours, a, theirs);
         theirs += a + (theirs[a] == '\n');
         ours += b + (ours[b] == '\n');
@@ -859,7 +903,8 @@ static mt_status load(trainer *t, int64_t newest) {
     return MT_SUCCESS;
 }
 
-/* A run that was killed has gone on behind its last checkpoint: lines of later steps, and one that is not whole, are dropped. */
+/* A run that was killed has gone on behind its last checkpoint: lines of later steps, and one that is not whole, are
+ * dropped. */
 static mt_status cut_log(const char *path, FILE *file, int64_t step) {
     char *line = NULL;
     size_t room = 0;
@@ -890,8 +935,8 @@ static mt_status begin(trainer *t) {
     if (o->checkpoint) MT_TRY(mt_checkpoint_lock(t->ctx, t->checkpoint));
     if (o->checkpoint) MT_TRY(mt_checkpoint_latest(t->ctx, t->grid.world, o->checkpoint, &newest));
     if (newest >= 0 && !o->resume)
-        return refuse(t, "%s has a checkpoint of step %lld: go on with --resume, or take another directory", o->checkpoint,
-                      (long long)newest);
+        return refuse(t, "%s has a checkpoint of step %lld: go on with --resume, or take another directory",
+                      o->checkpoint, (long long)newest);
     MT_TRY(load(t, newest));
     if (!speaks || !o->resume) return MT_SUCCESS;
     if (newest >= 0) printf("going on after step %lld, from %s\n", (long long)newest, o->checkpoint);
@@ -900,7 +945,7 @@ static mt_status begin(trainer *t) {
     return cut_log(o->hash_log, t->job->hash_log, t->first_step);
 }
 
-/* ---- what a rank prints -------------------------------------------------------------------------------------------- */
+/* ---- what a rank prints ------------------------------------------------------------------------------------------ */
 
 static double now(void) {
     struct timespec t;
@@ -911,27 +956,27 @@ static double now(void) {
 static void print_ledger(const char *name, int ranks, const mt_ledger *l) {
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++)
         if (l->calls[k])
-            printf("  %-8s (%d ranks)  %-14s %6llu calls  %12llu bytes\n", name, ranks, mt_collective_name((mt_collective)k),
-                   (unsigned long long)l->calls[k], (unsigned long long)l->bytes[k]);
+            printf("  %-8s (%d ranks)  %-14s %6llu calls  %12llu bytes\n", name, ranks,
+                   mt_collective_name((mt_collective)k), (unsigned long long)l->calls[k],
+                   (unsigned long long)l->bytes[k]);
 }
 
 static void print_ledgers(const trainer *t) {
     printf("communication of one step, per rank%s%s:\n", t->grid.pipeline_size > 1 ? " of stage 0" : "",
            rank_count(&t->job->o) == 1 ? ": none" : "");
-    for (int i = 0; i < GROUPS; i++)
-        print_ledger(mt_comm_name(group(t, i)), mt_comm_size(group(t, i)), &t->ledgers[i]);
+    for (int i = 0; i < GROUPS; i++) print_ledger(mt_comm_name(group(t, i)), mt_comm_size(group(t, i)), &t->ledgers[i]);
 }
 
 static void print_model(const trainer *t) {
     const options *o = &t->job->o;
     printf("GPT: %.15g layers, hidden %.15g, heads %.15g, vocabulary %.15g, %lld parameters in %s; %.15g x tensor, "
            "%.15g x data parallel%s",
-           o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters, mt_dtype_name((mt_dtype)o->dtype), o->tp,
-           o->dp, o->sequence_parallel ? ", sequence parallel" : "");
+           o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters, mt_dtype_name((mt_dtype)o->dtype),
+           o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
     if (o->pp > 1) printf("; %.15g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
     printf("\n");
-    printf("data: %lld tokens, %.15g sequences of %.15g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch, o->seq,
-           o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
+    printf("data: %lld tokens, %.15g sequences of %.15g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch,
+           o->seq, o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
     fflush(stdout);
 }
 
@@ -942,8 +987,8 @@ static void print_memory(const job *job) {
         if (job->o.pp > 1) printf(" of stage %d", i);
         printf(": %lld parameters\n", (long long)n->parameters);
         printf("  parameters, gradients %15zu bytes\n  optimizer state       %15zu bytes\n", n->model, n->optimizer);
-        printf("  activations, scratch  %15zu bytes\n  all                   %15zu bytes, %.2f GiB\n", n->activations, n->all,
-               (double)n->all / 1073741824.0);
+        printf("  activations, scratch  %15zu bytes\n  all                   %15zu bytes, %.2f GiB\n", n->activations,
+               n->all, (double)n->all / 1073741824.0);
     }
 }
 
@@ -951,14 +996,16 @@ typedef struct progress {
     double start, last_print;
 } progress;
 
-/* One line of the log, and of the console about once a second. seconds: of the training step, without the validation. */
+/* One line of the log, and of the console about once a second. seconds: of the training step, without the validation.
+ */
 static void report(const trainer *t, progress *p, int64_t step, double seconds, float loss, float norm, float lr,
                    const float *val) {
     const options *o = &t->job->o;
     double time = now(), rate = o->batch * o->seq / seconds, done = (double)(step + 1);
     double left = (time - p->start) / (done - (double)t->first_step) * (o->steps - done);
     if (t->job->log) {
-        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step + 1, shown(loss), shown(norm), rate, (double)lr);
+        fprintf(t->job->log, "%lld,%.9g,%.9g,%.9g,%.9g,", (long long)step + 1, shown(loss), shown(norm), rate,
+                (double)lr);
         if (val) fprintf(t->job->log, "%.9g", shown(*val));
         fprintf(t->job->log, "\n");
     }
@@ -966,7 +1013,8 @@ static void report(const trainer *t, progress *p, int64_t step, double seconds, 
     p->last_print = time;
     printf("step %5lld/%.15g  loss %7.4f  grad norm %7.3f  %8.0f tokens/s  %d:%02d left", (long long)step + 1, o->steps,
            shown(loss), shown(norm), rate, (int)(left / 60), (int)left % 60);
-    if (o->dtype == MT_F16) printf("  loss scale %.15g, %lld skipped", (double)t->scaler.scale, (long long)t->scaler.skipped);
+    if (o->dtype == MT_F16)
+        printf("  loss scale %.15g, %lld skipped", (double)t->scaler.scale, (long long)t->scaler.skipped);
     if (val) printf("  validation %7.4f", shown(*val));
     printf("\n");
     fflush(stdout);
@@ -974,7 +1022,8 @@ static void report(const trainer *t, progress *p, int64_t step, double seconds, 
 
 /* Draws from softmax(logits / temperature); every rank draws the same, since all have the same logits. */
 static int32_t draw_token(const options *o, const float *logits, uint64_t n) {
-    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x73616d70, 0}, key[2] = {(uint32_t)(uint64_t)o->seed, 0}, r[4];
+    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x73616d70, 0}, key[2] = {(uint32_t)(uint64_t)o->seed, 0},
+             r[4];
     int32_t vocab = (int32_t)o->vocab, i;
     double max = logits[0], sum = 0, u;
     mt_philox4x32(counter, key, r);
@@ -992,8 +1041,8 @@ static void print_token(const dataset *d, int32_t token) {
     else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
 }
 
-/* The logits of the token after history [count]. Sequence parallelism wants a multiple of ranks, invariant mode the same number
-   of tokens on every split: the rest is padding. */
+/* The logits of the token after history [count]. Sequence parallelism wants a multiple of ranks, invariant mode the
+   same number of tokens on every split: the rest is padding. */
 static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, float *logits) {
     const options *o = &t->job->o;
     int64_t unit = (int64_t)fmax(o->invariant, o->sequence_parallel ? o->tp : 1), max = (int64_t)o->seq;
@@ -1028,14 +1077,16 @@ static mt_status generate(trainer *t, int32_t *history, int64_t count, float *lo
 static mt_status sample(trainer *t) {
     const options *o = &t->job->o;
     const dataset *d = &t->job->data;
-    int64_t prompt = o->prompt && o->prompt[0] && d->text ? (int64_t)strlen(o->prompt) : (int64_t)(o->seq < 64 ? o->seq : 64);
+    int64_t prompt =
+        o->prompt && o->prompt[0] && d->text ? (int64_t)strlen(o->prompt) : (int64_t)(o->seq < 64 ? o->seq : 64);
     int speaks = mt_comm_rank(t->grid.world) == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
     int32_t *history;
     float *logits;
     mt_status status;
     if (o->sample == 0 || t->grid.data_rank != 0) return MT_SUCCESS;
     /* padding reads past the end */
-    history = (int32_t *)calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
+    history =
+        (int32_t *)calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
     logits = (float *)malloc((size_t)o->vocab * sizeof *logits);
     for (int64_t i = 0; history && i < prompt; i++)
         history[i] = o->prompt && o->prompt[0] && d->text ? (unsigned char)o->prompt[i] : d->tokens[d->train + i];
@@ -1051,7 +1102,7 @@ static mt_status sample(trainer *t) {
     return status;
 }
 
-/* ---- the job ------------------------------------------------------------------------------------------------------- */
+/* ---- the job ----------------------------------------------------------------------------------------------------- */
 
 static mt_status train(trainer *t) {
     const options *o = &t->job->o;
@@ -1062,7 +1113,8 @@ static mt_status train(trainer *t) {
     for (int64_t step = t->first_step; step < (int64_t)o->steps; step++) {
         float lr = mt_cosine_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);
         int evaluates = o->eval_interval > 0 && (step + 1) % (int64_t)o->eval_interval == 0;
-        int saves = step + 1 == (int64_t)o->steps || (o->save_interval > 0 && (step + 1) % (int64_t)o->save_interval == 0);
+        int saves =
+            step + 1 == (int64_t)o->steps || (o->save_interval > 0 && (step + 1) % (int64_t)o->save_interval == 0);
         float loss, norm, val = 0;
         double start = now();
         MT_TRY(train_step(t, step, lr, &loss, &norm));
@@ -1090,8 +1142,11 @@ static mt_status plan_stage(job *job, int stage, trainer *t) {
     needs *n = &job->stages[stage];
     float loss = 0, norm = 0;
     MT_TRY(train_step(t, 0, 0.0f, &loss, &norm));
-    *n = (needs){.parameters = mt_params_elements(t->params), .model = t->model_bytes, .optimizer = t->optimizer_bytes,
-                 .activations = mt_arena_peak(t->ctx), .all = mt_context_allocated(t->ctx) + mt_arena_peak(t->ctx)};
+    *n = (needs){.parameters = mt_params_elements(t->params),
+                 .model = t->model_bytes,
+                 .optimizer = t->optimizer_bytes,
+                 .activations = mt_arena_peak(t->ctx),
+                 .all = mt_context_allocated(t->ctx) + mt_arena_peak(t->ctx)};
     job->parameters += stage_parameters(t);
     MT_TRY(evaluate(t, &loss));
     MT_TRY(sample(t));
@@ -1169,7 +1224,8 @@ static mt_status dry_run(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
-/* A rank that is a thread hangs, in a file system say. Who writes to a stream has locked it, so that cannot be waited for. */
+/* A rank that is a thread hangs, in a file system say. Who writes to a stream has locked it, so that cannot be waited
+ * for. */
 static void leave(void *user) {
     FILE *log = ((job *)user)->log;
     if (log && ftrylockfile(log) == 0) fflush(log);
@@ -1185,8 +1241,9 @@ static mt_status find_origin(job *job) {
     mt_context *ctx = NULL;
     mt_context_desc small = {.arena_bytes = 64};
     mt_status status = mt_context_create(NULL, &small, &ctx);
-    if (status == MT_SUCCESS && o->resume && mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS && step >= 0 &&
-        mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS) from = path;
+    if (status == MT_SUCCESS && o->resume && mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS &&
+        step >= 0 && mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS)
+        from = path;
     if (status == MT_SUCCESS && from && mt_gpt_desc_read(ctx, from, &job->origin) != MT_SUCCESS)
         memset(&job->origin, 0, sizeof job->origin);
     mt_context_destroy(ctx);
@@ -1194,8 +1251,11 @@ static mt_status find_origin(job *job) {
 }
 
 static mt_status run(job *job) {
-    mt_launch_desc ranks = {.ranks = rank_count(&job->o), .no_pinning = job->o.no_pinning,
-                            .cores_per_rank = (int)job->o.threads, .timeout_s = job->o.timeout, .stuck = leave};
+    mt_launch_desc ranks = {.ranks = rank_count(&job->o),
+                            .no_pinning = job->o.no_pinning,
+                            .cores_per_rank = (int)job->o.threads,
+                            .timeout_s = job->o.timeout,
+                            .stuck = leave};
     MT_TRY(find_origin(job));
     if (job->o.dry_run) {
         MT_TRY(mt_world_from_env(NULL, dry_run, job));
@@ -1207,9 +1267,26 @@ static mt_status run(job *job) {
 }
 
 int main(int argc, char **argv) {
-    job job = {.o = {.tp = 2, .dp = 1, .pp = 1, .layers = 4, .hidden = 128, .heads = 4, .seq = 128, .batch = 16, .steps = 800,
-                     .warmup = 20, .seed = 1234, .eval_interval = 100, .sample = 300, .threads = 1, .lr = 3e-3,
-                     .min_lr = 3e-4, .clip = 1, .weight_decay = 0.1, .temperature = 0.7, .timeout = 600}};
+    job job = {.o = {.tp = 2,
+                     .dp = 1,
+                     .pp = 1,
+                     .layers = 4,
+                     .hidden = 128,
+                     .heads = 4,
+                     .seq = 128,
+                     .batch = 16,
+                     .steps = 800,
+                     .warmup = 20,
+                     .seed = 1234,
+                     .eval_interval = 100,
+                     .sample = 300,
+                     .threads = 1,
+                     .lr = 3e-3,
+                     .min_lr = 3e-4,
+                     .clip = 1,
+                     .weight_decay = 0.1,
+                     .temperature = 0.7,
+                     .timeout = 600}};
     mt_status status = MT_ERR_ARGUMENT;
     setlocale(LC_NUMERIC, "C"); /* numbers have a point, in flags, logs and notes, whatever the process has set */
     if (!parse_options(argc, argv, &job.o)) return 1;

@@ -1,6 +1,7 @@
-/* adversarial_blas.h - a GEMM as unhelpful as a deterministic library may be: the same call gives the same bits, but the order
-   in which it sums depends on every size, leading dimension, transposition, alignment and on beta. What is bit-identical with
-   this one does not rely on what a particular library happens to do. See test_invariant_any_gemm.c.                      */
+/* adversarial_blas.h - a GEMM as unhelpful as a deterministic library may be: the same call gives the same bits, but
+   the order in which it sums depends on every size, leading dimension, transposition, alignment and on beta. What is
+   bit-identical with this one does not rely on what a particular library happens to do. See test_invariant_any_gemm.c.
+ */
 
 #ifndef ADVERSARIAL_BLAS_H
 #define ADVERSARIAL_BLAS_H
@@ -17,8 +18,8 @@ static inline uint64_t adversarial_mix(uint64_t h, uint64_t x) {
 static inline uint64_t adversarial_alignment(const void *p) { return (uintptr_t)p % 64; }
 
 /* The inner products start anywhere in [0, k), go round in strides, and begin or end with beta c. */
-static inline void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
-                               const float *b, int ldb, float beta, float *c, int ldc) {
+static inline void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a,
+                               int lda, const float *b, int ldb, float beta, float *c, int ldc) {
     const int facts[] = {trans_a, trans_b, m, n, k, lda, ldb, ldc, beta != 0.0f};
     uint64_t h = (uint64_t)order;
     for (unsigned f = 0; f < sizeof facts / sizeof *facts; f++) h = adversarial_mix(h, (uint64_t)facts[f]);

@@ -52,7 +52,7 @@ code_only() {
 
 check_columns() {
     for header in $headers; do
-        awk -v f="$header" 'length($0) > 128 { print f ":" FNR ": " length($0) " columns: " substr($0, 1, 40) }
+        awk -v f="$header" 'length($0) > 120 { print f ":" FNR ": " length($0) " columns: " substr($0, 1, 40) }
             /TODO|FIXME|XXX|HACK/ { print f ":" FNR ": unfinished: " $0 }' "$H/$header"
     done | fail_on_output
 }
@@ -446,7 +446,7 @@ check_planted() { "planted_$1" | fail_on_output; }
 # ---- everything ----------------------------------------------------------------------------------------------------
 
 check_text() {
-    check "lines of at most 128 columns, nothing unfinished" check_columns
+    check "lines of at most 120 columns, nothing unfinished" check_columns
     check "functions of at most 70 lines" check_function_length
     check "includes go down only" check_floors
     check "no exit, abort, assert or output to stdout" check_calls

@@ -39,7 +39,8 @@ static jmp_buf *cm_jump_(void) {
 #if defined(__GNUC__)
 __attribute__((noreturn))
 #endif
-static inline void cm_leave_(int how, const char *file, int line, const char *format, ...) {
+static inline void
+cm_leave_(int how, const char *file, int line, const char *format, ...) {
     va_list args;
     va_start(args, format);
     if (how == CM_FAILED) {
@@ -104,11 +105,16 @@ static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CM
     if (failed) printf("[  FAILED  ] %d test(s).\n", (int)failed);
     return failed ? 1 : skipped == chosen ? 77 : 0;
 }
-#define cmocka_unit_test(f) { #f, f, NULL, NULL, NULL }
-#define cmocka_unit_test_setup(f, setup) { #f, f, setup, NULL, NULL }
-#define cmocka_unit_test_teardown(f, teardown) { #f, f, NULL, teardown, NULL }
-#define cmocka_unit_test_setup_teardown(f, setup, teardown) { #f, f, setup, teardown, NULL }
-#define cmocka_unit_test_prestate(f, state) { #f, f, NULL, NULL, state }
+#define cmocka_unit_test(f)                                                                                            \
+    { #f, f, NULL, NULL, NULL }
+#define cmocka_unit_test_setup(f, setup)                                                                               \
+    { #f, f, setup, NULL, NULL }
+#define cmocka_unit_test_teardown(f, teardown)                                                                         \
+    { #f, f, NULL, teardown, NULL }
+#define cmocka_unit_test_setup_teardown(f, setup, teardown)                                                            \
+    { #f, f, setup, teardown, NULL }
+#define cmocka_unit_test_prestate(f, state)                                                                            \
+    { #f, f, NULL, NULL, state }
 #define cmocka_run_group_tests(tests, setup, teardown)                                                                 \
     cm_run_group_(tests, sizeof(tests) / sizeof((tests)[0]), setup, teardown)
 #define cmocka_run_group_tests_name(name, tests, setup, teardown) cmocka_run_group_tests(tests, setup, teardown)
@@ -122,14 +128,15 @@ static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CM
 
 #define CM_CHECK_(condition, ...) ((condition) ? (void)0 : cm_leave_(CM_FAILED, __FILE__, __LINE__, __VA_ARGS__))
 #define CM_COMPARE_(a, op, b)                                                                                          \
-    CM_CHECK_((uintmax_t)(a) op (uintmax_t)(b), "not %s %s %s: %jd, %jd", #a, #op, #b, (intmax_t)(a), (intmax_t)(b))
-#define CM_POINTERS_(a, op, b) CM_CHECK_((const void *)(a) op (const void *)(b), "not %s %s %s", #a, #op, #b)
+    CM_CHECK_((uintmax_t)(a)op(uintmax_t)(b), "not %s %s %s: %jd, %jd", #a, #op, #b, (intmax_t)(a), (intmax_t)(b))
+#define CM_POINTERS_(a, op, b) CM_CHECK_((const void *)(a)op(const void *)(b), "not %s %s %s", #a, #op, #b)
 #define assert_true(c) CM_CHECK_(c, "not true: %s", #c)
 #define assert_false(c) CM_CHECK_(!(c), "not false: %s", #c)
 #define assert_int_equal(a, b) CM_COMPARE_(a, ==, b)
 #define assert_int_not_equal(a, b) CM_COMPARE_(a, !=, b)
 #define assert_in_range(v, lo, hi)                                                                                     \
-    CM_CHECK_((uintmax_t)(v) >= (uintmax_t)(lo) && (uintmax_t)(v) <= (uintmax_t)(hi), "%s out of range: %jd", #v, (intmax_t)(v))
+    CM_CHECK_((uintmax_t)(v) >= (uintmax_t)(lo) && (uintmax_t)(v) <= (uintmax_t)(hi), "%s out of range: %jd", #v,      \
+              (intmax_t)(v))
 #define assert_return_code(rc, error) CM_CHECK_((rc) >= 0, "%s is negative, errno %d", #rc, (int)(error))
 #define assert_float_equal(a, b, epsilon)                                                                              \
     CM_CHECK_((a) - (b) <= (epsilon) && (b) - (a) <= (epsilon), "%s != %s: %g, %g", #a, #b, (double)(a), (double)(b))

@@ -1,4 +1,5 @@
-/* mt_test.h - what the test programs share: the harness, a status check, a small generator, and a place where ranks report.
+/* mt_test.h - what the test programs share: the harness, a status check, a small generator, and a place where ranks
+   report.
 
    Assertions belong to the main thread: inside a rank use CHECK and return the status, assert outside.      */
 
@@ -25,8 +26,8 @@
 #define SANITIZED 0
 #endif
 
-/* A quick run takes every test case, and a fixed sample of the products in it (types x splits x options). MT_TEST_ALL=1,
-   which tests/run.sh --all sets, takes them whole. A sanitizer always samples. */
+/* A quick run takes every test case, and a fixed sample of the products in it (types x splits x options).
+   MT_TEST_ALL=1, which tests/run.sh --all sets, takes them whole. A sanitizer always samples. */
 static inline int test_all(void) {
     const char *all = getenv("MT_TEST_ALL");
     return !SANITIZED && all && strcmp(all, "1") == 0;
@@ -68,7 +69,8 @@ static inline float test_float(uint64_t *state) {
     return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);
 }
 
-/* mt_launch, or the same between processes: see tests/mpi/over_mpi.h. bytes: of what user points to, if ranks write there. */
+/* mt_launch, or the same between processes: see tests/mpi/over_mpi.h. bytes: of what user points to, if ranks write
+ * there. */
 #if defined(MT_TEST_OVER_MPI)
 #define TEST_OVER_MPI 1
 #include "mpi/over_mpi.h"

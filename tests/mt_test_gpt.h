@@ -1,5 +1,6 @@
-/* mt_test_gpt.h - what test_precision.c and test_cuda_gpt.cu share: a small GPT, trained for a few steps on any device, in any
-   type and on any grid, and what rank 0 found. C and C++. Include it after the implementation of megatron.h.            */
+/* mt_test_gpt.h - what test_precision.c and test_cuda_gpt.cu share: a small GPT, trained for a few steps on any
+   device, in any type and on any grid, and what rank 0 found. C and C++. Include it after the implementation of
+   megatron.h. */
 
 #ifndef MT_TEST_GPT_H
 #define MT_TEST_GPT_H
@@ -17,12 +18,13 @@
 #define GPT_MAX_FLOATS (1 << 19)
 #define GPT_LR 1e-2f
 
-/* Loss and norm of every step (NaN is a skipped one), and at the end all parameters and what the optimizer keeps of them. */
+/* Loss and norm of every step (NaN is a skipped one), and at the end all parameters and what the optimizer keeps of
+ * them. */
 typedef struct gpt_result {
     float loss[GPT_STEPS], norm[GPT_STEPS], weights[GPT_MAX_FLOATS], masters[GPT_MAX_FLOATS];
     int64_t count, steps; /* of weights; of the optimizer */
     mt_loss_scaler scaler;
-    size_t arena_peak;    /* of rank 0; from here on it depends on the split */
+    size_t arena_peak;     /* of rank 0; from here on it depends on the split */
     size_t stage_peaks[8]; /* of tensor and data rank 0 */
 } gpt_result;
 
@@ -32,8 +34,8 @@ typedef struct gpt_run {
     mt_device device;
     mt_dtype dtype;
     int tensor, data, sequence_parallel, invariant;
-    int llama;        /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals; 3: like
-                         GPT-2, residuals behind the norms */
+    int llama; /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals; 3:
+                  like GPT-2, residuals behind the norms */
     int stochastic;
     float loss_scale; /* to begin with; 0: none */
     int first_step;   /* which dropout begins with */
@@ -41,16 +43,16 @@ typedef struct gpt_run {
     mt_epilogue epilogue;
     mt_device planned;
     int no_overlap, overlap_chunks;
-    int64_t ffn;      /* 0: 44 */
-    int wide;         /* 1: heads of 64 features, as tensor cores want them */
+    int64_t ffn; /* 0: 44 */
+    int wide;    /* 1: heads of 64 features, as tensor cores want them */
     mt_recompute recompute;
     mt_data_parallel_desc share;
-    int begins;       /* 1: gradients are summed while the last backward goes on */
-    float clip;       /* 0: to 1 */
+    int begins; /* 1: gradients are summed while the last backward goes on */
+    float clip; /* 0: to 1 */
     float weight_decay;
-    int pipeline;     /* stages; 0: 1 */
+    int pipeline; /* stages; 0: 1 */
     mt_schedule schedule;
-    int layers;       /* 0: 2 */
+    int layers; /* 0: 2 */
 } gpt_run;
 
 /* One rank. */
@@ -113,7 +115,8 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
 }
 
 /* A micro-batch is a sequence. */
-static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
+                                    mt_tensor output) {
     gpt_worker *w = (gpt_worker *)user;
     int64_t sequence = w->grid.data_rank * (GPT_BATCH / w->grid.data_size) + a->micro_batch;
     mt_batch batch = gpt_batch_of(w, sequence);
@@ -136,7 +139,8 @@ static inline mt_status gpt_backward_of(gpt_worker *w, int slot, mt_tensor doutp
     return mt_accumulate_gradients(w->ctx, w->params);
 }
 
-static inline mt_status gpt_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+static inline mt_status gpt_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput,
+                                     mt_tensor dinput) {
     gpt_worker *w = (gpt_worker *)user;
     if (w->r->begins && a->micro_batch == GPT_BATCH / w->grid.data_size - 1)
         MT_TRY(mt_sync_gradients_begin(ctx, w->params));
@@ -168,8 +172,8 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     stage.forward = w->forward ? w->forward : gpt_forward;
     stage.backward = w->backward ? w->backward : gpt_backward;
     stage.user = w;
-    MT_TRY(mt_pipeline_schedule(w->r->schedule, w->grid.pipeline_size, w->grid.pipeline_rank, GPT_BATCH / w->grid.data_size,
-                                actions, 6 * GPT_BATCH, &count));
+    MT_TRY(mt_pipeline_schedule(w->r->schedule, w->grid.pipeline_size, w->grid.pipeline_rank,
+                                GPT_BATCH / w->grid.data_size, actions, 6 * GPT_BATCH, &count));
     return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
 }
 
@@ -216,7 +220,8 @@ static inline int gpt_is_copy(const gpt_worker *w, const mt_param *p) {
     return w->grid.pipeline_rank > 0 && p->desc.shared_embedding;
 }
 
-/* Ranks are threads of one process: each stage puts its own behind those of the stages before. The first stage has rank 0. */
+/* Ranks are threads of one process: each stage puts its own behind those of the stages before. The first stage has rank
+ * 0. */
 static inline mt_status gpt_keep_weights(gpt_worker *w) {
     gpt_result *all = (gpt_result *)malloc(sizeof *all);
     int64_t n = 0, first = 0;
@@ -229,12 +234,12 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
         if (n + p->desc.rows * p->desc.cols > GPT_MAX_FLOATS) abort();
         if (gpt_is_copy(w, p)) continue;
         status = mt_param_gather(w->ctx, w->params, p, p->value, all->weights + n);
-        if (status == MT_SUCCESS)
-            status = mt_optimizer_gather(w->ctx, &w->optimizer, p, MT_MASTER, all->masters + n);
+        if (status == MT_SUCCESS) status = mt_optimizer_gather(w->ctx, &w->optimizer, p, MT_MASTER, all->masters + n);
         n += p->desc.rows * p->desc.cols;
     }
     if (status == MT_SUCCESS) status = mt_arena_tensor(w->ctx, MT_I32, 1, 1, &number);
-    if (status == MT_SUCCESS && stage > 0) status = mt_recv(w->ctx, w->grid.pipeline, number.data, 1, MT_I32, stage - 1);
+    if (status == MT_SUCCESS && stage > 0)
+        status = mt_recv(w->ctx, w->grid.pipeline, number.data, 1, MT_I32, stage - 1);
     if (status == MT_SUCCESS && stage > 0) status = mt_download(w->ctx, number, &before);
     first = before;
     behind = (int32_t)(first + n);
@@ -322,9 +327,10 @@ static inline const char *gpt_name(const gpt_run *r) {
     static const char *const names[] = {"GPT-2", "Llama", "post-LN", "residual post-LN"};
     static const char *const recompute[] = {"", ", selective recomputation", ", full recomputation"};
     static char text[192];
-    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s", names[r->llama], mt_dtype_name(r->dtype),
-             r->tensor, r->data, r->pipeline ? r->pipeline : 1, r->schedule == MT_SCHEDULE_GPIPE ? ", GPipe" : "",
-             r->sequence_parallel ? ", sequence parallel" : "", r->invariant ? ", invariant" : "", recompute[r->recompute]);
+    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s", names[r->llama],
+             mt_dtype_name(r->dtype), r->tensor, r->data, r->pipeline ? r->pipeline : 1,
+             r->schedule == MT_SCHEDULE_GPIPE ? ", GPipe" : "", r->sequence_parallel ? ", sequence parallel" : "",
+             r->invariant ? ", invariant" : "", recompute[r->recompute]);
     return text;
 }
 
@@ -349,18 +355,20 @@ static inline void gpt_execute(gpt_run r, gpt_result *out) {
 /* The relative error of one rounding to nearest, at most. */
 static inline double gpt_roundoff(mt_dtype dtype) { return dtype == MT_BF16 ? ldexp(1, -8) : ldexp(1, -11); }
 
-/* The relative error of a logit, or of a gradient, of a model in a 16-bit type. A number on its way through the model is
-   rounded about ten times in each layer (two norms, QKV, attention, projection, two residuals, the MLP's three), three times
-   around them, and as often on the way back: 46 times. Roundings are independent and of random sign. */
+/* The relative error of a logit, or of a gradient, of a model in a 16-bit type. A number on its way through the model
+   is rounded about ten times in each layer (two norms, QKV, attention, projection, two residuals, the MLP's three),
+   three times around them, and as often on the way back: 46 times. Roundings are independent and of random sign. */
 #define GPT_ROUNDINGS 46.0
 static inline double gpt_half_error(mt_dtype dtype) { return sqrt(GPT_ROUNDINGS) * gpt_roundoff(dtype); }
 
 /* Whether the losses of two runs differ by no more than a relative error e in logits and gradients explains:
-   - a loss is off by e times its logits, which begin with 0.02 sqrt(hidden) < 0.12 and have grown by what training has gained;
-   - a step gains lr |g|_1, of which an error e in g takes a part e at most: all of them, e times what training has gained;
-   - AdamW's steps are nearly lr sign(g), and the error turns the sign of e / pi of the elements (of normally distributed ones
-     those smaller than their error). They move 2 lr too far, which for the next batch's gradient g' is a random sum, 2 lr
-     sqrt(e / pi) |g'|, after n steps sqrt(n) of that; twice the standard deviation is allowed. */
+   - a loss is off by e times its logits, which begin with 0.02 sqrt(hidden) < 0.12 and have grown by what training has
+   gained;
+   - a step gains lr |g|_1, of which an error e in g takes a part e at most: all of them, e times what training has
+   gained;
+   - AdamW's steps are nearly lr sign(g), and the error turns the sign of e / pi of the elements (of normally
+   distributed ones those smaller than their error). They move 2 lr too far, which for the next batch's gradient g' is a
+   random sum, 2 lr sqrt(e / pi) |g'|, after n steps sqrt(n) of that; twice the standard deviation is allowed. */
 static inline void gpt_assert_near(const gpt_run *r, const gpt_result *want, const gpt_result *got, double e) {
     double norm = 0, worst = 0;
     for (int i = 0; i < GPT_STEPS; i++) {
@@ -370,7 +378,8 @@ static inline void gpt_assert_near(const gpt_run *r, const gpt_result *want, con
         off = fabs((double)got->loss[i] - loss);
         worst = fmax(worst, off / allowed);
         if (!(off <= allowed))
-            fail_msg("%s: step %d: loss %.9g, must be %.9g, to %.3g", gpt_name(r), i, (double)got->loss[i], loss, allowed);
+            fail_msg("%s: step %d: loss %.9g, must be %.9g, to %.3g", gpt_name(r), i, (double)got->loss[i], loss,
+                     allowed);
     }
     if (getenv("GPT_SHOW")) printf("      %s: at most %.2f of what is allowed\n", gpt_name(r), worst);
 }

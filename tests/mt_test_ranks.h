@@ -1,6 +1,6 @@
-/* mt_test_ranks.h - what test_parallel.c and test_blocks.c share: a rank with its grid, context and registry, a launch that
-   fails the test, comparisons that say where, and refusals with the words their sentence must hold.
-   Include it after the implementation of megatron.h.                                                                  */
+/* mt_test_ranks.h - what test_parallel.c and test_blocks.c share: a rank with its grid, context and registry, a
+   launch that fails the test, comparisons that say where, and refusals with the words their sentence must hold.
+   Include it after the implementation of megatron.h. */
 
 #ifndef MT_TEST_RANKS_H
 #define MT_TEST_RANKS_H
@@ -21,7 +21,8 @@ typedef struct test_rank {
     int memory_count;
 } test_rank;
 
-static inline mt_status test_rank_open(mt_comm *world, mt_grid_desc shape, const mt_context_desc *where, test_rank *out) {
+static inline mt_status test_rank_open(mt_comm *world, mt_grid_desc shape, const mt_context_desc *where,
+                                       test_rank *out) {
     mt_context_desc small = {.arena_bytes = (size_t)16 << 20};
     memset(out, 0, sizeof *out);
     out->world = world;
@@ -71,9 +72,9 @@ static inline float *test_noise(test_rank *r, int64_t n, uint64_t seed, float sc
 
 static inline int64_t test_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Where element `local` of rank's share of a dimension of n features lies in the whole; -1 for padding. Written from the
-   description of mt_param_desc, not from the library: n is `parts` equal blocks of units that stay together, and a rank
-   has the same number of units of each block. */
+/* Where element `local` of rank's share of a dimension of n features lies in the whole; -1 for padding. Written from
+   the description of mt_param_desc, not from the library: n is `parts` equal blocks of units that stay together, and a
+   rank has the same number of units of each block. */
 static inline int64_t test_global(int64_t n, int64_t parts, int64_t unit, int ranks, int rank, int64_t local) {
     int64_t units = n / parts / unit, share = test_ceil(units, ranks) * unit;
     int64_t within = rank * share + local % share;
@@ -95,12 +96,13 @@ static inline mt_status test_near(const char *what, const float *got, const doub
         most = isnan(error) ? INFINITY : error;
     }
     if (worst < 0) return MT_SUCCESS;
-    fprintf(stderr, "%s: element %lld of %lld is %.9g, expected %.9g: off by %.3g, allowed %.3g\n", what, (long long)worst,
-            (long long)n, (double)got[worst], want[worst], most, tolerance);
+    fprintf(stderr, "%s: element %lld of %lld is %.9g, expected %.9g: off by %.3g, allowed %.3g\n", what,
+            (long long)worst, (long long)n, (double)got[worst], want[worst], most, tolerance);
     return MT_ERR_DATA;
 }
 
-static inline mt_status test_near_f32(const char *what, const float *got, const float *want, int64_t n, double tolerance) {
+static inline mt_status test_near_f32(const char *what, const float *got, const float *want, int64_t n,
+                                      double tolerance) {
     for (int64_t i = 0; i < n; i++) {
         double w = (double)want[i];
         if (!(fabs((double)got[i] - w) <= tolerance)) return test_near(what, got + i, &w, 1, tolerance);
@@ -122,9 +124,10 @@ static inline void test_launch(int ranks, mt_rank_function f, void *user) {
     if (status != MT_SUCCESS) fail_msg("%d ranks: %s", ranks, mt_status_name(status));
 }
 
-/* A rank of a world that exists on paper only: enough to create things and to have calls refused, and on the meta device
-   to do anything. A world of one rank is real on a real device. */
-static inline void test_paper_rank(int ranks, int rank, mt_grid_desc shape, const mt_context_desc *where, test_rank *out) {
+/* A rank of a world that exists on paper only: enough to create things and to have calls refused, and on the meta
+   device to do anything. A world of one rank is real on a real device. */
+static inline void test_paper_rank(int ranks, int rank, mt_grid_desc shape, const mt_context_desc *where,
+                                   test_rank *out) {
     int real = ranks == 1 && !(where && where->device == MT_DEVICE_META);
     mt_comm *world = NULL;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,

@@ -1,5 +1,6 @@
-/* mt_test_resume.h - what test_checkpoint.c and test_cuda_checkpoint.cu share: the GPT of mt_test_gpt.h, saved in the middle of its
-   training, and another one that loads that and trains the rest. C and C++. Include it after mt_test_gpt.h.           */
+/* mt_test_resume.h - what test_checkpoint.c and test_cuda_checkpoint.cu share: the GPT of mt_test_gpt.h, saved in the
+   middle of its training, and another one that loads that and trains the rest. C and C++. Include it after
+   mt_test_gpt.h. */
 
 #ifndef MT_TEST_RESUME_H
 #define MT_TEST_RESUME_H
@@ -26,7 +27,8 @@ static inline mt_status half_steps(gpt_worker *w, const half_run *h) {
     for (int step = 0; !h->resumes && step < RESUME_AT; step++) MT_TRY(gpt_step(w, step));
     s.step = RESUME_AT;
     s.scaler = w->scaler;
-    MT_TRY(h->resumes ? mt_checkpoint_load(w->ctx, checkpoint, RESUME_AT, &s) : mt_checkpoint_save(w->ctx, checkpoint, &s));
+    MT_TRY(h->resumes ? mt_checkpoint_load(w->ctx, checkpoint, RESUME_AT, &s)
+                      : mt_checkpoint_save(w->ctx, checkpoint, &s));
     mt_checkpoint_destroy(w->ctx, checkpoint);
     w->scaler = s.scaler;
     for (int step = RESUME_AT; step < GPT_STEPS; step++) MT_TRY(gpt_step(w, step));
@@ -61,7 +63,8 @@ static inline void resume_same_bits(gpt_run before, gpt_run after, const char *d
     memcpy(rest.norm, whole.norm, RESUME_AT * sizeof *rest.norm);
     for (int i = 0; i < GPT_STEPS; i++)
         if (memcmp(&whole.loss[i], &rest.loss[i], sizeof(float)) != 0)
-            fail_msg("%s: step %d: loss %.9g, must be %.9g", gpt_name(&after), i, (double)rest.loss[i], (double)whole.loss[i]);
+            fail_msg("%s: step %d: loss %.9g, must be %.9g", gpt_name(&after), i, (double)rest.loss[i],
+                     (double)whole.loss[i]);
     if (memcmp(&whole, &rest, GPT_SAME_BYTES) != 0) fail_msg("%s: other weights or loss scaler", gpt_name(&after));
 }
 

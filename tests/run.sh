@@ -93,7 +93,7 @@ with_cc() {
     done
 }
 
-ensure_packages build-essential cmake libdnnl-dev libopenblas-dev pkg-config clang ccache locales openmpi-bin libopenmpi-dev
+ensure_packages build-essential cmake libdnnl-dev libopenblas-dev pkg-config clang clang-format ccache locales openmpi-bin libopenmpi-dev
 have_library libc stdio.h m || { echo "No working C compiler: $CC"; failed=1; closing_line; exit 1; }
 echo "$("$CC" --version | head -n 1); $jobs cores; $([ $all = ON ] && echo "the full matrix" || echo "everything once")"
 if have_command cmake && have_command make; then with_cmake; else with_cc; fi

@@ -8,7 +8,7 @@
 
 #include "mt_test_ranks.h"
 
-/* ---- one block of any kind ------------------------------------------------------------------------------------------ */
+/* ---- one block of any kind --------------------------------------------------------------------------------------- */
 
 typedef enum kind { MLP, ATTENTION, LAYER } kind;
 
@@ -48,7 +48,9 @@ static mt_status block_create(block *b) {
     m.sequence_parallel = a.sequence_parallel = l.sequence_parallel = b->sequence_parallel;
     switch (b->c->kind) {
     case MLP: b->hidden = m.hidden; return mt_mlp_create(r->ctx, r->params, "block", &m, &b->mlp);
-    case ATTENTION: b->hidden = a.hidden; return mt_self_attention_create(r->ctx, r->params, "block", &a, &b->attention);
+    case ATTENTION:
+        b->hidden = a.hidden;
+        return mt_self_attention_create(r->ctx, r->params, "block", &a, &b->attention);
     case LAYER: b->hidden = l.hidden; return mt_transformer_layer_create(r->ctx, r->params, "block", &l, &b->layer);
     }
     return MT_ERR_ARGUMENT;
@@ -121,16 +123,18 @@ static const block_case cases[] = {
     {"attention", ATTENTION, .attention = {ATT_MHA}},
     {"attention, dropout", ATTENTION, .attention = {ATT_MHA, .dropout = 0.2f, .layer = 3}},
     {"attention, both ways, no bias", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .no_bias = 1}},
-    {"attention, lengths", ATTENTION,
-     .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.1f}, .lengths = 1},
+    {"attention, lengths", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.1f},
+     .lengths = 1},
     {"attention, causal with lengths", ATTENTION, .attention = {ATT_MHA}, .lengths = 1},
     {"attention, groups, rotary", ATTENTION, .attention = {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12}},
     {"attention, rotary table longer than the sequences", ATTENTION,
      .attention = {ATT_MHA, .rotary_base = 10000.0f, .max_seq = 50, .dropout = 0.1f}},
-    {"attention, groups, bias left to the caller", ATTENTION, .attention = {ATT_GQA, .dropout = 0.1f, .skip_bias_add = 1}},
-    {"attention, 6 groups", ATTENTION, .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .rotary_base = 50.0f,
-                                                     .max_seq = 12}},
-    {"attention, 6 groups, dropout", ATTENTION, .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .dropout = 0.2f}},
+    {"attention, groups, bias left to the caller", ATTENTION,
+     .attention = {ATT_GQA, .dropout = 0.1f, .skip_bias_add = 1}},
+    {"attention, 6 groups", ATTENTION,
+     .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .rotary_base = 50.0f, .max_seq = 12}},
+    {"attention, 6 groups, dropout", ATTENTION,
+     .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .dropout = 0.2f}},
     {"attention, 5 heads, dropout, lengths", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.2f},
      .lengths = 1},
     {"layer, pre-LN", LAYER, .layer = {ATT_MHA, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .layer = 2}},
@@ -140,13 +144,19 @@ static const block_case cases[] = {
                .no_bias = 1, .hidden_dropout = 0.1f}},
     {"layer, post-LN, BERT", LAYER,
      .layer = {ATT_MHA, .placement = MT_POST_LN, .activation = MT_GELU_ERF, .mask = MT_MASK_BIDIRECTIONAL,
-               .attention_dropout = 0.1f, .hidden_dropout = 0.2f}, .lengths = 1},
+               .attention_dropout = 0.1f, .hidden_dropout = 0.2f},
+     .lengths = 1},
     {"layer, post-RMS", LAYER, .layer = {ATT_MHA, .placement = MT_POST_LN, .norm = MT_RMS_NORM, .no_bias = 1}},
     {"layer, residual post-LN", LAYER,
      .layer = {ATT_MHA, .placement = MT_RESIDUAL_POST_LN, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
     {"layer, residual post-RMS", LAYER,
-     .layer = {.hidden = 24, .heads = 6, .ffn = 50, .placement = MT_RESIDUAL_POST_LN, .norm = MT_RMS_NORM,
-               .attention_dropout = 0.2f, .hidden_dropout = 0.1f}},
+     .layer = {.hidden = 24,
+               .heads = 6,
+               .ffn = 50,
+               .placement = MT_RESIDUAL_POST_LN,
+               .norm = MT_RMS_NORM,
+               .attention_dropout = 0.2f,
+               .hidden_dropout = 0.1f}},
 };
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
@@ -197,7 +207,8 @@ static mt_status check_padding(const mt_param *p) {
 }
 
 typedef struct expected {
-    uint64_t all_reduce, all_gather, reduce_scatter, scalars; /* calls; scalars: all-gathers of 4 floats per token and rank */
+    uint64_t all_reduce, all_gather, reduce_scatter,
+        scalars; /* calls; scalars: all-gathers of 4 floats per token and rank */
 } expected;
 
 /* Exactly these calls, each of `floats` floats. */
@@ -213,8 +224,8 @@ static mt_status check_ledger(mt_comm *comm, const char *what, expected want, in
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) {
         if (got.calls[k] == l.calls[k] && got.bytes[k] == l.bytes[k]) continue;
         fprintf(stderr, "%s: %s: %llu calls of %llu bytes, expected %llu of %llu\n", what,
-                mt_collective_name((mt_collective)k), (unsigned long long)got.calls[k], (unsigned long long)got.bytes[k],
-                (unsigned long long)l.calls[k], (unsigned long long)l.bytes[k]);
+                mt_collective_name((mt_collective)k), (unsigned long long)got.calls[k],
+                (unsigned long long)got.bytes[k], (unsigned long long)l.calls[k], (unsigned long long)l.bytes[k]);
         return MT_ERR_DATA;
     }
     mt_comm_ledger_reset(comm);
@@ -226,7 +237,8 @@ static mt_status check_block_ledger(const block *b) {
     expected plain = {2 * n, 0, 0, 0}, sequence = {0, 3 * n, 2 * n, 0};
     mt_ledger world = mt_comm_ledger(b->r->world);
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) CHECK(world.calls[k] == 0);
-    return check_ledger(b->r->grid.tensor, "training step", b->sequence_parallel ? sequence : plain, TOKENS * b->hidden, 0);
+    return check_ledger(b->r->grid.tensor, "training step", b->sequence_parallel ? sequence : plain, TOKENS * b->hidden,
+                        0);
 }
 
 static mt_status block_against_serial(const block *b, outcome *serial) {
@@ -291,7 +303,8 @@ static void test_blocks_do_not_depend_on_the_split(void **state) {
             test_launch(splits[i], split_rank, &run);
 }
 
-/* A block that leaves its bias to the caller is the one that does not, less the bias, whose gradient it does not touch. */
+/* A block that leaves its bias to the caller is the one that does not, less the bias, whose gradient it does not touch.
+ */
 static void test_skip_bias_add(void **state) {
     float whole[4 * WIDTH_MAX];
     test_rank r;
@@ -323,18 +336,18 @@ static void test_skip_bias_add(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* ---- finite differences --------------------------------------------------------------------------------------------- */
+/* ---- finite differences ------------------------------------------------------------------------------------------ */
 
 /* A scalar of the fp32 forward, summed in double (sum c_i y_i of a block, the sum of the losses of a GPT), is
    differentiated along a unit direction v of one tensor (x or a parameter): central differences at h and h / 2,
    extrapolated to an error of h^4, with h = 0.05.
 
-   Truncation: terms of the fifth order times h^4 / 480 = 1.3e-8. Noise: y carries rounding errors of about 1e-7, the sum
-   of up to 160 of them one of about 1e-6, the difference 1e-6 / h * 3 = 6e-5; |gradient| is 0.5 to 100 here. What is
-   allowed is 1e-3 of the norm of the gradient plus 1e-4 (measured: at most a fifth of that). The first direction is the
-   analytic gradient itself, along which the derivative must be its norm: a factor that is off by 0.2 % shows. Three
-   random ones follow, along which what is missing from the gradient shows: of a part with the norm p |gradient| they see
-   about p / sqrt(elements), elements < 300. */
+   Truncation: terms of the fifth order times h^4 / 480 = 1.3e-8. Noise: y carries rounding errors of about 1e-7, the
+   sum of up to 160 of them one of about 1e-6, the difference 1e-6 / h * 3 = 6e-5; |gradient| is 0.5 to 100 here. What
+   is allowed is 1e-3 of the norm of the gradient plus 1e-4 (measured: at most a fifth of that). The first direction is
+   the analytic gradient itself, along which the derivative must be its norm: a factor that is off by 0.2 % shows. Three
+   random ones follow, along which what is missing from the gradient shows: of a part with the norm p |gradient| they
+   see about p / sqrt(elements), elements < 300. */
 #define DIFFERENCE_STEP 0.05
 #define DIFFERENCE_MAX 512
 #define DIRECTIONS 4
@@ -349,18 +362,30 @@ static const block_case small_cases[] = {
      .attention = {.hidden = 16, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f, .max_seq = 9, .dropout = 0.2f}},
     {"attention, both ways, lengths", ATTENTION,
      .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.2f}, .lengths = 1},
-    {"layer, pre-LN", LAYER, .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
+    {"layer, pre-LN", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
     {"layer, pre-RMS, swiglu", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .hidden_dropout = 0.2f}},
+     .layer =
+         {.hidden = 8, .heads = 2, .ffn = 12, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .hidden_dropout = 0.2f}},
     {"layer, post-LN", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_POST_LN, .attention_dropout = 0.2f,
+     .layer = {.hidden = 8,
+               .heads = 2,
+               .ffn = 12,
+               .placement = MT_POST_LN,
+               .attention_dropout = 0.2f,
                .hidden_dropout = 0.2f}},
-    {"layer, post-RMS", LAYER, .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_POST_LN, .norm = MT_RMS_NORM}},
+    {"layer, post-RMS", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_POST_LN, .norm = MT_RMS_NORM}},
     {"layer, residual post-LN", LAYER,
      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_RESIDUAL_POST_LN, .hidden_dropout = 0.2f}},
     {"layer, residual post-RMS", LAYER,
-     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .placement = MT_RESIDUAL_POST_LN, .norm = MT_RMS_NORM,
-               .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
+     .layer = {.hidden = 8,
+               .heads = 2,
+               .ffn = 12,
+               .placement = MT_RESIDUAL_POST_LN,
+               .norm = MT_RMS_NORM,
+               .attention_dropout = 0.2f,
+               .hidden_dropout = 0.2f}},
 };
 #define SMALL_CASES ((int)(sizeof small_cases / sizeof *small_cases))
 
@@ -404,7 +429,8 @@ static void check_directions(const differentiable *d) {
         }
         got = (4 * central_difference(d, v, DIFFERENCE_STEP / 2) - central_difference(d, v, DIFFERENCE_STEP)) / 3;
         if (!(fabs(got - want) <= 1e-3 * norm + 1e-4))
-            fail_msg("%s, %s, direction %d: difference %.7g, gradient %.7g, norm %.4g", d->name, d->what, k, got, want, norm);
+            fail_msg("%s, %s, direction %d: difference %.7g, gradient %.7g, norm %.4g", d->name, d->what, k, got, want,
+                     norm);
     }
 }
 
@@ -466,7 +492,7 @@ static void test_gradients_are_finite_differences(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* ---- inference, flight, recomputation -------------------------------------------------------------------------------- */
+/* ---- inference, flight, recomputation ---------------------------------------------------------------------------- */
 
 static int64_t block_elements(const block *b) { return b->batch.sequences * b->batch.seq * b->hidden; }
 
@@ -522,9 +548,11 @@ static void run_micro_batches(const block *b, int plan, float *dx, float *grads)
         dy[k] = block_tensor(b, test_noise(b->r, n, 20 + (uint64_t)k, 1.0f));
         y[k] = block_tensor(b, test_floats(b->r, n, NAN));
     }
-    for (int k = 0; k < 2; k++) { /* plan 0: one after the other, 1: in flight, 2: in flight, last first, 3: recomputed */
+    for (int k = 0; k < 2;
+         k++) { /* plan 0: one after the other, 1: in flight, 2: in flight, last first, 3: recomputed */
         ASSERT_STATUS(ctx, MT_SUCCESS, block_forward(&at[k], x[k], y[k], plan == 3 ? NULL : &saved[k]));
-        if (plan == 0) ASSERT_STATUS(ctx, MT_SUCCESS, block_backward(&at[k], dy[k], block_tensor(b, dx + k * n), &saved[k]));
+        if (plan == 0)
+            ASSERT_STATUS(ctx, MT_SUCCESS, block_backward(&at[k], dy[k], block_tensor(b, dx + k * n), &saved[k]));
     }
     for (int i = 0; i < 2 && plan > 0; i++) {
         int k = plan == 2 ? 1 - i : i;
@@ -587,8 +615,9 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A layer whose blocks are their output biases of 1 gives, for x = 0, the two halves' masks and nothing else: each element
-   is kept by neither, one or both of two independent coins. 768 of them: a share of 1/2 has a standard error of 1.8 %. */
+/* A layer whose blocks are their output biases of 1 gives, for x = 0, the two halves' masks and nothing else: each
+   element is kept by neither, one or both of two independent coins. 768 of them: a share of 1/2 has a standard error
+   of 1.8 %. */
 static void test_the_halves_of_a_layer_drop_independently(void **state) {
     block_case c = {"layer", LAYER, .layer = {ATT_MHA, .hidden_dropout = 0.5f}};
     const int64_t n = TOKENS * 32;
@@ -616,17 +645,19 @@ static void test_the_halves_of_a_layer_drop_independently(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* ---- activation memory ---------------------------------------------------------------------------------------------- */
+/* ---- activation memory ------------------------------------------------------------------------------------------- */
 
 static size_t rounded(int64_t floats) { return ((size_t)floats * sizeof(float) + 63) / 64 * 64; }
 
-/* What a training forward of one layer keeps, in floats: x [tokens, hidden] (the caller's), its two normalised inputs and
-   the sum between the halves: 4; q, k, v and the attention's output: 4 / t; before and after the activation: 8 / t. With
-   sequence parallelism the first four are divided, too. Besides: lse [heads / t, tokens], and a mean and a
-   reciprocal deviation per norm and token. (arXiv 2205.05198, table 2, counts bytes of 16-bit activations and masks.) */
+/* What a training forward of one layer keeps, in floats: x [tokens, hidden] (the caller's), its two normalised inputs
+   and the sum between the halves: 4; q, k, v and the attention's output: 4 / t; before and after the activation: 8 / t.
+   With sequence parallelism the first four are divided, too. Besides: lse [heads / t, tokens], and a mean and a
+   reciprocal deviation per norm and token. (arXiv 2205.05198, table 2, counts bytes of 16-bit activations and masks.)
+ */
 static void check_activation_bytes(int ranks, int sequence_parallel) {
     const int64_t tokens = 2 * 16, hidden = 64, heads = 8;
-    block_case c = {"layer", LAYER, .layer = {.hidden = 64, .heads = 8, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}};
+    block_case c = {"layer", LAYER,
+                    .layer = {.hidden = 64, .heads = 8, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}};
     mt_context_desc meta = {.device = MT_DEVICE_META};
     int64_t t = ranks, rows = sequence_parallel ? tokens / t : tokens;
     size_t want = rounded(rows * hidden * 4 + tokens * hidden * 12 / t), kept;
@@ -660,7 +691,7 @@ static void test_activation_bytes_of_a_layer(void **state) {
     }
 }
 
-/* ---- GPT ------------------------------------------------------------------------------------------------------------- */
+/* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
 #define BATCH 4
 #define GPT_SEQ 8
@@ -675,16 +706,42 @@ typedef struct gpt_case {
 
 static const gpt_case gpt_cases[] = {
     {"tied, pre-LN",
-     {.vocab = VOCAB, .layers = 2, .max_seq = 10, .embedding_dropout = 0.1f,
-      .layer = {.hidden = 16, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}, 0},
+     {.vocab = VOCAB,
+      .layers = 2,
+      .max_seq = 10,
+      .embedding_dropout = 0.1f,
+      .layer = {.hidden = 16, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
+     0},
     {"untied, Llama",
-     {.vocab = VOCAB, .layers = 2, .max_seq = 10, .untied_head = 1, .label_smoothing = 0.1f, .embedding_dropout = 0.1f,
-      .layer = {.hidden = 16, .heads = 8, .kv_heads = 4, .ffn = 21, .norm = MT_RMS_NORM, .activation = MT_SWIGLU,
-                .rotary_base = 100.0f, .no_bias = 1, .hidden_dropout = 0.1f}}, 0},
+     {.vocab = VOCAB,
+      .layers = 2,
+      .max_seq = 10,
+      .untied_head = 1,
+      .label_smoothing = 0.1f,
+      .embedding_dropout = 0.1f,
+      .layer = {.hidden = 16,
+                .heads = 8,
+                .kv_heads = 4,
+                .ffn = 21,
+                .norm = MT_RMS_NORM,
+                .activation = MT_SWIGLU,
+                .rotary_base = 100.0f,
+                .no_bias = 1,
+                .hidden_dropout = 0.1f}},
+     0},
     {"tied, post-LN, lengths",
-     {.vocab = VOCAB, .layers = 2, .max_seq = 8, .ignore_index = -1,
-      .layer = {.hidden = 16, .heads = 4, .placement = MT_POST_LN, .mask = MT_MASK_BIDIRECTIONAL,
-                .activation = MT_GELU_ERF, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}, 1},
+     {.vocab = VOCAB,
+      .layers = 2,
+      .max_seq = 8,
+      .ignore_index = -1,
+      .layer = {.hidden = 16,
+                .heads = 4,
+                .placement = MT_POST_LN,
+                .mask = MT_MASK_BIDIRECTIONAL,
+                .activation = MT_GELU_ERF,
+                .attention_dropout = 0.1f,
+                .hidden_dropout = 0.1f}},
+     1},
 };
 #define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
 
@@ -694,7 +751,8 @@ typedef struct gpt_split {
 } gpt_split;
 
 typedef struct gpt_outcome {
-    float loss[GPT_TOKENS], evaluation[GPT_TOKENS], logits[GPT_TOKENS * VOCAB], last[BATCH * VOCAB], grads[PARAMS_MAX], norm;
+    float loss[GPT_TOKENS], evaluation[GPT_TOKENS], logits[GPT_TOKENS * VOCAB], last[BATCH * VOCAB], grads[PARAMS_MAX],
+        norm;
     int64_t params;
 } gpt_outcome;
 
@@ -715,7 +773,8 @@ static void gpt_data(const gpt_case *c, int32_t *ids, int32_t *targets, int32_t 
     uint64_t seed = 4;
     for (int i = 0; i < GPT_TOKENS; i++) {
         ids[i] = (int32_t)test_below(&seed, VOCAB);
-        targets[i] = i % 7 == 3 ? (c->desc.ignore_index ? c->desc.ignore_index : -100) : (int32_t)test_below(&seed, VOCAB);
+        targets[i] =
+            i % 7 == 3 ? (c->desc.ignore_index ? c->desc.ignore_index : -100) : (int32_t)test_below(&seed, VOCAB);
     }
     for (int i = 0; i < BATCH; i++) lengths[i] = i < 3 ? 8 - 3 * i : 0;
 }
@@ -807,7 +866,8 @@ static mt_status gpt_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = gpt_train(&r, run);
     if (status != MT_SUCCESS)
         fprintf(stderr, "%s, tensor %d, data %d, sequence parallelism %d, micro-batches of %d: %s\n", run->c->name,
-                run->split.tensor, run->split.data, run->split.sequence_parallel, run->split.micro, mt_last_error(r.ctx));
+                run->split.tensor, run->split.data, run->split.sequence_parallel, run->split.micro,
+                mt_last_error(r.ctx));
     test_rank_close(&r);
     return status;
 }
@@ -897,16 +957,22 @@ static void test_gpt_logits_and_evaluation(void **state) {
 }
 
 static void test_gpt_parameters(void **state) {
-    static const char *const names[] = {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight",
-                                        "decoder.layers.0.input_layernorm.weight", "decoder.layers.0.input_layernorm.bias",
+    static const char *const names[] = {"embedding.word_embeddings.weight",
+                                        "embedding.position_embeddings.weight",
+                                        "decoder.layers.0.input_layernorm.weight",
+                                        "decoder.layers.0.input_layernorm.bias",
                                         "decoder.layers.0.self_attention.linear_qkv.weight",
                                         "decoder.layers.0.self_attention.linear_qkv.bias",
                                         "decoder.layers.0.self_attention.linear_proj.weight",
                                         "decoder.layers.0.self_attention.linear_proj.bias",
-                                        "decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.1.pre_mlp_layernorm.bias",
-                                        "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.bias",
-                                        "decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.bias",
-                                        "decoder.final_layernorm.weight", "decoder.final_layernorm.bias"};
+                                        "decoder.layers.1.pre_mlp_layernorm.weight",
+                                        "decoder.layers.1.pre_mlp_layernorm.bias",
+                                        "decoder.layers.1.mlp.linear_fc1.weight",
+                                        "decoder.layers.1.mlp.linear_fc1.bias",
+                                        "decoder.layers.1.mlp.linear_fc2.weight",
+                                        "decoder.layers.1.mlp.linear_fc2.bias",
+                                        "decoder.final_layernorm.weight",
+                                        "decoder.final_layernorm.bias"};
     double square = 0;
     const mt_param *p;
     test_rank r;
@@ -945,7 +1011,8 @@ static double gpt_sum(gpt_point *p, int keep) {
     size_t mark = mt_arena_mark(p->r->ctx);
     int64_t n = p->batch.sequences * p->batch.seq;
     double sum = 0;
-    if (mt_gpt_forward(p->r->ctx, &p->gpt, &p->batch, p->ids, p->targets, mt_tensor_f32(loss, 1, n), &p->saved) != MT_SUCCESS)
+    if (mt_gpt_forward(p->r->ctx, &p->gpt, &p->batch, p->ids, p->targets, mt_tensor_f32(loss, 1, n), &p->saved) !=
+        MT_SUCCESS)
         return NAN;
     if (!keep) mt_arena_release(p->r->ctx, mark);
     for (int64_t i = 0; i < n; i++) sum += (double)loss[i];
@@ -956,15 +1023,23 @@ static double gpt_scalar(void *user) { return gpt_sum((gpt_point *)user, 0); }
 
 static void test_gpt_gradients_are_finite_differences(void **state) {
     static const int32_t ids[] = {0, 10, 3, 3, 7, 1, 9, 5, 2, 8}, targets[] = {10, 3, -100, 7, 0, 9, 5, 2, 8, 4};
-    static const mt_transformer_layer_desc layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.1f, .hidden_dropout = 0.1f};
+    static const mt_transformer_layer_desc layer = {
+        .hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.1f, .hidden_dropout = 0.1f};
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
     for (int i = 0; i < 3; i++) { /* tied; untied; post-LN and no learned positions */
-        mt_gpt_desc d = {.vocab = 11, .layers = 2, .max_seq = 6, .untied_head = i == 1, .label_smoothing = 0.1f * (float)i,
-                         .embedding_dropout = 0.3f, .layer = layer};
+        mt_gpt_desc d = {.vocab = 11,
+                         .layers = 2,
+                         .max_seq = 6,
+                         .untied_head = i == 1,
+                         .label_smoothing = 0.1f * (float)i,
+                         .embedding_dropout = 0.3f,
+                         .layer = layer};
         differentiable diff = {.name = i == 0 ? "tied" : i == 1 ? "untied" : "post-LN", .f = gpt_scalar};
-        gpt_point p = {.r = &r, .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4}, .ids = ids,
+        gpt_point p = {.r = &r,
+                       .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4},
+                       .ids = ids,
                        .targets = targets};
         d.layer.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
         d.layer.rotary_base = i == 2 ? 10.0f : 0.0f;
@@ -986,7 +1061,8 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
 /* With embedding dropout alone, training and evaluation still differ. */
 static void test_gpt_embedding_dropout(void **state) {
     static const int32_t ids[] = {0, 10, 3, 3, 7};
-    mt_gpt_desc d = {.vocab = 11, .layers = 1, .max_seq = 5, .embedding_dropout = 0.5f, .layer = {.hidden = 8, .heads = 2}};
+    mt_gpt_desc d = {
+        .vocab = 11, .layers = 1, .max_seq = 5, .embedding_dropout = 0.5f, .layer = {.hidden = 8, .heads = 2}};
     gpt_point p = {.batch = {.sequences = 1, .seq = 5}, .ids = ids, .targets = ids};
     float loss[5];
     double sum = 0;
@@ -998,14 +1074,15 @@ static void test_gpt_embedding_dropout(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.4f));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &p.gpt, &p.saved));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_forward(r.ctx, &p.gpt, &p.batch, ids, ids, mt_tensor_f32(loss, 1, 5), NULL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_gpt_forward(r.ctx, &p.gpt, &p.batch, ids, ids, mt_tensor_f32(loss, 1, 5), NULL));
     for (int i = 0; i < 5; i++) sum += (double)loss[i];
     assert_true(fabs(gpt_sum(&p, 0) - sum) > 1e-2);
     mt_gpt_saved_destroy(&p.saved);
     test_paper_rank_close(&r);
 }
 
-/* ---- on paper, and without allocating --------------------------------------------------------------------------------- */
+/* ---- on paper, and without allocating ---------------------------------------------------------------------------- */
 
 /* One whole training step. After it, what the rank needed. */
 static mt_status gpt_step(test_rank *r, gpt_run *run, gpt_needs *needs) {
@@ -1055,7 +1132,8 @@ static void test_meta_device_knows_what_a_step_needs(void **state) {
             for (int rank = 0; rank < ranks; rank++) {
                 gpt_needs needs;
                 test_rank r;
-                test_paper_rank(ranks, rank, (mt_grid_desc){.tensor = splits[k].tensor, .data = splits[k].data}, &meta, &r);
+                test_paper_rank(ranks, rank, (mt_grid_desc){.tensor = splits[k].tensor, .data = splits[k].data}, &meta,
+                                &r);
                 ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &needs));
                 assert_int_equal(needs.peak, run.needs[rank].peak);
                 assert_int_equal(needs.allocated, run.needs[rank].allocated);
@@ -1177,7 +1255,7 @@ static void test_an_arena_that_is_too_small(void **state) {
     }
 }
 
-/* ---- fused q, k, v ---------------------------------------------------------------------------------------------------- */
+/* ---- fused q, k, v ----------------------------------------------------------------------------------------------- */
 
 /* 4 heads in 2 groups, head_dim 2, 1 column: per group its two queries, its key, its value. */
 static void test_qkv_layout(void **state) {
@@ -1210,7 +1288,8 @@ static void test_qkv_round_trip(void **state) {
 }
 
 static void test_qkv_refuses(void **state) {
-    static const int64_t bad[][4] = {{0, 1, 2, 2}, {4, 0, 2, 2}, {4, 3, 2, 2}, {4, 2, 0, 2}, {4, 2, 2, 0}, {-4, 2, 2, 2},
+    static const int64_t bad[][4] = {{0, 1, 2, 2},  {4, 0, 2, 2}, {4, 3, 2, 2},
+                                     {4, 2, 0, 2},  {4, 2, 2, 0}, {-4, 2, 2, 2},
                                      {4, -2, 2, 2}, {2, 4, 2, 2}, {4, 2, INT64_MAX, INT64_MAX}};
     float x[32] = {0}, y[32] = {0};
     (void)state;
@@ -1226,7 +1305,7 @@ static void test_qkv_refuses(void **state) {
     }
 }
 
-/* ---- bad input -------------------------------------------------------------------------------------------------------- */
+/* ---- bad input --------------------------------------------------------------------------------------------------- */
 
 /* On rank 1 of a tensor group of 4 that exists on paper: whatever is refused is refused before it communicates. */
 static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, r); }
@@ -1238,14 +1317,15 @@ static void test_mlp_create_refuses(void **state) {
         mt_mlp_desc desc;
         mt_status status;
         const char *words;
-    } bad[] = {{{.hidden = 0}, MT_ERR_ARGUMENT, "'m'|hidden 0"},
-               {{.hidden = -8}, MT_ERR_ARGUMENT, "hidden -8"},
-               {{.hidden = 8, .ffn = -1}, MT_ERR_ARGUMENT, "ffn -1"},
-               {{.hidden = HUGE_SIZE}, MT_ERR_ARGUMENT, "hidden 4611686018427387903"},
-               {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
-               {{.hidden = 8, .activation = (mt_activation)3}, MT_ERR_ARGUMENT, "activation 3"},
-               {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
-               {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};
+    } bad[] = {
+        {{.hidden = 0}, MT_ERR_ARGUMENT, "'m'|hidden 0"},
+        {{.hidden = -8}, MT_ERR_ARGUMENT, "hidden -8"},
+        {{.hidden = 8, .ffn = -1}, MT_ERR_ARGUMENT, "ffn -1"},
+        {{.hidden = HUGE_SIZE}, MT_ERR_ARGUMENT, "hidden 4611686018427387903"},
+        {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
+        {{.hidden = 8, .activation = (mt_activation)3}, MT_ERR_ARGUMENT, "activation 3"},
+        {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
+        {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};
     static char name[MT_NAME_MAX];
     mt_mlp_desc good = {.hidden = 8};
     float x[8] = {0};
@@ -1275,28 +1355,29 @@ static void test_attention_create_refuses(void **state) {
         mt_self_attention_desc desc;
         mt_status status;
         const char *words;
-    } bad[] = {{{.hidden = 0, .heads = 4}, MT_ERR_ARGUMENT, "'a'|hidden 0"},
-               {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "heads 0"},
-               {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "heads -4"},
-               {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "kv_heads -2"},
-               {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
-               {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "heads 10|kv_heads 4"},
-               {{.hidden = 16, .heads = 8, .kv_heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
-               {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
-               {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
-               {{.hidden = 16, .heads = 4, .dropout = 1.0f}, MT_ERR_ARGUMENT, "dropout 1"},
-               {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},
-               {{.hidden = 16, .heads = 4, .dropout = NAN}, MT_ERR_ARGUMENT, "dropout|nan"},
-               {{.hidden = 16, .heads = 4, .mask = (mt_mask)2}, MT_ERR_ARGUMENT, "mask 2"},
-               {{.hidden = 16, .heads = 4, .layer = -1}, MT_ERR_ARGUMENT, "layer -1"},
-               {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "max_seq -1"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f}, MT_ERR_SHAPE, "max_seq (is 0)"},
-               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
-               {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8}, MT_ERR_SHAPE, "head size (is 3)"},
-               {{.hidden = 16, .heads = 4, .rotary_base = -1.0f}, MT_ERR_ARGUMENT, "rotary_base -1"},
-               {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8}, MT_ERR_ARGUMENT, "inf"},
-               {{.hidden = 16, .heads = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_qkv|init_std -1"},
-               {{.hidden = 16, .heads = 4, .output_init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_proj|init_std -1"}};
+    } bad[] = {
+        {{.hidden = 0, .heads = 4}, MT_ERR_ARGUMENT, "'a'|hidden 0"},
+        {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "heads 0"},
+        {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "heads -4"},
+        {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "kv_heads -2"},
+        {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
+        {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "heads 10|kv_heads 4"},
+        {{.hidden = 16, .heads = 8, .kv_heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
+        {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
+        {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
+        {{.hidden = 16, .heads = 4, .dropout = 1.0f}, MT_ERR_ARGUMENT, "dropout 1"},
+        {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},
+        {{.hidden = 16, .heads = 4, .dropout = NAN}, MT_ERR_ARGUMENT, "dropout|nan"},
+        {{.hidden = 16, .heads = 4, .mask = (mt_mask)2}, MT_ERR_ARGUMENT, "mask 2"},
+        {{.hidden = 16, .heads = 4, .layer = -1}, MT_ERR_ARGUMENT, "layer -1"},
+        {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "max_seq -1"},
+        {{.hidden = 16, .heads = 4, .rotary_base = 1e4f}, MT_ERR_SHAPE, "max_seq (is 0)"},
+        {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
+        {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8}, MT_ERR_SHAPE, "head size (is 3)"},
+        {{.hidden = 16, .heads = 4, .rotary_base = -1.0f}, MT_ERR_ARGUMENT, "rotary_base -1"},
+        {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8}, MT_ERR_ARGUMENT, "inf"},
+        {{.hidden = 16, .heads = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_qkv|init_std -1"},
+        {{.hidden = 16, .heads = 4, .output_init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_proj|init_std -1"}};
     mt_self_attention_desc good = {.hidden = 16, .heads = 4};
     mt_self_attention a;
     test_rank r;
@@ -1341,7 +1422,8 @@ static void test_layer_create_refuses(void **state) {
     (void)state;
     open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_transformer_layer_create(r.ctx, r.params, "l", &bad[i].desc, &l));
+        REFUSED(r.ctx, bad[i].status, bad[i].words,
+                mt_transformer_layer_create(r.ctx, r.params, "l", &bad[i].desc, &l));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     assert_int_equal(mt_transformer_layer_create(NULL, r.params, "l", &good, &l), MT_ERR_ARGUMENT);
@@ -1377,7 +1459,8 @@ static mt_status forward_with(const block *b, const mt_batch *batch, mt_tensor x
 }
 
 /* A backward of s as if its forward had worked on this batch. */
-static mt_status backward_with(const block *b, const mt_batch *batch, mt_tensor dy, mt_tensor dx, const block_saved *s) {
+static mt_status backward_with(const block *b, const mt_batch *batch, mt_tensor dy, mt_tensor dx,
+                               const block_saved *s) {
     mt_context *ctx = b->r->ctx;
     block_saved t;
     memset(&t, 0, sizeof t);
@@ -1423,7 +1506,9 @@ static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int ba
                {{.sequences = 2, .seq = 0}, MT_ERR_ARGUMENT, "2 sequences of 0"},
                {{.sequences = -2, .seq = -6}, MT_ERR_ARGUMENT, "-2 sequences of -6"},
                {{.sequences = 2, .seq = 6, .first_sequence = -1}, MT_ERR_ARGUMENT, "first sequence -1"},
-               {{.sequences = 2, .seq = 6, .first_sequence = INT64_MAX}, MT_ERR_ARGUMENT, "first sequence 9223372036854775807"},
+               {{.sequences = 2, .seq = 6, .first_sequence = INT64_MAX},
+                MT_ERR_ARGUMENT,
+                "first sequence 9223372036854775807"},
                {{.sequences = INT64_MAX, .seq = INT64_MAX}, MT_ERR_ARGUMENT, "9223372036854775807"},
                {{.sequences = 1, .seq = 12}, MT_ERR_SHAPE, "12 tokens|max_seq is 8"},
                {{.sequences = 2, .seq = 5}, MT_ERR_SHAPE, "10"},
@@ -1474,8 +1559,13 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
 static const block_case plain_cases[] = {
     {"mlp", MLP, .mlp = {.hidden = 16}},
     {"attention", ATTENTION, .attention = {.hidden = 16, .heads = 4, .rotary_base = 10.0f, .max_seq = 8}},
-    {"layer", LAYER, .layer = {.hidden = 16, .heads = 4, .rotary_base = 10.0f, .max_seq = 8, .hidden_dropout = 0.1f,
-                               .attention_dropout = 0.1f}},
+    {"layer", LAYER,
+     .layer = {.hidden = 16,
+               .heads = 4,
+               .rotary_base = 10.0f,
+               .max_seq = 8,
+               .hidden_dropout = 0.1f,
+               .attention_dropout = 0.1f}},
 };
 
 static void test_block_calls_refuse(void **state) {
@@ -1607,7 +1697,8 @@ static void test_gpt_create_refuses(void **state) {
     d.layer.hidden = HUGE_SIZE / 4 * 4;
     REFUSED(r.ctx, MT_ERR_SHAPE, "4611686018427387900", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(x, 1, 4), NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
+            mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(x, 1, 4), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_saved_create(r.ctx, &gpt, &saved));
     test_paper_rank_close(&r);
     test_paper_rank(4, 1, (mt_grid_desc){.pipeline = 2}, NULL, &r);
@@ -1623,8 +1714,8 @@ static void test_gpt_create_refuses(void **state) {
 }
 
 /* What forward and logits refuse alike: f is 0, 1. */
-static mt_status gpt_call(int f, mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids, float *out,
-                          mt_gpt_saved *saved) {
+static mt_status gpt_call(int f, mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                          float *out, mt_gpt_saved *saved) {
     if (f == 0) return mt_gpt_forward(ctx, gpt, batch, ids, ids, mt_tensor_f32(out, 1, 12), saved);
     return mt_gpt_logits(ctx, gpt, batch, ids, mt_tensor_f32(out, 12, 10));
 }
@@ -1659,8 +1750,10 @@ static void gpt_data_is_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_
     int32_t ids[12] = {0}, bad[12] = {0};
     mt_tensor loss = mt_tensor_f32(out, 1, 12), logits = mt_tensor_f32(out, 12, 10);
     bad[7] = 10;
-    REFUSED(r->ctx, MT_ERR_DATA, "token id 10|index 7|[0, 10)", mt_gpt_forward(r->ctx, gpt, &good, bad, ids, loss, saved));
-    REFUSED(r->ctx, MT_ERR_DATA, "target 10|index 7|[0, 10)", mt_gpt_forward(r->ctx, gpt, &good, ids, bad, loss, saved));
+    REFUSED(r->ctx, MT_ERR_DATA, "token id 10|index 7|[0, 10)",
+            mt_gpt_forward(r->ctx, gpt, &good, bad, ids, loss, saved));
+    REFUSED(r->ctx, MT_ERR_DATA, "target 10|index 7|[0, 10)",
+            mt_gpt_forward(r->ctx, gpt, &good, ids, bad, loss, saved));
     REFUSED(r->ctx, MT_ERR_DATA, "token id 10|index 7", mt_gpt_logits(r->ctx, gpt, &good, bad, logits));
     bad[7] = -100;
     REFUSED(r->ctx, MT_ERR_DATA, "token id -100|index 7", mt_gpt_forward(r->ctx, gpt, &good, bad, ids, loss, saved));
@@ -1675,16 +1768,20 @@ static void gpt_data_is_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_
             mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_make(out, MT_BF16, 1, 12), saved));
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "loss is|data is NULL",
             mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_f32(NULL, 1, 12), saved));
-    REFUSED(r->ctx, MT_ERR_SHAPE, "logits|[3, 10]|[12, 10]", mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_f32(out, 3, 10)));
-    REFUSED(r->ctx, MT_ERR_SHAPE, "logits|[2, 12]|[2, 10]", mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_f32(out, 2, 12)));
-    REFUSED(r->ctx, MT_ERR_DTYPE, "logits|i32", mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_make(out, MT_I32, 12, 10)));
+    REFUSED(r->ctx, MT_ERR_SHAPE, "logits|[3, 10]|[12, 10]",
+            mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_f32(out, 3, 10)));
+    REFUSED(r->ctx, MT_ERR_SHAPE, "logits|[2, 12]|[2, 10]",
+            mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_f32(out, 2, 12)));
+    REFUSED(r->ctx, MT_ERR_DTYPE, "logits|i32",
+            mt_gpt_logits(r->ctx, gpt, &good, ids, mt_tensor_make(out, MT_I32, 12, 10)));
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "saved holds no forward", mt_gpt_backward(r->ctx, gpt, 1.0f, NULL));
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "saved holds no forward", mt_gpt_backward(r->ctx, gpt, 1.0f, saved));
     assert_int_equal(mt_gpt_backward(NULL, gpt, 1.0f, saved), MT_ERR_ARGUMENT);
 }
 
 static void test_gpt_calls_refuse(void **state) {
-    mt_gpt_desc d = {.vocab = 10, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4, .sequence_parallel = 1}};
+    mt_gpt_desc d = {
+        .vocab = 10, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4, .sequence_parallel = 1}};
     mt_gpt_saved saved = {0};
     mt_gpt gpt;
     mt_ledger ledger;
@@ -1722,7 +1819,8 @@ static void test_gpt_calls_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* One forward, one backward: the logits are gone after the first, and a forward that failed leaves nothing to go back from. */
+/* One forward, one backward: the logits are gone after the first, and a forward that failed leaves nothing to go back
+ * from. */
 static void test_gpt_backward_only_once(void **state) {
     mt_gpt_desc d = {.vocab = 10, .layers = 1, .max_seq = 8, .layer = {.hidden = 8, .heads = 2}};
     static const int32_t ids[12] = {0}, bad[12] = {99};
@@ -1741,7 +1839,8 @@ static void test_gpt_backward_only_once(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved holds no forward", mt_gpt_backward(r.ctx, &gpt, 1.0f, &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(loss, 1, 12), &saved));
-    REFUSED(r.ctx, MT_ERR_DATA, "token id 99", mt_gpt_forward(r.ctx, &gpt, &batch, bad, ids, mt_tensor_f32(loss, 1, 12), &saved));
+    REFUSED(r.ctx, MT_ERR_DATA, "token id 99",
+            mt_gpt_forward(r.ctx, &gpt, &batch, bad, ids, mt_tensor_f32(loss, 1, 12), &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_backward(r.ctx, &gpt, 0.0f, &saved)); /* a refused call changed nothing */
     for (int i = 0; i < mt_params_count(r.params); i++) {
         mt_tensor g = mt_params_at(r.params, i)->grad;

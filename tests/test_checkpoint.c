@@ -1,6 +1,6 @@
-/* test_checkpoint - checkpoints: the same bits on every split, GPT-2 of Hugging Face, training that goes on as if it had never
-   stopped, pipeline stages, every way in which a file can be wrong, and a save that fails or dies at each of its system calls
-   or at any moment. Run it from the checkout's root.                                                                   */
+/* test_checkpoint - checkpoints: the same bits on every split, GPT-2 of Hugging Face, training that goes on as if it
+   had never stopped, pipeline stages, every way in which a file can be wrong, and a save that fails or dies at each of
+   its system calls or at any moment. Run it from the checkout's root. */
 
 #include <dirent.h>
 #include <errno.h>
@@ -32,7 +32,10 @@ static int warnings; /* to the logger of any rank */
 /* Which files and directories have changed since they were brought to the disk. */
 static struct {
     int watching, count, early; /* early: something was renamed before it was on the disk */
-    struct { char path[1024]; int dirty; } list[128];
+    struct {
+        char path[1024];
+        int dirty;
+    } list[128];
 } disk;
 
 static int fault(void) {
@@ -52,7 +55,8 @@ static struct {
 
 static void shorten(void) {
     if (shortened.path && __atomic_fetch_add(&shortened.calls, 1, __ATOMIC_RELAXED) == shortened.at &&
-        truncate(shortened.path, shortened.length) != 0) abort();
+        truncate(shortened.path, shortened.length) != 0)
+        abort();
 }
 
 static ssize_t test_pread(int fd, void *data, size_t bytes, off_t at) {
@@ -135,7 +139,8 @@ static int lock_fd = -1;
 
 /* What was only read from has nothing to lose, nor has a lock. */
 static int test_close(int fd) {
-    int failed = fd != lock_fd && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY && fault(), error = errno, result = close(fd);
+    int failed = fd != lock_fd && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY && fault(), error = errno,
+        result = close(fd);
     errno = error;
     if (fd == lock_fd) lock_fd = -1;
     return failed ? -1 : result;
@@ -244,7 +249,8 @@ static int entries(const char *directory) {
     DIR *d = opendir(directory);
     int n = 0;
     if (!d) return -1;
-    while ((e = readdir(d)) != NULL) n += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0 && strcmp(e->d_name, ".lock") != 0;
+    while ((e = readdir(d)) != NULL)
+        n += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0 && strcmp(e->d_name, ".lock") != 0;
     closedir(d);
     return n;
 }
@@ -257,7 +263,8 @@ enum { GPT2, LLAMA, LAYERS = 4, VOCAB = 37, HIDDEN = 24, SEQ = 8, ARENA = 1 << 2
 typedef struct job {
     int model, tensor, data, pipeline;
     mt_dtype dtype;
-    int stochastic, no_optimizer, sharded, invariant, fill; /* fill: numbers that are nowhere the same, and their seed */
+    int stochastic, no_optimizer, sharded, invariant,
+        fill; /* fill: numbers that are nowhere the same, and their seed */
     enum { SAVE, LOAD, IMPORT, NOTHING, LOCK } action;
     int stays; /* a pipe: told when the action is done, the process then waits for its end; LOCK: -1: and saves */
     const char *directory; /* below scratch, but for IMPORT */
@@ -268,11 +275,11 @@ typedef struct job {
     /* results */
     mt_training_state state;
     mt_status status[8];
-    char sentence[8][MTI_ERROR_BYTES];
-    int changed[8];        /* by an action that failed */
-    float *dump;           /* values, moments, masters: all of the first stage's parameters, unsharded */
+    char sentence[8][MT_ERROR_BYTES];
+    int changed[8]; /* by an action that failed */
+    float *dump;    /* values, moments, masters: all of the first stage's parameters, unsharded */
     int64_t dumped;
-    uint64_t digest[8];    /* of the same of each rank */
+    uint64_t digest[8]; /* of the same of each rank */
     int64_t optimizer_step;
 } job;
 
@@ -284,8 +291,12 @@ typedef struct replica {
 } replica;
 
 static mt_gpt_desc model_desc(const job *j) {
-    mt_gpt_desc d = {.vocab = VOCAB, .layers = LAYERS, .max_seq = SEQ,
-                     .layer = {.hidden = j->hidden ? j->hidden : HIDDEN, .heads = j->heads ? j->heads : 6, .ffn = 44,
+    mt_gpt_desc d = {.vocab = VOCAB,
+                     .layers = LAYERS,
+                     .max_seq = SEQ,
+                     .layer = {.hidden = j->hidden ? j->hidden : HIDDEN,
+                               .heads = j->heads ? j->heads : 6,
+                               .ffn = 44,
                                .activation = j->activation}};
     if (j->model != LLAMA) return d;
     d.untied_head = 1;
@@ -308,8 +319,8 @@ static mt_status fill(replica *m, const job *j) {
         for (int what = j->no_optimizer ? MT_MASTER : MT_EXP_AVG; status == MT_SUCCESS && what <= MT_MASTER; what++) {
             uint64_t seed = mti_name_stream(p->name) + (uint64_t)(3 * j->fill + what);
             for (int64_t k = 0; k < n; k++) x[k] = test_float(&seed);
-            status = j->no_optimizer ? mt_param_scatter(m->r.ctx, p, x, p->value) :
-                     mt_optimizer_scatter(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x);
+            status = j->no_optimizer ? mt_param_scatter(m->r.ctx, p, x, p->value)
+                                     : mt_optimizer_scatter(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x);
         }
         free(x);
     }
@@ -325,7 +336,9 @@ static void count_warnings(void *user, mt_log_level level, const char *text) {
 
 static mt_status replica_open(mt_comm *world, const job *j, replica *m) {
     mt_grid_desc shape = {j->tensor, j->data, j->pipeline};
-    mt_context_desc where = {.arena_bytes = ARENA, .invariant = j->invariant, .logger = {.log = count_warnings},
+    mt_context_desc where = {.arena_bytes = ARENA,
+                             .invariant = j->invariant,
+                             .logger = {.log = count_warnings},
                              .device = mt_comm_is_meta(world) ? MT_DEVICE_META : MT_DEVICE_CPU};
     mt_optimizer_desc adamw = {.stochastic_rounding = j->stochastic};
     mt_data_parallel_desc share = {.sharded_optimizer = j->sharded};
@@ -361,7 +374,8 @@ static mt_status dump(replica *m, const job *j, float **out, int64_t *count) {
         int64_t size = p->desc.rows * p->desc.cols;
         MT_TRY(mt_param_gather(m->r.ctx, m->r.params, p, p->value, x + used));
         for (int what = MT_EXP_AVG; !j->no_optimizer && what <= MT_MASTER; what++)
-            MT_TRY(mt_optimizer_gather(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x + (what + 1) * n + used));
+            MT_TRY(
+                mt_optimizer_gather(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x + (what + 1) * n + used));
         used += size;
     }
     return MT_SUCCESS;
@@ -389,7 +403,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
         j->status[rank] = mt_checkpoint_save(m.r.ctx, m.checkpoint, &state);
     if (j->stays > 0 && j->status[rank] == MT_SUCCESS && write(j->stays, "", 1) == 1) pause();
     if (j->action == IMPORT) j->status[rank] = mt_checkpoint_import(m.r.ctx, m.checkpoint, j->directory);
-    snprintf(j->sentence[rank], MTI_ERROR_BYTES, "%s", mt_last_error(m.r.ctx));
+    snprintf(j->sentence[rank], MT_ERROR_BYTES, "%s", mt_last_error(m.r.ctx));
     mt_arena_release(m.r.ctx, mark);
     status = dump(&m, j, &after, &n);
     j->changed[rank] = memcmp(before, after, (size_t)n * sizeof *before) != 0;
@@ -431,7 +445,8 @@ static void expect_refusal(const job *j, mt_status status, const char *words) {
     char text[256], *word, *rest = NULL;
     for (int r = 0; r < j->tensor * j->data * j->pipeline; r++) {
         if (j->status[r] != status)
-            fail_msg("rank %d: %s: '%s', must be %s", r, mt_status_name(j->status[r]), j->sentence[r], mt_status_name(status));
+            fail_msg("rank %d: %s: '%s', must be %s", r, mt_status_name(j->status[r]), j->sentence[r],
+                     mt_status_name(status));
         assert_string_equal(j->sentence[r], j->sentence[0]);
         if (j->changed[r]) fail_msg("rank %d has other parameters after '%s'", r, j->sentence[r]);
     }
@@ -444,8 +459,8 @@ static void same_dump(const job *want, const job *got) {
     assert_int_equal(want->dumped, got->dumped);
     for (int64_t i = 0; i < want->dumped; i++)
         if (memcmp(&want->dump[i], &got->dump[i], sizeof(float)) != 0)
-            fail_msg("tensor %d x data %d: element %lld of %lld is %.9g, must be %.9g", got->tensor, got->data, (long long)i,
-                     (long long)want->dumped, (double)got->dump[i], (double)want->dump[i]);
+            fail_msg("tensor %d x data %d: element %lld of %lld is %.9g, must be %.9g", got->tensor, got->data,
+                     (long long)i, (long long)want->dumped, (double)got->dump[i], (double)want->dump[i]);
 }
 
 static mt_training_state some_state(int64_t step) {
@@ -553,7 +568,8 @@ static void other_types(void **state) {
     run(&load); /* bf16 with masters becomes f32 */
     expect_success(&load);
     assert_memory_equal(load.dump, half.dump + 3 * half.dumped / 4, (size_t)half.dumped / 4 * sizeof(float));
-    assert_memory_equal(load.dump + load.dumped / 4, half.dump + half.dumped / 4, (size_t)half.dumped / 2 * sizeof(float));
+    assert_memory_equal(load.dump + load.dumped / 4, half.dump + half.dumped / 4,
+                        (size_t)half.dumped / 2 * sizeof(float));
     free(load.dump);
     load = (job){.model = GPT2, .dtype = MT_BF16, .action = LOAD, .directory = "b", .step = 1, .tensor = 2};
     run(&load); /* f32 becomes bf16, and its masters */
@@ -561,7 +577,8 @@ static void other_types(void **state) {
     assert_memory_equal(load.dump + 3 * load.dumped / 4, whole.dump, (size_t)whole.dumped / 4 * sizeof(float));
     assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * sizeof(float));
     free(load.dump);
-    load = (job){.model = GPT2, .dtype = MT_BF16, .stochastic = 1, .action = LOAD, .directory = "a", .step = 1, .tensor = 2};
+    load = (job){
+        .model = GPT2, .dtype = MT_BF16, .stochastic = 1, .action = LOAD, .directory = "a", .step = 1, .tensor = 2};
     run(&load); /* no masters are kept */
     expect_success(&load);
     assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * 3 * sizeof(float));
@@ -582,7 +599,8 @@ static void other_types(void **state) {
 /* A GPT on stages and one in a piece read each other's checkpoints; the numbers depend on names only. */
 static void stages_of(int model) {
     static const int shapes[][3] = {{1, 1, 2}, {2, 1, 2}, {1, 2, 2}, {2, 1, 4}};
-    job whole = {.model = model, .action = SAVE, .fill = 4, .directory = "whole", .state = {.step = 1}, .dtype = MT_BF16};
+    job whole = {
+        .model = model, .action = SAVE, .fill = 4, .directory = "whole", .state = {.step = 1}, .dtype = MT_BF16};
     run(&whole);
     expect_success(&whole);
     for (int i = 0; i < 4; i++) {
@@ -636,7 +654,11 @@ static void stages(void **state) {
 
 /* An index that points elsewhere, names what is not there, or leaves out what is. */
 static void indices(void **state) {
-    static const struct { const char *edit; mt_status status; const char *words; } wrong[] = {
+    static const struct {
+        const char *edit;
+        mt_status status;
+        const char *words;
+    } wrong[] = {
         {"s/model-00002-of-00002/..\\/x\\/model/", MT_ERR_DATA, "not the name of a file"},
         {"s/model-00002-of-00002.safetensors/.hidden/", MT_ERR_DATA, "not the name of a file"},
         {"s/\"transformer.wpe.weight\"/\"transformer.wpx.weight\"/", MT_ERR_DATA, "transformer.wpx.weight|is not in"},
@@ -795,7 +817,9 @@ static void as_hugging_face_writes(void **state) {
 
 /* Members of config.json that change what a GPT-2 computes, each with a value that is not built. */
 static void other_configs(void **state) {
-    static const struct { const char *from, *to, *words; } wrong[] = {
+    static const struct {
+        const char *from, *to, *words;
+    } wrong[] = {
         {"\"gpt2\"", "\"llama\"", "model_type is 'llama'"},
         {"gelu_new", "relu", "activation_function 'relu'"},
         {"\"scale_attn_weights\": true", "\"scale_attn_weights\": false", "scale_attn_weights 0"},
@@ -854,7 +878,8 @@ static void goes_on_as_if_never_stopped(void **state) {
         }
     gpt_run stochastic = {.dtype = MT_BF16, .tensor = 2, .data = 1, .stochastic = 1};
     goes_on(stochastic, stochastic);
-    gpt_run shared = {.dtype = MT_BF16, .tensor = 1, .data = 2, .share = {.sharded_optimizer = 1, .bucket_bytes = 4096}};
+    gpt_run shared = {
+        .dtype = MT_BF16, .tensor = 1, .data = 2, .share = {.sharded_optimizer = 1, .bucket_bytes = 4096}};
     goes_on(shared, shared);
     gpt_run stages = {.tensor = 2, .data = 1, .pipeline = 2, .share = {.sharded_optimizer = 1}};
     goes_on(stages, stages);
@@ -866,7 +891,8 @@ static void goes_on_as_if_never_stopped(void **state) {
 /* ---- files that are not what they should be ---------------------------------------------------------------------- */
 
 static job a_save(const char *directory, int64_t step, int fill) {
-    return (job){.model = GPT2, .tensor = 2, .action = SAVE, .fill = fill, .directory = directory, .state = {.step = step}};
+    return (job){
+        .model = GPT2, .tensor = 2, .action = SAVE, .fill = fill, .directory = directory, .state = {.step = step}};
 }
 
 static job a_load(const char *directory, int64_t step) {
@@ -1002,9 +1028,11 @@ static void strangers(void **state) {
     (void)state;
     save_one("s", 1, 1);
     save_one("s", 2, 2);
-    j = a_load("s", 1), j.heads = 4, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "step-00000001|heads 6|this one 4");
+    j = a_load("s", 1), j.heads = 4, run_quietly(&j),
+    expect_refusal(&j, MT_ERR_DATA, "step-00000001|heads 6|this one 4");
     j = a_load("s", 1), j.hidden = 48, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "hidden 24|48");
-    j = a_load("s", 1), j.activation = MT_GELU_ERF, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "activation 0|this one 1");
+    j = a_load("s", 1), j.activation = MT_GELU_ERF, run_quietly(&j),
+    expect_refusal(&j, MT_ERR_DATA, "activation 0|this one 1");
     j = a_load("s", 1), j.model = LLAMA, run_quietly(&j), expect_refusal(&j, MT_ERR_DATA, "step-00000001|this one");
     j = a_load("s", 3), run_quietly(&j), expect_refusal(&j, MT_ERR_IO, "step-00000003");
     j = a_load("nowhere", 3), run_quietly(&j), expect_refusal(&j, MT_ERR_IO, "nowhere");
@@ -1026,11 +1054,20 @@ static void impossible_states(void **state) {
     job save, load;
     (void)state;
     for (int i = 0; i < 20; i++) {
-        static const char *const words[] = {
-            "position '-5'", "loss_scaler.scale '-1.0", "loss_scaler.scale '0.0", "loss_scaler.scale '9.9", "scale '0'",
-            "loss_scaler.min_scale '0.0", "loss_scaler.initial_scale '1.0", "loss_scaler.growth '5.0",
-            "loss_scaler.backoff '2.0", "loss_scaler.growth_interval '0'", "loss_scaler.hysteresis '-1'",
-            "loss_scaler.good_steps '-3'", "loss_scaler.overflows '-4'", "loss_scaler.skipped '-7'"};
+        static const char *const words[] = {"position '-5'",
+                                            "loss_scaler.scale '-1.0",
+                                            "loss_scaler.scale '0.0",
+                                            "loss_scaler.scale '9.9",
+                                            "scale '0'",
+                                            "loss_scaler.min_scale '0.0",
+                                            "loss_scaler.initial_scale '1.0",
+                                            "loss_scaler.growth '5.0",
+                                            "loss_scaler.backoff '2.0",
+                                            "loss_scaler.growth_interval '0'",
+                                            "loss_scaler.hysteresis '-1'",
+                                            "loss_scaler.good_steps '-3'",
+                                            "loss_scaler.overflows '-4'",
+                                            "loss_scaler.skipped '-7'"};
         save = a_save("i", 1, 1);
         save.state = good;
         mt_loss_scaler *s = &save.state.scaler;
@@ -1106,7 +1143,9 @@ static void set_field(const char *path, const char *key, const char *value) {
 
 /* The last number that each field of a run may have, with which a loop can go on, and the first that it may not. */
 static void bounds_of_a_state(void **state) {
-    static const struct { const char *key, *good, *bad, *words; } fields[] = {
+    static const struct {
+        const char *key, *good, *bad, *words;
+    } fields[] = {
         {"step", NULL, "281474976710657", "must be a whole number from 0 to 281474976710656"},
         {"step", NULL, "-1", "must be a whole number from 0 to 281474976710656"},
         {"seed", "18446744073709551615", "18446744073709551616", "from 0 to 18446744073709551615"},
@@ -1171,25 +1210,26 @@ static void bounds_of_a_state(void **state) {
 
 /* The same of a model's fields. A description that is refused is not written to. */
 static void bounds_of_a_model(void **state) {
-    static const struct { const char *key, *good, *bad, *words; } fields[] = {
-        {"gpt.vocab", "2147483647", "2147483648", "must be a whole number from 1 to 2147483647"},
-        {"gpt.vocab", "1", "0", "must be a whole number from 1 to 2147483647"},
-        {"gpt.layers", "131072", "131073", "must be a whole number from 1 to 131072"},
-        {"gpt.max_seq", "2147483647", "9223372036854775807", "must be a whole number from 1 to 2147483647"},
-        {"gpt.hidden", "2147483647", "9223372036854775807", "must be a whole number from 1 to 2147483647"},
-        {"gpt.heads", "2147483647", "-6", "must be a whole number from 1 to 2147483647"},
-        {"gpt.kv_heads", "1", "0", "must be a whole number from 1 to 2147483647"},
-        {"gpt.ffn", "2147483647", "2147483648", "must be a whole number from 1 to 2147483647"},
-        {"gpt.placement", "2", "3", "must be a whole number from 0 to 2"},
-        {"gpt.norm", "1", "2", "must be a whole number from 0 to 1"},
-        {"gpt.norm_eps", "1e-30", "0", "must be above 0"},
-        {"gpt.norm_eps", "1e-5", "-1e-5", "must be above 0"},
-        {"gpt.activation", "2", "3", "must be a whole number from 0 to 2"},
-        {"gpt.mask", "1", "-1", "must be a whole number from 0 to 1"},
-        {"gpt.rotary_base", "3e38", "-1", "must be at least 0"},
-        {"gpt.rotary_base", "0", "4e38", "must be a finite number"},
-        {"gpt.no_bias", "1", "2", "must be a whole number from 0 to 1"},
-        {"gpt.untied_head", "1", "2147483648", "must be a whole number from 0 to 1"}};
+    static const struct {
+        const char *key, *good, *bad, *words;
+    } fields[] = {{"gpt.vocab", "2147483647", "2147483648", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.vocab", "1", "0", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.layers", "131072", "131073", "must be a whole number from 1 to 131072"},
+                  {"gpt.max_seq", "2147483647", "9223372036854775807", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.hidden", "2147483647", "9223372036854775807", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.heads", "2147483647", "-6", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.kv_heads", "1", "0", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.ffn", "2147483647", "2147483648", "must be a whole number from 1 to 2147483647"},
+                  {"gpt.placement", "2", "3", "must be a whole number from 0 to 2"},
+                  {"gpt.norm", "1", "2", "must be a whole number from 0 to 1"},
+                  {"gpt.norm_eps", "1e-30", "0", "must be above 0"},
+                  {"gpt.norm_eps", "1e-5", "-1e-5", "must be above 0"},
+                  {"gpt.activation", "2", "3", "must be a whole number from 0 to 2"},
+                  {"gpt.mask", "1", "-1", "must be a whole number from 0 to 1"},
+                  {"gpt.rotary_base", "3e38", "-1", "must be at least 0"},
+                  {"gpt.rotary_base", "0", "4e38", "must be a finite number"},
+                  {"gpt.no_bias", "1", "2", "must be a whole number from 0 to 1"},
+                  {"gpt.untied_head", "1", "2147483648", "must be a whole number from 0 to 1"}};
     char path[300], words[256];
     mt_context *ctx;
     mt_gpt_desc d, before;
@@ -1279,12 +1319,32 @@ static void versions(void **state) {
 static void field_texts(void **state) {
     static const mti_field f32 = {.name = "x", .kind = MTI_FIELD_F32}, i64 = {.name = "x", .kind = MTI_FIELD_I64},
                            u64 = {.name = "x", .kind = MTI_FIELD_U64}, whole = {.name = "x", .kind = MTI_FIELD_INT};
-    static const struct { const mti_field *field; const char *text; int good; } texts[] = {
-        {&f32, "3.4028234e38", 1}, {&f32, "-3.4028234e38", 1}, {&f32, "3.5e38", 0}, {&f32, "-1e39", 0}, {&f32, "1e999", 0},
-        {&f32, "nan", 0}, {&f32, "", 0}, {&i64, "9223372036854775807", 1}, {&i64, "9223372036854775808", 0},
-        {&i64, "-9223372036854775807", 1}, {&i64, "-", 0}, {&i64, "--1", 0}, {&i64, "+1", 0}, {&i64, " 1", 0},
-        {&u64, "18446744073709551615", 1}, {&u64, "18446744073709551616", 0}, {&u64, "99999999999999999999", 0},
-        {&u64, "-1", 0}, {&whole, "2147483647", 1}, {&whole, "2147483648", 0}, {&whole, "-2147483648", 1}, {&whole, "1x", 0}};
+    static const struct {
+        const mti_field *field;
+        const char *text;
+        int good;
+    } texts[] = {{&f32, "3.4028234e38", 1},
+                 {&f32, "-3.4028234e38", 1},
+                 {&f32, "3.5e38", 0},
+                 {&f32, "-1e39", 0},
+                 {&f32, "1e999", 0},
+                 {&f32, "nan", 0},
+                 {&f32, "", 0},
+                 {&i64, "9223372036854775807", 1},
+                 {&i64, "9223372036854775808", 0},
+                 {&i64, "-9223372036854775807", 1},
+                 {&i64, "-", 0},
+                 {&i64, "--1", 0},
+                 {&i64, "+1", 0},
+                 {&i64, " 1", 0},
+                 {&u64, "18446744073709551615", 1},
+                 {&u64, "18446744073709551616", 0},
+                 {&u64, "99999999999999999999", 0},
+                 {&u64, "-1", 0},
+                 {&whole, "2147483647", 1},
+                 {&whole, "2147483648", 0},
+                 {&whole, "-2147483648", 1},
+                 {&whole, "1x", 0}};
     (void)state;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         uint64_t room = 0;
@@ -1298,7 +1358,10 @@ static void field_texts(void **state) {
 
 /* An arena that the largest shard in f32 does not fit into: nothing is loaded, nothing is published. */
 static void small_arenas(void **state) {
-    static const struct { mt_dtype dtype; int sharded; } kinds[] = {{MT_F32, 1}, {MT_BF16, 0}, {MT_BF16, 1}};
+    static const struct {
+        mt_dtype dtype;
+        int sharded;
+    } kinds[] = {{MT_F32, 1}, {MT_BF16, 0}, {MT_BF16, 1}};
     const size_t largest = 3 * HIDDEN / 2 * HIDDEN * sizeof(float); /* of query, key and value */
     (void)state;
     for (int i = 0; i < 3; i++) {
@@ -1320,21 +1383,23 @@ static void small_arenas(void **state) {
         expect_refusal(&save, MT_ERR_MEMORY, "mt_arena_alloc");
         assert_int_equal(entries(in_scratch("r")), 1);
         save.state.step = 3;
-        save.arena = 2 * (2 * largest + 512); /* as the header says: twice what two tensor ranks have together, in f32 */
+        save.arena =
+            2 * (2 * largest + 512); /* as the header says: twice what two tensor ranks have together, in f32 */
         run_quietly(&save);
         expect_success(&save);
         forget("r");
     }
 }
 
-/* GPT-2 files with one tensor too many, too few, in another shape or type, made with the library's own writer of headers. */
+/* GPT-2 files with one tensor too many, too few, in another shape or type, made with the library's own writer of
+ * headers. */
 static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes) {
     static mti_file f;
     mt_context *ctx;
     uint64_t header;
     char text[512];
-    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tensor, dtype, shape,
-             (long long)bytes);
+    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tensor, dtype,
+             shape, (long long)bytes);
     header = strlen(text);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_begin(ctx, &f, in_scratch("w"), name));
@@ -1387,16 +1452,19 @@ static mt_status small_rank(mt_comm *world, void *user) {
 
 static void small_models(void **state) {
     static char words[128];
-    static const struct { const char *tensor, *dtype, *shape; int64_t bytes; const char *words; } files[] = {
-        {"w", "F32", "[4,6]", 96, ""},
-        {"w", "BF16", "[4,6]", 48, ""},
-        {"w", "F64", "[4,6]", 192, "model.safetensors|'w' is F64"},
-        {"w", "I32", "[4,6]", 96, "'w' is I32"},
-        {"w", "F32", "[6,4]", 96, "shape [6, 4]|[4, 6]"},
-        {"w", "F32", "[24]", 96, "shape [24]"},
-        {"w", "F32", "[1,4,6]", 96, "shape [1, 4, 6]"},
-        {"v", "F32", "[4,6]", 96, "no tensor 'w'"},
-        {"w\\\",\\\"x", "F32", "[4,6]", 96, "no tensor 'w'"}};
+    static const struct {
+        const char *tensor, *dtype, *shape;
+        int64_t bytes;
+        const char *words;
+    } files[] = {{"w", "F32", "[4,6]", 96, ""},
+                 {"w", "BF16", "[4,6]", 48, ""},
+                 {"w", "F64", "[4,6]", 192, "model.safetensors|'w' is F64"},
+                 {"w", "I32", "[4,6]", 96, "'w' is I32"},
+                 {"w", "F32", "[6,4]", 96, "shape [6, 4]|[4, 6]"},
+                 {"w", "F32", "[24]", 96, "shape [24]"},
+                 {"w", "F32", "[1,4,6]", 96, "shape [1, 4, 6]"},
+                 {"v", "F32", "[4,6]", 96, "no tensor 'w'"},
+                 {"w\\\",\\\"x", "F32", "[4,6]", 96, "no tensor 'w'"}};
     (void)state;
     test_launch(2, small_rank, NULL);
     shell("test -s '%s' && test ! -e '%s'", in_scratch("w/step-00000003/model.safetensors"),
@@ -1440,8 +1508,8 @@ static void run_failing(job *j, int k, int error) {
     plan.fault = NO_FAULT;
 }
 
-/* Each call of a save fails once: every rank is told, the old checkpoints load; the next save finds nothing in its way. What
-   can wait, since nothing but a removal failed, is a warning. */
+/* Each call of a save fails once: every rank is told, the old checkpoints load; the next save finds nothing in its way.
+   What can wait, since nothing but a removal failed, is a warning. */
 static void every_call_fails(void **state) {
     int calls, waited = 0;
     (void)state;
@@ -1638,7 +1706,7 @@ static void another_run(void **state) {
     save.action = LOCK;
     run_quietly(&save);
     expect_refusal(&save, MT_ERR_IO, "/f: another run writes to it");
-    loads("f", 5, 5); /* to read is free */
+    loads("f", 5, 5);      /* to read is free */
     pid_t killer = fork(); /* it dies while the next save begins, which takes a little patience */
     assert_true(killer >= 0);
     if (killer == 0) {
@@ -1671,7 +1739,7 @@ static void locked_before(void **state) {
     run_quietly(&lock);
     expect_success(&lock);
     assert_int_equal(entries(in_scratch("f")), 0); /* made */
-    lock.stays = -1; /* saves behind it, on the same checkpoint */
+    lock.stays = -1;                               /* saves behind it, on the same checkpoint */
     run_quietly(&lock);
     expect_success(&lock);
     loads("f", 1, 1);
@@ -1773,7 +1841,12 @@ static void a_stage_fails(void **state) {
     int refused = 0;
     (void)state;
     for (int k = 0; k < 24; k += 2) {
-        job save = {.model = GPT2, .tensor = 2, .pipeline = 2, .action = SAVE, .fill = 1, .directory = "f",
+        job save = {.model = GPT2,
+                    .tensor = 2,
+                    .pipeline = 2,
+                    .action = SAVE,
+                    .fill = 1,
+                    .directory = "f",
                     .state = {.step = 1}};
         run_failing(&save, k, 0);
         expect_refusal(&save, MT_ERR_IO, "No space left");
@@ -1795,7 +1868,8 @@ static void in_the_way(void **state) {
     expect_refusal(&save, MT_ERR_IO, "/f|Not a directory");
     forget("f");
     save = a_save("f", 1, 1);
-    strcpy(save.state.note, "Stra\xdf" "e"); /* Latin-1, which no reader takes */
+    strcpy(save.state.note, "Stra\xdf"
+                            "e"); /* Latin-1, which no reader takes */
     run_quietly(&save);
     expect_refusal(&save, MT_ERR_DATA, "/f/.step-00000001.tmp/model.safetensors|not UTF-8");
     assert_int_equal(entries(in_scratch("f")), 0);
@@ -1818,7 +1892,8 @@ static void save_or_exit(const char *directory, int64_t step) {
     free(save.dump);
 }
 
-/* Microseconds that a process takes to start, save once and end: the longest of a few, on a machine that does other things. */
+/* Microseconds that a process takes to start, save once and end: the longest of a few, on a machine that does other
+ * things. */
 static uint64_t time_of_a_process(void) {
     uint64_t longest = 0;
     for (int i = 0; i < 5; i++) {
@@ -1869,7 +1944,8 @@ static void killed(void **state) {
         saved += newest > before;
         before = newest;
     }
-    printf("      %d kills, %d of them after another checkpoint, the last of step %lld\n", kills, saved, (long long)before);
+    printf("      %d kills, %d of them after another checkpoint, the last of step %lld\n", kills, saved,
+           (long long)before);
     assert_in_range(saved, kills / 20, kills);
     forget("k");
 }
@@ -1888,7 +1964,8 @@ static void keeps_the_newest(void **state) {
         assert_int_equal(entries(in_scratch("n")), step < 3 ? step : 3);
     }
     loads("n", 3 * 99999999, 3);
-    shell("mkdir '%s' '%s' && touch '%s'", in_scratch("n/step-999"), in_scratch("n/step-9999999999x"), in_scratch("n/other"));
+    shell("mkdir '%s' '%s' && touch '%s'", in_scratch("n/step-999"), in_scratch("n/step-9999999999x"),
+          in_scratch("n/other"));
     assert_int_equal(latest("n"), 5 * 99999999); /* these are none of ours */
     save_one("n", 5 * 99999999 + 1, 1);
     assert_int_equal(entries(in_scratch("n")), 5);

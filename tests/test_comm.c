@@ -23,7 +23,7 @@ static mt_status run_ranks_with(int ranks, mt_rank_function f, void *user, size_
 
 static mt_status run_ranks(int ranks, mt_rank_function f, void *user) { return run_ranks_with(ranks, f, user, 0); }
 
-/* ---- reference ---------------------------------------------------------------------------------------------------- */
+/* ---- reference --------------------------------------------------------------------------------------------------- */
 
 /* The i-th element of rank's input in experiment `salt`. */
 static uint64_t word(uint64_t salt, int rank, size_t i) {
@@ -39,7 +39,7 @@ static float word_f32(uint64_t salt, int rank, size_t i) {
 /* test_half.c compares the library's conversions with the definition of both formats. */
 static uint16_t to_half(mt_dtype dtype, float x) {
     uint16_t h;
-    mti_row_round(dtype, &x, &h, 1);
+    mt_f32_to_16bit(dtype, &x, &h, 1);
     return h;
 }
 
@@ -51,7 +51,7 @@ static void fill(void *buf, mt_dtype dtype, uint64_t salt, int rank, size_t n) {
     size_t i;
     for (i = 0; i < n; i++) {
         if (dtype == MT_F32) ((float *)buf)[i] = word_f32(salt, rank, i);
-        if (mti_is_half(dtype)) ((uint16_t *)buf)[i] = word_half(dtype, salt, rank, i);
+        if (mt_dtype_is_16bit(dtype)) ((uint16_t *)buf)[i] = word_half(dtype, salt, rank, i);
         if (dtype == MT_I32) ((uint32_t *)buf)[i] = (uint32_t)word(salt, rank, i);
         if (dtype == MT_U8) ((uint8_t *)buf)[i] = (uint8_t)word(salt, rank, i);
     }
@@ -64,7 +64,7 @@ static int is_input(const void *got, mt_dtype dtype, uint64_t salt, int rank, si
         uint64_t w = word(salt, rank, first + i);
         float f = word_f32(salt, rank, first + i);
         if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
-        if (mti_is_half(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0;
+        if (mt_dtype_is_16bit(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0;
         if (dtype == MT_I32 && ((const uint32_t *)got)[i] != (uint32_t)w) return 0;
         if (dtype == MT_U8 && ((const uint8_t *)got)[i] != (uint8_t)w) return 0;
     }
@@ -84,7 +84,7 @@ static float tree_f32(mt_dtype dtype, uint64_t salt, int first, int ranks, size_
     if (ranks == 1 && dtype == MT_F32) return word_f32(salt, first, i);
     if (ranks == 1) {
         h = word_half(dtype, salt, first, i);
-        mti_row_widen(dtype, &h, &a, 1);
+        mt_f32_from_16bit(dtype, &h, &a, 1);
         return a;
     }
     a = tree_f32(dtype, salt, first, halve(ranks), i, op);
@@ -109,13 +109,13 @@ static int is_reduced(const void *got, mt_dtype dtype, uint64_t salt, int ranks,
     for (i = 0; i < n; i++) {
         float f = dtype == MT_I32 ? 0 : tree_f32(dtype, salt, 0, ranks, first + i, op);
         if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
-        if (mti_is_half(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0; /* rounded once */
+        if (mt_dtype_is_16bit(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0; /* rounded once */
         if (dtype == MT_I32 && ((const uint32_t *)got)[i] != tree_i32(salt, ranks, first + i, op)) return 0;
     }
     return 1;
 }
 
-/* ---- collectives: sizes x counts x dtypes x ops x in and out of place --------------------------------------------- */
+/* ---- collectives: sizes x counts x dtypes x ops x in and out of place -------------------------------------------- */
 
 static const size_t counts[] = {0, 1, 3, 17, 1000, 10007, 100003};
 static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_I32, MT_U8};
@@ -217,7 +217,7 @@ static void test_collectives(void **state) {
     for (i = 5; i < 8; i++) assert_int_equal(run_ranks((int)i, sweep_rank, NULL), MT_SUCCESS);
 }
 
-/* ---- order of additions, repeatability ---------------------------------------------------------------------------- */
+/* ---- order of additions, repeatability --------------------------------------------------------------------------- */
 
 typedef struct order_case {
     float input[8], result[8][3];
@@ -240,7 +240,8 @@ static mt_status order_rank(mt_comm *world, void *user) {
 
 /* Inputs whose sum depends on the order. */
 static void test_tree_order(void **state) {
-    const float x[8] = {1, 1e8f, -1e8f, 1, 3, 0.5f, -2, 0.25f}; /* halves of equal size give other sums of 3, 5, 6 and 7 */
+    const float x[8] = {1, 1e8f, -1e8f, 1,
+                        3, 0.5f, -2,    0.25f}; /* halves of equal size give other sums of 3, 5, 6 and 7 */
     float want[9];
     volatile float v01 = x[0] + x[1], v23 = x[2] + x[3], v45 = x[4] + x[5], v67 = x[6] + x[7], v0123 = v01 + v23,
                    v4567 = v45 + v67, v012 = v01 + x[2], v456 = v45 + x[6];
@@ -289,7 +290,7 @@ static void test_max_keeps_nan(void **state) {
     assert_int_equal(run_ranks(5, nan_rank, NULL), MT_SUCCESS);
 }
 
-/* ---- ledger, meta ------------------------------------------------------------------------------------------------- */
+/* ---- ledger, meta ------------------------------------------------------------------------------------------------ */
 
 static mt_status everything_once(mt_context *ctx, mt_comm *comm, void *a, void *b) {
     int size = mt_comm_size(comm), rank = mt_comm_rank(comm);
@@ -394,7 +395,7 @@ static void test_meta_alone(void **state) {
     mt_comm_destroy(comm);
 }
 
-/* ---- split -------------------------------------------------------------------------------------------------------- */
+/* ---- split ------------------------------------------------------------------------------------------------------- */
 
 static mt_status in_group(mt_context *ctx, mt_comm *group, int member) {
     int n = mt_comm_size(group), r;
@@ -469,7 +470,8 @@ static mt_status create_for_rank(mt_comm *world, void *user) {
     mt_comm_destroy(same);
     CHECK(mt_comm_create_for(NULL, world, &same) == MT_ERR_ARGUMENT && !same);
     CHECK(strstr(mt_comm_last_error(world), "ctx is NULL"));
-    CHECK(mt_comm_create_for(ctx, NULL, &same) == MT_ERR_ARGUMENT && mt_comm_create_for(ctx, world, NULL) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_create_for(ctx, NULL, &same) == MT_ERR_ARGUMENT &&
+          mt_comm_create_for(ctx, world, NULL) == MT_ERR_ARGUMENT);
     MT_TRY(mt_comm_create_meta(2, 0, &meta));
     CHECK(mt_comm_create_for(ctx, meta, &same) == MT_ERR_ARGUMENT);
     mt_comm_destroy(meta);
@@ -519,7 +521,7 @@ static void test_names(void **state) {
     assert_string_equal(mt_dtype_name(MT_U8), "u8");
 }
 
-/* ---- point to point ----------------------------------------------------------------------------------------------- */
+/* ---- point to point ---------------------------------------------------------------------------------------------- */
 
 static mt_status ring_body(mt_context *ctx, mt_comm *world, size_t count, float *a, float *b) {
     int n = mt_comm_size(world), rank = mt_comm_rank(world), next = (rank + 1) % n, last = (rank + n - 1) % n, k;
@@ -575,7 +577,7 @@ static void test_p2p(void **state) {
     for (i = 0; i < COUNTOF(sizes); i++) assert_int_equal(run_ranks(sizes[i], p2p_rank, NULL), MT_SUCCESS);
 }
 
-/* ---- conjugates --------------------------------------------------------------------------------------------------- */
+/* ---- conjugates -------------------------------------------------------------------------------------------------- */
 
 #define TOKENS 24
 #define WIDTH 48
@@ -667,10 +669,10 @@ static mt_status conjugate_adjoints(mt_context *ctx, mt_comm *comm) {
                    WIDTH / n, 0));
     MT_TRY(adjoint(ctx, comm, mt_gather_from_tensor_region, mt_scatter_to_tensor_region, TOKENS, WIDTH / n, 0, TOKENS,
                    WIDTH, 1));
-    MT_TRY(adjoint(ctx, comm, mt_scatter_to_sequence_region, mt_gather_from_sequence_region, TOKENS, WIDTH, 1, TOKENS / n,
-                   WIDTH, 0));
-    MT_TRY(adjoint(ctx, comm, mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, TOKENS / n, WIDTH, 0,
-                   TOKENS, WIDTH, 0));
+    MT_TRY(adjoint(ctx, comm, mt_scatter_to_sequence_region, mt_gather_from_sequence_region, TOKENS, WIDTH, 1,
+                   TOKENS / n, WIDTH, 0));
+    MT_TRY(adjoint(ctx, comm, mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, TOKENS / n, WIDTH,
+                   0, TOKENS, WIDTH, 0));
     return adjoint(ctx, comm, mt_reduce_scatter_to_sequence_region, mt_gather_from_sequence_region, TOKENS, WIDTH, 0,
                    TOKENS / n, WIDTH, 0);
 }
@@ -715,7 +717,8 @@ static mt_status in_chunks(mt_context *ctx, mt_comm *comm) {
     CHECK(strstr(mt_last_error(ctx), "rows [4, 4 + 6) of 9"));
     CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, whole, y[0], -1, 2) == MT_ERR_SHAPE);
     CHECK(mt_reduce_rows_from_tensor_region(ctx, comm, y[2], 0, 10) == MT_ERR_SHAPE);
-    CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, part, y[0], 0, 1) == (size == 1 ? MT_SUCCESS : MT_ERR_SHAPE));
+    CHECK(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, part, y[0], 0, 1) ==
+          (size == 1 ? MT_SUCCESS : MT_ERR_SHAPE));
     CHECK(mt_overlap_begin(ctx, NULL, 1) == MT_ERR_ARGUMENT);
     return MT_SUCCESS;
 }
@@ -763,7 +766,7 @@ static void test_conjugates_alone(void **state) {
     mt_comm_destroy(comm);
 }
 
-/* ---- context ------------------------------------------------------------------------------------------------------ */
+/* ---- context ----------------------------------------------------------------------------------------------------- */
 
 typedef struct counting {
     long blocks, bytes, allowed;
@@ -922,7 +925,7 @@ static void test_arena(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* ---- launch ------------------------------------------------------------------------------------------------------- */
+/* ---- launch ------------------------------------------------------------------------------------------------------ */
 
 typedef struct roll_call {
     pthread_t thread[8];
@@ -976,7 +979,7 @@ typedef struct told {
     int odd;           /* this rank has been told something else; -1: none has */
     int kind;          /* what, see told_settings */
     mt_status status[TOLD_RANKS];
-    char text[TOLD_RANKS][MTI_ERROR_BYTES];
+    char text[TOLD_RANKS][MT_ERROR_BYTES];
 } told;
 
 enum { OTHER_VALUE, OTHER_NAME, ONE_MORE, LONG_VALUES, TWO_ODD, TOLD_KINDS };
@@ -1080,15 +1083,24 @@ static void test_compare_arguments(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_collectives),      cmocka_unit_test(test_tree_order),
-        cmocka_unit_test(test_max_keeps_nan),    cmocka_unit_test(test_ledger),
-        cmocka_unit_test(test_meta),             cmocka_unit_test(test_meta_alone),
-        cmocka_unit_test(test_split),            cmocka_unit_test(test_names),
-        cmocka_unit_test(test_create_for),       cmocka_unit_test(test_nccl_is_not_built),
-        cmocka_unit_test(test_p2p),              cmocka_unit_test(test_conjugates),
-        cmocka_unit_test(test_conjugates_alone), cmocka_unit_test(test_allocator),
-        cmocka_unit_test(test_context_arguments), cmocka_unit_test(test_arena),
-        cmocka_unit_test(test_launch),           cmocka_unit_test(test_compare),
+        cmocka_unit_test(test_collectives),
+        cmocka_unit_test(test_tree_order),
+        cmocka_unit_test(test_max_keeps_nan),
+        cmocka_unit_test(test_ledger),
+        cmocka_unit_test(test_meta),
+        cmocka_unit_test(test_meta_alone),
+        cmocka_unit_test(test_split),
+        cmocka_unit_test(test_names),
+        cmocka_unit_test(test_create_for),
+        cmocka_unit_test(test_nccl_is_not_built),
+        cmocka_unit_test(test_p2p),
+        cmocka_unit_test(test_conjugates),
+        cmocka_unit_test(test_conjugates_alone),
+        cmocka_unit_test(test_allocator),
+        cmocka_unit_test(test_context_arguments),
+        cmocka_unit_test(test_arena),
+        cmocka_unit_test(test_launch),
+        cmocka_unit_test(test_compare),
         cmocka_unit_test(test_compare_arguments),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,10 +1,11 @@
-/* test_comm_stress.c - 8 ranks, mostly on fewer cores: 10,000 random calls of every kind, type, operation and size, in the
-   world and in groups that come and go, in place and not, at odd addresses. Every result is compared bit for bit with what each
-   rank computes by itself from the definition: inputs come from a counter-based generator, so that all know those of all.
-   Nothing else may have been written.
+/* test_comm_stress.c - 8 ranks, mostly on fewer cores: 10,000 random calls of every kind, type, operation and size,
+   in the world and in groups that come and go, in place and not, at odd addresses. Every result is compared bit for
+   bit with what each rank computes by itself from the definition: inputs come from a counter-based generator, so that
+   all know those of all. Nothing else may have been written.
 
-   All ranks draw the same numbers, so they agree on what comes next; a second generator, different on every rank, makes them
-   arrive in a different order each time. MT_TEST_SEED=n in the environment gives another run, MT_TEST_STEPS=n its length.  */
+   All ranks draw the same numbers, so they agree on what comes next; a second generator, different on every rank, makes
+   them arrive in a different order each time. MT_TEST_SEED=n in the environment gives another run, MT_TEST_STEPS=n its
+   length.  */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -14,9 +15,9 @@
 
 #define RANKS 8
 #define SLOTS 8
-#define STEPS 20000           /* of which a rank is in more than 10,000, in a group of two or more */
-#define MAX_BYTES 110000      /* of one rank's part */
-#define EDGE 64               /* bytes beside a buffer that must stay as they are */
+#define STEPS 20000      /* of which a rank is in more than 10,000, in a group of two or more */
+#define MAX_BYTES 110000 /* of one rank's part */
+#define EDGE 64          /* bytes beside a buffer that must stay as they are */
 #define BUFFER_BYTES ((size_t)MAX_BYTES * RANKS + 4 * EDGE)
 
 /* A group this rank is in, and who is in it: the world ranks of its ranks. size 0: this rank is in none. */
@@ -41,7 +42,7 @@ typedef struct call {
     uint64_t salt;
 } call;
 
-/* ---- elements ------------------------------------------------------------------------------------------------------ */
+/* ---- elements ---------------------------------------------------------------------------------------------------- */
 
 static uint64_t number(uint64_t salt, int world_rank, size_t i) {
     uint64_t state = salt + (uint64_t)world_rank * 0x51ed2701u + (uint64_t)i * 0x2545f491u;
@@ -129,7 +130,7 @@ static void reduced(const call *c, size_t i, void *out) {
     else memcpy(out, &h, sizeof h);
 }
 
-/* ---- buffers: EDGE bytes, a few elements so that the address is odd, the data, EDGE bytes ----------------------------- */
+/* ---- buffers: EDGE bytes, a few elements so that the address is odd, the data, EDGE bytes ------------------------ */
 
 static unsigned char *place(unsigned char *buffer, const call *c, size_t bytes, int shift) {
     unsigned char *data = buffer + EDGE + (c->salt >> shift) % 16 * c->element;
@@ -159,7 +160,7 @@ static mt_status edges(const unsigned char *buffer, const unsigned char *data, s
     return MT_SUCCESS;
 }
 
-/* ---- calls --------------------------------------------------------------------------------------------------------- */
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 static mt_status all_reduce(rank_state *s, const call *c) {
     size_t bytes = c->count * c->element;
@@ -189,7 +190,8 @@ static mt_status reduce_scatter(rank_state *s, const call *c) {
 
 static mt_status all_gather(rank_state *s, const call *c) {
     size_t size = (size_t)c->g->size, rank = (size_t)c->g->rank, bytes = c->count * c->element, r;
-    unsigned char *recv = place(s->b, c, bytes * size, 4), *send = c->in_place ? recv + rank * bytes : place(s->a, c, bytes, 0);
+    unsigned char *recv = place(s->b, c, bytes * size, 4),
+                  *send = c->in_place ? recv + rank * bytes : place(s->a, c, bytes, 0);
     fill(c, send, c->g->member[rank], c->count);
     MT_TRY(mt_all_gather(s->ctx, c->g->comm, send, recv, c->count, c->dtype));
     for (r = 0; r < size; r++) MT_TRY(holds(c, recv + r * bytes, c->g->member[r], 0, c->count));
@@ -218,7 +220,8 @@ static mt_status send_recv(rank_state *s, const call *c) {
     if (line && rank == 0) from = -1;
     if (to == rank && c->in_place) recv = send; /* to itself */
     fill(c, send, c->g->member[rank], c->count);
-    MT_TRY(mt_send_recv(s->ctx, c->g->comm, send, to < 0 ? 99 : c->count, to, recv, from < 0 ? 99 : c->count, from, c->dtype));
+    MT_TRY(mt_send_recv(s->ctx, c->g->comm, send, to < 0 ? 99 : c->count, to, recv, from < 0 ? 99 : c->count, from,
+                        c->dtype));
     if (from >= 0) MT_TRY(holds(c, recv, c->g->member[from], 0, c->count));
     MT_TRY(holds(c, send, c->g->member[rank], 0, c->count));
     MT_TRY(edges(s->a, send, bytes));
@@ -254,7 +257,7 @@ static mt_status one_call(rank_state *s, const call *c, int kind) {
     }
 }
 
-/* ---- groups -------------------------------------------------------------------------------------------------------- */
+/* ---- groups ------------------------------------------------------------------------------------------------------ */
 
 /* What a world rank says in a split: a part of a grid, or at random, or not at all. */
 static int color_of(uint64_t salt, int world_rank) {
@@ -264,7 +267,9 @@ static int color_of(uint64_t salt, int world_rank) {
     return (int)(number(salt, world_rank, 0) % 4) - 1;
 }
 
-static int key_of(uint64_t salt, int world_rank) { return salt >> 16 & 1 ? 0 : (int)(number(salt, world_rank, 1) % 5) - 2; }
+static int key_of(uint64_t salt, int world_rank) {
+    return salt >> 16 & 1 ? 0 : (int)(number(salt, world_rank, 1) % 5) - 2;
+}
 
 /* Those of the parent with this rank's color, by key, then by their rank in the parent. */
 static void expect_group(const group *parent, uint64_t salt, group *out) {
@@ -290,12 +295,13 @@ static mt_status regroup(rank_state *s, uint64_t salt) {
     }
     CHECK((made.size > 0) == (made.comm != NULL));
     CHECK(!made.comm || (mt_comm_rank(made.comm) == made.rank && mt_comm_size(made.comm) == made.size));
-    if (salt >> 40 & 7 && slot->comm != s->groups[0].comm) mt_comm_destroy(slot->comm); /* else it is left to the launcher */
+    if (salt >> 40 & 7 && slot->comm != s->groups[0].comm)
+        mt_comm_destroy(slot->comm); /* else it is left to the launcher */
     *slot = made;
     return MT_SUCCESS;
 }
 
-/* ---- steps --------------------------------------------------------------------------------------------------------- */
+/* ---- steps ------------------------------------------------------------------------------------------------------- */
 
 /* Mostly little, at times at the borders of what the library cuts into pieces, seldom much. */
 static size_t random_count(uint64_t *state, size_t element) {
@@ -358,8 +364,8 @@ static mt_status stress_rank(mt_comm *world, void *user) {
     MT_KEEP(status, mt_arena_alloc(s.ctx, BUFFER_BYTES, (void **)&s.b));
     for (i = 0; i < p->steps && status == MT_SUCCESS; i++) status = one_step(&s);
     if (status != MT_SUCCESS)
-        fprintf(stderr, "MT_TEST_SEED=%llu: rank %d, step %d: %s\n", (unsigned long long)p->seed, mt_comm_rank(world), i,
-                mt_last_error(s.ctx));
+        fprintf(stderr, "MT_TEST_SEED=%llu: rank %d, step %d: %s\n", (unsigned long long)p->seed, mt_comm_rank(world),
+                i, mt_last_error(s.ctx));
     mt_context_destroy(s.ctx);
     return status;
 }
@@ -397,10 +403,18 @@ static void test_halves(void **state) {
         mt_dtype dtype;
         double x;
         uint16_t bits;
-    } cases[] = {{MT_F16, 1, 0x3c00},           {MT_F16, -2.5, 0xc100},        {MT_F16, 0.1, 0x2e66},
-                 {MT_F16, 5.9604644775390625e-8, 0x0001}, {MT_F16, 6.103515625e-5, 0x0400}, {MT_F16, 2049, 0x6800},
-                 {MT_F16, 2051, 0x6802},        {MT_BF16, 1, 0x3f80},          {MT_BF16, 3.14159, 0x4049},
-                 {MT_BF16, 257, 0x4380},        {MT_BF16, 259, 0x4382},        {MT_BF16, -0.3, 0xbe9a}};
+    } cases[] = {{MT_F16, 1, 0x3c00},
+                 {MT_F16, -2.5, 0xc100},
+                 {MT_F16, 0.1, 0x2e66},
+                 {MT_F16, 5.9604644775390625e-8, 0x0001},
+                 {MT_F16, 6.103515625e-5, 0x0400},
+                 {MT_F16, 2049, 0x6800},
+                 {MT_F16, 2051, 0x6802},
+                 {MT_BF16, 1, 0x3f80},
+                 {MT_BF16, 3.14159, 0x4049},
+                 {MT_BF16, 257, 0x4380},
+                 {MT_BF16, 259, 0x4382},
+                 {MT_BF16, -0.3, 0xbe9a}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         assert_int_equal(to_half(cases[i].dtype, cases[i].x), cases[i].bits);

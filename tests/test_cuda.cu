@@ -1,7 +1,7 @@
 /* test_cuda.cu - every operator of mt_kernels.cuh on MT_DEVICE_CUDA against the CPU backend.
 
    On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
+   Without one:   tests/engine/ runs the same file on a CPU, see there.                                               */
 
 #define MEGATRON_IMPLEMENTATION
 #define MTI_GRID_MAX 2 /* blocks of the grids of one dimension, so that small tensors are more than a grid */
@@ -11,7 +11,7 @@
 
 #include <math.h>
 
-/* ---- the same tensor on both devices ------------------------------------------------------------------------------- */
+/* ---- the same tensor on both devices ----------------------------------------------------------------------------- */
 
 typedef struct pair {
     mt_tensor cpu, gpu;
@@ -96,8 +96,8 @@ static void same(const char *what, pair p, double tolerance) {
         double allowed = tolerance * most + (tolerance > 0 ? last_place(p.cpu.dtype) * fabs((double)a[i]) : 0);
         if (!(fabs((double)a[i] - (double)b[i]) <= allowed) && memcmp(&a[i], &b[i], sizeof a[i]) != 0)
             fail_msg("%s, %s: [%lld, %lld] of [%lld, %lld] is %.9g, on the CPU %.9g", what, mt_dtype_name(p.cpu.dtype),
-                     (long long)(i / p.cpu.cols), (long long)(i % p.cpu.cols), (long long)p.cpu.rows, (long long)p.cpu.cols,
-                     (double)b[i], (double)a[i]);
+                     (long long)(i / p.cpu.cols), (long long)(i % p.cpu.cols), (long long)p.cpu.rows,
+                     (long long)p.cpu.cols, (double)b[i], (double)a[i]);
     }
     free(a);
     free(b);
@@ -110,16 +110,15 @@ static int32_t *ids_on_gpu(const int32_t *ids, int64_t n) {
     return (int32_t *)t.data;
 }
 
-/* ---- shapes that every operator sees --------------------------------------------------------------------------------- */
+/* ---- shapes that every operator sees ----------------------------------------------------------------------------- */
 
 typedef struct shape {
     int64_t rows, cols;
     layout l;
 } shape;
 
-static const shape shapes[] = {{1, 1, {0, 0}}, {1, 8, {0, 0}}, {3, 7, {0, 0}}, {5, 16, {3, 1}}, {70, 24, {8, 0}}, {2, 1000,
-    {0, 0}},
-                               {130, 33, {0, 0}}, {4, 264, {8, 8}}};
+static const shape shapes[] = {{1, 1, {0, 0}},   {1, 8, {0, 0}},    {3, 7, {0, 0}},    {5, 16, {3, 1}},
+                               {70, 24, {8, 0}}, {2, 1000, {0, 0}}, {130, 33, {0, 0}}, {4, 264, {8, 8}}};
 #define SHAPES (sizeof shapes / sizeof *shapes)
 
 static void each_shape(void (*f)(shape s)) {
@@ -134,7 +133,8 @@ static void each_shape(void (*f)(shape s)) {
 }
 
 static void memory(shape s) {
-    pair x = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), y = pair_new(s.rows, s.cols, dense), z = pair_new(s.rows, s.cols, s.l);
+    pair x = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), y = pair_new(s.rows, s.cols, dense),
+         z = pair_new(s.rows, s.cols, s.l);
     pair sum = noise_f32(1, 1, 4, 1.0f);
     uint64_t a = 5, b = 5;
     BOTH(mt_copy(cpu, x.cpu, y.cpu), mt_copy(gpu, x.gpu, y.gpu));
@@ -152,8 +152,8 @@ static void memory(shape s) {
 }
 
 static void bias(shape s) {
-    pair y = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), b = pair_noise(1, s.cols, dense, 2, 1.0f), db = noise_f32(1, s.cols,
-                                                                                                                 3, 1.0f);
+    pair y = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), b = pair_noise(1, s.cols, dense, 2, 1.0f),
+         db = noise_f32(1, s.cols, 3, 1.0f);
     BOTH(mt_bias_forward(cpu, y.cpu, b.cpu), mt_bias_forward(gpu, y.gpu, b.gpu));
     same("mt_bias_forward", y, 1e-7);
     BOTH(mt_bias_backward(cpu, y.cpu, db.cpu), mt_bias_backward(gpu, y.gpu, db.gpu));
@@ -166,10 +166,11 @@ static void activation(shape s) {
             int64_t w = kind == MT_SWIGLU ? 2 * s.cols : s.cols;
             mt_activation k = (mt_activation)kind;
             pair h = pair_noise(s.rows, w, s.l, 1, 4.0f), b = with_bias ? pair_noise(1, w, dense, 2, 1.0f) : none();
-            pair y = pair_new(s.rows, s.cols, s.l), dy = pair_noise(s.rows, s.cols, dense, 3, 1.0f), dh = pair_new(s.rows, w,
-                                                                                                                   s.l);
+            pair y = pair_new(s.rows, s.cols, s.l), dy = pair_noise(s.rows, s.cols, dense, 3, 1.0f),
+                 dh = pair_new(s.rows, w, s.l);
             pair db = with_bias ? noise_f32(1, w, 4, 1.0f) : none();
-            BOTH(mt_activation_forward(cpu, k, h.cpu, b.cpu, y.cpu), mt_activation_forward(gpu, k, h.gpu, b.gpu, y.gpu));
+            BOTH(mt_activation_forward(cpu, k, h.cpu, b.cpu, y.cpu),
+                 mt_activation_forward(gpu, k, h.gpu, b.gpu, y.gpu));
             same("mt_activation_forward", y, 1e-6);
             same("h", h, 1e-6);
             BOTH(mt_activation_backward(cpu, k, h.cpu, dy.cpu, dh.cpu, db.cpu),
@@ -184,14 +185,16 @@ static void norm(shape s) {
         for (int residual = 0; residual < 2; residual++) {
             mt_norm_kind k = (mt_norm_kind)kind;
             pair x = pair_noise(s.rows, s.cols, s.l, 1, 2.0f), gain = pair_noise(1, s.cols, dense, 2, 1.0f);
-            pair b = kind == MT_LAYER_NORM ? pair_noise(1, s.cols, dense, 3, 1.0f) : none(), stats = pair_f32(s.rows, 2);
+            pair b = kind == MT_LAYER_NORM ? pair_noise(1, s.cols, dense, 3, 1.0f) : none(),
+                 stats = pair_f32(s.rows, 2);
             pair y = pair_new(s.rows, s.cols, s.l), dy = pair_noise(s.rows, s.cols, s.l, 4, 1.0f);
             pair r = residual ? pair_noise(s.rows, s.cols, dense, 5, 1.0f) : none(), dx = pair_new(s.rows, s.cols, s.l);
             BOTH(mt_norm_forward(cpu, k, x.cpu, gain.cpu, b.cpu, 1e-5f, y.cpu, stats.cpu),
                  mt_norm_forward(gpu, k, x.gpu, gain.gpu, b.gpu, 1e-5f, y.gpu, stats.gpu));
             same("mt_norm_forward", y, 2e-6);
             same("stats", stats, 2e-6);
-            pair dgain = noise_f32(1, s.cols, 6, 1.0f), db = kind == MT_LAYER_NORM ? noise_f32(1, s.cols, 7, 1.0f) : none();
+            pair dgain = noise_f32(1, s.cols, 6, 1.0f),
+                 db = kind == MT_LAYER_NORM ? noise_f32(1, s.cols, 7, 1.0f) : none();
             BOTH(mt_norm_backward(cpu, k, x.cpu, gain.cpu, stats.cpu, dy.cpu, r.cpu, dx.cpu, dgain.cpu, db.cpu),
                  mt_norm_backward(gpu, k, x.gpu, gain.gpu, stats.gpu, dy.gpu, r.gpu, dx.gpu, dgain.gpu, db.gpu));
             same("mt_norm_backward", dx, 5e-6);
@@ -233,11 +236,11 @@ static void dropout(shape s) {
     d.at = place(s.cols);
     for (int step = 0; step < 2; step++) {
         d.p = step ? 0.3f : 0.0f;
-        BOTH(mt_bias_dropout_add_forward(cpu, x.cpu, b.cpu, r.cpu, d, y.cpu), mt_bias_dropout_add_forward(gpu, x.gpu, b.gpu,
-                                                                                                          r.gpu, d, y.gpu));
+        BOTH(mt_bias_dropout_add_forward(cpu, x.cpu, b.cpu, r.cpu, d, y.cpu),
+             mt_bias_dropout_add_forward(gpu, x.gpu, b.gpu, r.gpu, d, y.gpu));
         same("mt_bias_dropout_add_forward", y, 1e-6);
-        BOTH(mt_bias_dropout_add_backward(cpu, x.cpu, d, y.cpu, db.cpu), mt_bias_dropout_add_backward(gpu, x.gpu, d, y.gpu,
-                                                                                                      db.gpu));
+        BOTH(mt_bias_dropout_add_backward(cpu, x.cpu, d, y.cpu, db.cpu),
+             mt_bias_dropout_add_backward(gpu, x.gpu, d, y.gpu, db.gpu));
         same("mt_bias_dropout_add_backward", y, 1e-6);
         same("dbias", db, 2e-6);
     }
@@ -287,8 +290,10 @@ static void cross_entropy(shape s) {
         for (int k = 0; k < shards; k++) {
             shape.first_col = k * s.cols;
             logits[k] = pair_noise(s.rows, s.cols, s.l, 20 + (uint64_t)k, 5.0f);
-            BOTH(mt_cross_entropy_stats(cpu, &shape, logits[k].cpu, targets, mt_tensor_rows(all.cpu, k * s.rows, s.rows)),
-                 mt_cross_entropy_stats(gpu, &shape, logits[k].gpu, on_gpu, mt_tensor_rows(all.gpu, k * s.rows, s.rows)));
+            BOTH(mt_cross_entropy_stats(cpu, &shape, logits[k].cpu, targets,
+                                        mt_tensor_rows(all.cpu, k * s.rows, s.rows)),
+                 mt_cross_entropy_stats(gpu, &shape, logits[k].gpu, on_gpu,
+                                        mt_tensor_rows(all.gpu, k * s.rows, s.rows)));
         }
         same("mt_cross_entropy_stats", all, 1e-6);
         BOTH(mt_cross_entropy_combine(cpu, &shape, all.cpu, shards, targets, loss.cpu, lse.cpu),
@@ -297,8 +302,10 @@ static void cross_entropy(shape s) {
         same("lse", lse, 1e-6);
         for (int k = 0; k < shards; k++) {
             shape.first_col = k * s.cols;
-            BOTH(mt_cross_entropy_backward(cpu, &shape, logits[k].cpu, targets, lse.cpu, k ? dloss.cpu : mt_none(), 0.3f),
-                 mt_cross_entropy_backward(gpu, &shape, logits[k].gpu, on_gpu, lse.gpu, k ? dloss.gpu : mt_none(), 0.3f));
+            BOTH(mt_cross_entropy_backward(cpu, &shape, logits[k].cpu, targets, lse.cpu, k ? dloss.cpu : mt_none(),
+                                           0.3f),
+                 mt_cross_entropy_backward(gpu, &shape, logits[k].gpu, on_gpu, lse.gpu, k ? dloss.gpu : mt_none(),
+                                           0.3f));
             same("mt_cross_entropy_backward", logits[k], 2e-6);
         }
         free(targets);
@@ -310,7 +317,8 @@ static void cross_entropy_expected(const mt_cross_entropy_shape *shape, const fl
                                    double factor, double *loss, float *gradient) {
     double top = -INFINITY, sum = 0, mean = 0, a = (double)shape->label_smoothing;
     for (int64_t j = 0; j < shape->vocab; j++) top = fmax(top, (double)x[j]);
-    for (int64_t j = 0; j < shape->vocab; j++) sum += exp((double)x[j] - top), mean += (double)x[j] / (double)shape->vocab;
+    for (int64_t j = 0; j < shape->vocab; j++)
+        sum += exp((double)x[j] - top), mean += (double)x[j] / (double)shape->vocab;
     *loss = log(sum) + (1 - a) * (top - (double)x[target]) + a * (top - mean);
     for (int64_t j = 0; j < cols; j++) {
         double hot = (j == target ? 1 - a : 0) + a / (double)shape->vocab;
@@ -321,10 +329,12 @@ static void cross_entropy_expected(const mt_cross_entropy_shape *shape, const fl
 /* One call, and the trio, against double precision; the CPU's one call has the bits of its trio. */
 static void cross_entropy_at_once(shape s, float smoothing, int padding, int with_dloss) {
     mt_cross_entropy_shape shape = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing, 1};
-    pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l), stats = pair_f32(s.rows, 4);
+    pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l),
+         stats = pair_f32(s.rows, 4);
     pair dloss = noise_f32(1, s.rows, 9, 1.0f), loss = pair_f32(1, s.rows), loss2 = pair_f32(1, s.rows);
     pair lse = pair_f32(2, s.rows), expected = pair_new(s.rows, s.cols, dense), losses = pair_f32(1, s.rows);
-    float *host = download(cpu, x.cpu), *factor = download(cpu, dloss.cpu), *g = (float *)calloc((size_t)(s.rows * s.cols), 4);
+    float *host = download(cpu, x.cpu), *factor = download(cpu, dloss.cpu),
+          *g = (float *)calloc((size_t)(s.rows * s.cols), 4);
     float *l = (float *)calloc((size_t)s.rows, 4);
     int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
     if (!with_dloss) dloss = none();
@@ -332,8 +342,8 @@ static void cross_entropy_at_once(shape s, float smoothing, int padding, int wit
         double value = 0;
         targets[i] = (int32_t)(i * 7 % shape.vocab);
         if (targets[i] == shape.ignore_index) continue;
-        cross_entropy_expected(&shape, host + i * s.cols, s.cols, targets[i], 0.3 * (with_dloss ? (double)factor[i] : 1.0),
-                               &value, g + i * s.cols);
+        cross_entropy_expected(&shape, host + i * s.cols, s.cols, targets[i],
+                               0.3 * (with_dloss ? (double)factor[i] : 1.0), &value, g + i * s.cols);
         l[i] = (float)value;
     }
     on_gpu = ids_on_gpu(targets, s.rows);
@@ -350,8 +360,8 @@ static void cross_entropy_at_once(shape s, float smoothing, int padding, int wit
         pair gradient = {expected.cpu, x.gpu}, value = {losses.cpu, loss.gpu};
         if (device == 0) {
             float *on_host = download(cpu, x.cpu), *loss_host = download(cpu, loss.cpu);
-            mt_tensor moved = tensor_new(gpu, MT_F32, s.rows, s.cols, dense), moved_loss = tensor_new(gpu, MT_F32, 1, s.rows,
-                                                                                                      dense);
+            mt_tensor moved = tensor_new(gpu, MT_F32, s.rows, s.cols, dense),
+                      moved_loss = tensor_new(gpu, MT_F32, 1, s.rows, dense);
             OK(mt_upload(gpu, on_host, moved));
             OK(mt_upload(gpu, loss_host, moved_loss));
             gradient.gpu = moved;
@@ -424,20 +434,20 @@ static void embedding(shape s) {
     int64_t vocab = 9, tokens = s.rows;
     int32_t *ids = (int32_t *)malloc((size_t)tokens * sizeof *ids), *on_gpu;
     pair dtable = noise_f32(vocab, s.cols, 5, 1.0f), table = pair_noise(vocab, s.cols, dense, 1, 1.0f),
-        y = pair_noise(tokens, s.cols, s.l, 2, 1.0f);
+         y = pair_noise(tokens, s.cols, s.l, 2, 1.0f);
     for (int64_t i = 0; i < tokens; i++) ids[i] = (int32_t)(i * i % 13); /* some are elsewhere: rows 2 to 10 are here */
     on_gpu = ids_on_gpu(ids, tokens);
     for (int step = 0; step < 2; step++) {
-        BOTH(mt_embedding_forward(cpu, table.cpu, 2, ids, (float)step, y.cpu), mt_embedding_forward(gpu, table.gpu, 2,
-                                                                                                    on_gpu, (float)step,
-                                                                                                        y.gpu));
+        BOTH(mt_embedding_forward(cpu, table.cpu, 2, ids, (float)step, y.cpu),
+             mt_embedding_forward(gpu, table.gpu, 2, on_gpu, (float)step, y.gpu));
         same("mt_embedding_forward", y, 1e-7);
     }
-    BOTH(mt_embedding_backward(cpu, y.cpu, 2, ids, dtable.cpu), mt_embedding_backward(gpu, y.gpu, 2, on_gpu, dtable.gpu));
+    BOTH(mt_embedding_backward(cpu, y.cpu, 2, ids, dtable.cpu),
+         mt_embedding_backward(gpu, y.gpu, 2, on_gpu, dtable.gpu));
     same("mt_embedding_backward", dtable, type == MT_F32 ? 0 : 1e-2);
     BOTH(mt_position_ids(cpu, 11, 7, ids, tokens), mt_position_ids(gpu, 11, 7, on_gpu, tokens));
-    BOTH(mt_embedding_forward(cpu, table.cpu, 0, ids, 0.0f, y.cpu), mt_embedding_forward(gpu, table.gpu, 0, on_gpu, 0.0f,
-                                                                                         y.gpu));
+    BOTH(mt_embedding_forward(cpu, table.cpu, 0, ids, 0.0f, y.cpu),
+         mt_embedding_forward(gpu, table.gpu, 0, on_gpu, 0.0f, y.gpu));
     same("mt_position_ids", y, 0);
     free(ids);
 }
@@ -457,16 +467,16 @@ TEST_EACH(cross_entropy)
 TEST_EACH(cross_entropy_one_pass)
 TEST_EACH(embedding)
 
-/* ---- products and attention ---------------------------------------------------------------------------------------------- */
+/* ---- products and attention -------------------------------------------------------------------------------------- */
 
 static void test_gemm(void **state) {
     static const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 7}, {16, 8, 40}, {33, 24, 17}, {8, 64, 1}, {5, 8, 0}};
     (void)state;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int how = 0; how < 16 * 6; how++) {
-            static const mt_dtype types[][3] = {{MT_F32, MT_F32, MT_F32}, {MT_BF16, MT_BF16, MT_BF16}, {MT_BF16, MT_BF16,
-                MT_F32},
-                                                {MT_F16, MT_F16, MT_F16}, {MT_F16, MT_BF16, MT_F32}, {MT_F32, MT_F16, MT_BF16}};
+            static const mt_dtype types[][3] = {{MT_F32, MT_F32, MT_F32},   {MT_BF16, MT_BF16, MT_BF16},
+                                                {MT_BF16, MT_BF16, MT_F32}, {MT_F16, MT_F16, MT_F16},
+                                                {MT_F16, MT_BF16, MT_F32},  {MT_F32, MT_F16, MT_BF16}};
             const mt_dtype *t = types[how / 16];
             int64_t m = sizes[i][0], n = sizes[i][1], k = sizes[i][2];
             mt_transpose ta = how & 1 ? MT_TRANS : MT_NO_TRANS, tb = how & 2 ? MT_TRANS : MT_NO_TRANS;
@@ -474,17 +484,18 @@ static void test_gemm(void **state) {
             float beta = how & 8 ? 1.0f : 0.0f;
             size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
             pair a = pair_fill(pair_of(t[0], ta ? k : m, ta ? m : k, l), 1, 1.0f);
-            pair b = pair_fill(pair_of(t[1], tb ? n : k, tb ? k : n, l), 2, 1.0f), c = pair_fill(pair_of(t[2], m, n, l), 3,
-                                                                                                 1.0f);
-            BOTH(mt_gemm(cpu, ta, tb, 0.5f, a.cpu, b.cpu, beta, c.cpu), mt_gemm(gpu, ta, tb, 0.5f, a.gpu, b.gpu, beta, c.gpu));
+            pair b = pair_fill(pair_of(t[1], tb ? n : k, tb ? k : n, l), 2, 1.0f),
+                 c = pair_fill(pair_of(t[2], m, n, l), 3, 1.0f);
+            BOTH(mt_gemm(cpu, ta, tb, 0.5f, a.cpu, b.cpu, beta, c.cpu),
+                 mt_gemm(gpu, ta, tb, 0.5f, a.gpu, b.gpu, beta, c.gpu));
             same("mt_gemm", c, 1e-5);
             mt_arena_release(cpu, on_cpu);
             mt_arena_release(gpu, on_gpu);
         }
 }
 
-static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t dim, mt_mask mask, int padded,
-                      float p) {
+static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t dim, mt_mask mask,
+                      int padded, float p) {
     mt_attention_shape s, on_gpu;
     int64_t heads = groups * per_group, tokens = batch * seq;
     int32_t lengths[4];
@@ -496,11 +507,10 @@ static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_gr
     for (int64_t b = 0; b < batch; b++) lengths[b] = (int32_t)(b == 1 ? 0 : seq - b);
     on_gpu = s;
     if (padded) s.lengths = lengths, on_gpu.lengths = ids_on_gpu(lengths, batch);
-    pair qkv = pair_noise(tokens, (heads + 2 * groups) * dim, wide, 1, 1.0f), out = pair_new(tokens, heads * dim, dense);
-    pair lse = pair_f32(heads, tokens), dout = pair_noise(tokens, heads * dim, odd, 2, 1.0f), dqkv = pair_new(tokens,
-                                                                                                              (heads + 2 *
-                                                                                                               groups) * dim,
-                                                                                                                   odd);
+    pair qkv = pair_noise(tokens, (heads + 2 * groups) * dim, wide, 1, 1.0f),
+         out = pair_new(tokens, heads * dim, dense);
+    pair lse = pair_f32(heads, tokens), dout = pair_noise(tokens, heads * dim, odd, 2, 1.0f),
+         dqkv = pair_new(tokens, (heads + 2 * groups) * dim, odd);
     pair table = pair_f32(seq, dim);
     if (dim % 2 == 0) {
         BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
@@ -531,8 +541,8 @@ static void test_attention(void **state) {
     }
 }
 
-/* More chunks than the largest grid has threads, in rows that end within a chunk. The bits are those of the shape and of the
-   values, wherever they are. */
+/* More chunks than the largest grid has threads, in rows that end within a chunk. The bits are those of the shape and
+   of the values, wherever they are. */
 static void test_sum(void **state) {
     static const layout places[] = {{0, 0}, {7, 0}, {3, 1}};
     static const shape sizes[] = {{1021, 2065, {0, 0}}, {700, 24, {0, 0}}, {1, 5000, {0, 0}}};
@@ -588,7 +598,8 @@ static void test_rotary(void **state) {
     }
 }
 
-/* A length that is more than the sequence is the sequence, and does not look into the next one; plain and on tensor cores. */
+/* A length that is more than the sequence is the sequence, and does not look into the next one; plain and on tensor
+ * cores. */
 static void test_lengths_too_long(void **state) {
     int32_t exact[2] = {40, 40}, over[2] = {90, 1 << 30};
     (void)state;
@@ -657,7 +668,7 @@ static void test_ids(void **state) {
     assert_non_null(strstr(mt_last_error(gpu), "token id -1 at index 211"));
 }
 
-/* ---- contexts --------------------------------------------------------------------------------------------------------- */
+/* ---- contexts ---------------------------------------------------------------------------------------------------- */
 
 static void test_context(void **state) {
     mt_context_desc where;
@@ -690,7 +701,7 @@ static void test_context(void **state) {
     mt_comm_destroy(world);
 }
 
-/* ---- collectives between ranks that are threads ------------------------------------------------------------------------- */
+/* ---- collectives between ranks that are threads ------------------------------------------------------------------ */
 
 #define RANKS_MAX 8
 #define COUNT 48 /* divided by 1, 2, 3, 4 and 8 */
@@ -725,8 +736,8 @@ static mt_status collectives_of(mt_comm *world, mt_context *ctx, gathering *g) {
         case 3: MT_TRY(mt_all_gather(ctx, world, x.data, y.data, COUNT, g->dtype)); break;
         case 4: MT_TRY(mt_broadcast(ctx, world, x.data, y.data, COUNT, g->dtype, ranks - 1)); break;
         case 5:
-            MT_TRY(mt_send_recv(ctx, world, x.data, COUNT, (rank + 1) % ranks, y.data, COUNT, (rank + ranks - 1) % ranks,
-                                g->dtype));
+            MT_TRY(mt_send_recv(ctx, world, x.data, COUNT, (rank + 1) % ranks, y.data, COUNT,
+                                (rank + ranks - 1) % ranks, g->dtype));
             break;
         default:
             out = mt_tensor_make(y.data, type, 4, COUNT / 4 * ranks);
@@ -823,7 +834,8 @@ static mt_status overlap_gradients(mt_context *ctx, mt_comm *world, mt_tensor x,
     return MT_SUCCESS;
 }
 
-/* What is begun goes on beside what comes next, and is there after the wait: x -> y on the second stream, y -> z on the first. */
+/* What is begun goes on beside what comes next, and is there after the wait: x -> y on the second stream, y -> z on the
+ * first. */
 static mt_status overlap_rank(mt_comm *world, void *user) {
     const int *off = (const int *)user;
     mt_context_desc where;
@@ -867,18 +879,32 @@ static void test_overlap(void **state) {
     memset(&d, 0, sizeof d);
     d.ranks = 2;
     d.no_pinning = 1;
-    for (int off = 0; off <= MT_OVERLAP_ROW_FORWARD; off += MT_OVERLAP_ROW_FORWARD) OK(mt_launch(&d, overlap_rank, &off));
+    for (int off = 0; off <= MT_OVERLAP_ROW_FORWARD; off += MT_OVERLAP_ROW_FORWARD)
+        OK(mt_launch(&d, overlap_rank, &off));
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_memory),     cmocka_unit_test(test_bias),    cmocka_unit_test(test_activation),
-        cmocka_unit_test(test_norm),       cmocka_unit_test(test_dropout), cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_embedding), cmocka_unit_test(test_gemm),
-        cmocka_unit_test(test_attention),  cmocka_unit_test(test_ids),     cmocka_unit_test(test_context),
-        cmocka_unit_test(test_collectives), cmocka_unit_test(test_overlap),   cmocka_unit_test(test_wide_norm),
-        cmocka_unit_test(test_cross_entropy_one_pass), cmocka_unit_test(test_wide_cross_entropy),
-        cmocka_unit_test(test_cross_entropy_refuses), cmocka_unit_test(test_many_tokens), cmocka_unit_test(test_sum),
+        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_activation),
+        cmocka_unit_test(test_norm),
+        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_cross_entropy),
+        cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_gemm),
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_ids),
+        cmocka_unit_test(test_context),
+        cmocka_unit_test(test_collectives),
+        cmocka_unit_test(test_overlap),
+        cmocka_unit_test(test_wide_norm),
+        cmocka_unit_test(test_cross_entropy_one_pass),
+        cmocka_unit_test(test_wide_cross_entropy),
+        cmocka_unit_test(test_cross_entropy_refuses),
+        cmocka_unit_test(test_many_tokens),
+        cmocka_unit_test(test_sum),
         cmocka_unit_test(test_rotary),
         cmocka_unit_test(test_lengths_too_long),
     };

@@ -1,8 +1,8 @@
-/* test_cuda_checkpoint.cu - checkpoints of a GPT on GPUs: training goes on with the same bits, files that a GPU has written are
-   those that a CPU writes of them, and a GPU reads a CPU's.
+/* test_cuda_checkpoint.cu - checkpoints of a GPT on GPUs: training goes on with the same bits, files that a GPU has
+   written are those that a CPU writes of them, and a GPU reads a CPU's.
 
    On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_checkpoint.cu -lcublasLt
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
+   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -76,7 +76,8 @@ static mt_status copy_steps(gpt_worker *w, const copier *c) {
         d.gpt = &w->gpt;
         d.optimizer = &w->optimizer;
         MT_TRY(mt_checkpoint_create(w->ctx, w->params, &d, &checkpoint));
-        MT_TRY(i == 0 ? mt_checkpoint_load(w->ctx, checkpoint, RESUME_AT, &s) : mt_checkpoint_save(w->ctx, checkpoint, &s));
+        MT_TRY(i == 0 ? mt_checkpoint_load(w->ctx, checkpoint, RESUME_AT, &s)
+                      : mt_checkpoint_save(w->ctx, checkpoint, &s));
         mt_checkpoint_destroy(w->ctx, checkpoint);
     }
     return MT_SUCCESS;

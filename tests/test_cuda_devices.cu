@@ -1,8 +1,8 @@
-/* test_cuda_devices.cu - several GPUs in one process: contexts of one thread on two of them, ranks on two without NCCL, and
-   scratch memory of what runs on the second stream.
+/* test_cuda_devices.cu - several GPUs in one process: contexts of one thread on two of them, ranks on two without
+   NCCL, and scratch memory of what runs on the second stream.
 
    On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_devices.cu -lcublasLt    (skips what wants two)
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
+   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -50,9 +50,11 @@ static void test_two_contexts(void **state) {
     for (int i = 0; i < 2; i++) {
         mt_tensor x = mt_tensor_f32((const float *)memory[i], 2, 4);
         ASSERT_STATUS(ctx[i], MT_SUCCESS, mt_fill(ctx[i], x, (float)(i + 1)));
-        ASSERT_STATUS(ctx[i], MT_SUCCESS, mt_gemm(ctx[i], MT_NO_TRANS, MT_TRANS, 1.0f, x, x, 0.0f,
-                                                  mt_tensor_f32((const float *)memory[i] + 64, 2, 2)));
-        ASSERT_STATUS(ctx[i], MT_SUCCESS, mt_download(ctx[i], mt_tensor_f32((const float *)memory[i] + 64, 2, 2), back));
+        ASSERT_STATUS(ctx[i], MT_SUCCESS,
+                      mt_gemm(ctx[i], MT_NO_TRANS, MT_TRANS, 1.0f, x, x, 0.0f,
+                              mt_tensor_f32((const float *)memory[i] + 64, 2, 2)));
+        ASSERT_STATUS(ctx[i], MT_SUCCESS,
+                      mt_download(ctx[i], mt_tensor_f32((const float *)memory[i] + 64, 2, 2), back));
         for (int j = 0; j < 4; j++) assert_true(back[j] == 4.0f * (float)((i + 1) * (i + 1)));
     }
     for (int i = 0; i < 2; i++) {
@@ -122,8 +124,9 @@ static mt_status scratch_rank(mt_comm *world, void *user) {
         MT_TRY(mt_fill(ctx, x, (float)(rank + 1)));
         MT_TRY(mt_context_synchronize(ctx));
         MT_TRY(mt_overlap_begin(ctx, comm, MT_OVERLAP_ALL));
-        MT_TRY(mt_overlap_end(ctx, 0, kind ? mt_gather_from_tensor_region(ctx, comm, x, y)
-                                           : mt_all_reduce(ctx, comm, x.data, y.data, 1024, MT_F32, MT_MAX)));
+        MT_TRY(mt_overlap_end(ctx, 0,
+                              kind ? mt_gather_from_tensor_region(ctx, comm, x, y)
+                                   : mt_all_reduce(ctx, comm, x.data, y.data, 1024, MT_F32, MT_MAX)));
         taken = mt_arena_mark(ctx);
         MT_TRY(mt_arena_tensor(ctx, MT_F32, 16, 1024, &z));
         MT_TRY(mt_fill(ctx, z, 99.0f));

@@ -1,7 +1,7 @@
 /* test_cuda_flash.cu - attention on tensor cores against the CPU backend in f32, on the same 16-bit numbers.
 
    On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
+   Without one:   tests/engine/ runs the same file on a CPU, see there.                                               */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -36,7 +36,7 @@ static const char *describe(const config *c) {
     return text;
 }
 
-/* ---- tensors -------------------------------------------------------------------------------------------------------- */
+/* ---- tensors ----------------------------------------------------------------------------------------------------- */
 
 #define GAP 8
 
@@ -97,7 +97,7 @@ static void gap_untouched(const char *what, mt_tensor t) {
     free(x);
 }
 
-/* ---- calls ---------------------------------------------------------------------------------------------------------- */
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 static call call_new(const config *c, float size) {
     static int32_t lengths[8];
@@ -105,7 +105,8 @@ static call call_new(const config *c, float size) {
     mt_tensor ids;
     call k;
     memset(&k, 0, sizeof k);
-    k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group, k.s.head_dim = c->dim;
+    k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group,
+    k.s.head_dim = c->dim;
     k.s.mask = c->mask;
     k.s.dropout.p = c->p;
     k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.stream = 0xfedcba987654321u;
@@ -130,16 +131,17 @@ static void run(const call *k) {
     OK(mt_attention_backward(gpu, &k->s, k->qkv, k->out, k->lse, k->dout, k->dqkv));
 }
 
-/* ---- against the CPU ------------------------------------------------------------------------------------------------ */
+/* ---- against the CPU --------------------------------------------------------------------------------------------- */
 
 /* Rounding to nearest errs by up to this much of a number, by 0.42 of it in the root mean square over all mantissas. */
 static double unit_roundoff(mt_dtype type) { return type == MT_BF16 ? 1.0 / 256 : 1.0 / 2048; }
 
-/* How far a result of a head may be from the CPU's, which rounds nothing: every result is a sum over rows of a 16-bit matrix,
-   weighted by p or ds, which are rounded to 16 bits, and is then rounded itself. Errors of weights are independent, and so
-   the error of a head's vector compares to the vector as their root mean squares do: sqrt(2) 0.42 = 0.6 unit roundoffs.
-   Vectors of 64 and more numbers stay within 1.5 of that; 2 is allowed (a missing key among 200 would be 18 in bf16).
-   noise: of f32, where much cancels, and of weights so small that f16 has few bits left for them. */
+/* How far a result of a head may be from the CPU's, which rounds nothing: every result is a sum over rows of a 16-bit
+   matrix, weighted by p or ds, which are rounded to 16 bits, and is then rounded itself. Errors of weights are
+   independent, and so the error of a head's vector compares to the vector as their root mean squares do: sqrt(2) 0.42 =
+   0.6 unit roundoffs. Vectors of 64 and more numbers stay within 1.5 of that; 2 is allowed (a missing key among 200
+   would be 18 in bf16). noise: of f32, where much cancels, and of weights so small that f16 has few bits left for them.
+ */
 static void near(const config *c, const char *what, mt_tensor got, mt_tensor expected, double noise) {
     float *x = download(got), *y = (float *)expected.data;
     for (int64_t i = 0; i < got.rows * got.cols; i += c->dim) {
@@ -166,8 +168,9 @@ static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
     free(x);
 }
 
-/* The CPU's backward gets the out and lse that the GPU's has. A score gradient is p (dp - delta), where dp and delta are sums
-   of dim products that f32 rounds, and cancel where one key has all of p; 2^-25 is half of f16's last place for small ones. */
+/* The CPU's backward gets the out and lse that the GPU's has. A score gradient is p (dp - delta), where dp and delta
+   are sums of dim products that f32 rounds, and cancel where one key has all of p; 2^-25 is half of f16's last place
+   for small ones. */
 static void against_cpu(config c) {
     size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
     call k = call_new(&c, 2.0f);
@@ -231,20 +234,27 @@ static void test_short(void **state) {
     static const int64_t lengths[] = {1, 2, 17, 64, 65, 127, 128, 129};
     (void)state;
     for (int i = 0; i < 16; i++) {
-        config c = {1, lengths[i / 2], 1, 1, i % 3 * 32 + 64, i & 1 ? MT_BF16 : MT_F16,
-                    i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL, 0, i & 4 ? 0.1f : 0.0f};
+        config c = {1,
+                    lengths[i / 2],
+                    1,
+                    1,
+                    i % 3 * 32 + 64,
+                    i & 1 ? MT_BF16 : MT_F16,
+                    i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL,
+                    0,
+                    i & 4 ? 0.1f : 0.0f};
         against_cpu(c);
     }
 }
 
-/* ---- the same bits -------------------------------------------------------------------------------------------------- */
+/* ---- the same bits ----------------------------------------------------------------------------------------------- */
 
 static void same_bits(const char *what, mt_tensor a, mt_tensor b) {
     float *x = download(a), *y = download(b);
     for (int64_t i = 0; i < a.rows * a.cols; i++)
         if (memcmp(&x[i], &y[i], sizeof x[i]) != 0)
-            fail_msg("%s: row %lld, column %lld is %.9g and %.9g", what, (long long)(i / a.cols), (long long)(i % a.cols),
-                     (double)x[i], (double)y[i]);
+            fail_msg("%s: row %lld, column %lld is %.9g and %.9g", what, (long long)(i / a.cols),
+                     (long long)(i % a.cols), (double)x[i], (double)y[i]);
     free(x);
     free(y);
 }
@@ -270,7 +280,8 @@ static void test_run_to_run(void **state) {
 static void test_split(void **state) {
     size_t mark = mt_arena_mark(gpu);
     call all = call_new(&several, 2.0f), part = all;
-    int64_t seq = several.seq, heads = several.per_group, width = heads * several.dim, fused = (heads + 2) * several.dim;
+    int64_t seq = several.seq, heads = several.per_group, width = heads * several.dim,
+            fused = (heads + 2) * several.dim;
     (void)state;
     run(&all);
     part.s.batch = part.s.groups = 1;
@@ -288,7 +299,7 @@ static void test_split(void **state) {
     mt_arena_release(gpu, mark);
 }
 
-/* ---- which path ----------------------------------------------------------------------------------------------------- */
+/* ---- which path -------------------------------------------------------------------------------------------------- */
 
 static int differ(mt_tensor a, mt_tensor b) {
     float *x = download(a), *y = download(b);
@@ -355,7 +366,7 @@ static void test_arena(void **state) {
     mt_arena_release(gpu, mark);
 }
 
-/* ---- tiles ---------------------------------------------------------------------------------------------------------- */
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
 template <int D> static __global__ void place_kernel(int *at, int *on) {
     for (int i = (int)threadIdx.x; i < 16 * D / 8; i += 32) {
@@ -370,7 +381,7 @@ template <int D> static void places() {
     int at[16 * D / 8], on[16 * D / 8], taken[16 * D / 8] = {};
     mt_tensor t;
     OK(mt_arena_tensor(gpu, MT_I32, 2, 16 * D / 8, &t));
-    MTI_LAUNCH(place_kernel<D>, 1, 32, 0, gpu->stream, (int *)t.data, (int *)t.data + 16 * D / 8);
+    MT_LAUNCH_KERNEL(place_kernel<D>, 1, 32, 0, gpu->stream, (int *)t.data, (int *)t.data + 16 * D / 8);
     OK(mt_download(gpu, mt_tensor_rows(t, 0, 1), at));
     OK(mt_download(gpu, mt_tensor_rows(t, 1, 1), on));
     for (int i = 0; i < 16 * D / 8; i++) {
@@ -413,11 +424,12 @@ static int close_contexts(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_places),     cmocka_unit_test(test_short),      cmocka_unit_test(test_causal),
-        cmocka_unit_test(test_bidirectional), cmocka_unit_test(test_groups),  cmocka_unit_test(test_padding),
-        cmocka_unit_test(test_dropout),    cmocka_unit_test(test_run_to_run), cmocka_unit_test(test_split),
-        cmocka_unit_test(test_older_chips), cmocka_unit_test(test_arena),
-        cmocka_unit_test(test_what_only_the_plain_path_does),
+        cmocka_unit_test(test_places),  cmocka_unit_test(test_short),
+        cmocka_unit_test(test_causal),  cmocka_unit_test(test_bidirectional),
+        cmocka_unit_test(test_groups),  cmocka_unit_test(test_padding),
+        cmocka_unit_test(test_dropout), cmocka_unit_test(test_run_to_run),
+        cmocka_unit_test(test_split),   cmocka_unit_test(test_older_chips),
+        cmocka_unit_test(test_arena),   cmocka_unit_test(test_what_only_the_plain_path_does),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

@@ -1,8 +1,9 @@
-/* test_cuda_gemm.cu - products on MT_DEVICE_CUDA: every epilogue of cuBLASLt in every layout that is used, the choice of an
-   algorithm by measurement, and what a meta context plans for a GPU. Small, and among the first to run on a GPU.
+/* test_cuda_gemm.cu - products on MT_DEVICE_CUDA: every epilogue of cuBLASLt in every layout that is used, the choice
+   of an algorithm by measurement, and what a meta context plans for a GPU. Small, and among the first to run on a GPU.
 
    On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there; how long a product takes is then up to the test. */
+   Without one:   tests/engine/ runs the same file on a CPU, see there; how long a product takes is then up to the
+                  test. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -32,7 +33,8 @@ static mt_context *context_of(mt_device device, mt_gemm_choice choice, mt_epilog
 }
 
 /* Rows of cols elements with a gap of `more` between them, noise from seed. */
-static mt_tensor noise(mt_context *ctx, mt_dtype type, int64_t rows, int64_t cols, int64_t more, uint64_t seed, float scale) {
+static mt_tensor noise(mt_context *ctx, mt_dtype type, int64_t rows, int64_t cols, int64_t more, uint64_t seed,
+                       float scale) {
     mt_tensor whole, f, t;
     float *x = (float *)malloc((size_t)(rows * cols + 1) * sizeof *x);
     for (int64_t i = 0; i < rows * cols; i++) x[i] = scale * test_float(&seed);
@@ -69,8 +71,8 @@ static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tenso
     for (int64_t i = 0; i < t.rows * t.cols; i++) most = fmax(most, fabs((double)a[i]));
     for (int64_t i = 0; i < t.rows * t.cols; i++)
         if (!(fabs((double)a[i] - (double)b[i]) <= places * unit * most))
-            fail_msg("%s, %s: [%lld, %lld] is %.9g, must be %.9g", what, mt_dtype_name(t.dtype), (long long)(i / t.cols),
-                     (long long)(i % t.cols), (double)b[i], (double)a[i]);
+            fail_msg("%s, %s: [%lld, %lld] is %.9g, must be %.9g", what, mt_dtype_name(t.dtype),
+                     (long long)(i / t.cols), (long long)(i % t.cols), (double)b[i], (double)a[i]);
     free(a);
     free(b);
 }
@@ -82,7 +84,7 @@ static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tenso
 #define GELU_PLACES 8192
 #endif
 
-/* ---- each epilogue, each type, sizes that are odd -------------------------------------------------------------------- */
+/* ---- each epilogue, each type, sizes that are odd ---------------------------------------------------------------- */
 
 typedef struct sizes {
     int64_t tokens, in, out, more; /* more: gap behind each row of what is written */
@@ -150,7 +152,10 @@ static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation
         near(name, want.dweight, gpu[i], t.dweight, 64);
         near(name, want.dbias, gpu[i], t.dbias, 64);
         /* of a 16-bit dh the fused sum is over rounded values */
-        near(name, want.dbias_in, gpu[i], t.dbias_in, wide == MT_F32 ? GELU_PLACES : wide == MT_BF16 ? 1 << 16 : 1 << 13);
+        near(name, want.dbias_in, gpu[i], t.dbias_in,
+             wide == MT_F32    ? GELU_PLACES
+             : wide == MT_BF16 ? 1 << 16
+                               : 1 << 13);
         near(name, want.z, gpu[i], t.z, wide == MT_F32 ? 64 : 2.02);
         mt_arena_release(gpu[i], mark);
     }
@@ -159,13 +164,14 @@ static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation
 
 static void test_epilogues(void **state) {
     static const mt_dtype types[][2] = {{MT_F32, MT_F32}, {MT_BF16, MT_BF16}, {MT_F16, MT_F16}, {MT_BF16, MT_F32}};
-    static const sizes shapes[] = {{8, 16, 24, 0}, {1, 8, 8, 0}, {13, 40, 16, 0}, {33, 24, 72, 8}, {5, 7, 9, 0}, {6, 8, 12, 3}};
+    static const sizes shapes[] = {{8, 16, 24, 0},  {1, 8, 8, 0}, {13, 40, 16, 0},
+                                   {33, 24, 72, 8}, {5, 7, 9, 0}, {6, 8, 12, 3}};
     (void)state;
     for (int i = 0; i < 4; i++)
         for (size_t j = 0; j < sizeof shapes / sizeof *shapes; j++)
             for (int how = 0; how < 6; how++)
-                check_operators(types[i][0], types[i][1], shapes[j], (mt_activation)(how / 2 == 2 ? MT_GELU_ERF : MT_GELU_TANH),
-                                how & 1);
+                check_operators(types[i][0], types[i][1], shapes[j],
+                                (mt_activation)(how / 2 == 2 ? MT_GELU_ERF : MT_GELU_TANH), how & 1);
 }
 
 /* Shapes that cuBLASLt can take are fused, others are not, and neither is anything that does not ask for it. */
@@ -230,7 +236,8 @@ static void test_refusals(void **state) {
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.x, t.weight, t.dbias_in, t.y));
     ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
                   mt_linear_activation_forward(fused, (mt_activation)3, t.x, t.weight, t.bias, t.h, t.y));
-    ASSERT_STATUS(fused, MT_ERR_ARGUMENT, mt_linear_activation_forward(fused, MT_GELU_TANH, t.x, t.weight, t.bias, t.h, t.h));
+    ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
+                  mt_linear_activation_forward(fused, MT_GELU_TANH, t.x, t.weight, t.bias, t.h, t.h));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_forward(fused, MT_SWIGLU, t.x, t.weight, t.bias, t.h, t.y));
     ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
                   mt_linear_activation_backward(fused, MT_GELU_TANH, t.dy, t.weight, t.dh, t.dh, mt_none()));
@@ -241,7 +248,7 @@ static void test_refusals(void **state) {
     mt_arena_release(fused, mark);
 }
 
-/* ---- the choice of an algorithm ----------------------------------------------------------------------------------------- */
+/* ---- the choice of an algorithm ---------------------------------------------------------------------------------- */
 
 /* Whatever is chosen, the bits are those of the heuristic's first choice. */
 static void test_measured_has_the_same_bits(void **state) {
@@ -288,7 +295,9 @@ static uint64_t product(mt_context *ctx, int64_t m, int zeros) {
     return hash;
 }
 
-static int same_call(mte::GemmCall a, mte::GemmCall b) { return a.id == b.id && a.splits == b.splits && a.tile == b.tile; }
+static int same_call(mte::GemmCall a, mte::GemmCall b) {
+    return a.id == b.id && a.splits == b.splits && a.tile == b.tile;
+}
 
 /* The twin of the heuristic's first choice is faster, what rounds differently is faster still: the twin is taken. */
 static void test_the_fastest_of_those_that_round_alike(void **state) {
@@ -398,7 +407,8 @@ static void test_epilogues_measured(void **state) {
         mt_dtype type = how & 2 ? MT_BF16 : MT_F32;
         size_t on_cpu = mt_arena_mark(cpu);
         tensors want = tensors_of(cpu, type, type, s), t = tensors_of(ctx, type, type, s);
-        mt_tensor h = noise(cpu, type, s.tokens, s.in, 0, 11, 2.0f), on_gpu = noise(ctx, type, s.tokens, s.in, 0, 11, 2.0f);
+        mt_tensor h = noise(cpu, type, s.tokens, s.in, 0, 11, 2.0f),
+                  on_gpu = noise(ctx, type, s.tokens, s.in, 0, 11, 2.0f);
         plain_is_slow = how & 1;
         mte::gemm_time(by_epilogue);
         operators(cpu, want, MT_GELU_TANH, 1, h);
@@ -467,8 +477,9 @@ static size_t scratch_of(mt_context *ctx, int op) {
     if (op == 0) OK(ctx, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, 1.0f, c));
     if (op == 1) OK(ctx, mt_bias_backward(ctx, c, row));
     if (op == 2) OK(ctx, mt_sum(ctx, c, mt_tensor_cols(row, 0, 1)));
-    if (op == 3) OK(ctx, mt_norm_backward(ctx, MT_LAYER_NORM, mt_tensor_cols(a, 0, 23), mt_tensor_cols(row, 0, 23), stats, a,
-                                          mt_none(), mt_tensor_cols(c, 0, 23), mt_tensor_cols(row, 0, 23), mt_none()));
+    if (op == 3)
+        OK(ctx, mt_norm_backward(ctx, MT_LAYER_NORM, mt_tensor_cols(a, 0, 23), mt_tensor_cols(row, 0, 23), stats, a,
+                                 mt_none(), mt_tensor_cols(c, 0, 23), mt_tensor_cols(row, 0, 23), mt_none()));
     if (op == 4) { /* on tensor cores */
         b = mt_tensor_make(stats.data, MT_F32, 1, 40);
         OK(ctx, mt_attention_backward(ctx, &shape, mt_tensor_rows(qkv, 0, 40), mt_tensor_cols(heads, 0, 64), b,
@@ -497,7 +508,7 @@ static void test_planned_scratch(void **state) {
     mt_context_destroy(meta);
 }
 
-/* ---- more products than plans are kept ---------------------------------------------------------------------------------- */
+/* ---- more products than plans are kept --------------------------------------------------------------------------- */
 
 #define PRODUCTS 600 /* of which 512 plans are kept */
 
@@ -511,7 +522,8 @@ static uint64_t small_product(mt_context *ctx, int64_t m) {
     return hash;
 }
 
-/* What was not used for longest is forgotten and, made again, has the same bits. What is used again and again is kept. */
+/* What was not used for longest is forgotten and, made again, has the same bits. What is used again and again is kept.
+ */
 static void test_more_products_than_plans(void **state) {
     static uint64_t hash[PRODUCTS + 1];
     mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);

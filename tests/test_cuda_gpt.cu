@@ -1,8 +1,8 @@
-/* test_cuda_gpt.cu - a GPT trained on 1, 2, 4 and 8 GPUs, or ranks that share one, gives the CPU's losses, gradients and
-   weights, in f32, bf16 and f16; in invariant mode all of them give the same bits.
+/* test_cuda_gpt.cu - a GPT trained on 1, 2, 4 and 8 GPUs, or ranks that share one, gives the CPU's losses, gradients
+   and weights, in f32, bf16 and f16; in invariant mode all of them give the same bits.
 
    On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt    (and -DMT_USE_NCCL -lnccl)
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                                 */
+   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -78,7 +78,8 @@ static void test_training_as_on_the_cpu(void **state) {
 /* Products with epilogues give the same model; on a CPU, where operators run one after the other, the same bits. */
 static void test_epilogues(void **state) {
     static gpt_result on_cpu, on_gpu, apart;
-    static const int ways[][2] = {{MT_EPILOGUE_FUSED, 0}, {MT_EPILOGUE_MEASURED, 1}, {MT_EPILOGUE_FUSED, 2}}; /* of splits */
+    static const int ways[][2] = {
+        {MT_EPILOGUE_FUSED, 0}, {MT_EPILOGUE_MEASURED, 1}, {MT_EPILOGUE_FUSED, 2}}; /* of splits */
     (void)state;
     for (int i = 0; i < 3; i++) {
         gpt_run r = run_of(MT_DEVICE_CPU, MT_F32, 0, 0, 0);
@@ -97,11 +98,11 @@ static void test_epilogues(void **state) {
     }
 }
 
-/* bf16 and f16 with loss scaling: both backends round the same numbers, but not from quite the same floats: sums of up to 64
-   products in another order differ by about 2^-22. The middle between two neighbours, which are 2 u apart, lies between the
-   two floats in 2^-22 / 2 u of all cases; then the results are neighbours. NCCL rounds the sum over n ranks n - 1 times, where
-   ours is rounded once: n more roundings in each of ten sums, two for each layer and one for the embedding or the head,
-   forward and back. */
+/* bf16 and f16 with loss scaling: both backends round the same numbers, but not from quite the same floats: sums of up
+   to 64 products in another order differ by about 2^-22. The middle between two neighbours, which are 2 u apart, lies
+   between the two floats in 2^-22 / 2 u of all cases; then the results are neighbours. NCCL rounds the sum over n ranks
+   n - 1 times, where ours is rounded once: n more roundings in each of ten sums, two for each layer and one for the
+   embedding or the head, forward and back. */
 static double backend_error(const gpt_run *r) {
     double u = gpt_roundoff(r->dtype), gap = 2 * u, error = sqrt(GPT_ROUNDINGS * ldexp(1, -22) / gap) * gap;
 #if defined(MT_USE_NCCL)
@@ -144,8 +145,9 @@ static void test_attention_on_tensor_cores(void **state) {
     }
 }
 
-/* Tokens in chunks, communication beside products or not: the same bits, and what the CPU makes of the same chunks. Over NCCL
-   the two streams really run side by side; ranks that are threads on one GPU wait for each other on the host. */
+/* Tokens in chunks, communication beside products or not: the same bits, and what the CPU makes of the same chunks.
+   Over NCCL the two streams really run side by side; ranks that are threads on one GPU wait for each other on the host.
+ */
 static void test_overlap(void **state) {
     static gpt_result on_cpu, beside, apart;
     static const int ways[] = {1, 2, 4, 5}; /* of splits */
@@ -162,7 +164,8 @@ static void test_overlap(void **state) {
         for (int off = 1; off <= MT_OVERLAP_ALL; off += 3) {
             r.no_overlap = off;
             gpt_execute(r, &apart);
-            if (memcmp(&beside, &apart, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits with no_overlap %d", gpt_name(&r), off);
+            if (memcmp(&beside, &apart, GPT_SAME_BYTES) != 0)
+                fail_msg("%s: other bits with no_overlap %d", gpt_name(&r), off);
         }
         if (i > 1) continue;
         r.dtype = MT_BF16;
@@ -173,8 +176,8 @@ static void test_overlap(void **state) {
     }
 }
 
-/* Gradients in buckets, summed beside the backward or not, the optimizer sharded or not: the same bits as without on one GPU,
-   and beside or not over NCCL, too; what the CPU makes of it; and what was planned. */
+/* Gradients in buckets, summed beside the backward or not, the optimizer sharded or not: the same bits as without on
+   one GPU, and beside or not over NCCL, too; what the CPU makes of it; and what was planned. */
 static void test_data_parallel(void **state) {
     static gpt_result on_cpu, plain, beside, apart;
     static const int ways[][2] = {{4, MT_F32}, {5, MT_BF16}}; /* of splits, types */
@@ -214,8 +217,8 @@ static void invariant(mt_dtype dtype, int llama) {
     }
 }
 
-/* Two stages, and 2 x 2 x 2 ranks, with both schedules and recomputation: as on the CPU, in the arena that was planned; in
-   invariant mode the bits of one rank. */
+/* Two stages, and 2 x 2 x 2 ranks, with both schedules and recomputation: as on the CPU, in the arena that was planned;
+   in invariant mode the bits of one rank. */
 static void test_pipeline(void **state) {
     static gpt_result on_cpu, on_gpu, one;
     (void)state;

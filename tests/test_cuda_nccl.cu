@@ -2,7 +2,8 @@
    registration.
 
    On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
-   Without:       tests/engine/ runs the same file on a CPU, see there; what a stand-in has to cause is tested only there.  */
+   Without:       tests/engine/ runs the same file on a CPU, see there; what a stand-in has to cause is tested only
+                  there.  */
 
 #define MEGATRON_IMPLEMENTATION
 #define MT_USE_NCCL
@@ -37,7 +38,8 @@ typedef enum way {
     FROM_CALLER, /* an ncclComm_t of the program's own */
     WAYS
 } way;
-static const char *const way_names[] = {"on the CPU", "mt_comm_create_for", "from an id", "from the caller's communicator"};
+static const char *const way_names[] = {"on the CPU", "mt_comm_create_for", "from an id",
+                                        "from the caller's communicator"};
 
 typedef struct job job;
 struct job {
@@ -151,11 +153,30 @@ static mt_status get(mt_context *ctx, const void *device, void *host, size_t byt
 #define BYTES (RANKS_MAX * COUNT * 4)
 
 typedef enum what {
-    REDUCE_SUM, REDUCE_MAX, SCATTER_SUM, SCATTER_MAX, SCATTER_ROWS, GATHER, GATHER_ROWS, BROADCAST, RING, CHAIN, SELF, WHATS
+    REDUCE_SUM,
+    REDUCE_MAX,
+    SCATTER_SUM,
+    SCATTER_MAX,
+    SCATTER_ROWS,
+    GATHER,
+    GATHER_ROWS,
+    BROADCAST,
+    RING,
+    CHAIN,
+    SELF,
+    WHATS
 } what;
-static const char *const what_names[] = {"all_reduce, sum", "all_reduce, max", "reduce_scatter, sum", "reduce_scatter, max",
-                                         "reduce_scatter in chunks", "all_gather", "all_gather in chunks", "broadcast",
-                                         "send_recv", "send and recv", "send_recv to oneself"};
+static const char *const what_names[] = {"all_reduce, sum",
+                                         "all_reduce, max",
+                                         "reduce_scatter, sum",
+                                         "reduce_scatter, max",
+                                         "reduce_scatter in chunks",
+                                         "all_gather",
+                                         "all_gather in chunks",
+                                         "broadcast",
+                                         "send_recv",
+                                         "send and recv",
+                                         "send_recv to oneself"};
 #define TYPES 5 /* MT_F32 to MT_U8 */
 
 typedef struct results {
@@ -178,7 +199,9 @@ static void fill(mt_dtype dtype, int rank, int what_, unsigned char *bytes, size
         h = dtype == MT_BF16 ? mti_f32_to_bf16(x) : mti_f32_to_f16(x);
         if (dtype == MT_F32) memcpy(bytes + 4 * i, &x, 4);
         else if (mt_dtype_size(dtype) == 2) memcpy(bytes + 2 * i, &h, 2);
-        else for (size_t b = 0, m = mt_dtype_size(dtype); b < m; b++) bytes[i * m + b] = (unsigned char)test_random(&seed);
+        else
+            for (size_t b = 0, m = mt_dtype_size(dtype); b < m; b++)
+                bytes[i * m + b] = (unsigned char)test_random(&seed);
     }
 }
 
@@ -204,7 +227,8 @@ static mt_status rows_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype
 }
 
 static mt_status one_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, const void *send, void *recv) {
-    int rank = mt_comm_rank(comm), ranks = mt_comm_size(comm), next = (rank + 1) % ranks, before = (rank + ranks - 1) % ranks;
+    int rank = mt_comm_rank(comm), ranks = mt_comm_size(comm), next = (rank + 1) % ranks,
+        before = (rank + ranks - 1) % ranks;
     mt_op op = w == REDUCE_MAX || w == SCATTER_MAX ? MT_MAX : MT_SUM;
     switch (w) {
     case REDUCE_SUM:
@@ -280,7 +304,8 @@ static double value(mt_dtype dtype, const unsigned char *bytes, size_t i) {
 }
 
 /* NCCL's sums: each of the others' hops rounds a partial sum of at most 4 a rank. */
-static void near(const char *name, mt_dtype dtype, int ranks, const unsigned char *a, const unsigned char *b, size_t n) {
+static void near(const char *name, mt_dtype dtype, int ranks, const unsigned char *a, const unsigned char *b,
+                 size_t n) {
     double last = dtype == MT_F32 ? ldexp(1, -24) : dtype == MT_BF16 ? ldexp(1, -9) : ldexp(1, -12);
     double allowed = 2 * 4.0 * ranks * ranks * last;
     for (size_t i = 0; i < n; i++)
@@ -310,9 +335,11 @@ static void compare(const results *cpu, const results *gpu, const job *j) {
                         near(what_names[w], (mt_dtype)t, j->ranks, a + at, b + at, in_chunks(w) ? ROWS * COLS : COUNT);
                     else if (!same_bits((mt_dtype)t, a, b))
                         fail_msg("%s of %s%s, %d ranks, %s: rank %d has other bits than on the CPU", what_names[w],
-                                 mt_dtype_name((mt_dtype)t), in_place ? ", in place" : "", j->ranks, way_names[j->how], rank);
+                                 mt_dtype_name((mt_dtype)t), in_place ? ", in place" : "", j->ranks, way_names[j->how],
+                                 rank);
                 }
-        if (memcmp(&cpu->ledger[rank], &gpu->ledger[rank], sizeof(mt_ledger)) != 0) fail_msg("rank %d: another ledger", rank);
+        if (memcmp(&cpu->ledger[rank], &gpu->ledger[rank], sizeof(mt_ledger)) != 0)
+            fail_msg("rank %d: another ledger", rank);
     }
 }
 
@@ -465,7 +492,8 @@ static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
 
 /* World, tensor, data and model; none for groups of one. */
 static void test_no_communicator_for_one(void **state) {
-    static const int cases[][3] = {{1, 1, 0}, {4, 1, 2}, {4, 2, 4}, {4, 4, 3}}; /* ranks, tensor, communicators of a rank */
+    static const int cases[][3] = {
+        {1, 1, 0}, {4, 1, 2}, {4, 2, 4}, {4, 4, 3}}; /* ranks, tensor, communicators of a rank */
     (void)state;
     for (int i = 0; i < 4; i++) {
         job j = job_make(FOR_DEVICE, cases[i][0], make_grid);
@@ -527,7 +555,8 @@ static mt_status outlive(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_context_create(NULL, &where, &brief));
     MT_TRY(mt_comm_create_for(brief, j->threads[mt_comm_rank(comm)], &mine));
     mt_context_destroy(brief); /* in the wrong order: the communicator can still be destroyed */
-    CHECK(mt_comm_split(mine, 0, 0, &part) == MT_ERR_ARGUMENT && strstr(mt_comm_last_error(mine), "has been destroyed"));
+    CHECK(mt_comm_split(mine, 0, 0, &part) == MT_ERR_ARGUMENT &&
+          strstr(mt_comm_last_error(mine), "has been destroyed"));
     CHECK(mt_barrier(ctx, mine) == MT_ERR_ARGUMENT);
     mt_comm_destroy(mine);
     return MT_SUCCESS;
@@ -547,7 +576,7 @@ static void test_context_destroyed_first(void **state) {
 typedef struct fault {
     mt_status status[RANKS_MAX];
     double seconds[RANKS_MAX];
-    char text[RANKS_MAX][MTI_ERROR_BYTES];
+    char text[RANKS_MAX][MT_ERROR_BYTES];
     int in_group;  /* 1: of two, split off, instead of everybody; 2: in that, then everybody */
     int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: nobody waits */
     int absent;    /* this rank does not even call; -1: nobody */
@@ -590,7 +619,7 @@ static mt_status suffer(job *j, mt_context *ctx, mt_comm *comm) {
     void *x;
     mt_status status;
     MT_TRY(mt_arena_alloc(ctx, 64, &x));
-    MT_TRY(mti_cuda_zero(ctx, x, 64));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
     if (f->in_group) MT_TRY(mt_comm_split(comm, rank / 2, rank, &pair));
     if (pair) mt_comm_set_name(pair, "pair");
     MT_TRY(mt_barrier(ctx, comm));
@@ -605,7 +634,8 @@ static void expect(const job *j, const fault *f, unsigned ranks, const char *cal
     for (int r = 0; r < j->ranks; r++) {
         mt_status wanted = ranks >> r & 1 ? MT_ERR_TIMEOUT : MT_SUCCESS;
         if (f->status[r] != wanted)
-            fail_msg("rank %d: %s, expected %s; %s", r, mt_status_name(f->status[r]), mt_status_name(wanted), f->text[r]);
+            fail_msg("rank %d: %s, expected %s; %s", r, mt_status_name(f->status[r]), mt_status_name(wanted),
+                     f->text[r]);
         if (wanted == MT_SUCCESS) continue;
         assert_true(f->seconds[r] < PATIENCE + 2);
         if (!strstr(f->text[r], call) || !strstr(f->text[r], name))
@@ -622,7 +652,8 @@ static job fault_job(way how, int ranks, fault *f) {
     return j;
 }
 
-/* A rank whose call never arrives, whoever waits in whatever way. The calls before: a barrier, and of a split one gather. */
+/* A rank whose call never arrives, whoever waits in whatever way. The calls before: a barrier, and of a split one
+ * gather. */
 static void test_silent_rank(void **state) {
     (void)state;
     for (int how = FOR_DEVICE; how < WAYS; how++)
@@ -762,7 +793,7 @@ typedef struct failure {
     int after, what;
     const char *name; /* in the sentence of the others */
     mt_status status[RANKS_MAX];
-    char text[RANKS_MAX][MTI_ERROR_BYTES];
+    char text[RANKS_MAX][MT_ERROR_BYTES];
 } failure;
 
 static mt_status fail_alone(job *j, mt_context *ctx, mt_comm *comm) {
@@ -771,7 +802,7 @@ static mt_status fail_alone(job *j, mt_context *ctx, mt_comm *comm) {
     void *x, *y;
     MT_TRY(mt_arena_alloc(ctx, BYTES, &x));
     MT_TRY(mt_arena_alloc(ctx, BYTES, &y));
-    MT_TRY(mti_cuda_zero(ctx, x, BYTES));
+    MT_TRY(mt_cuda_zero(ctx, x, BYTES));
     MT_TRY(mt_barrier(ctx, comm));
     if (rank == 1) mte::cuda_fail_after(f->call, f->after, cudaErrorLaunchFailure);
     f->status[rank] = one_call(ctx, comm, f->what, MT_F32, x, y);
@@ -802,9 +833,11 @@ static void test_failure_of_one_rank_is_told(void **state) {
         assert_int_equal(job_launch(&j, 1), MT_SUCCESS);
         for (int r = 0; r < 3; r++) {
             mt_status wanted = r == 1 ? MT_ERR_SYSTEM : MT_ERR_PEER;
-            if (f.what == RING && r == 2 && f.status[r] == MT_SUCCESS) continue; /* its messages have come and gone before */
-            if (f.status[r] != wanted || (r != 1 && (!strstr(f.text[r], f.name) || !strstr(f.text[r], "rank 1 failed") ||
-                                                     !strstr(f.text[r], "unspecified launch failure"))))
+            if (f.what == RING && r == 2 && f.status[r] == MT_SUCCESS)
+                continue; /* its messages have come and gone before */
+            if (f.status[r] != wanted ||
+                (r != 1 && (!strstr(f.text[r], f.name) || !strstr(f.text[r], "rank 1 failed") ||
+                            !strstr(f.text[r], "unspecified launch failure"))))
                 fail_msg("case %zu, rank %d: %s: %s", i, r, mt_status_name(f.status[r]), f.text[r]);
         }
     }
@@ -893,7 +926,7 @@ static void test_registration(void **state) {
 }
 #endif
 
-/* ---- what ranks were told, whose words travel in memory of the GPU ------------------------------------------------ */
+/* ---- what ranks were told, whose words travel in memory of the GPU ----------------------------------------------- */
 
 static mt_status told(job *j, mt_context *ctx, mt_comm *comm) {
     int rank = mt_comm_rank(comm), odd = rank + 1 == j->ranks;

@@ -1,8 +1,8 @@
-/* test_cuda_nvtx.cu - the ranges that MT_USE_NVTX puts into a profile: each block and each collective has one, they nest, and
-   they are closed when a call fails. NVTX itself is real; this program is the tool that it reports to.
+/* test_cuda_nvtx.cu - the ranges that MT_USE_NVTX puts into a profile: each block and each collective has one, they
+   nest, and they are closed when a call fails. NVTX itself is real; this program is the tool that it reports to.
 
    On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_nvtx.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there.                                                 */
+   Without one:   tests/engine/ runs the same file on a CPU, see there.                                               */
 
 #define MT_USE_NVTX
 #define MEGATRON_IMPLEMENTATION
@@ -129,12 +129,23 @@ static mt_status rank_main(mt_comm *world, void *user) {
 }
 
 static void test_ranges(void **state) {
-    static const char *const names[] = {
-        " > embedding forward", "embedding forward > all_reduce", " > layer forward",     "layer forward > attention forward",
-        "layer forward > mlp forward", "mlp forward > all_reduce", " > head forward",      " > loss forward",
-        "loss forward > all_gather", " > loss backward", " > head backward",               " > layer backward",
-        "layer backward > mlp backward", "layer backward > attention backward",            "mlp backward > all_reduce",
-        " > embedding backward",    " > optimizer step"};
+    static const char *const names[] = {" > embedding forward",
+                                        "embedding forward > all_reduce",
+                                        " > layer forward",
+                                        "layer forward > attention forward",
+                                        "layer forward > mlp forward",
+                                        "mlp forward > all_reduce",
+                                        " > head forward",
+                                        " > loss forward",
+                                        "loss forward > all_gather",
+                                        " > loss backward",
+                                        " > head backward",
+                                        " > layer backward",
+                                        "layer backward > mlp backward",
+                                        "layer backward > attention backward",
+                                        "mlp backward > all_reduce",
+                                        " > embedding backward",
+                                        " > optimizer step"};
     static job j;
     (void)state;
     for (int device = 0; device < 2; device++) {

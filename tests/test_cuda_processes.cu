@@ -1,10 +1,11 @@
-/* test_cuda_processes.cu - ranks that are processes with a GPU each, started as torchrun or srun would, over NCCL: where they
-   meet, what they compute, and what the others are told when one of them is killed, stopped, stuck, fails or never comes.
+/* test_cuda_processes.cu - ranks that are processes with a GPU each, started as torchrun or srun would, over NCCL:
+   where they meet, what they compute, and what the others are told when one of them is killed, stopped, stuck, fails
+   or never comes.
 
    On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl    (4 of them)
    Without:       tests/engine/ runs the same file on a CPU, see there.
 
-   The test itself never touches a GPU: CUDA does not survive a fork.                                                  */
+   The test itself never touches a GPU: CUDA does not survive a fork. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -17,10 +18,11 @@
 #include <sys/wait.h>
 
 #define MAX_RANKS 4
-#define TIMEOUT 2.5 /* seconds, of every communicator of a job that loses a rank; others have all the time of a slow machine */
+#define TIMEOUT                                                                                                        \
+    2.5 /* seconds, of every communicator of a job that loses a rank; others have all the time of a slow machine */
 #define SLACK 15.0
 
-/* ---- a job of processes -------------------------------------------------------------------------------------------- */
+/* ---- a job of processes ------------------------------------------------------------------------------------------ */
 
 typedef struct job {
     int ranks;
@@ -60,8 +62,8 @@ static void set_environment(const char *text) {
 
 /* What torchrun says to a rank; its own port is the one before that of NCCL. */
 static void say_torchrun(char *text, size_t bytes, int rank, int ranks, int local_rank, int port, const char *more) {
-    snprintf(text, bytes, "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d%s", rank, ranks, local_rank,
-             port - 1, more);
+    snprintf(text, bytes, "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d%s", rank, ranks,
+             local_rank, port - 1, more);
 }
 
 static void run_child(job *j, int rank, FILE *errors) {
@@ -125,7 +127,8 @@ static job new_job(int ranks, mt_rank_function function) {
 
 static void assert_all_succeed(job *j) {
     for (int r = 0; r < j->ranks; r++)
-        if (j->code[r] != 0 || j->said[r][0]) fail_msg("rank %d of %d: code %d: %s", r, j->ranks, j->code[r], j->said[r]);
+        if (j->code[r] != 0 || j->said[r][0])
+            fail_msg("rank %d of %d: code %d: %s", r, j->ranks, j->code[r], j->said[r]);
 }
 
 #define WANT_GPUS(n)                                                                                                   \
@@ -142,7 +145,7 @@ static int gpus(void) {
     return WIFEXITED(state) ? WEXITSTATUS(state) : 0;
 }
 
-/* ---- a rank -------------------------------------------------------------------------------------------------------- */
+/* ---- a rank ------------------------------------------------------------------------------------------------------ */
 
 typedef struct rank_state {
     mt_context *ctx;
@@ -243,7 +246,7 @@ static mt_status compute(mt_comm *world, void *user) {
     return status;
 }
 
-/* ---- where they meet ----------------------------------------------------------------------------------------------- */
+/* ---- where they meet --------------------------------------------------------------------------------------------- */
 
 static void test_torchrun(void **state) {
     (void)state;
@@ -278,8 +281,10 @@ static void test_srun(void **state) {
     (void)state;
     WANT_GPUS(2);
     for (int r = 0; r < 2; r++) {
-        snprintf(text[r], sizeof text[r], "SLURM_JOB_ID=%d SLURM_STEP_ID=0 SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_LOCALID=%d "
-                 "SLURM_JOB_NODELIST=127.0.0.[1-2]", id, r, r);
+        snprintf(text[r], sizeof text[r],
+                 "SLURM_JOB_ID=%d SLURM_STEP_ID=0 SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_LOCALID=%d "
+                 "SLURM_JOB_NODELIST=127.0.0.[1-2]",
+                 id, r, r);
         j.environment[r] = text[r];
     }
     run_job(&j);
@@ -297,8 +302,10 @@ static void test_nccl_comm_id(void **state) {
         for (int r = 0; r < 2; r++) {
             char id[100] = "";
             if (with_id) snprintf(id, sizeof id, " NCCL_COMM_ID=127.0.0.1:%d MASTER_ADDR=nowhere MASTER_PORT=1", port);
-            snprintf(text[r], sizeof text[r], "OMPI_COMM_WORLD_RANK=%d OMPI_COMM_WORLD_SIZE=2 "
-                     "OMPI_COMM_WORLD_LOCAL_RANK=%d%s", r, r, id);
+            snprintf(text[r], sizeof text[r],
+                     "OMPI_COMM_WORLD_RANK=%d OMPI_COMM_WORLD_SIZE=2 "
+                     "OMPI_COMM_WORLD_LOCAL_RANK=%d%s",
+                     r, r, id);
             j.environment[r] = text[r];
         }
         run_job(&j);
@@ -306,11 +313,12 @@ static void test_nccl_comm_id(void **state) {
     }
     for (int r = 0; r < 2; r++) {
         assert_int_equal(j.code[r], 1);
-        assert_non_null(strstr(j.said[r], "MT_ERR_ARGUMENT: mt_comm_create_for: the 2 ranks of \"world\" do not know where"));
+        assert_non_null(
+            strstr(j.said[r], "MT_ERR_ARGUMENT: mt_comm_create_for: the 2 ranks of \"world\" do not know where"));
     }
 }
 
-/* ---- faults -------------------------------------------------------------------------------------------------------- */
+/* ---- faults ------------------------------------------------------------------------------------------------------ */
 
 enum { KILLED, STOPPED, STUCK, RETURNS, FAILS, FAULTS };
 static const char *const fault_names[] = {"killed", "stopped", "stuck", "returns", "fails"};
@@ -333,7 +341,8 @@ static mt_status one_collective(rank_state *s, int kind) {
     case REDUCE_SCATTER: return mt_reduce_scatter(s->ctx, s->all, s->a, s->b, COUNT, MT_F32, MT_SUM);
     case BROADCAST: return mt_broadcast(s->ctx, s->all, s->a, s->b, COUNT, MT_F32, 2);
     case BARRIER: return mt_barrier(s->ctx, s->all);
-    case SEND_RECV: return mt_send_recv(s->ctx, s->all, s->a, COUNT, (rank + 1) % 4, s->b, COUNT, (rank + 3) % 4, MT_F32);
+    case SEND_RECV:
+        return mt_send_recv(s->ctx, s->all, s->a, COUNT, (rank + 1) % 4, s->b, COUNT, (rank + 3) % 4, MT_F32);
     default:
         MT_TRY(mt_all_reduce(s->ctx, s->tensor, s->a, s->b, COUNT, MT_F32, MT_SUM));
         return mt_all_reduce(s->ctx, s->data, s->a, s->b, COUNT, MT_F32, MT_SUM);
@@ -374,21 +383,26 @@ static mt_status survive(mt_comm *world, void *user) {
 /* Of a rank that needed the victim: it ends by itself, in time, with one sentence that names itself and the call. */
 static void assert_told(const job *j, int rank) {
     const char *name = collective_names[j->collective], *said = j->said[rank], *line = strchr(said, '\n');
-    int named = strstr(said, name) != NULL || (j->fault == KILLED && strstr(said, "barrier on \"world\"")); /* the one before */
+    int named =
+        strstr(said, name) != NULL || (j->fault == KILLED && strstr(said, "barrier on \"world\"")); /* the one before */
     char who[32];
-    if (j->collective == SEND_RECV && rank == (j->victim + 2) % 4 && j->code[rank] == 0 && !said[0]) return; /* no neighbour */
+    if (j->collective == SEND_RECV && rank == (j->victim + 2) % 4 && j->code[rank] == 0 && !said[0])
+        return; /* no neighbour */
     snprintf(who, sizeof who, "rank %d of 4: MT_ERR_", rank);
     if (j->code[rank] != 1 || strncmp(said, who, strlen(who)) != 0 || !line || line[1] || !named ||
-        (!strstr(said, "MT_ERR_PEER") && (!strstr(said, "MT_ERR_TIMEOUT") || j->fault == KILLED))) /* that is seen at once */
-        fail_msg("rank %d is %s in %s; rank %d: code %d, \"%s\"", j->victim, fault_names[j->fault], name, rank, j->code[rank],
-                 said);
+        (!strstr(said, "MT_ERR_PEER") &&
+         (!strstr(said, "MT_ERR_TIMEOUT") || j->fault == KILLED))) /* that is seen at once */
+        fail_msg("rank %d is %s in %s; rank %d: code %d, \"%s\"", j->victim, fault_names[j->fault], name, rank,
+                 j->code[rank], said);
     if (j->seconds[rank] > 2 * j->timeout + SLACK) fail_msg("rank %d took %.1f s", rank, j->seconds[rank]);
 }
 
 static void assert_victim(const job *j) {
     static const int codes[] = {128 + SIGKILL, 128 + SIGKILL, 128 + SIGKILL, 0, 1};
-    int codes_match = j->code[j->victim] == codes[j->fault] || (j->fault >= RETURNS && j->code[j->victim] == 128 + SIGKILL);
-    if (!codes_match) fail_msg("the rank that %s: code %d: %s", fault_names[j->fault], j->code[j->victim], j->said[j->victim]);
+    int codes_match =
+        j->code[j->victim] == codes[j->fault] || (j->fault >= RETURNS && j->code[j->victim] == 128 + SIGKILL);
+    if (!codes_match)
+        fail_msg("the rank that %s: code %d: %s", fault_names[j->fault], j->code[j->victim], j->said[j->victim]);
 }
 
 static void run_fault(int fault, int collective, int victim) {
@@ -431,7 +445,7 @@ static void test_returns_or_fails(void **state) {
     run_fault(FAILS, ALL_REDUCE, 0);
 }
 
-/* ---- ranks that do not get as far as a collective --------------------------------------------------------------------- */
+/* ---- ranks that do not get as far as a collective ---------------------------------------------------------------- */
 
 static mt_status connect_only(mt_comm *world, void *user) {
     const job *j = (const job *)user;
@@ -484,10 +498,10 @@ static void test_one_gpu_for_two(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_torchrun), cmocka_unit_test(test_two_machines),
-        cmocka_unit_test(test_srun),     cmocka_unit_test(test_nccl_comm_id),
-        cmocka_unit_test(test_killed),   cmocka_unit_test(test_stopped),
-        cmocka_unit_test(test_stuck),    cmocka_unit_test(test_returns_or_fails),
+        cmocka_unit_test(test_torchrun),    cmocka_unit_test(test_two_machines),
+        cmocka_unit_test(test_srun),        cmocka_unit_test(test_nccl_comm_id),
+        cmocka_unit_test(test_killed),      cmocka_unit_test(test_stopped),
+        cmocka_unit_test(test_stuck),       cmocka_unit_test(test_returns_or_fails),
         cmocka_unit_test(test_never_comes), cmocka_unit_test(test_one_gpu_for_two),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

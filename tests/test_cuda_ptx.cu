@@ -1,7 +1,7 @@
 /* test_cuda_ptx.cu - the wrappers of PTX instructions, against the layouts that the PTX manual (9.7) documents.
 
    The first thing to run on a new GPU (sm_80 or later):  nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU; there it tests the engine's models of them.                */
+   Without one:   tests/engine/ runs the same file on a CPU; there it tests the engine's models of them.              */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -31,13 +31,13 @@ static void from_gpu(void *host, void *p, size_t bytes) {
     CUDA_OK(cudaFree(p));
 }
 
-/* ---- cp.async -------------------------------------------------------------------------------------------------------- */
+/* ---- cp.async ---------------------------------------------------------------------------------------------------- */
 
 #define COPIES 17 /* of 0 to 16 bytes */
 
 /* Thread t copies t bytes, and zeros up to 16. */
 static __global__ void copy_kernel(const unsigned char *from, unsigned char *to) {
-    MTI_SHARED(mti_words, room, COPIES);
+    MT_SHARED(mti_words, room, COPIES);
     int t = (int)threadIdx.x;
     for (int i = 0; i < 4; i++) room[t].w[i] = 0xffffffffu;
     mti_cp_async16(&room[t], from + 16 * t, t);
@@ -51,7 +51,7 @@ static void test_cp_async(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof from; i++) from[i] = (unsigned char)(1 + i % 251);
     unsigned char *in = (unsigned char *)to_gpu(from, sizeof from), *out = (unsigned char *)to_gpu(from, sizeof from);
-    MTI_LAUNCH(copy_kernel, 1, COPIES, 0, 0, in, out);
+    MT_LAUNCH_KERNEL(copy_kernel, 1, COPIES, 0, 0, in, out);
     from_gpu(to, out, sizeof to);
     CUDA_OK(cudaFree(in));
     for (int i = 0; i < 16 * COPIES; i++) assert_int_equal(to[i], i % 16 < i / 16 ? from[i] : 0);
@@ -59,8 +59,8 @@ static void test_cp_async(void **state) {
 
 /* A wait for all but the last group has what the groups before copied, from other threads too after a barrier. */
 static __global__ void groups_kernel(const mti_words *from, mti_words *to) {
-    MTI_SHARED(mti_words, first, 32);
-    MTI_SHARED(mti_words, second, 32);
+    MT_SHARED(mti_words, first, 32);
+    MT_SHARED(mti_words, second, 32);
     int t = (int)threadIdx.x;
     mti_cp_async16(&first[t], from + t, 16);
     mti_cp_async_commit();
@@ -80,23 +80,24 @@ static void test_cp_async_groups(void **state) {
     for (uint32_t i = 0; i < 64; i++)
         for (uint32_t j = 0; j < 4; j++) from[i].w[j] = 4 * i + j;
     mti_words *in = (mti_words *)to_gpu(from, sizeof from), *out = (mti_words *)to_gpu(from, sizeof from);
-    MTI_LAUNCH(groups_kernel, 1, 32, 0, 0, in, out);
+    MT_LAUNCH_KERNEL(groups_kernel, 1, 32, 0, 0, in, out);
     from_gpu(to, out, sizeof to);
     CUDA_OK(cudaFree(in));
     for (int i = 0; i < 64; i++) assert_memory_equal(&to[i], &from[i / 32 * 32 + 31 - i % 32], sizeof to[i]);
 }
 
-/* ---- ldmatrix -------------------------------------------------------------------------------------------------------- */
+/* ---- ldmatrix ---------------------------------------------------------------------------------------------------- */
 
 #define PITCH 24 /* of a row, in elements: 48 bytes */
 
 /* Four matrices of 8 rows lie one below the other; lane l gives the address of row l. */
 static __global__ void ldmatrix_kernel(const uint16_t *from, uint32_t *to, int trans) {
-    MTI_SHARED(mti_words, room, 32 * PITCH / 8);
+    MT_SHARED(mti_words, room, 32 * PITCH / 8);
     uint16_t *tile = (uint16_t *)room;
     int lane = (int)threadIdx.x;
     uint32_t r[4];
-    for (int c = 0; c < PITCH / 8; c++) room[lane * (PITCH / 8) + c] = ((const mti_words *)from)[lane * (PITCH / 8) + c];
+    for (int c = 0; c < PITCH / 8; c++)
+        room[lane * (PITCH / 8) + c] = ((const mti_words *)from)[lane * (PITCH / 8) + c];
     __syncthreads();
     if (trans) mti_ldmatrix_x4_trans(r, tile + lane * PITCH + 8);
     else mti_ldmatrix_x4(r, tile + lane * PITCH + 8);
@@ -109,7 +110,7 @@ static void ldmatrix(int trans) {
     for (int i = 0; i < 32 * PITCH; i++) from[i] = (uint16_t)i;
     uint16_t *in = (uint16_t *)to_gpu(from, sizeof from);
     uint32_t *out = (uint32_t *)to_gpu(from, sizeof to);
-    MTI_LAUNCH(ldmatrix_kernel, 1, 32, 0, 0, in, out, trans);
+    MT_LAUNCH_KERNEL(ldmatrix_kernel, 1, 32, 0, 0, in, out, trans);
     from_gpu(to, out, sizeof to);
     CUDA_OK(cudaFree(in));
     for (int i = 0; i < 256; i++) { /* half i % 2 of register i / 2 % 4 of lane i / 8 */
@@ -129,7 +130,7 @@ static void test_ldmatrix_trans(void **state) {
     ldmatrix(1);
 }
 
-/* ---- mma ------------------------------------------------------------------------------------------------------------- */
+/* ---- mma --------------------------------------------------------------------------------------------------------- */
 
 static __global__ void mma_kernel(const uint32_t *a, const uint32_t *b, float *d, int bf16) {
     int lane = (int)threadIdx.x;
@@ -163,12 +164,13 @@ static void mma(int bf16) {
     }
     uint32_t *on_a = (uint32_t *)to_gpu(a, sizeof a), *on_b = (uint32_t *)to_gpu(b, sizeof b);
     float *on_d = (float *)to_gpu(d, sizeof d);
-    MTI_LAUNCH(mma_kernel, 1, 32, 0, 0, on_a, on_b, on_d, bf16);
+    MT_LAUNCH_KERNEL(mma_kernel, 1, 32, 0, 0, on_a, on_b, on_d, bf16);
     from_gpu(d, on_d, sizeof d);
     CUDA_OK(cudaFree(on_a));
     CUDA_OK(cudaFree(on_b));
     for (int i = 0; i < 32 * 4; i++) {
-        int group = i / 4 / 4, thread = i / 4 % 4, e = i % 4, row = e < 2 ? group : group + 8, col = thread * 2 + (e & 1);
+        int group = i / 4 / 4, thread = i / 4 % 4, e = i % 4, row = e < 2 ? group : group + 8,
+            col = thread * 2 + (e & 1);
         int expected = c_of(row, col);
         for (int k = 0; k < 16; k++) expected += a_of(row, k) * b_of(k, col);
         assert_int_equal((int)d[i], expected);
@@ -185,7 +187,7 @@ static void test_mma_f16(void **state) {
     mma(0);
 }
 
-/* ---- ex2 ------------------------------------------------------------------------------------------------------------- */
+/* ---- ex2 --------------------------------------------------------------------------------------------------------- */
 
 static __global__ void ex2_kernel(const float *x, float *y, int n) {
     int i = (int)threadIdx.x;
@@ -198,7 +200,7 @@ static void test_ex2(void **state) {
     for (int i = 0; i < 512; i++) x[i] = -140.0f + (float)i * 0.53f;
     x[0] = -INFINITY, x[1] = INFINITY, x[2] = 0.0f, x[3] = -126.0f, x[4] = 10.0f;
     float *on_x = (float *)to_gpu(x, sizeof x), *on_y = (float *)to_gpu(x, sizeof y);
-    MTI_LAUNCH(ex2_kernel, 1, 512, 0, 0, on_x, on_y, 512);
+    MT_LAUNCH_KERNEL(ex2_kernel, 1, 512, 0, 0, on_x, on_y, 512);
     from_gpu(y, on_y, sizeof y);
     CUDA_OK(cudaFree(on_x));
     for (int i = 0; i < 512; i++) {
@@ -212,8 +214,9 @@ static void test_ex2(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_cp_async),       cmocka_unit_test(test_cp_async_groups), cmocka_unit_test(test_ldmatrix),
-        cmocka_unit_test(test_ldmatrix_trans), cmocka_unit_test(test_mma_bf16),        cmocka_unit_test(test_mma_f16),
+        cmocka_unit_test(test_cp_async), cmocka_unit_test(test_cp_async_groups),
+        cmocka_unit_test(test_ldmatrix), cmocka_unit_test(test_ldmatrix_trans),
+        cmocka_unit_test(test_mma_bf16), cmocka_unit_test(test_mma_f16),
         cmocka_unit_test(test_ex2),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,5 +1,6 @@
-/* test_data_parallel.c - gradients in buckets that go out while the backward still runs, the optimizer sharded over the data
-   group, and steps that are left out: the same bits as without, what is communicated and when, and memory by the formula.
+/* test_data_parallel.c - gradients in buckets that go out while the backward still runs, the optimizer sharded over
+   the data group, and steps that are left out: the same bits as without, what is communicated and when, and memory by
+   the formula.
 
    cc -O1 -g -I. -Itests tests/test_data_parallel.c -lm -lpthread                                              */
 
@@ -10,7 +11,7 @@
 #include "mt_test_gpt.h"
 #include "mt_test_ranks.h"
 
-/* ---- buckets, parameter by parameter ---------------------------------------------------------------------------------- */
+/* ---- buckets, parameter by parameter ----------------------------------------------------------------------------- */
 
 #define MOST_PARAMS 12
 #define CASES (test_all() ? 80 : 20)
@@ -36,7 +37,8 @@ static float share_of(int rank, int param, int64_t k, int micro) {
 
 static mt_status draw_model(test_rank *r, uint64_t *seed, drawn *d) {
     static const size_t sizes[] = {1, 64, 300, 1000, 4000, 0};
-    mt_data_parallel_desc share = {.bucket_bytes = sizes[test_below(seed, 6)], .sharded_optimizer = (int)test_below(seed, 2)};
+    mt_data_parallel_desc share = {.bucket_bytes = sizes[test_below(seed, 6)],
+                                   .sharded_optimizer = (int)test_below(seed, 2)};
     int shared = 0;
     MT_TRY(test_rank_renew(r));
     memset(d, 0, sizeof *d);
@@ -46,7 +48,8 @@ static mt_status draw_model(test_rank *r, uint64_t *seed, drawn *d) {
     MT_TRY(mt_params_set_data_parallel(r->ctx, r->params, &share));
     for (int i = 0; i < d->count; i++) {
         char name[16];
-        mt_param_desc p = {.name = name, .rows = 1 + (int64_t)test_below(seed, 9), .cols = 1 + (int64_t)test_below(seed, 40)};
+        mt_param_desc p = {
+            .name = name, .rows = 1 + (int64_t)test_below(seed, 9), .cols = 1 + (int64_t)test_below(seed, 40)};
         int kind = (int)test_below(seed, 6);
         snprintf(name, sizeof name, "p%d", i);
         p.placement = kind == 1 || kind == 5 ? MT_SPLIT_ROWS : kind == 2 ? MT_SPLIT_COLS : MT_REPLICATED;
@@ -78,7 +81,8 @@ static void add_gradient(const drawn *d, int i, int micro) {
         g[k] += share_of(mt_comm_rank(d->r->world), i, k, micro);
 }
 
-/* A step of three micro-batches, of which the last is communicated as it goes; some gradients are not said to be final. */
+/* A step of three micro-batches, of which the last is communicated as it goes; some gradients are not said to be final.
+ */
 static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     mt_context *ctx = d->r->ctx;
     int begins = test_below(seed, 4) != 0, skips = (int)test_below(seed, 3), i, first;
@@ -86,7 +90,8 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     mt_comm_ledger_reset(d->r->grid.data);
     for (int micro = 0; micro < 2; micro++)
         for (i = 0; i < d->count; i++) add_gradient(d, i, micro);
-    for (i = 0; i < d->count; i += 2) MT_TRY(mt_gradients_final(ctx, d->list[i], d->list[i])); /* not begun: nobody listens */
+    for (i = 0; i < d->count; i += 2)
+        MT_TRY(mt_gradients_final(ctx, d->list[i], d->list[i])); /* not begun: nobody listens */
     CHECK(mt_comm_ledger(d->r->grid.data).calls[kind] == 0);
     if (begins) MT_TRY(mt_sync_gradients_begin(ctx, d->r->params));
     for (i = d->count - 1; i >= 0; i = first - 1) { /* ranges of parameters, from the last to the first */
@@ -103,7 +108,8 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
 
 /* Every rank whose part belongs into the sum that rank `me` of the world is to have. */
 static int is_summed(const test_rank *r, const mt_param *p, int rank) {
-    int t = rank % r->grid.tensor_size, s = rank / r->grid.tensor_size / r->grid.data_size, stages = r->grid.pipeline_size;
+    int t = rank % r->grid.tensor_size, s = rank / r->grid.tensor_size / r->grid.data_size,
+        stages = r->grid.pipeline_size;
     int ends = (s == 0 || s == stages - 1) && (r->grid.pipeline_rank == 0 || r->grid.pipeline_rank == stages - 1);
     if (s != r->grid.pipeline_rank && !(p->desc.shared_embedding && ends)) return 0;
     return t == r->grid.tensor_rank || p->desc.sequence_partial;
@@ -133,7 +139,8 @@ static mt_status drawn_ledger(const drawn *d, mt_collective kind) {
     asked = test_ceil(asked < params->elements ? asked : params->elements, unit) * unit;
     CHECK(params->buckets.size == asked && params->elements % unit == 0);
     if (mt_comm_size(d->r->grid.data) == 1) return MT_SUCCESS;
-    CHECK(l.calls[kind] == (uint64_t)test_ceil(params->elements, asked) && l.bytes[kind] == (uint64_t)params->elements * 4);
+    CHECK(l.calls[kind] == (uint64_t)test_ceil(params->elements, asked) &&
+          l.bytes[kind] == (uint64_t)params->elements * 4);
     CHECK(l.calls[MT_ALL_REDUCE] + l.calls[MT_REDUCE_SCATTER] == l.calls[kind]);
     return MT_SUCCESS;
 }
@@ -165,13 +172,13 @@ static mt_status bucket_rank(mt_comm *world, void *user) {
 }
 
 static void test_buckets(void **state) {
-    static bucket_case cases[] = {{{1, 1, 1}, 1}, {{1, 2, 1}, 2}, {{1, 3, 1}, 3}, {{2, 2, 1}, 4}, {{1, 4, 1}, 4},
-                                  {{1, 2, 2}, 4}, {{2, 2, 2}, 8}};
+    static bucket_case cases[] = {{{1, 1, 1}, 1}, {{1, 2, 1}, 2}, {{1, 3, 1}, 3}, {{2, 2, 1}, 4},
+                                  {{1, 4, 1}, 4}, {{1, 2, 2}, 4}, {{2, 2, 2}, 8}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, bucket_rank, &cases[i]);
 }
 
-/* ---- a GPT: the same bits, whatever the buckets, and with the state of the optimizer sharded or not ---------------------- */
+/* ---- a GPT: the same bits, whatever the buckets, and with the state of the optimizer sharded or not -------------- */
 
 #define STATE_FLOATS (1 << 17) /* values, masters and moments of all parameters */
 #define MOST_RANKS 8
@@ -180,9 +187,9 @@ typedef struct found {
     float loss[GPT_STEPS], norm[GPT_STEPS];
     float state[STATE_FLOATS]; /* of rank 0, whole tensors: the same on every split in invariant mode */
     int64_t count;
-    uint64_t raw[MOST_RANKS];  /* a hash of what each rank holds itself */
+    uint64_t raw[MOST_RANKS]; /* a hash of what each rank holds itself */
     int64_t skipped[MOST_RANKS], steps[MOST_RANKS];
-    mt_ledger data;            /* of rank 0, of the last step */
+    mt_ledger data; /* of rank 0, of the last step */
 } found;
 
 /* What happens in one of the steps. */
@@ -222,7 +229,8 @@ static mt_status keep_raw(gpt_worker *w, found *out, int rank) {
     MT_TRY(mt_hash(w->ctx, values, 0, 0, values.cols, &out->raw[rank]));
     MT_TRY(mt_hash(w->ctx, mt_tensor_f32(o->m, 1, o->elements), 1, 0, values.cols, &out->raw[rank]));
     MT_TRY(mt_hash(w->ctx, mt_tensor_f32(o->v, 1, o->elements), 2, 0, values.cols, &out->raw[rank]));
-    if (o->master) MT_TRY(mt_hash(w->ctx, mt_tensor_f32(o->master, 1, o->elements), 3, 0, values.cols, &out->raw[rank]));
+    if (o->master)
+        MT_TRY(mt_hash(w->ctx, mt_tensor_f32(o->master, 1, o->elements), 3, 0, values.cols, &out->raw[rank]));
     out->skipped[rank] = w->scaler.skipped;
     out->steps[rank] = o->step;
     return keep_state(w, out, rank);
@@ -278,11 +286,18 @@ static void train(training t, found *out) {
 static const int splits[SPLITS][3] = {{1, 2, 0}, {1, 4, 0}, {2, 2, 1}, {2, 2, 0}, {4, 2, 0}, {2, 4, 1}};
 static const size_t bucket_sizes[] = {0, 4, 4096, 20000};
 
-/* clip: a norm that is far from every gradient's, so that no coefficient depends on how the norm was added up. ffn: 4 ranks do
-   not divide it, so that there is padding between the rows of a matrix. */
+/* clip: a norm that is far from every gradient's, so that no coefficient depends on how the norm was added up. ffn: 4
+   ranks do not divide it, so that there is padding between the rows of a matrix. */
 static gpt_run run_of(int split, mt_dtype dtype, int llama) {
-    gpt_run r = {.tensor = splits[split][0], .data = splits[split][1], .sequence_parallel = splits[split][2], .dtype = dtype,
-                 .llama = llama, .clip = 1e9f, .ffn = 45, .weight_decay = 0.1f, .loss_scale = dtype == MT_F16 ? 1024.0f : 1.0f};
+    gpt_run r = {.tensor = splits[split][0],
+                 .data = splits[split][1],
+                 .sequence_parallel = splits[split][2],
+                 .dtype = dtype,
+                 .llama = llama,
+                 .clip = 1e9f,
+                 .ffn = 45,
+                 .weight_decay = 0.1f,
+                 .loss_scale = dtype == MT_F16 ? 1024.0f : 1.0f};
     return r;
 }
 
@@ -297,11 +312,12 @@ static void assert_same(const gpt_run *r, const found *a, const found *b, int no
     for (int64_t i = 0; i < a->count; i++)
         if (memcmp(&a->state[i], &b->state[i], sizeof(float)) != 0)
             fail_msg("%s: buckets of %zu, sharded %d: number %lld of the state is %.9g, expected %.9g", gpt_name(r),
-                     r->share.bucket_bytes, r->share.sharded_optimizer, (long long)i, (double)b->state[i], (double)a->state[i]);
+                     r->share.bucket_bytes, r->share.sharded_optimizer, (long long)i, (double)b->state[i],
+                     (double)a->state[i]);
 }
 
-/* What a step sent over the data group: gradients once and, when sharded, parameters once; the lookup's part of a shared
-   embedding's gradient, which invariant mode has apart. Two floats are the norm's, four bytes the loss. */
+/* What a step sent over the data group: gradients once and, when sharded, parameters once; the lookup's part of a
+   shared embedding's gradient, which invariant mode has apart. Two floats are the norm's, four bytes the loss. */
 static void assert_ledger(const gpt_run *r, const mt_ledger *l, int64_t elements, int64_t lookups, int64_t size) {
     uint64_t buckets = (uint64_t)test_ceil(elements, size), sharded = (uint64_t)r->share.sharded_optimizer;
     uint64_t scattered = sharded && !r->invariant, width = mt_dtype_size(r->dtype);
@@ -353,7 +369,8 @@ static void same_bits(gpt_run r) {
     static found want;
     training plain = {.run = r};
     train(plain, &want);
-    assert_true(isfinite(want.loss[0]) && isfinite(want.norm[GPT_STEPS - 1]) && want.loss[GPT_STEPS - 1] < want.loss[0]);
+    assert_true(isfinite(want.loss[0]) && isfinite(want.norm[GPT_STEPS - 1]) &&
+                want.loss[GPT_STEPS - 1] < want.loss[0]);
     for (size_t i = 0; i < sizeof bucket_sizes / sizeof *bucket_sizes; i++)
         for (int way = 1; way < 4; way++) {
             if (!test_all() && (int)i != way) continue;
@@ -418,10 +435,10 @@ static void test_same_bits_invariant(void **state) {
         }
 }
 
-/* ---- when buckets go out ------------------------------------------------------------------------------------------------ */
+/* ---- when buckets go out ----------------------------------------------------------------------------------------- */
 
-/* Buckets that hold nothing but gradients that are final when mt_gpt_backward ends: of all but the embeddings, and of what is
-   not summed over tensor ranks first. */
+/* Buckets that hold nothing but gradients that are final when mt_gpt_backward ends: of all but the embeddings, and of
+   what is not summed over tensor ranks first. */
 static int64_t gpt_buckets_gone(const gpt_worker *w) {
     int64_t from = 0, gone = 0, size = w->params->buckets.size;
     for (int i = 0; i < mt_params_count(w->params); i++) {
@@ -474,8 +491,8 @@ static void test_buckets_go_out_during_the_backward(void **state) {
         }
 }
 
-/* A loop of one's own: a parameter that a GPT knows nothing of, used after its backward, holds up the buckets before it, unless
-   somebody says that it is final. */
+/* A loop of one's own: a parameter that a GPT knows nothing of, used after its backward, holds up the buckets before
+   it, unless somebody says that it is final. */
 static mt_status stranger_rank(mt_comm *world, void *user) {
     const int *says = (const int *)user;
     gpt_run run = run_of(0, MT_F32, 0);
@@ -513,7 +530,7 @@ static void test_parameters_of_ones_own(void **state) {
     for (int says = 0; says < 2; says++) test_launch(2, stranger_rank, &says);
 }
 
-/* ---- memory -------------------------------------------------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 typedef struct memory_case {
     mt_dtype dtype;
@@ -521,9 +538,9 @@ typedef struct memory_case {
     double fixed, shared; /* bytes for each parameter: fixed + shared / data ranks */
 } memory_case;
 
-static const memory_case memory_cases[] = {{MT_F32, 0, 1, 8, 8}, {MT_F32, 0, 2, 8, 8}, {MT_F32, 0, 4, 8, 8},
-                                           {MT_BF16, 0, 1, 6, 12}, {MT_BF16, 0, 2, 6, 12}, {MT_F16, 0, 4, 6, 12},
-                                           {MT_BF16, 1, 4, 6, 8}, {MT_BF16, 0, 64, 6, 12}, {MT_F32, 0, 512, 8, 8}};
+static const memory_case memory_cases[] = {{MT_F32, 0, 1, 8, 8},   {MT_F32, 0, 2, 8, 8},    {MT_F32, 0, 4, 8, 8},
+                                           {MT_BF16, 0, 1, 6, 12}, {MT_BF16, 0, 2, 6, 12},  {MT_F16, 0, 4, 6, 12},
+                                           {MT_BF16, 1, 4, 6, 8},  {MT_BF16, 0, 64, 6, 12}, {MT_F32, 0, 512, 8, 8}};
 
 /* Parameters without padding: the formula is exact. device: a real one, or on paper. */
 static mt_status memory_body(test_rank *r, const memory_case *c, int sharded) {
@@ -576,7 +593,7 @@ static void test_memory_by_the_formula(void **state) {
     }
 }
 
-/* ---- the state of the optimizer ------------------------------------------------------------------------------------------ */
+/* ---- the state of the optimizer ---------------------------------------------------------------------------------- */
 
 /* Half of the steps on one split, the other half on another, with the state carried over whole. */
 typedef struct move {
@@ -610,7 +627,8 @@ static mt_status move_rank(mt_comm *world, void *user) {
     run.out = &unused;
     status = gpt_open(world, &run, &w);
     if (status == MT_SUCCESS && m->from > 0) {
-        for (int i = 0; i < mt_params_count(w.params); i++) MT_TRY(mt_fill(w.ctx, mt_params_at(w.params, i)->value, 0.0f));
+        for (int i = 0; i < mt_params_count(w.params); i++)
+            MT_TRY(mt_fill(w.ctx, mt_params_at(w.params, i)->value, 0.0f));
         status = put_state(&w, m->state, m->from);
     }
     for (int step = m->from; status == MT_SUCCESS && step < m->to; step++) status = gpt_step(&w, step);
@@ -707,7 +725,7 @@ static void test_state_is_read_as_written(void **state) {
         test_launch(grids[i].tensor * grids[i].data, read_rank, &grids[i]);
 }
 
-/* ---- steps that are not finite ------------------------------------------------------------------------------------------ */
+/* ---- steps that are not finite ----------------------------------------------------------------------------------- */
 
 /* All ranks leave the step out, and go on with the bits of a run that never saw it. */
 static void assert_left_out(training t) {
@@ -717,11 +735,12 @@ static void assert_left_out(training t) {
     without.event = LEFT_OUT;
     train(without, &want);
     train(t, &got);
-    if (!isnan(got.norm[t.step])) fail_msg("%s: event %d on rank %d was not noticed", gpt_name(&t.run), t.event, t.rank);
+    if (!isnan(got.norm[t.step]))
+        fail_msg("%s: event %d on rank %d was not noticed", gpt_name(&t.run), t.event, t.rank);
     for (int r = 0; r < ranks; r++) {
         if (got.skipped[r] != 1 || got.steps[r] != GPT_STEPS - 1)
-            fail_msg("%s: event %d on rank %d: rank %d has skipped %lld and done %lld steps", gpt_name(&t.run), t.event, t.rank,
-                     r, (long long)got.skipped[r], (long long)got.steps[r]);
+            fail_msg("%s: event %d on rank %d: rank %d has skipped %lld and done %lld steps", gpt_name(&t.run), t.event,
+                     t.rank, r, (long long)got.skipped[r], (long long)got.steps[r]);
         if (got.raw[r] != want.raw[r])
             fail_msg("%s: event %d on rank %d: rank %d goes on with other bits", gpt_name(&t.run), t.event, t.rank, r);
     }
@@ -745,12 +764,13 @@ static void test_steps_that_are_not_finite(void **state) {
                 t.run.share.bucket_bytes = bucket_sizes[n % 4];
                 t.run.begins = n / 2 % 2;
                 t.run.invariant = n % 5 == 0 ? 4 : 0;
-                t.param = t.event == BAD_WEIGHT ? 2 : n % 7; /* a weight that every token meets: a gain of the first norm */
+                t.param =
+                    t.event == BAD_WEIGHT ? 2 : n % 7; /* a weight that every token meets: a gain of the first norm */
                 assert_left_out(t);
             }
 }
 
-/* ---- what is refused ---------------------------------------------------------------------------------------------------- */
+/* ---- what is refused --------------------------------------------------------------------------------------------- */
 
 static void test_refusals(void **state) {
     mt_data_parallel_desc share = {.sharded_optimizer = 1}, huge = {.bucket_bytes = SIZE_MAX};
@@ -782,7 +802,8 @@ static void test_refusals(void **state) {
             mt_optimizer_moments(r.ctx, &o, a, &t, &t));
     REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "mt_optimizer_master|4 data ranks", mt_optimizer_master(r.ctx, &o, a, &t));
     t = mt_tensor_f32(x, 2, 3);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_optimizer_read|state is 3", mt_optimizer_read(r.ctx, &o, a, (mt_optimizer_state)3, t));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_optimizer_read|state is 3",
+            mt_optimizer_read(r.ctx, &o, a, (mt_optimizer_state)3, t));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_optimizer_read|NULL", mt_optimizer_read(r.ctx, &o, a, MT_EXP_AVG, mt_none()));
     REFUSED(r.ctx, MT_ERR_SHAPE, "mt_optimizer_read|shard is [1, 3]",
             mt_optimizer_read(r.ctx, &o, a, MT_EXP_AVG, mt_tensor_rows(t, 0, 1)));
@@ -836,40 +857,45 @@ static void test_a_backward_too_many(void **state) {
 static const struct difference {
     const char *words;
     int of_a_stage; /* 1: stages may differ in it, the ranks of one may not */
-} differences[] = {
-    {NULL, 0},
-    {"mt_params_init: seed is |5|6", 0},
-    {"mt_params_init: dtype is |bf16|f16", 1},
-    {"mt_params_init: mt_data_parallel_desc.bucket_bytes is |100|200", 1},
-    {"mt_params_init: mt_data_parallel_desc.sharded_optimizer is |0|1", 1},
-    {"mt_params_init: w is |[8, 12]|[8, 16]", 1},
-    {"mt_params_init: |w [8, 12]|v [8, 12]", 1},
-    {"mt_params_init: w is |replicated|split by rows", 1},
-    {"mt_params_init: w is |init_std 0.5|init_std 0.5001", 1},
-    {"mt_params_init: |nothing more|more [1, 3]", 1},
-    {"mt_optimizer_create: beta1 is |0.899999976|0.800000012", 0},
-    {"mt_optimizer_create: beta2 is |0.999000013|0.949999988", 0},
-    {"mt_optimizer_create: eps is |9.99999994e-09|9.99999997e-07", 0},
-    {"mt_optimizer_create: weight_decay is |0|0.100000001", 0},
-    {"mt_optimizer_create: stochastic_rounding is |0|1", 0},
-    {"mt_optimizer_create: seed is |0|7", 0}};
+} differences[] = {{NULL, 0},
+                   {"mt_params_init: seed is |5|6", 0},
+                   {"mt_params_init: dtype is |bf16|f16", 1},
+                   {"mt_params_init: mt_data_parallel_desc.bucket_bytes is |100|200", 1},
+                   {"mt_params_init: mt_data_parallel_desc.sharded_optimizer is |0|1", 1},
+                   {"mt_params_init: w is |[8, 12]|[8, 16]", 1},
+                   {"mt_params_init: |w [8, 12]|v [8, 12]", 1},
+                   {"mt_params_init: w is |replicated|split by rows", 1},
+                   {"mt_params_init: w is |init_std 0.5|init_std 0.5001", 1},
+                   {"mt_params_init: |nothing more|more [1, 3]", 1},
+                   {"mt_optimizer_create: beta1 is |0.899999976|0.800000012", 0},
+                   {"mt_optimizer_create: beta2 is |0.999000013|0.949999988", 0},
+                   {"mt_optimizer_create: eps is |9.99999994e-09|9.99999997e-07", 0},
+                   {"mt_optimizer_create: weight_decay is |0|0.100000001", 0},
+                   {"mt_optimizer_create: stochastic_rounding is |0|1", 0},
+                   {"mt_optimizer_create: seed is |0|7", 0}};
 
 typedef struct told {
     mt_grid_desc grid;
     int what, rank, stages_differ;
     mt_status status[TOLD_RANKS];
-    char text[TOLD_RANKS][MTI_ERROR_BYTES];
+    char text[TOLD_RANKS][MT_ERROR_BYTES];
 } told;
 
 static mt_status told_body(const told *t, test_rank *r, mt_optimizer *o) {
     int odd = mt_comm_rank(r->world) == t->rank || (t->stages_differ && r->grid.pipeline_rank > 0) ? t->what : 0;
     mt_data_parallel_desc share = {.bucket_bytes = odd == 3 ? 200 : 100, .sharded_optimizer = odd == 4};
-    mt_param_desc d[] = {{.name = odd == 6 ? "v" : "w", .rows = 8, .cols = odd == 5 ? 16 : 12,
-                          .placement = odd == 7 ? MT_SPLIT_ROWS : MT_REPLICATED, .init_std = odd == 8 ? 0.5001f : 0.5f},
+    mt_param_desc d[] = {{.name = odd == 6 ? "v" : "w",
+                          .rows = 8,
+                          .cols = odd == 5 ? 16 : 12,
+                          .placement = odd == 7 ? MT_SPLIT_ROWS : MT_REPLICATED,
+                          .init_std = odd == 8 ? 0.5001f : 0.5f},
                          {.name = "more", .rows = 1, .cols = 3}};
-    mt_optimizer_desc adamw = {.beta1 = odd == 10 ? 0.8f : 0, .beta2 = odd == 11 ? 0.95f : 0,
-                               .eps = odd == 12 ? 1e-6f : 0, .weight_decay = odd == 13 ? 0.1f : 0,
-                               .stochastic_rounding = odd == 14, .seed = odd == 15 ? 7 : 0};
+    mt_optimizer_desc adamw = {.beta1 = odd == 10 ? 0.8f : 0,
+                               .beta2 = odd == 11 ? 0.95f : 0,
+                               .eps = odd == 12 ? 1e-6f : 0,
+                               .weight_decay = odd == 13 ? 0.1f : 0,
+                               .stochastic_rounding = odd == 14,
+                               .seed = odd == 15 ? 7 : 0};
     mt_param *p;
     MT_TRY(mt_params_set_dtype(r->ctx, r->params, odd == 2 ? MT_F16 : MT_BF16));
     MT_TRY(mt_params_set_data_parallel(r->ctx, r->params, &share));

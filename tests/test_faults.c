@@ -18,7 +18,7 @@ static int scarce_create(pthread_t *thread, const pthread_attr_t *attr, void *(*
 #define MAX_RANKS 4
 #define TEXT 1200
 
-/* ---- one fault: a function per rank, what it returned, what was said ----------------------------------------------- */
+/* ---- one fault: a function per rank, what it returned, what was said --------------------------------------------- */
 
 typedef struct fault {
     int kind;
@@ -74,9 +74,18 @@ static void assert_said(const char *text, const char *part) {
     if (!strstr(text, part)) fail_msg("\"%s\" does not contain \"%s\"", text, part);
 }
 
-/* ---- different calls ---------------------------------------------------------------------------------------------- */
+/* ---- different calls --------------------------------------------------------------------------------------------- */
 
-enum { OTHER_COLLECTIVE, OTHER_COUNT, OTHER_DTYPE, OTHER_OP, OTHER_ROOT, OTHER_SCATTER, BARRIER_INSTEAD, SPLIT_INSTEAD };
+enum {
+    OTHER_COLLECTIVE,
+    OTHER_COUNT,
+    OTHER_DTYPE,
+    OTHER_OP,
+    OTHER_ROOT,
+    OTHER_SCATTER,
+    BARRIER_INSTEAD,
+    SPLIT_INSTEAD
+};
 
 static mt_status differ(mt_context *ctx, mt_comm *comm, int kind, void *a, void *b) {
     mt_comm *out;
@@ -152,7 +161,7 @@ static void test_mismatch_sentence(void **state) {
                                    "rank 1 called all_gather(count 4, f32)");
 }
 
-/* ---- ranks that do not come --------------------------------------------------------------------------------------- */
+/* ---- ranks that do not come -------------------------------------------------------------------------------------- */
 
 enum { NEVER, LATE, RETURNS, FAILS, RETURNS_LEAVING_SUBGROUP, DESTROYS, FAILS_ITS_ARGUMENTS };
 
@@ -170,7 +179,7 @@ static mt_status absent_call(fault *f, mt_context *ctx, mt_comm *group, mt_comm 
             break;
         case RETURNS:
         case RETURNS_LEAVING_SUBGROUP: return MT_SUCCESS;
-        case FAILS: return mti_fail(ctx, MT_ERR_DATA, "loss is 17, which is no good");
+        case FAILS: return mt_fail(ctx, MT_ERR_DATA, "loss is 17, which is no good");
         case DESTROYS:
             mt_comm_destroy(*sub);
             *sub = NULL;
@@ -209,8 +218,9 @@ static void test_never_comes(void **state) {
     for (r = 0; r < 2; r++) {
         assert_int_equal(f.status[r], MT_ERR_TIMEOUT);
         assert_true(f.seconds[r] > 0.15 && f.seconds[r] < 1.4);
-        assert_string_equal(f.text[r], "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): waited 0.20 s for rank 2, "
-                                       "whose last call here was barrier");
+        assert_string_equal(f.text[r],
+                            "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): waited 0.20 s for rank 2, "
+                            "whose last call here was barrier");
     }
 }
 
@@ -247,8 +257,10 @@ static void test_leaves(void **state) {
     assert_peer_error(&f, DESTROYS, MT_ERR_PEER, "on \"tensor\" (3 ranks): rank 2 has left the group");
     assert_peer_error(&f, FAILS, MT_ERR_DATA, "rank 2 failed: MT_ERR_DATA: loss is 17, which is no good");
     assert_int_equal(f.line_count, 3);
-    assert_string_equal(f.lines[0], "rank 2 of 3: MT_ERR_DATA: loss is 17, which is no good"); /* the cause comes first */
-    assert_peer_error(&f, FAILS_ITS_ARGUMENTS, MT_ERR_ARGUMENT, "rank 2 failed: MT_ERR_ARGUMENT: mt_all_reduce: op is 42");
+    assert_string_equal(f.lines[0],
+                        "rank 2 of 3: MT_ERR_DATA: loss is 17, which is no good"); /* the cause comes first */
+    assert_peer_error(&f, FAILS_ITS_ARGUMENTS, MT_ERR_ARGUMENT,
+                      "rank 2 failed: MT_ERR_ARGUMENT: mt_all_reduce: op is 42");
 }
 
 /* The chain: 0 waits for 1 in one group, 1 for 2 in another, 2 returns. */
@@ -307,7 +319,7 @@ static void test_two_wait(void **state) {
     assert_said(f.text[0], "for rank 2, which has not called anything here yet");
 }
 
-/* ---- point to point ----------------------------------------------------------------------------------------------- */
+/* ---- point to point ---------------------------------------------------------------------------------------------- */
 
 enum { P2P_COUNT, P2P_DTYPE, P2P_NO_SEND, P2P_NO_RECV, P2P_COLLECTIVE, P2P_LEFT, P2P_RING_BROKEN };
 
@@ -370,12 +382,13 @@ static void test_p2p_faults(void **state) {
         assert_p2p(P2P_RING_BROKEN, 20, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
                    "rank 1 called send_recv(count 3 to rank 0, count 4 from rank 0, f32)",
                    "rank 0 called send_recv(count 4 to rank 1, count 4 from rank 1, f32)");
-        assert_p2p(P2P_LEFT, 20, MT_ERR_PEER, MT_SUCCESS, "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ",
-                   "rank 1 returned from its function");
+        assert_p2p(P2P_LEFT, 20, MT_ERR_PEER, MT_SUCCESS,
+                   "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ", "rank 1 returned from its function");
     }
     assert_p2p(P2P_NO_SEND, 0.2, MT_ERR_TIMEOUT, MT_SUCCESS, "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ",
                "waited 0.20 s for rank 1, which has not called anything here yet");
-    assert_p2p(P2P_NO_RECV, 0.2, MT_ERR_TIMEOUT, MT_SUCCESS, "send(count 4, f32, to rank 1)", "waited 0.20 s for rank 1");
+    assert_p2p(P2P_NO_RECV, 0.2, MT_ERR_TIMEOUT, MT_SUCCESS, "send(count 4, f32, to rank 1)",
+               "waited 0.20 s for rank 1");
     assert_p2p(P2P_COLLECTIVE, 0.2, MT_ERR_TIMEOUT, MT_ERR_TIMEOUT, "send(count 4, f32, to rank 1)",
                "all_reduce(count 4, f32, sum)");
 }
@@ -402,7 +415,7 @@ static void test_third_leaves(void **state) {
     assert_int_equal(f.line_count, 0);
 }
 
-/* ---- arguments, one by one ---------------------------------------------------------------------------------------- */
+/* ---- arguments, one by one --------------------------------------------------------------------------------------- */
 
 static mt_context *C;
 static mt_comm *W; /* rank 1 of 3, whose peers never come: a bad call must not even begin to wait */
@@ -445,7 +458,7 @@ static void check_collective_arguments(void) {
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_broadcast(C, W, A, A + 2, 4, MT_F32, 1));
     REFUSED(MT_ERR_ARGUMENT, "not aligned", mt_all_reduce(C, W, (char *)A + 1, B, 4, MT_F32, MT_SUM));
     REFUSED(MT_ERR_ARGUMENT, "mt_all_reduce: ctx is NULL",
-            (mti_fail(C, MT_SUCCESS, "mt_all_reduce: ctx is NULL"), mt_all_reduce(NULL, W, A, B, 4, MT_F32, MT_SUM)));
+            (mt_fail(C, MT_SUCCESS, "mt_all_reduce: ctx is NULL"), mt_all_reduce(NULL, W, A, B, 4, MT_F32, MT_SUM)));
     assert_int_equal(mt_all_reduce(NULL, NULL, A, B, 4, MT_F32, MT_SUM), MT_ERR_ARGUMENT);
     assert_int_equal(mt_all_reduce(C, NULL, A, B, 4, MT_F32, MT_SUM), MT_ERR_ARGUMENT);
     assert_said(mt_last_error(C), "mt_all_reduce: comm is NULL");
@@ -470,7 +483,7 @@ static void check_p2p_arguments(void) {
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_send_recv(C, W, A, 4, 0, A + 3, 4, 0, MT_F32));
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_send_recv(C, W, A, 4, 0, A, 4, 0, MT_F32));
     assert_int_equal(mt_send_recv(C, W, NULL, 9, -1, NULL, 9, -1, MT_F32), MT_SUCCESS); /* nothing at all */
-    assert_int_equal(mt_send_recv(C, W, A, 4, 1, B, 4, 1, MT_F32), MT_SUCCESS);           /* to itself */
+    assert_int_equal(mt_send_recv(C, W, A, 4, 1, B, 4, 1, MT_F32), MT_SUCCESS);         /* to itself */
     B[0] = B[1] = B[2] = B[3] = 7;
 }
 
@@ -478,12 +491,14 @@ static void check_region_arguments(void) {
     mt_tensor x = mt_tensor_f32(A, 3, 4), y = mt_tensor_f32(B, 3, 12), t;
     REFUSED(MT_ERR_SHAPE, "mt_gather_from_tensor_region: x [3, 4] and y [3, 8] do not fit",
             mt_gather_from_tensor_region(C, W, x, mt_tensor_f32(B, 3, 8)));
-    REFUSED(MT_ERR_SHAPE, "mt_scatter_to_tensor_region: x [3, 4] and y [3, 1] do not fit: y must be one of 3 equal parts",
+    REFUSED(MT_ERR_SHAPE,
+            "mt_scatter_to_tensor_region: x [3, 4] and y [3, 1] do not fit: y must be one of 3 equal parts",
             mt_scatter_to_tensor_region(C, W, x, mt_tensor_f32(B, 3, 1)));
     REFUSED(MT_ERR_SHAPE, "x [4, 4] and y [1, 4]",
             mt_scatter_to_sequence_region(C, W, mt_tensor_f32(A, 4, 4), mt_tensor_f32(B, 1, 4)));
     REFUSED(MT_ERR_SHAPE, "x [3, 4] and y [9, 5]", mt_gather_from_sequence_region(C, W, x, mt_tensor_f32(B, 9, 5)));
-    REFUSED(MT_ERR_SHAPE, "x [3, 4] and y [2, 4]", mt_reduce_scatter_to_sequence_region(C, W, x, mt_tensor_f32(B, 2, 4)));
+    REFUSED(MT_ERR_SHAPE, "x [3, 4] and y [2, 4]",
+            mt_reduce_scatter_to_sequence_region(C, W, x, mt_tensor_f32(B, 2, 4)));
     t = x;
     t.ld = 5;
     REFUSED(MT_ERR_SHAPE, "must be contiguous, but its ld is 5", mt_reduce_from_tensor_region_forward(C, W, t));
@@ -563,7 +578,7 @@ static void test_arguments(void **state) {
     for (i = 0; i < 3; i++) mt_comm_destroy(comms[i]);
 }
 
-/* ---- launch ------------------------------------------------------------------------------------------------------- */
+/* ---- launch ------------------------------------------------------------------------------------------------------ */
 
 static mt_status barrier_rank(mt_comm *world, void *user) {
     mt_context *ctx = new_context(world);
@@ -613,7 +628,7 @@ static void test_no_threads(void **state) {
 }
 #endif
 
-/* ---- leaving in every order, without a launcher ------------------------------------------------------------------- */
+/* ---- leaving in every order, without a launcher ------------------------------------------------------------------ */
 
 typedef struct seat {
     mt_comm *comm;
@@ -649,7 +664,9 @@ static void test_leaving_without_launcher(void **state) {
             if (r == leaver) continue;
             pthread_join(thread[r], NULL);
             assert_int_equal(s[r].status, MT_ERR_PEER);
-            assert_said(s[r].text, leaver == 0 ? "rank 0 has left" : leaver == 1 ? "rank 1 has left" : "rank 2 has left");
+            assert_said(s[r].text, leaver == 0   ? "rank 0 has left"
+                                   : leaver == 1 ? "rank 1 has left"
+                                                 : "rank 2 has left");
         }
     }
 }
@@ -683,11 +700,16 @@ static void test_report_is_not_stale(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_report_is_not_stale),
-        cmocka_unit_test(test_different_calls), cmocka_unit_test(test_mismatch_sentence),
-        cmocka_unit_test(test_never_comes),     cmocka_unit_test(test_comes_late),
-        cmocka_unit_test(test_leaves),          cmocka_unit_test(test_chain),
-        cmocka_unit_test(test_two_wait),        cmocka_unit_test(test_p2p_faults),
-        cmocka_unit_test(test_third_leaves),    cmocka_unit_test(test_arguments),
+        cmocka_unit_test(test_different_calls),
+        cmocka_unit_test(test_mismatch_sentence),
+        cmocka_unit_test(test_never_comes),
+        cmocka_unit_test(test_comes_late),
+        cmocka_unit_test(test_leaves),
+        cmocka_unit_test(test_chain),
+        cmocka_unit_test(test_two_wait),
+        cmocka_unit_test(test_p2p_faults),
+        cmocka_unit_test(test_third_leaves),
+        cmocka_unit_test(test_arguments),
         cmocka_unit_test(test_launch_arguments),
 #if !TEST_OVER_MPI
         cmocka_unit_test(test_no_threads),

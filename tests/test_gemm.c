@@ -293,10 +293,10 @@ static void test_library_name(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        REF_TEST(test_tails),      REF_TEST(test_depths),        REF_TEST(test_blocks),     REF_TEST(test_alpha_beta),
-        REF_TEST(test_random_shapes), REF_TEST(test_empty),      REF_TEST(test_same_bits),  REF_TEST(test_gram),
-        REF_TEST(test_not_finite), REF_TEST(test_threads),       REF_TEST(test_bad_inputs), REF_TEST(test_meta),
-        REF_TEST(test_small_arena), REF_TEST(test_library_name),
+        REF_TEST(test_tails),         REF_TEST(test_depths),       REF_TEST(test_blocks),     REF_TEST(test_alpha_beta),
+        REF_TEST(test_random_shapes), REF_TEST(test_empty),        REF_TEST(test_same_bits),  REF_TEST(test_gram),
+        REF_TEST(test_not_finite),    REF_TEST(test_threads),      REF_TEST(test_bad_inputs), REF_TEST(test_meta),
+        REF_TEST(test_small_arena),   REF_TEST(test_library_name),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

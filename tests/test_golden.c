@@ -382,8 +382,12 @@ static mt_status build(rank *r) {
     mt_gpt_desc model = describe(g, r->run->sequence_parallel);
     mt_grid_desc shape = {r->run->tensor, r->run->data, 1};
     mt_context_desc where;
-    mt_optimizer_desc adam = {(float)number(g, "beta1"), (float)number(g, "beta2"), (float)number(g, "adam_eps"),
-                              (float)number(g, "weight_decay"), 0, 0};
+    mt_optimizer_desc adam = {(float)number(g, "beta1"),
+                              (float)number(g, "beta2"),
+                              (float)number(g, "adam_eps"),
+                              (float)number(g, "weight_decay"),
+                              0,
+                              0};
     memset(&where, 0, sizeof where);
     where.arena_bytes = (size_t)8 << 20;
     where.invariant = r->run->invariant;
@@ -455,7 +459,8 @@ static const char *micro_name(micro_batches micro) {
 
 /* Sequence parallelism splits the tokens of every call, and invariant mode those of every call that trains. */
 static int possible(const golden *g, const run *run) {
-    int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1, tokens = sequences * integer(g, "seq");
+    int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1,
+            tokens = sequences * integer(g, "seq");
     if (run->tensor > integer(g, "kv_heads")) return 0;
     if (run->invariant && (run->invariant % run->tensor != 0 || tokens % run->invariant != 0)) return 0;
     return !run->sequence_parallel || (run->tensor > 1 && tokens % run->tensor == 0);
@@ -466,9 +471,9 @@ static int execute_and_print(run *run, double worst[4]) {
     for (int i = 0; i < 4; i++)
         if (!(run->worst[i] <= worst[i])) worst[i] = run->worst[i];
     if (run->failures)
-        print_message("   %s, tensor %d, data %d, sequence parallel %d, invariant %d, %s: %d wrong%s\n", run->g->variant,
-                      run->tensor, run->data, run->sequence_parallel, run->invariant, micro_name(run->micro), run->failures,
-                      run->message);
+        print_message("   %s, tensor %d, data %d, sequence parallel %d, invariant %d, %s: %d wrong%s\n",
+                      run->g->variant, run->tensor, run->data, run->sequence_parallel, run->invariant,
+                      micro_name(run->micro), run->failures, run->message);
     return run->failures != 0;
 }
 
@@ -538,7 +543,7 @@ static void test_comparison_catches_one_wrong_element(void **state) {
         memcpy(copy, r->data, (size_t)n * sizeof *copy);
         missed += worst_error(r, 0, copy, n, &where) != 0;
         for (int64_t e = 0; e < n; e++) largest = fmaxf(largest, fabsf(copy[e]));
-        for (int64_t e = 0; e < n; e += n > 500 ? 37 : 1) {
+        for (int64_t e = 0; e<n; e += n> 500 ? 37 : 1) {
             copy[e] += 1e-3f * largest;
             missed += !(worst_error(r, 0, copy, n, &where) > tolerance(r->name)) || where != e;
             copy[e] = NAN;

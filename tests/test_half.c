@@ -97,7 +97,7 @@ static void assert_rounded(mt_tensor t, mt_tensor want, const char *what) {
     for (i = 0; i < t.rows; i++) {
         for (j = 0; j < t.cols; j++) {
             float w = ref_row(want, i)[j];
-            int same = t.dtype == MT_F32 ? mti_bits(ref_row(t, i)[j]) == mti_bits(w)
+            int same = t.dtype == MT_F32 ? mt_f32_bits(ref_row(t, i)[j]) == mt_f32_bits(w)
                                          : same16(t.dtype, row16(t, i)[j], rounded(t.dtype, w));
             if (!same)
                 fail_msg("%s: [%ld, %ld] is %.9g, must be %.9g as %s", what, (long)i, (long)j, (double)get(t, i, j),
@@ -132,7 +132,7 @@ static void test_widen(void **state) {
             for (j = 0; j < 31; j++) {
                 uint16_t h = row16(x, i)[j];
                 float got = ref_row(y, i)[j], want = widened(x.dtype, h);
-                if (is_nan16(x.dtype, h) ? got == got : mti_bits(got) != mti_bits(want))
+                if (is_nan16(x.dtype, h) ? got == got : mt_f32_bits(got) != mt_f32_bits(want))
                     fail_msg("%s %04x is %.9g, must be %.9g", mt_dtype_name(x.dtype), h, (double)got, (double)want);
                 if ((signbit(got) != 0) != (h >> 15)) fail_msg("%04x lost its sign", h);
                 assert_true(same16(x.dtype, row16(back, i)[j], h));
@@ -168,8 +168,8 @@ static void check_rounding(mt_dtype dtype, const float *x, int64_t n) {
     for (j = 0; j < n; j++) {
         uint16_t got = row16(y, 0)[j], want = rounded(dtype, x[j]);
         if (!same16(dtype, got, want) || (signbit(x[j]) != 0) != (got >> 15))
-            fail_msg("%.9g (%08x) as %s is %04x, must be %04x", (double)x[j], mti_bits(x[j]), mt_dtype_name(dtype), got,
-                     want);
+            fail_msg("%.9g (%08x) as %s is %04x, must be %04x", (double)x[j], mt_f32_bits(x[j]), mt_dtype_name(dtype),
+                     got, want);
     }
 }
 
@@ -186,17 +186,18 @@ static void test_round(void **state) {
         float end[2 * ENDS];
         int64_t i;
         check_rounding(formats[f].dtype, edges, edge_floats(formats[f].dtype, edges));
-        for (i = 0; i < 2 * ENDS; i++) end[i] = mti_from_bits(ends[i / 2] | (i % 2 ? 0x80000000u : 0u));
+        for (i = 0; i < 2 * ENDS; i++) end[i] = mt_f32_from_bits(ends[i / 2] | (i % 2 ? 0x80000000u : 0u));
         check_rounding(formats[f].dtype, end, 2 * ENDS);
-        for (i = 0; i < DRAWN; i++) drawn[i] = mti_from_bits((uint32_t)test_random(&ref.random));
+        for (i = 0; i < DRAWN; i++) drawn[i] = mt_f32_from_bits((uint32_t)test_random(&ref.random));
         check_rounding(formats[f].dtype, drawn, DRAWN);
     }
 }
 
 /* The bits themselves, where a definition written here could be as wrong as what it checks. */
 static void test_known_bits(void **state) {
-    static const float x[] = {1.0f, -2.0f, 65504.0f, 65519.996f, 65520.0f, 6.1035156e-5f, 5.9604645e-8f, 2.9802322e-8f,
-                              2.9802326e-8f, 0.33325195f, 3.1415927f, 3.4e38f, -0.0f, 1.00390625f, 1.01171875f, 1e-40f};
+    static const float x[] = {1.0f,          -2.0f,         65504.0f,      65519.996f,  65520.0f,   6.1035156e-5f,
+                              5.9604645e-8f, 2.9802322e-8f, 2.9802326e-8f, 0.33325195f, 3.1415927f, 3.4e38f,
+                              -0.0f,         1.00390625f,   1.01171875f,   1e-40f};
     static const uint16_t f16[] = {0x3c00, 0xc000, 0x7bff, 0x7bff, 0x7c00, 0x0400, 0x0001, 0x0000,
                                    0x0001, 0x3555, 0x4248, 0x7c00, 0x8000, 0x3c04, 0x3c0c, 0x0000};
     static const uint16_t bf16[] = {0x3f80, 0xc000, 0x4780, 0x4780, 0x4780, 0x3880, 0x3380, 0x3300,
@@ -294,10 +295,14 @@ typedef struct operation {
     int in_place[3][2]; /* {result, input}: may be the same memory; {0, 0} ends */
 } operation;
 
-#define IN(name, rows, cols) {name, rows, cols, 1, 1}
-#define OUT(name, rows, cols) {name, rows, cols, 1, 0}
-#define F32(name, rows, cols) {name, rows, cols, 0, 1}
-#define F32_OUT(name, rows, cols) {name, rows, cols, 0, 0}
+#define IN(name, rows, cols)                                                                                           \
+    { name, rows, cols, 1, 1 }
+#define OUT(name, rows, cols)                                                                                          \
+    { name, rows, cols, 1, 0 }
+#define F32(name, rows, cols)                                                                                          \
+    { name, rows, cols, 0, 1 }
+#define F32_OUT(name, rows, cols)                                                                                      \
+    { name, rows, cols, 0, 0 }
 
 static int count_views(const operation *o) {
     int n = 0;
@@ -507,11 +512,15 @@ static void test_activation(void **state) {
         {"mt_activation_forward", run_gelu, {IN("h", 5, 37), IN("bias", 1, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_activation_forward", run_erf, {IN("h", 5, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_activation_forward", run_swiglu, {IN("h", 2, 2062), IN("bias", 1, 2062), OUT("y", 2, 1031)}, {{0, 0}}},
-        {"mt_activation_backward", run_gelu_backward,
-         {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)}, {{2, 0}}},
+        {"mt_activation_backward",
+         run_gelu_backward,
+         {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)},
+         {{2, 0}}},
         {"mt_activation_backward", run_erf_backward, {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37)}, {{2, 0}}},
-        {"mt_activation_backward", run_swiglu_backward,
-         {IN("h", 5, 74), IN("dy", 5, 37), OUT("dh", 5, 74), F32("dbias", 1, 74)}, {{2, 0}}},
+        {"mt_activation_backward",
+         run_swiglu_backward,
+         {IN("h", 5, 74), IN("dy", 5, 37), OUT("dh", 5, 74), F32("dbias", 1, 74)},
+         {{2, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
@@ -534,15 +543,21 @@ static mt_status run_rms_norm_backward(mt_context *c, const mt_tensor *v) {
 
 static void test_norm(void **state) {
     static const operation list[] = {
-        {"mt_norm_forward", run_layer_norm,
-         {IN("x", 5, 37), IN("gain", 1, 37), IN("bias", 1, 37), OUT("y", 5, 37), F32_OUT("stats", 5, 2)}, {{3, 0}}},
+        {"mt_norm_forward",
+         run_layer_norm,
+         {IN("x", 5, 37), IN("gain", 1, 37), IN("bias", 1, 37), OUT("y", 5, 37), F32_OUT("stats", 5, 2)},
+         {{3, 0}}},
         {"mt_norm_forward", run_rms_norm, {IN("x", 5, 37), IN("gain", 1, 37), OUT("y", 5, 37)}, {{2, 0}}},
-        {"mt_norm_backward", run_layer_norm_backward,
+        {"mt_norm_backward",
+         run_layer_norm_backward,
          {IN("x", 3, 37), IN("gain", 1, 37), F32("stats", 3, 2), IN("dy", 3, 37), IN("dresidual", 3, 37),
-          OUT("dx", 3, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)}, {{5, 3}, {5, 4}}},
-        {"mt_norm_backward", run_rms_norm_backward,
+          OUT("dx", 3, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)},
+         {{5, 3}, {5, 4}}},
+        {"mt_norm_backward",
+         run_rms_norm_backward,
          {IN("x", 3, 37), IN("gain", 1, 37), F32("stats", 3, 2), IN("dy", 3, 37), OUT("dx", 3, 37),
-          F32("dgain", 1, 37)}, {{4, 3}}},
+          F32("dgain", 1, 37)},
+         {{4, 3}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
@@ -574,11 +589,15 @@ static mt_status run_no_dropout_backward(mt_context *c, const mt_tensor *v) {
 static void test_random_and_dropout(void **state) {
     static const operation list[] = {
         {"mt_random_normal", run_normal, {OUT("y", 5, 37)}, {{0, 0}}},
-        {"mt_bias_dropout_add_forward", run_dropout,
-         {IN("x", 5, 37), IN("bias", 1, 37), IN("residual", 5, 37), OUT("y", 5, 37)}, {{3, 0}, {3, 2}}},
+        {"mt_bias_dropout_add_forward",
+         run_dropout,
+         {IN("x", 5, 37), IN("bias", 1, 37), IN("residual", 5, 37), OUT("y", 5, 37)},
+         {{3, 0}, {3, 2}}},
         {"mt_bias_dropout_add_forward", run_no_dropout, {IN("x", 5, 37), OUT("y", 5, 37)}, {{1, 0}}},
-        {"mt_bias_dropout_add_backward", run_dropout_backward,
-         {IN("dy", 5, 37), OUT("dx", 5, 37), F32("dbias", 1, 37)}, {{1, 0}}},
+        {"mt_bias_dropout_add_backward",
+         run_dropout_backward,
+         {IN("dy", 5, 37), OUT("dx", 5, 37), F32("dbias", 1, 37)},
+         {{1, 0}}},
         {"mt_bias_dropout_add_backward", run_no_dropout_backward, {IN("dy", 5, 37), OUT("dx", 5, 37)}, {{1, 0}}},
     };
     (void)state;
@@ -665,17 +684,22 @@ static mt_status run_rotary_backward(mt_context *c, const mt_tensor *v) {
 
 static void test_attention(void **state) {
     static const operation list[] = {
-        {"mt_attention_forward", run_attention,
-         {IN("qkv", 18, 48), OUT("out", 18, 24), F32_OUT("lse", 4, 18)}, {{0, 0}}},
+        {"mt_attention_forward",
+         run_attention,
+         {IN("qkv", 18, 48), OUT("out", 18, 24), F32_OUT("lse", 4, 18)},
+         {{0, 0}}},
         {"mt_attention_forward", run_padded_attention, {IN("qkv", 134, 48), OUT("out", 134, 24)}, {{0, 0}}},
-        {"mt_attention_backward", run_attention_backward,
-         {IN("qkv", 18, 48), IN("out", 18, 24), F32("lse", 4, 18), IN("dout", 18, 24), OUT("dqkv", 18, 48)}, {{0, 0}}},
+        {"mt_attention_backward",
+         run_attention_backward,
+         {IN("qkv", 18, 48), IN("out", 18, 24), F32("lse", 4, 18), IN("dout", 18, 24), OUT("dqkv", 18, 48)},
+         {{0, 0}}},
         {"mt_rotary_table", run_rotary_table, {OUT("table", 9, 6)}, {{0, 0}}},
         {"mt_rotary_forward", run_rotary, {IN("table", 9, 6), IN("qkv", 18, 48)}, {{0, 0}}},
         {"mt_rotary_backward", run_rotary_backward, {IN("table", 9, 6), IN("dqkv", 18, 48)}, {{0, 0}}},
     };
     static const operation padded = {
-        "mt_attention_backward", run_padded_attention_backward,
+        "mt_attention_backward",
+        run_padded_attention_backward,
         {IN("qkv", 134, 48), IN("out", 134, 24), F32("lse", 4, 134), IN("dout", 134, 24), OUT("dqkv", 134, 48)},
         {{0, 0}}};
     mt_context *meta = other_context(MT_DEVICE_META, 0);
@@ -729,12 +753,18 @@ static mt_status run_cross_entropy_backward_plain(mt_context *c, const mt_tensor
 static void test_cross_entropy(void **state) {
     static const operation list[] = {
         {"mt_cross_entropy_stats", run_stats, {IN("logits", 3, 1051), F32_OUT("stats", 3, 4)}, {{0, 0}}},
-        {"mt_cross_entropy_combine", run_combine,
-         {F32("gathered", 6, 4), F32_OUT("loss", 1, 3), F32_OUT("lse", 2, 3)}, {{0, 0}}},
-        {"mt_cross_entropy_backward", run_cross_entropy_backward,
-         {IN("logits", 3, 1051), F32("lse", 2, 3), F32("dloss", 1, 3)}, {{0, 0}}},
-        {"mt_cross_entropy_backward", run_cross_entropy_backward_plain,
-         {IN("logits", 3, 51), F32("lse", 2, 3)}, {{0, 0}}},
+        {"mt_cross_entropy_combine",
+         run_combine,
+         {F32("gathered", 6, 4), F32_OUT("loss", 1, 3), F32_OUT("lse", 2, 3)},
+         {{0, 0}}},
+        {"mt_cross_entropy_backward",
+         run_cross_entropy_backward,
+         {IN("logits", 3, 1051), F32("lse", 2, 3), F32("dloss", 1, 3)},
+         {{0, 0}}},
+        {"mt_cross_entropy_backward",
+         run_cross_entropy_backward_plain,
+         {IN("logits", 3, 51), F32("lse", 2, 3)},
+         {{0, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
@@ -755,20 +785,11 @@ static void test_adamw(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        REF_TEST(test_widen),
-        REF_TEST(test_round),
-        REF_TEST(test_known_bits),
-        REF_TEST(test_convert),
-        REF_TEST(test_moves),
-        REF_TEST(test_simple),
-        REF_TEST(test_activation),
-        REF_TEST(test_norm),
-        REF_TEST(test_random_and_dropout),
-        REF_TEST(test_gemm),
-        REF_TEST(test_attention),
-        REF_TEST(test_embedding),
-        REF_TEST(test_cross_entropy),
-        REF_TEST(test_adamw),
+        REF_TEST(test_widen),         REF_TEST(test_round),     REF_TEST(test_known_bits),
+        REF_TEST(test_convert),       REF_TEST(test_moves),     REF_TEST(test_simple),
+        REF_TEST(test_activation),    REF_TEST(test_norm),      REF_TEST(test_random_and_dropout),
+        REF_TEST(test_gemm),          REF_TEST(test_attention), REF_TEST(test_embedding),
+        REF_TEST(test_cross_entropy), REF_TEST(test_adamw),
     };
     return cmocka_run_group_tests(tests, fill_magnitudes, NULL);
 }

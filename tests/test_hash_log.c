@@ -1,5 +1,5 @@
-/* test_hash_log.c - mt_hash and the hash log: numbers that do not depend on how a tensor is split, one line for each tensor of
-   a step, and a word where ranks that should agree do not.
+/* test_hash_log.c - mt_hash and the hash log: numbers that do not depend on how a tensor is split, one line for each
+   tensor of a step, and a word where ranks that should agree do not.
 
    cc -std=gnu17 -O2 -I. tests/test_hash_log.c -lpthread -lm                                                  */
 
@@ -35,7 +35,7 @@ static const line *find_line(const lines *all, const char *name) {
     return NULL;
 }
 
-/* ---- mt_hash ------------------------------------------------------------------------------------------------------- */
+/* ---- mt_hash ----------------------------------------------------------------------------------------------------- */
 
 /* splitmix64 written once more, from its description. */
 static uint64_t hash_again(uint64_t element, float x) {
@@ -59,8 +59,10 @@ static void test_hash_of_views_is_hash_of_the_whole(void **state) {
     assert_true(whole == sum);
     for (int cut = 0; cut < 2; cut++) {
         mt_tensor left = mt_tensor_cols(x, 0, 3), right = mt_tensor_cols(x, 3, 7);
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash(r.ctx, mt_tensor_rows(right, 3 * cut, 3), 100 + 3 * cut, 3, 10, &views));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash(r.ctx, mt_tensor_rows(left, 3 * cut, 3), 100 + 3 * cut, 0, 10, &views));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_hash(r.ctx, mt_tensor_rows(right, 3 * cut, 3), 100 + 3 * cut, 3, 10, &views));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_hash(r.ctx, mt_tensor_rows(left, 3 * cut, 3), 100 + 3 * cut, 0, 10, &views));
     }
     assert_true(views == whole);
     test_paper_rank_close(&r);
@@ -94,7 +96,7 @@ static void test_hash_sees_every_bit(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* ---- the log of one step --------------------------------------------------------------------------------------------- */
+/* ---- the log of one step ----------------------------------------------------------------------------------------- */
 
 #define SEQ 8
 #define BATCH 4
@@ -114,15 +116,20 @@ typedef struct logger {
 
 static mt_status step(logger *l, const job *job) {
     mt_context *ctx = l->rank.ctx;
-    mt_gpt_desc d = {.vocab = 29, .layers = 1, .max_seq = SEQ, .embedding_dropout = 0.1f,
-                     .layer = {.hidden = 16, .heads = 4, .ffn = 20, .hidden_dropout = 0.1f,
-                               .sequence_parallel = job->sequence_parallel}};
+    mt_gpt_desc d = {
+        .vocab = 29,
+        .layers = 1,
+        .max_seq = SEQ,
+        .embedding_dropout = 0.1f,
+        .layer = {
+            .hidden = 16, .heads = 4, .ffn = 20, .hidden_dropout = 0.1f, .sequence_parallel = job->sequence_parallel}};
     int64_t share = BATCH / l->rank.grid.data_size;
     int32_t ids[SEQ], targets[SEQ];
     MT_TRY(mt_gpt_create(ctx, l->rank.params, &d, &l->gpt));
     MT_TRY(mt_gpt_saved_create(ctx, &l->gpt, &l->saved));
     MT_TRY(mt_params_init(ctx, l->rank.params, 5));
-    if (job->spoil && mt_comm_rank(l->rank.world) == job->spoil) ((float *)l->gpt.layers[0].mlp.fc2.bias->value.data)[3] = 1.0f;
+    if (job->spoil && mt_comm_rank(l->rank.world) == job->spoil)
+        ((float *)l->gpt.layers[0].mlp.fc2.bias->value.data)[3] = 1.0f;
     MT_TRY(mt_hash_log_create(ctx, &l->rank.grid, &l->log));
     for (int64_t i = l->rank.grid.data_rank * share; i < (l->rank.grid.data_rank + 1) * share; i++) {
         mt_batch batch = {.sequences = 1, .seq = SEQ, .first_sequence = i, .seed = 1};
@@ -168,37 +175,37 @@ static void run_job(job *job) { test_launch(job->shape.tensor * job->shape.data,
 
 /* The names in their order: forward, backward, and what the loop added. */
 static void test_lines_of_a_step(void **state) {
-    static const char *const expected[] = {
-        "embedding.output",
-        "decoder.layers.0.input_layernorm.output",
-        "decoder.layers.0.self_attention.linear_qkv.output",
-        "decoder.layers.0.self_attention.core_attention.output",
-        "decoder.layers.0.self_attention.linear_proj.output",
-        "decoder.layers.0.self_attn_bda.output",
-        "decoder.layers.0.pre_mlp_layernorm.output",
-        "decoder.layers.0.mlp.linear_fc1.output",
-        "decoder.layers.0.mlp.activation_func.output",
-        "decoder.layers.0.mlp.linear_fc2.output",
-        "decoder.layers.0.mlp_bda.output",
-        "decoder.final_layernorm.output",
-        "output_layer.output",
-        "loss.output",
-        "output_layer.output_grad",
-        "output_layer.input_grad",
-        "decoder.final_layernorm.input_grad",
-        "decoder.layers.0.mlp.linear_fc2.input_grad",
-        "decoder.layers.0.mlp.activation_func.input_grad",
-        "decoder.layers.0.mlp.linear_fc1.input_grad",
-        "decoder.layers.0.pre_mlp_layernorm.input_grad",
-        "decoder.layers.0.self_attention.linear_proj.input_grad",
-        "decoder.layers.0.self_attention.core_attention.input_grad",
-        "decoder.layers.0.self_attention.linear_qkv.input_grad",
-        "decoder.layers.0.input_layernorm.input_grad",
-        "embedding.word_embeddings.weight.grad"};
+    static const char *const expected[] = {"embedding.output",
+                                           "decoder.layers.0.input_layernorm.output",
+                                           "decoder.layers.0.self_attention.linear_qkv.output",
+                                           "decoder.layers.0.self_attention.core_attention.output",
+                                           "decoder.layers.0.self_attention.linear_proj.output",
+                                           "decoder.layers.0.self_attn_bda.output",
+                                           "decoder.layers.0.pre_mlp_layernorm.output",
+                                           "decoder.layers.0.mlp.linear_fc1.output",
+                                           "decoder.layers.0.mlp.activation_func.output",
+                                           "decoder.layers.0.mlp.linear_fc2.output",
+                                           "decoder.layers.0.mlp_bda.output",
+                                           "decoder.final_layernorm.output",
+                                           "output_layer.output",
+                                           "loss.output",
+                                           "output_layer.output_grad",
+                                           "output_layer.input_grad",
+                                           "decoder.final_layernorm.input_grad",
+                                           "decoder.layers.0.mlp.linear_fc2.input_grad",
+                                           "decoder.layers.0.mlp.activation_func.input_grad",
+                                           "decoder.layers.0.mlp.linear_fc1.input_grad",
+                                           "decoder.layers.0.pre_mlp_layernorm.input_grad",
+                                           "decoder.layers.0.self_attention.linear_proj.input_grad",
+                                           "decoder.layers.0.self_attention.core_attention.input_grad",
+                                           "decoder.layers.0.self_attention.linear_qkv.input_grad",
+                                           "decoder.layers.0.input_layernorm.input_grad",
+                                           "embedding.word_embeddings.weight.grad"};
     static job one = {.shape = {.tensor = 1, .data = 1}};
     (void)state;
     run_job(&one);
-    for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) assert_string_equal(one.lines.list[i].name, expected[i]);
+    for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
+        assert_string_equal(one.lines.list[i].name, expected[i]);
     assert_string_equal(one.lines.list[one.lines.count - 1].name, "number");
     assert_int_equal(one.lines.count, 25 + 16 + 1); /* and 16 parameters */
     assert_true(one.lines.list[one.lines.count - 1].hash == hash_again(0, 2.5f));
@@ -223,7 +230,8 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
             assert_string_equal(other.lines.list[l].name, one.lines.list[l].name);
             assert_int_equal(other.lines.list[l].differs, 0);
             if (other.lines.list[l].hash != one.lines.list[l].hash)
-                fail_msg("%d x %d, sequence parallel %d: %s", splits[i][0], splits[i][1], splits[i][2], one.lines.list[l].name);
+                fail_msg("%d x %d, sequence parallel %d: %s", splits[i][0], splits[i][1], splits[i][2],
+                         one.lines.list[l].name);
         }
     }
 }
@@ -247,7 +255,8 @@ static void test_ranks_that_differ(void **state) {
         assert_non_null(at);
         assert_true(before->hash == find_line(&good.lines, before->name)->hash && !before->differs);
         assert_true(at->hash != find_line(&good.lines, at->name)->hash);
-        assert_int_equal(at->differs, i != 1); /* data ranks have tokens of their own: there is no copy to compare with */
+        assert_int_equal(at->differs,
+                         i != 1); /* data ranks have tokens of their own: there is no copy to compare with */
     }
 }
 
@@ -267,7 +276,8 @@ static void test_refusals(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "log is NULL", mt_hash_log_value(r.ctx, NULL, "x", 1.0f));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "param is NULL", mt_hash_log_shard(r.ctx, log, NULL, "", p->value));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_hash_log_value(r.ctx, log, NULL, 1.0f));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "shard is NULL", mt_hash_log_shard(r.ctx, log, p, "", p->value)); /* not initialised */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "shard is NULL",
+            mt_hash_log_shard(r.ctx, log, p, "", p->value)); /* not initialised */
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "line is NULL", mt_hash_log_flush(r.ctx, log, NULL, NULL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_flush(r.ctx, log, keep_line, &none));
     assert_int_equal(none.count, 0);

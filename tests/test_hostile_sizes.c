@@ -2,7 +2,8 @@
    {INT64_MIN, -1, 0, 1, 7, 2^31, 2^62, INT64_MAX}. A call must return at once, and say what it refuses. The sanitizers,
    for which this is mostly there, look for overflow and for memory that is none.
 
-   cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lpthread -lm */
+   cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lpthread -lm
+ */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

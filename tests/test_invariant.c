@@ -1,7 +1,7 @@
 /* test_invariant.c - invariant mode: the same bits on every split.
 
-   Every model is trained with dropout on the grids of tensor x data ranks x sequence parallelism that 8 ranks allow: for
-   3 steps on one grid in three, with MT_TEST_ALL=1 for 20 steps on every grid. Losses, gradients, gradient norms,
+   Every model is trained with dropout on the grids of tensor x data ranks x sequence parallelism that 8 ranks allow:
+   for 3 steps on one grid in three, with MT_TEST_ALL=1 for 20 steps on every grid. Losses, gradients, gradient norms,
    weights and optimizer state of every step are compared, bit by bit, with those of one rank. Each layer is compared
    by itself, too.
 
@@ -24,38 +24,130 @@ typedef struct model {
     int invariant, invariant_data, steps;
     int64_t sequences; /* of a step, over all ranks */
     int64_t seq;
-    int padded;        /* sequences have different lengths */
+    int padded; /* sequences have different lengths */
     mt_gpt_desc gpt;
 } model;
 
 /* Sizes that 8 shards do not divide: vocabularies, inner widths, query groups. */
 static const model models[] = {
-    {"GPT-2", 8, 8, 20, 8, 16, 0,
-     {.vocab = 61, .layers = 2, .max_seq = 20, .embedding_dropout = 0.1f,
+    {"GPT-2",
+     8,
+     8,
+     20,
+     8,
+     16,
+     0,
+     {.vocab = 61,
+      .layers = 2,
+      .max_seq = 20,
+      .embedding_dropout = 0.1f,
       .layer = {.hidden = 32, .heads = 8, .ffn = 52, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"Llama, two heads per group", 8, 8, 20, 16, 8, 0,
-     {.vocab = 64, .layers = 2, .max_seq = 8, .untied_head = 1, .label_smoothing = 0.1f, .embedding_dropout = 0.1f,
-      .layer = {.hidden = 64, .heads = 16, .kv_heads = 8, .ffn = 44, .norm = MT_RMS_NORM, .activation = MT_SWIGLU,
-                .rotary_base = 10000.0f, .no_bias = 1, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"BERT, padded sequences", 8, 8, 20, 8, 16, 1,
-     {.vocab = 50, .layers = 2, .max_seq = 16, .embedding_dropout = 0.1f,
-      .layer = {.hidden = 48, .heads = 12, .placement = MT_POST_LN, .activation = MT_GELU_ERF,
-                .mask = MT_MASK_BIDIRECTIONAL, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"residual after norm, 10 groups of 2, micro-batches of 3", 8, 8, 20, 12, 8, 0,
-     {.vocab = 61, .layers = 2, .max_seq = 8, .untied_head = 1,
-      .layer = {.hidden = 40, .heads = 20, .kv_heads = 10, .placement = MT_RESIDUAL_POST_LN, .activation = MT_SWIGLU,
-                .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"4 shards, no dropout", 4, 4, 20, 4, 8, 0,
+    {"Llama, two heads per group",
+     8,
+     8,
+     20,
+     16,
+     8,
+     0,
+     {.vocab = 64,
+      .layers = 2,
+      .max_seq = 8,
+      .untied_head = 1,
+      .label_smoothing = 0.1f,
+      .embedding_dropout = 0.1f,
+      .layer = {.hidden = 64,
+                .heads = 16,
+                .kv_heads = 8,
+                .ffn = 44,
+                .norm = MT_RMS_NORM,
+                .activation = MT_SWIGLU,
+                .rotary_base = 10000.0f,
+                .no_bias = 1,
+                .attention_dropout = 0.1f,
+                .hidden_dropout = 0.1f}}},
+    {"BERT, padded sequences",
+     8,
+     8,
+     20,
+     8,
+     16,
+     1,
+     {.vocab = 50,
+      .layers = 2,
+      .max_seq = 16,
+      .embedding_dropout = 0.1f,
+      .layer = {.hidden = 48,
+                .heads = 12,
+                .placement = MT_POST_LN,
+                .activation = MT_GELU_ERF,
+                .mask = MT_MASK_BIDIRECTIONAL,
+                .attention_dropout = 0.1f,
+                .hidden_dropout = 0.1f}}},
+    {"residual after norm, 10 groups of 2, micro-batches of 3",
+     8,
+     8,
+     20,
+     12,
+     8,
+     0,
+     {.vocab = 61,
+      .layers = 2,
+      .max_seq = 8,
+      .untied_head = 1,
+      .layer = {.hidden = 40,
+                .heads = 20,
+                .kv_heads = 10,
+                .placement = MT_RESIDUAL_POST_LN,
+                .activation = MT_SWIGLU,
+                .attention_dropout = 0.1f,
+                .hidden_dropout = 0.1f}}},
+    {"4 shards, no dropout",
+     4,
+     4,
+     20,
+     4,
+     8,
+     0,
      {.vocab = 33, .layers = 1, .max_seq = 8, .layer = {.hidden = 24, .heads = 4}}},
-    {"2 query groups on 8 data ranks", 2, 8, 20, 8, 8, 0,
-     {.vocab = 35, .layers = 1, .max_seq = 8, .embedding_dropout = 0.1f,
+    {"2 query groups on 8 data ranks",
+     2,
+     8,
+     20,
+     8,
+     8,
+     0,
+     {.vocab = 35,
+      .layers = 1,
+      .max_seq = 8,
+      .embedding_dropout = 0.1f,
       .layer = {.hidden = 24, .heads = 6, .kv_heads = 2, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
-    {"16 shards, some of the vocabulary empty", 16, 2, 20, 4, 16, 0,
+    {"16 shards, some of the vocabulary empty",
+     16,
+     2,
+     20,
+     4,
+     16,
+     0,
      {.vocab = 9, .layers = 1, .max_seq = 16, .untied_head = 1, .layer = {.hidden = 32, .heads = 16, .ffn = 17}}},
-    {"9 groups on 8 shards", 8, 8, 20, 8, 8, 0,
+    {"9 groups on 8 shards",
+     8,
+     8,
+     20,
+     8,
+     8,
+     0,
      {.vocab = 61, .layers = 1, .max_seq = 8, .layer = {.hidden = 36, .heads = 9, .rotary_base = 100.0f, .ffn = 8}}},
-    {"sizes that GEMM libraries block", 8, 8, 3, 8, 96, 0,
-     {.vocab = 500, .layers = 1, .max_seq = 96, .embedding_dropout = 0.1f,
+    {"sizes that GEMM libraries block",
+     8,
+     8,
+     3,
+     8,
+     96,
+     0,
+     {.vocab = 500,
+      .layers = 1,
+      .max_seq = 96,
+      .embedding_dropout = 0.1f,
       .layer = {.hidden = 400, .heads = 8, .ffn = 1700, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
 };
 #define MODELS (sizeof models / sizeof *models)
@@ -81,9 +173,9 @@ typedef struct run {
     split split;
     int invariant; /* V, or 0 to see that the default differs */
     trace *reference;
-    int compares;  /* 0: rank 0 writes the reference */
+    int compares; /* 0: rank 0 writes the reference */
     size_t arena_bytes;
-    int *differs;  /* not NULL: counts differences instead of failing */
+    int *differs; /* not NULL: counts differences instead of failing */
 } run;
 
 typedef struct worker {
@@ -107,12 +199,13 @@ static mt_status extend(trace *t, const float *x, int64_t n) {
     return MT_SUCCESS;
 }
 
-static mt_status complain(const run *run, const char *what, const char *name, int step, const float *x, const float *want) {
+static mt_status complain(const run *run, const char *what, const char *name, int step, const float *x,
+                          const float *want) {
     int64_t i = 0;
     while (memcmp(want + i, x + i, sizeof *x) == 0) i++;
     fprintf(stderr, "%s, tensor %d x data %d%s: step %d: %s%s[%lld] is %.9g (%a), on one rank %.9g (%a)\n", run->name,
-            run->split.tensor, run->split.data, run->split.sequence_parallel ? ", sequence parallel" : "", step, what, name,
-            (long long)i, (double)x[i], (double)x[i], (double)want[i], (double)want[i]);
+            run->split.tensor, run->split.data, run->split.sequence_parallel ? ", sequence parallel" : "", step, what,
+            name, (long long)i, (double)x[i], (double)x[i], (double)want[i], (double)want[i]);
     return MT_ERR_DATA;
 }
 
@@ -165,7 +258,8 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
         ((int32_t *)ids.data)[i] = token_of(step, first + i / m->seq, i % m->seq, m->gpt.vocab);
         ((int32_t *)targets.data)[i] = token_of(step, first + i / m->seq, i % m->seq + 1, m->gpt.vocab);
     }
-    for (int64_t i = 0; i < count && is_real(w); i++) ((int32_t *)lengths.data)[i] = (int32_t)(m->seq - (first + i) % 5);
+    for (int64_t i = 0; i < count && is_real(w); i++)
+        ((int32_t *)lengths.data)[i] = (int32_t)(m->seq - (first + i) % 5);
     if (m->padded) batch.lengths = (const int32_t *)lengths.data;
     MT_TRY(mt_gpt_forward(ctx, &w->gpt, &batch, ids.data, targets.data, losses, &w->saved));
     MT_TRY(mt_sum(ctx, losses, loss));
@@ -177,7 +271,8 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
 static mt_status micro_batches(worker *w, int step, float *loss) {
     const model *m = w->run->model;
     mt_context *ctx = w->rank.ctx;
-    int64_t each = mt_invariant_micro_batch(m->invariant_data, m->sequences), share = m->sequences / w->rank.grid.data_size;
+    int64_t each = mt_invariant_micro_batch(m->invariant_data, m->sequences),
+            share = m->sequences / w->rank.grid.data_size;
     int64_t n = share / each;
     mt_tensor losses;
     size_t mark = mt_arena_mark(ctx);
@@ -231,7 +326,8 @@ static mt_status infer(worker *w) {
         }
         MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, lengths[i], &ids));
         MT_TRY(mt_arena_tensor(ctx, MT_F32, lengths[i], m->gpt.vocab, &logits));
-        for (int64_t t = 0; t < lengths[i] && is_real(w); t++) ((int32_t *)ids.data)[t] = token_of(0, 0, t, m->gpt.vocab);
+        for (int64_t t = 0; t < lengths[i] && is_real(w); t++)
+            ((int32_t *)ids.data)[t] = token_of(0, 0, t, m->gpt.vocab);
         MT_TRY(mt_gpt_logits(ctx, &w->gpt, &batch, ids.data, logits));
         MT_TRY(record(w, "logits", "", 0, logits.data, n));
         mt_arena_release(ctx, mark);
@@ -266,7 +362,8 @@ static mt_status train(worker *w) {
 }
 
 /* peak: of the arena; may be NULL. */
-static mt_status in_rank(mt_comm *world, const run *run, mt_context_desc where, mt_status (*f)(worker *), size_t *peak) {
+static mt_status in_rank(mt_comm *world, const run *run, mt_context_desc where, mt_status (*f)(worker *),
+                         size_t *peak) {
     worker w = {.run = run};
     mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
     where.invariant = run->invariant;
@@ -310,7 +407,11 @@ static void check_model(const model *m) {
     int n = list_splits(m, list);
     for (int s = 0; s < n; s++) {
         if (s > 0 && !test_takes((size_t)(s + (m - models)), 3)) continue;
-        run r = {.name = m->name, .model = m, .split = list[s], .invariant = m->invariant, .reference = &reference,
+        run r = {.name = m->name,
+                 .model = m,
+                 .split = list[s],
+                 .invariant = m->invariant,
+                 .reference = &reference,
                  .compares = s > 0};
         plan(&r);
         test_launch(list[s].tensor * list[s].data, train_rank, &r);
@@ -332,7 +433,11 @@ static void test_default_mode_differs(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         int differs = 0;
-        run r = {.name = "default", .model = &models[0], .split = splits[i], .reference = &reference, .compares = i > 0,
+        run r = {.name = "default",
+                 .model = &models[0],
+                 .split = splits[i],
+                 .reference = &reference,
+                 .compares = i > 0,
                  .differs = &differs};
         plan(&r);
         test_launch(splits[i].tensor * splits[i].data, train_rank, &r);
@@ -341,7 +446,7 @@ static void test_default_mode_differs(void **state) {
     free(reference.data);
 }
 
-/* ---- layers by themselves ------------------------------------------------------------------------------------------ */
+/* ---- layers by themselves ---------------------------------------------------------------------------------------- */
 
 #define TOKENS 32
 #define SEQ 8
@@ -427,7 +532,8 @@ static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, mt_tensor_cols(wide, 1 + first, local), y, &saved));
     MT_TRY(record_rows(w, "y", y));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, mt_tensor_cols(dwide, 1 + first, local), &saved));
-    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tensor, dwide.data, dwide.data, TOKENS * 50, MT_F32, MT_SUM)); /* others are 0 */
+    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tensor, dwide.data, dwide.data, TOKENS * 50, MT_F32,
+                         MT_SUM)); /* others are 0 */
     return record_rows(w, "dx", dwide);
 }
 
@@ -464,8 +570,13 @@ static mt_status mlp_of_one_token(worker *w, int sp) {
 
 static mt_status attention(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
-    mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 20, .kv_heads = 10, .rotary_base = 100.0f, .max_seq = SEQ,
-                                .dropout = 0.2f, .sequence_parallel = sp};
+    mt_self_attention_desc d = {.hidden = HIDDEN,
+                                .heads = 20,
+                                .kv_heads = 10,
+                                .rotary_base = 100.0f,
+                                .max_seq = SEQ,
+                                .dropout = 0.2f,
+                                .sequence_parallel = sp};
     mt_self_attention layer;
     mt_self_attention_saved saved;
     mt_batch batch = layer_batch();
@@ -490,8 +601,8 @@ static mt_status same_communication(const test_rank *r, int sp) {
 
 static mt_status transformer_layer(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
-    mt_transformer_layer_desc d = {.hidden = HIDDEN, .heads = 10, .attention_dropout = 0.1f, .hidden_dropout = 0.1f,
-                                   .sequence_parallel = sp};
+    mt_transformer_layer_desc d = {
+        .hidden = HIDDEN, .heads = 10, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .sequence_parallel = sp};
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;
     mt_batch batch = layer_batch();
@@ -550,9 +661,16 @@ static mt_status cross_entropy(worker *w, int sp) {
 static const struct {
     const char *name;
     mt_status (*run)(worker *w, int sequence_parallel);
-} layers[] = {{"column", column},       {"column in parts", column_in_parts}, {"row", row},
-              {"row in parts", row_in_parts}, {"row of a wider buffer", row_of_a_wider_buffer}, {"mlp", mlp}, {"mlp of one token", mlp_of_one_token},
-              {"attention", attention}, {"transformer layer", transformer_layer}, {"embedding", embedding},
+} layers[] = {{"column", column},
+              {"column in parts", column_in_parts},
+              {"row", row},
+              {"row in parts", row_in_parts},
+              {"row of a wider buffer", row_of_a_wider_buffer},
+              {"mlp", mlp},
+              {"mlp of one token", mlp_of_one_token},
+              {"attention", attention},
+              {"transformer layer", transformer_layer},
+              {"embedding", embedding},
               {"cross-entropy", cross_entropy}};
 #define LAYERS (int)(sizeof layers / sizeof *layers)
 
@@ -575,8 +693,12 @@ static void test_layers(void **state) {
         trace reference = {0};
         for (int tensor = 1; tensor <= RANKS; tensor *= 2)
             for (int sp = 0; sp <= (tensor > 1); sp++) {
-                run r = {.name = layers[i].name, .layer = i, .split = {tensor, 1, sp}, .invariant = 8,
-                         .reference = &reference, .compares = tensor > 1};
+                run r = {.name = layers[i].name,
+                         .layer = i,
+                         .split = {tensor, 1, sp},
+                         .invariant = 8,
+                         .reference = &reference,
+                         .compares = tensor > 1};
                 test_launch(tensor, layer_rank, &r);
             }
         assert_true(reference.count > TOKENS);
@@ -584,7 +706,7 @@ static void test_layers(void **state) {
     }
 }
 
-/* ---- what is refused ----------------------------------------------------------------------------------------------- */
+/* ---- what is refused --------------------------------------------------------------------------------------------- */
 
 static void refuse_context(int invariant, int invariant_data) {
     mt_comm *world = NULL;
@@ -657,7 +779,8 @@ static void test_refused_calls(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards",
             mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, &saved));
     test_untouched("y", (const float *)y.data, 12 * 16, 2.0f);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference may */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference may */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &linear, small, ysmall, &linear_saved));
     REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards",
             mt_row_parallel_linear_backward(r.ctx, &linear, small, dsmall, &linear_saved));
@@ -712,7 +835,7 @@ static void test_refused_context_of_another_mode(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* ---- small parts --------------------------------------------------------------------------------------------------- */
+/* ---- small parts ------------------------------------------------------------------------------------------------- */
 
 static void test_micro_batch_sizes(void **state) {
     (void)state;

@@ -1,5 +1,5 @@
-/* test_invariant_any_gemm.c - test_invariant.c once more, with a GEMM that rounds differently for every size, leading dimension
-   and alignment, whatever library the other tests are built with.
+/* test_invariant_any_gemm.c - test_invariant.c once more, with a GEMM that rounds differently for every size, leading
+   dimension and alignment, whatever library the other tests are built with.
 
    cc -std=gnu17 -O2 -I. tests/test_invariant_any_gemm.c -lpthread -lm                                        */
 

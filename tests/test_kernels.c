@@ -1301,7 +1301,7 @@ static void test_bad_norm(void **state) {
                    FORWARD(MT_LAYER_NORM, mt_tensor_cols(x, 0, 0), g, none, 0, y, none));
     assert_int_equal(mt_norm_forward(NULL, MT_LAYER_NORM, x, g, none, 0, y, none), MT_ERR_ARGUMENT);
 #undef FORWARD
-#define BACKWARD(kind, gain, stats, dy, dres, dx, dgain, dbias) \
+#define BACKWARD(kind, gain, stats, dy, dres, dx, dgain, dbias)                                                        \
     mt_norm_backward(ctx, kind, x, gain, stats, dy, dres, dx, dgain, dbias)
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "norm -1", BACKWARD((mt_norm_kind)-1, g, st, y, none, y, g, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "gain is [1, 5]", BACKWARD(MT_LAYER_NORM, g5, st, y, none, y, g, none));
@@ -1576,8 +1576,18 @@ static void test_meta(void **state) {
     ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &c));
 #define NEW(t, rows, cols) ASSERT_STATUS(c, MT_SUCCESS, mt_arena_tensor(c, MT_F32, rows, cols, &t))
 #define FINE(call) ASSERT_STATUS(c, MT_SUCCESS, call)
-    NEW(x, 6, 16); NEW(y, 6, 16); NEW(z, 6, 16); NEW(row, 1, 16); NEW(st, 6, 2); NEW(one, 1, 1); NEW(logits, 6, 32);
-    NEW(loss, 1, 6); NEW(qkv, 6, 32); NEW(out, 6, 16); NEW(lse, 4, 6); NEW(table, 3, 4);
+    NEW(x, 6, 16);
+    NEW(y, 6, 16);
+    NEW(z, 6, 16);
+    NEW(row, 1, 16);
+    NEW(st, 6, 2);
+    NEW(one, 1, 1);
+    NEW(logits, 6, 32);
+    NEW(loss, 1, 6);
+    NEW(qkv, 6, 32);
+    NEW(out, 6, 16);
+    NEW(lse, 4, 6);
+    NEW(table, 3, 4);
     used = mt_arena_mark(c);
     FINE(mt_fill(c, x, 1));
     FINE(mt_copy(c, x, y));
@@ -1589,18 +1599,24 @@ static void test_meta(void **state) {
     FINE(mt_download(c, x, host));
     assert_true(host[0] == 0 && host[95] == 0);
     FINE(mt_gemm(c, MT_NO_TRANS, MT_TRANS, 1, x, y, 0, mt_tensor_f32((float *)z.data, 6, 6)));
-    FINE(mt_bias_forward(c, x, row)); FINE(mt_bias_backward(c, x, row));
-    FINE(mt_activation_forward(c, MT_GELU_ERF, x, row, y)); FINE(mt_activation_backward(c, MT_GELU_ERF, x, y, x, row));
+    FINE(mt_bias_forward(c, x, row));
+    FINE(mt_bias_backward(c, x, row));
+    FINE(mt_activation_forward(c, MT_GELU_ERF, x, row, y));
+    FINE(mt_activation_backward(c, MT_GELU_ERF, x, y, x, row));
     FINE(mt_norm_forward(c, MT_LAYER_NORM, x, row, row, 1e-5f, y, st));
     FINE(mt_norm_backward(c, MT_LAYER_NORM, x, row, st, y, z, z, row, row));
     FINE(mt_random_normal(c, x, 1, at));
-    FINE(mt_bias_dropout_add_forward(c, x, row, y, off, z)); FINE(mt_bias_dropout_add_backward(c, x, off, x, row));
-    FINE(mt_attention_forward(c, &s, qkv, out, lse)); FINE(mt_attention_backward(c, &s, qkv, out, lse, x, logits));
+    FINE(mt_bias_dropout_add_forward(c, x, row, y, off, z));
+    FINE(mt_bias_dropout_add_backward(c, x, off, x, row));
+    FINE(mt_attention_forward(c, &s, qkv, out, lse));
+    FINE(mt_attention_backward(c, &s, qkv, out, lse, x, logits));
     FINE(mt_rotary_table(c, 100, table));
     FINE(mt_rotary_forward(c, &s, table, qkv));
     FINE(mt_rotary_backward(c, &s, table, qkv));
-    FINE(mt_ids_check(c, "id", ids, 6, 5, 0)); FINE(mt_position_ids(c, 0, 3, ids, 6));
-    FINE(mt_embedding_forward(c, x, 0, ids, 0, y)); FINE(mt_embedding_backward(c, y, 0, ids, x));
+    FINE(mt_ids_check(c, "id", ids, 6, 5, 0));
+    FINE(mt_position_ids(c, 0, 3, ids, 6));
+    FINE(mt_embedding_forward(c, x, 0, ids, 0, y));
+    FINE(mt_embedding_backward(c, y, 0, ids, x));
     FINE(mt_cross_entropy_stats(c, &ce, logits, ids, mt_tensor_f32((float *)z.data, 6, 4)));
     FINE(mt_cross_entropy_combine(c, &ce, mt_tensor_f32((float *)z.data, 6, 4), 1, ids, loss,
                                   mt_tensor_rows(lse, 0, 2)));
@@ -1638,7 +1654,8 @@ int main(void) {
         REF_TEST(test_normal_split),
         REF_TEST(test_normal_statistics),
         REF_TEST(test_bias_dropout_add),
-        REF_TEST(test_dropout_rate), REF_TEST(test_dropout_threshold),
+        REF_TEST(test_dropout_rate),
+        REF_TEST(test_dropout_threshold),
         REF_TEST(test_attention),
         REF_TEST(test_attention_panels),
         REF_TEST(test_attention_padding),

@@ -1,19 +1,34 @@
-/* test_launch.c - mt_world_from_env, without a launcher: the test sets the environment that one would set, and looks at what
-   the one rank, or the threads, are told; every environment that is wrong; where the ranks would meet.               */
+/* test_launch.c - mt_world_from_env, without a launcher: the test sets the environment that one would set, and looks
+   at what the one rank, or the threads, are told; every environment that is wrong; where the ranks would meet.       */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
 #include "mt_test.h"
 
-/* ---- an environment ------------------------------------------------------------------------------------------------ */
+/* ---- an environment ---------------------------------------------------------------------------------------------- */
 
 /* Everything that is read, so that what the test itself was started by does not count. */
 static void clear_environment(void) {
-    static const char *const names[] = {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "SLURM_STEP_ID",
-        "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST",
-        "SLURM_JOB_NODELIST", "NCCL_COMM_ID"};
+    static const char *const names[] = {"RANK",
+                                        "WORLD_SIZE",
+                                        "LOCAL_RANK",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT",
+                                        "OMPI_COMM_WORLD_RANK",
+                                        "OMPI_COMM_WORLD_SIZE",
+                                        "OMPI_COMM_WORLD_LOCAL_RANK",
+                                        "PMI_RANK",
+                                        "PMI_SIZE",
+                                        "MPI_LOCALRANKID",
+                                        "SLURM_JOB_ID",
+                                        "SLURM_STEP_ID",
+                                        "SLURM_PROCID",
+                                        "SLURM_NTASKS",
+                                        "SLURM_STEP_NUM_TASKS",
+                                        "SLURM_LOCALID",
+                                        "SLURM_STEP_NODELIST",
+                                        "SLURM_JOB_NODELIST",
+                                        "NCCL_COMM_ID"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
@@ -30,7 +45,7 @@ static void set_environment(const char *text) {
     }
 }
 
-/* ---- what came of it ----------------------------------------------------------------------------------------------- */
+/* ---- what came of it --------------------------------------------------------------------------------------------- */
 
 typedef struct result {
     int wanted;        /* the rank that is to look around */
@@ -67,7 +82,7 @@ static mt_status start(result *r, const char *environment, int ranks) {
     return mt_world_from_env(&d, look_around, r);
 }
 
-/* ---- environments that are right ----------------------------------------------------------------------------------- */
+/* ---- environments that are right --------------------------------------------------------------------------------- */
 
 typedef struct place {
     const char *environment;
@@ -92,8 +107,8 @@ static const place places[] = {
     /* a step smaller than its job */
     {"SLURM_STEP_ID=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=16 SLURM_LOCALID=1", 2, 1, 1, 2, 1},
     /* srun --mpi=pmi2, whose variables are like Hydra's */
-    {"SLURM_STEP_ID=0 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16 SLURM_NTASKS=16 PMI_RANK=9 PMI_SIZE=16", 16, 1, 9,
-     16, 1},
+    {"SLURM_STEP_ID=0 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16 SLURM_NTASKS=16 PMI_RANK=9 PMI_SIZE=16",
+     16, 1, 9, 16, 1},
     /* no local rank: the rank */
     {"RANK=2 WORLD_SIZE=4", 0, 1, 2, 4, 2},
     {"PMI_RANK=1 PMI_SIZE=2", 0, 1, 1, 2, 1},
@@ -117,7 +132,8 @@ static void test_places(void **state) {
         mt_status status = start(&r, p->environment, p->ranks);
         if (status != MT_SUCCESS) fail_msg("\"%s\": %s: %s", p->environment, mt_status_name(status), r.line);
         if (r.calls != p->calls || r.rank != p->rank || r.size != p->size || r.local_rank != p->local_rank)
-            fail_msg("\"%s\": %d calls, rank %d of %d, local rank %d", p->environment, r.calls, r.rank, r.size, r.local_rank);
+            fail_msg("\"%s\": %d calls, rank %d of %d, local rank %d", p->environment, r.calls, r.rank, r.size,
+                     r.local_rank);
         assert_int_equal(r.lines, 0);
     }
 }
@@ -145,7 +161,7 @@ static void test_local_rank_of_threads(void **state) {
     assert_int_equal(mt_comm_local_rank(NULL), 0);
 }
 
-/* ---- environments that are wrong ----------------------------------------------------------------------------------- */
+/* ---- environments that are wrong --------------------------------------------------------------------------------- */
 
 typedef struct wrong {
     const char *environment;
@@ -189,7 +205,8 @@ static const wrong wrongs[] = {
     {"RANK=1 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=65535", 4, "MASTER_PORT is \"65535\""},
     {"RANK=1 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=0", 4, "MASTER_PORT is \"0\""},
     {"RANK=1 WORLD_SIZE=4 MASTER_ADDR='' MASTER_PORT=1", 4, "MASTER_ADDR is \"\"|no host"},
-    {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=n[", 2, "SLURM_STEP_NODELIST is \"n[\""},
+    {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=n[", 2,
+     "SLURM_STEP_NODELIST is \"n[\""},
     {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=x SLURM_JOB_NODELIST=n1", 2, "SLURM_JOB_ID is \"x\""},
 };
 
@@ -206,7 +223,8 @@ static void test_wrong_environments(void **state) {
         result r = {.wanted = 0};
         mt_status status = start(&r, wrongs[i].environment, wrongs[i].ranks);
         if (status != MT_ERR_ARGUMENT || r.calls != 0 || r.lines != 1)
-            fail_msg("\"%s\": %s, %d calls, %d sentences", wrongs[i].environment, mt_status_name(status), r.calls, r.lines);
+            fail_msg("\"%s\": %s, %d calls, %d sentences", wrongs[i].environment, mt_status_name(status), r.calls,
+                     r.lines);
         assert_words(r.line, "mt_world_from_env: ");
         assert_words(r.line, wrongs[i].words);
     }
@@ -229,7 +247,7 @@ static void test_arguments(void **state) {
     assert_int_equal(r.calls, 1);
 }
 
-/* ---- a rank that fails, and the status of the process --------------------------------------------------------------- */
+/* ---- a rank that fails, and the status of the process ------------------------------------------------------------ */
 
 static void test_failure(void **state) {
     result r = {.returns = MT_ERR_SHAPE};
@@ -242,7 +260,7 @@ static void test_failure(void **state) {
     assert_words(r.line, "rank 2 of 4: MT_ERR_PEER");
 }
 
-/* ---- a world that nothing connects ----------------------------------------------------------------------------------- */
+/* ---- a world that nothing connects ------------------------------------------------------------------------------- */
 
 /* Without MPI and NCCL, which this program is built without. */
 static mt_status try_everything(mt_comm *world, void *user) {
@@ -305,7 +323,7 @@ static void test_world_of_one(void **state) {
     assert_int_equal(mt_world_from_env(NULL, one_alone, NULL), MT_SUCCESS);
 }
 
-/* ---- where ranks meet ------------------------------------------------------------------------------------------------ */
+/* ---- where ranks meet -------------------------------------------------------------------------------------------- */
 
 static void test_first_host(void **state) {
     static const char *const lists[][2] = {
@@ -353,12 +371,16 @@ static void test_rendezvous(void **state) {
         {"RANK=1 WORLD_SIZE=2 NCCL_COMM_ID=x:1 MASTER_ADDR=n1 MASTER_PORT=5", ""}, /* it is set already */
         {"PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=5", "n1:6"},
         {"SLURM_STEP_ID=2 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=4097 SLURM_JOB_NODELIST=n[08-11]", "n08:61443"},
-        {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=8191 SLURM_JOB_NODELIST=n1 SLURM_STEP_NODELIST=n[5-6]",
+        {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=8191 SLURM_JOB_NODELIST=n1 "
+         "SLURM_STEP_NODELIST=n[5-6]",
          "n5:65535"},
         {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n1 MASTER_ADDR=m", "m:61441"},
-        {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n[1-2] MASTER_PORT=9", "n1:10"},
-        {"SLURM_STEP_ID=0 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=n[1-2] "
-         "PMI_RANK=9 PMI_SIZE=16", "n1:61447"}, /* --mpi=pmi2 */
+        {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n[1-2] MASTER_PORT=9",
+         "n1:10"},
+        {"SLURM_STEP_ID=0 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16 SLURM_JOB_ID=7 "
+         "SLURM_STEP_NODELIST=n[1-2] "
+         "PMI_RANK=9 PMI_SIZE=16",
+         "n1:61447"}, /* --mpi=pmi2 */
         {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=1", ""},
         {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NODELIST=n1", ""},
     };
@@ -374,10 +396,14 @@ static void test_rendezvous(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_places),     cmocka_unit_test(test_local_rank_of_threads),
-        cmocka_unit_test(test_wrong_environments), cmocka_unit_test(test_arguments),
-        cmocka_unit_test(test_failure),    cmocka_unit_test(test_unconnected),
-        cmocka_unit_test(test_world_of_one), cmocka_unit_test(test_first_host),
+        cmocka_unit_test(test_places),
+        cmocka_unit_test(test_local_rank_of_threads),
+        cmocka_unit_test(test_wrong_environments),
+        cmocka_unit_test(test_arguments),
+        cmocka_unit_test(test_failure),
+        cmocka_unit_test(test_unconnected),
+        cmocka_unit_test(test_world_of_one),
+        cmocka_unit_test(test_first_host),
         cmocka_unit_test(test_rendezvous),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

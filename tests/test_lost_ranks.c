@@ -1,6 +1,6 @@
-/* test_lost_ranks.c - ranks that are threads, 2 to 8 of them, and one that is lost: stuck in the user's code, returned, failed.
-   Every other rank ends in time, whichever call it is in, in the world or in a group of a grid, with a sentence that names the
-   call and the lost rank; nothing is half done; and the launch comes back.                                              */
+/* test_lost_ranks.c - ranks that are threads, 2 to 8 of them, and one that is lost: stuck in the user's code,
+   returned, failed. Every other rank ends in time, whichever call it is in, in the world or in a group of a grid,
+   with a sentence that names the call and the lost rank; nothing is half done; and the launch comes back. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -12,25 +12,32 @@
 #define MAX_RANKS 8
 #define COUNT 6
 #define TIMEOUT 0.25
-#define TRIES 5 /* with a timeout that doubles: on a machine that is busy with other things, others may be late, too */
+#define TRIES                                                                                                          \
+    5 /* with a timeout that doubles: on a machine that is busy with other things, others may be late, too             \
+       */
 
 enum { STUCK, RETURNS, FAILS, FAULTS };
 enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST_TO, BROADCAST_FROM, BARRIER, SPLIT, RING, RECV, SEND, CALLS };
 
-static const char *const call_names[] = {"all_reduce(count 6, f32, sum) on ", "all_gather(count 6, f32) on ",
-                                         "reduce_scatter(count 6, f32, sum) on ", "broadcast(count 6, f32, root ",
-                                         "broadcast(count 6, f32, root ", "barrier on ", "split on ",
-                                         "send_recv(count 6 to rank ", "recv(count 6, f32, from rank ",
+static const char *const call_names[] = {"all_reduce(count 6, f32, sum) on ",
+                                         "all_gather(count 6, f32) on ",
+                                         "reduce_scatter(count 6, f32, sum) on ",
+                                         "broadcast(count 6, f32, root ",
+                                         "broadcast(count 6, f32, root ",
+                                         "barrier on ",
+                                         "split on ",
+                                         "send_recv(count 6 to rank ",
+                                         "recv(count 6, f32, from rank ",
                                          "send(count 6, f32, to rank "};
 
 typedef struct loss {
     int ranks, victim, fault, call;
-    int in_group;           /* the call is made in the half of the world that the victim is in */
-    int here, ended;        /* ranks that have begun, and survivors that have come to their end */
-    int given_up;           /* how many sentences there were when `stuck` was called; 0: it was not */
+    int in_group;    /* the call is made in the half of the world that the victim is in */
+    int here, ended; /* ranks that have begun, and survivors that have come to their end */
+    int given_up;    /* how many sentences there were when `stuck` was called; 0: it was not */
     double timeout;
     void (*stuck)(void *user);
-    char wrong[2500];       /* what was not as it should be; "": nothing */
+    char wrong[2500]; /* what was not as it should be; "": nothing */
     mt_status status[MAX_RANKS];
     double seconds[MAX_RANKS];
     char said[MAX_RANKS][1200], line[2 * MAX_RANKS][1200];
@@ -69,7 +76,7 @@ static void meet(loss *l) {
 /* A rank that is stuck comes back when it is too late: all survivors have ended without it. */
 static mt_status be_lost(loss *l, mt_context *ctx) {
     if (l->fault == STUCK) wait_until(&l->ended, l->ranks - 1);
-    return l->fault == FAILS ? mti_fail(ctx, MT_ERR_DATA, "loss is 17") : MT_SUCCESS;
+    return l->fault == FAILS ? mt_fail(ctx, MT_ERR_DATA, "loss is 17") : MT_SUCCESS;
 }
 
 static mt_status make_call(const loss *l, mt_context *ctx, mt_comm *c, int victim, float *a, float *b) {
@@ -147,14 +154,16 @@ static loss *new_loss(int fault, int ranks, int victim) {
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-static void wrong(loss *l, const char *format, ...) {
+static void
+wrong(loss *l, const char *format, ...) {
     va_list args;
     va_start(args, format);
     if (!l->wrong[0]) vsnprintf(l->wrong, sizeof l->wrong, format, args);
     va_end(args);
 }
 
-/* Repeats what went wrong with a rank that is stuck, whom others wait for in vain, as long as it may have been for others. */
+/* Repeats what went wrong with a rank that is stuck, whom others wait for in vain, as long as it may have been for
+ * others. */
 static void lose_in_time(loss *l, void (*lose_once)(loss *l)) {
     const loss wanted = *l;
     int try;
@@ -179,7 +188,8 @@ static void look_at(loss *l, int rank) {
     snprintf(who, sizeof who, "rank %d", l->victim % half);
     if (l->status[rank] != expected && !(late && l->status[rank] == MT_ERR_PEER))
         wrong(l, "rank %d: %s: %s", rank, mt_status_name(l->status[rank]), said);
-    if (l->seconds[rank] > (l->fault == STUCK ? 20 * l->timeout : 30)) wrong(l, "rank %d: %.2f s", rank, l->seconds[rank]);
+    if (l->seconds[rank] > (l->fault == STUCK ? 20 * l->timeout : 30))
+        wrong(l, "rank %d: %.2f s", rank, l->seconds[rank]);
     if (beside) return; /* whoever of the victim's group it saw first */
     if (!strstr(said, what) || !strstr(said, who) || (!late && !strstr(said, call_names[l->call])))
         wrong(l, "rank %d, %s, lost %s: %s", rank, call_names[l->call], who, said);
@@ -189,8 +199,10 @@ static void lose_once(loss *l) {
     static const mt_status statuses[] = {MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_DATA};
     mt_status status = launch(l, lossy_rank);
     int r;
-    if (status != statuses[l->fault]) wrong(l, "%s: the launch returns %s", call_names[l->call], mt_status_name(status));
-    if (l->lines != l->ranks - 1 + (l->fault == FAILS)) wrong(l, "%d sentences", l->lines); /* one of each that failed */
+    if (status != statuses[l->fault])
+        wrong(l, "%s: the launch returns %s", call_names[l->call], mt_status_name(status));
+    if (l->lines != l->ranks - 1 + (l->fault == FAILS))
+        wrong(l, "%d sentences", l->lines); /* one of each that failed */
     for (r = 0; r < l->ranks; r++)
         if (r != l->victim) look_at(l, r);
 }
@@ -230,7 +242,7 @@ static void test_lost_in_a_group(void **state) {
     }
 }
 
-/* ---- stuck until the launch has said so ------------------------------------------------------------------------------ */
+/* ---- stuck until the launch has said so -------------------------------------------------------------------------- */
 
 static mt_status patient_rank(mt_comm *world, void *user) {
     loss *l = (loss *)user;
@@ -311,7 +323,7 @@ static void test_launch_does_not_give_up_early(void **state) {
     assert_non_null(strstr(l->line[2], "rank 1 of 2: MT_ERR_IO"));
 }
 
-/* ---- a rank whose thread is cancelled ------------------------------------------------------------------------------ */
+/* ---- a rank whose thread is cancelled ---------------------------------------------------------------------------- */
 
 enum { OUTSIDE, WAITING, WAITING_LONG, CANCELLED };
 
@@ -332,7 +344,8 @@ static mt_status cancelled_rank(mt_comm *world, void *user) {
     mt_status status = MT_SUCCESS;
     if (rank == 1) c->thread = pthread_self();
     meet(&c->l);
-    while (rank == 1 && c->where == OUTSIDE) { /* ThreadSanitizer does not survive being cancelled in its own nanosleep */
+    while (rank == 1 &&
+           c->where == OUTSIDE) { /* ThreadSanitizer does not survive being cancelled in its own nanosleep */
         sched_yield();
         pthread_testcancel();
     }
@@ -378,7 +391,7 @@ static void test_cancelled(void **state) {
     for (where = 0; where < CANCELLED; where++) cancel_rank(where);
 }
 
-/* ---- a process that is stopped for longer than the timeout --------------------------------------------------------- */
+/* ---- a process that is stopped for longer than the timeout ------------------------------------------------------- */
 
 /* Half a second of work, in which a stop costs one piece. */
 static mt_status working_rank(mt_comm *world, void *user) {
@@ -426,7 +439,7 @@ static void test_stopped_process(void **state) {
     close(begun[1]);
 }
 
-/* ---- a grid: 2 x tensor, 4 x data ---------------------------------------------------------------------------------- */
+/* ---- a grid: 2 x tensor, 4 x data -------------------------------------------------------------------------------- */
 
 /* As a training step: in the tensor group, in the data group, all together. */
 static mt_status grid_rank(mt_comm *world, void *user) {
@@ -467,7 +480,8 @@ static void lose_in_grid(loss *l) {
         if (r == l->victim) continue;
         if ((l->status[r] != MT_ERR_PEER && l->status[r] != MT_ERR_TIMEOUT) || (waits_for_it && l->status[r] != direct))
             wrong(l, "rank %d: %s: %s", r, mt_status_name(l->status[r]), l->said[r]);
-        if (!strstr(l->said[r], "all_reduce(count 6, f32, sum) on \"world/") && !strstr(l->said[r], "barrier on \"world\""))
+        if (!strstr(l->said[r], "all_reduce(count 6, f32, sum) on \"world/") &&
+            !strstr(l->said[r], "barrier on \"world\""))
             wrong(l, "rank %d: %s", r, l->said[r]);
         if (l->seconds[r] > (l->fault == STUCK ? 20 * l->timeout : 30)) wrong(l, "rank %d: %.2f s", r, l->seconds[r]);
     }
@@ -481,8 +495,10 @@ static void test_grid(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_gone), cmocka_unit_test(test_stuck),
-                                       cmocka_unit_test(test_lost_in_a_group), cmocka_unit_test(test_grid),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_gone),
+                                       cmocka_unit_test(test_stuck),
+                                       cmocka_unit_test(test_lost_in_a_group),
+                                       cmocka_unit_test(test_grid),
                                        cmocka_unit_test(test_launch_does_not_wait_in_silence),
                                        cmocka_unit_test(test_launch_gives_up),
                                        cmocka_unit_test(test_launch_does_not_give_up_early),

@@ -1,4 +1,5 @@
-/* test_parallel.c - mt_parallel.h: grid, parameters, parallel linear layers, embedding, cross-entropy, gradients, AdamW.
+/* test_parallel.c - mt_parallel.h: grid, parameters, parallel linear layers, embedding, cross-entropy, gradients,
+   AdamW.
 
    Every layer runs on 1, 2, 3, 4 and 8 tensor ranks and is compared with the same computation written plainly in double
    precision here, and with the library on one rank.
@@ -17,7 +18,8 @@ static const int splits[] = {1, 2, 3, 4, 8};
 
 /* ---- grid -------------------------------------------------------------------------------------------------------- */
 
-/* The 16 GPUs of the docstring of Megatron-LM's initialize_model_parallel: tensor 2, pipeline 4, so data 2. Its groups: */
+/* The 16 GPUs of the docstring of Megatron-LM's initialize_model_parallel: tensor 2, pipeline 4, so data 2. Its groups:
+ */
 #define WORLD 16
 static const mt_grid_desc megatron_grid = {.tensor = 2, .pipeline = 4};
 static const int groups_of_megatron[5][8][9] = {
@@ -202,7 +204,13 @@ static const mt_param_desc some_params[] = {
     {.name = "rows.units", .rows = 36, .cols = 3, .init_std = 0.5f, .placement = MT_SPLIT_ROWS, .unit = 4},
     {.name = "cols", .rows = 3, .cols = 16, .init_std = 0.5f, .placement = MT_SPLIT_COLS},
     {.name = "cols.uneven", .rows = 3, .cols = 19, .init_std = 0.5f, .placement = MT_SPLIT_COLS},
-    {.name = "cols.parts.units", .rows = 4, .cols = 60, .init_std = 0.5f, .placement = MT_SPLIT_COLS, .parts = 2, .unit = 6},
+    {.name = "cols.parts.units",
+     .rows = 4,
+     .cols = 60,
+     .init_std = 0.5f,
+     .placement = MT_SPLIT_COLS,
+     .parts = 2,
+     .unit = 6},
 };
 #define SOME_PARAMS ((int)(sizeof some_params / sizeof *some_params))
 #define PARAM_MAX 512
@@ -228,7 +236,8 @@ static mt_status check_shard_shape(const mt_param *p, const mt_param_desc *d, in
     CHECK(p->grad.rows == p->value.rows && p->grad.cols == p->value.cols);
     CHECK(((uintptr_t)p->value.data & 63) == 0 && ((uintptr_t)p->grad.data & 63) == 0);
     CHECK(p->tensor_size == ranks);
-    CHECK(p->desc.name == p->name && strcmp(p->name, d->name) == 0 && p->desc.rows == d->rows && p->desc.cols == d->cols);
+    CHECK(p->desc.name == p->name && strcmp(p->name, d->name) == 0 && p->desc.rows == d->rows &&
+          p->desc.cols == d->cols);
     return MT_SUCCESS;
 }
 
@@ -328,7 +337,8 @@ static mt_param *add_matrix(test_rank *r, const char *name, int64_t rows, int64_
 }
 
 /* n = 60000 draws: the mean has a standard error of std / 245, the variance one of std^2 * 0.6 %, the share beyond two
-   standard deviations (4.55 %) one of 0.085 %, a correlation one of 0.4 %. Four of each are allowed; the seed is fixed. */
+   standard deviations (4.55 %) one of 0.085 %, a correlation one of 0.4 %. Four of each are allowed; the seed is fixed.
+ */
 static void test_initial_values_are_normal(void **state) {
     const int64_t n = 200 * 300;
     double sum = 0, square = 0, cross = 0, beyond = 0;
@@ -383,10 +393,18 @@ static void test_params_add_refuses(void **state) {
         {{.name = "a", .rows = 0, .cols = 3}, MT_ERR_SHAPE, "'a'|[0, 3]"},
         {{.name = "a", .rows = 3, .cols = -7}, MT_ERR_SHAPE, "[3, -7]"},
         {{.name = "a", .rows = INT64_MAX / 2, .cols = 4}, MT_ERR_SHAPE, "[4611686018427387903, 4]"},
-        {{.name = "a", .rows = 9, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2}, MT_ERR_SHAPE, "9 features|2 parts"},
-        {{.name = "a", .rows = 8, .cols = 9, .placement = MT_SPLIT_COLS, .parts = 2}, MT_ERR_SHAPE, "9 features|2 parts"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = 5}, MT_ERR_SHAPE, "12 features|units of 5"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .unit = 4}, MT_ERR_SHAPE, "12|2|4"},
+        {{.name = "a", .rows = 9, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2},
+         MT_ERR_SHAPE,
+         "9 features|2 parts"},
+        {{.name = "a", .rows = 8, .cols = 9, .placement = MT_SPLIT_COLS, .parts = 2},
+         MT_ERR_SHAPE,
+         "9 features|2 parts"},
+        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = 5},
+         MT_ERR_SHAPE,
+         "12 features|units of 5"},
+        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .unit = 4},
+         MT_ERR_SHAPE,
+         "12|2|4"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = -2}, MT_ERR_SHAPE, "-2 parts"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = -1}, MT_ERR_SHAPE, "units of -1"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = (mt_placement)3}, MT_ERR_ARGUMENT, "placement 3"},
@@ -493,7 +511,8 @@ static const linear_case linear_cases[] = {
     {"column, two parts, gathered", 0, {.in_features = 16, .out_features = 22, .parts = 2, .gather_output = 1}},
     {"column, units", 0, {.in_features = 16, .out_features = 20, .unit = 4}},
     {"column, sequence-parallel", 0, {.in_features = 16, .out_features = 19, .sequence_parallel = 1}},
-    {"column, sequence-parallel, gathered, two parts", 0,
+    {"column, sequence-parallel, gathered, two parts",
+     0,
      {.in_features = 16, .out_features = 22, .parts = 2, .gather_output = 1, .sequence_parallel = 1}},
     {"row", 1, {.in_features = 24, .out_features = 16, .input_is_parallel = 1}},
     {"row, uneven", 1, {.in_features = 19, .out_features = 15, .input_is_parallel = 1}},
@@ -501,10 +520,13 @@ static const linear_case linear_cases[] = {
     {"row, whole input, uneven", 1, {.in_features = 19, .out_features = 15}},
     {"row, whole input, fewer than ranks", 1, {.in_features = 3, .out_features = 8}},
     {"row, whole input, two parts", 1, {.in_features = 22, .out_features = 16, .parts = 2}},
-    {"row, two parts of units", 1, {.in_features = 24, .out_features = 16, .parts = 2, .unit = 2, .input_is_parallel = 1}},
+    {"row, two parts of units",
+     1,
+     {.in_features = 24, .out_features = 16, .parts = 2, .unit = 2, .input_is_parallel = 1}},
     {"row, no bias", 1, {.in_features = 24, .out_features = 16, .input_is_parallel = 1, .no_bias = 1}},
     {"row, bias left to the caller", 1, {.in_features = 24, .out_features = 16, .skip_bias_add = 1}},
-    {"row, sequence-parallel", 1,
+    {"row, sequence-parallel",
+     1,
      {.in_features = 19, .out_features = 16, .input_is_parallel = 1, .sequence_parallel = 1}},
     {"row, sequence-parallel, whole input", 1, {.in_features = 19, .out_features = 16, .sequence_parallel = 1}},
 };
@@ -566,8 +588,8 @@ static mt_status linear_create(linear_run *l, const mt_linear_desc *d) {
     return mt_params_init(r->ctx, r->params, 3);
 }
 
-/* Inputs of a size that keeps every result near 1: |x| < 1, |dy| < 0.25, |w| < 0.5, |b| < 1; sums of at most 24 products.
-   Then a rounding error of 6e-8 per step stays well below the 1e-6 asked for. */
+/* Inputs of a size that keeps every result near 1: |x| < 1, |dy| < 0.25, |w| < 0.5, |b| < 1; sums of at most 24
+   products. Then a rounding error of 6e-8 per step stays well below the 1e-6 asked for. */
 static mt_status linear_open(linear_run *l) {
     const mt_linear_desc *d = &l->c->desc;
     test_rank *r = l->r;
@@ -626,8 +648,8 @@ static mt_tensor share_take(linear_run *l, share s, const float *global) {
     return t;
 }
 
-/* Compares a share with the double-precision reference; when `all` is not NULL, puts it there or, on more than one rank,
-   compares it with what one rank put there. */
+/* Compares a share with the double-precision reference; when `all` is not NULL, puts it there or, on more than one
+   rank, compares it with what one rank put there. */
 static mt_status share_check(linear_run *l, share s, const char *what, mt_tensor t, const double *want, float *all) {
     for (int64_t i = 0; i < s.rows; i++)
         for (int64_t j = 0; j < s.cols; j++) {
@@ -660,8 +682,8 @@ static mt_status check_ledger(test_rank *r, const char *what, mt_ledger want) {
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) {
         if (got.calls[k] == want.calls[k] && got.bytes[k] == want.bytes[k]) continue;
         fprintf(stderr, "%s: %s: %llu calls of %llu bytes, expected %llu of %llu\n", what,
-                mt_collective_name((mt_collective)k), (unsigned long long)got.calls[k], (unsigned long long)got.bytes[k],
-                (unsigned long long)want.calls[k], (unsigned long long)want.bytes[k]);
+                mt_collective_name((mt_collective)k), (unsigned long long)got.calls[k],
+                (unsigned long long)got.bytes[k], (unsigned long long)want.calls[k], (unsigned long long)want.bytes[k]);
         return MT_ERR_DATA;
     }
     mt_comm_ledger_reset(r->grid.tensor);
@@ -706,7 +728,8 @@ static mt_status linear_check_gradients(linear_run *l, linear_results *serial) {
     float *dw = test_floats(r, l->in * l->out, NAN), *db = test_floats(r, l->out, NAN);
     for (int64_t i = 0; i < l->in * l->out; i++) l->dw[i] *= 3;
     for (int64_t i = 0; i < l->out; i++) l->db[i] *= 3;
-    MT_TRY(mt_sync_gradients(r->ctx, r->params)); /* the bias of a sequence-parallel row layer saw its own tokens only */
+    MT_TRY(
+        mt_sync_gradients(r->ctx, r->params)); /* the bias of a sequence-parallel row layer saw its own tokens only */
     MT_TRY(mt_param_gather(r->ctx, r->params, l->weight, l->weight->grad, dw));
     MT_TRY(test_near("dw", dw, l->dw, l->in * l->out, 1e-6));
     if (r->grid.tensor_size == 1) memcpy(serial->dw, dw, (size_t)(l->in * l->out) * sizeof *dw);
@@ -821,7 +844,7 @@ static void test_column_layers_share_a_weight(void **state) {
     test_launch(2, shared_weight_rank, NULL);
 }
 
-/* ---- vocabulary-parallel embedding -------------------------------------------------------------------------------- */
+/* ---- vocabulary-parallel embedding ------------------------------------------------------------------------------- */
 
 #define FEATURES 5
 
@@ -860,7 +883,8 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
     MT_TRY(check_ledger(r, "embedding forward", want));
     MT_TRY(test_near("y", (const float *)out.data, y + first * FEATURES, rows * FEATURES, 1e-12));
     if (alone) memcpy(c->y, out.data, sizeof c->y);
-    MT_TRY(test_near_f32("y against one rank", (const float *)out.data, c->y + first * FEATURES, rows * FEATURES, 1e-12));
+    MT_TRY(
+        test_near_f32("y against one rank", (const float *)out.data, c->y + first * FEATURES, rows * FEATURES, 1e-12));
     memset(&want, 0, sizeof want);
     if (c->sequence_parallel) count(&want, MT_ALL_GATHER, TOKENS * FEATURES);
     MT_TRY(mt_vocab_parallel_embedding_backward(r->ctx, &e, ids, TOKENS, dout));
@@ -893,7 +917,9 @@ static mt_status embedding_rank(mt_comm *world, void *user) {
 }
 
 static void test_embedding_on_every_split(void **state) {
-    static embedding_case cases[EMBEDDING_CASES] = {{.vocab = 48}, {.vocab = 37}, {.vocab = 5},
+    static embedding_case cases[EMBEDDING_CASES] = {{.vocab = 48},
+                                                    {.vocab = 37},
+                                                    {.vocab = 5},
                                                     {.vocab = 48, .sequence_parallel = 1},
                                                     {.vocab = 37, .sequence_parallel = 1},
                                                     {.vocab = 3, .sequence_parallel = 1}};
@@ -901,7 +927,7 @@ static void test_embedding_on_every_split(void **state) {
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], embedding_rank, cases);
 }
 
-/* ---- vocabulary-parallel cross-entropy ----------------------------------------------------------------------------- */
+/* ---- vocabulary-parallel cross-entropy --------------------------------------------------------------------------- */
 
 typedef struct loss_case {
     int64_t vocab;
@@ -936,7 +962,8 @@ static void loss_reference_of(const loss_case *c, const float *logits, const int
     }
 }
 
-/* Tokens 0 to 3 have near ties at the top, where softmax is neither 0 nor 1 even at scale 1000; one target of each kind. */
+/* Tokens 0 to 3 have near ties at the top, where softmax is neither 0 nor 1 even at scale 1000; one target of each
+ * kind. */
 static void loss_inputs(const loss_case *c, float *logits, int32_t *targets) {
     uint64_t seed = 9;
     for (int64_t i = 0; i < TOKENS; i++) {
@@ -957,7 +984,8 @@ static mt_status loss_at_once(test_rank *r, const mt_cross_entropy_desc *d, mt_t
     mt_ledger want = {{0}, {0}};
     size_t mark = mt_arena_mark(r->ctx);
     mt_comm_ledger_reset(r->grid.tensor);
-    MT_TRY(mt_vocab_parallel_cross_entropy_forward_backward(r->ctx, r->grid.tensor, d, logits, targets, dloss, 0.5f, value));
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward_backward(r->ctx, r->grid.tensor, d, logits, targets, dloss, 0.5f,
+                                                            value));
     CHECK(mt_arena_mark(r->ctx) == mark);
     count(&want, MT_ALL_GATHER, r->grid.tensor_size * TOKENS * 4);
     MT_TRY(check_ledger(r, "cross-entropy at once", want));
@@ -1000,7 +1028,8 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     MT_TRY(test_near_f32("loss against one rank", (const float *)loss.data, c->loss, TOKENS,
                          c->smoothing > 0 ? c->loss_tolerance : 1e-6)); /* the mean is rounded per shard */
     mt_comm_ledger_reset(r->grid.tensor);
-    MT_TRY(mt_vocab_parallel_cross_entropy_backward(r->ctx, r->grid.tensor, &d, mt_tensor_f32(dloss, 1, TOKENS), 0.5f, &saved));
+    MT_TRY(mt_vocab_parallel_cross_entropy_backward(r->ctx, r->grid.tensor, &d, mt_tensor_f32(dloss, 1, TOKENS), 0.5f,
+                                                    &saved));
     memset(&want, 0, sizeof want);
     MT_TRY(check_ledger(r, "cross-entropy backward", want));
     for (int64_t i = 0; i < TOKENS; i++)
@@ -1036,20 +1065,20 @@ static mt_status loss_rank(mt_comm *world, void *user) {
 }
 
 /* Logits scaled by 1000, as in Megatron's test. A loss there is up to 2000, where neighbouring floats are 1.2e-4 apart:
-   half of that is allowed, and as much again with label smoothing, whose mean is a rounded sum. Gradients keep 1e-6, and
-   splits agree within it (a smoothed loss of 100 within a few ulps). */
+   half of that is allowed, and as much again with label smoothing, whose mean is a rounded sum. Gradients keep 1e-6,
+   and splits agree within it (a smoothed loss of 100 within a few ulps). */
 static void test_cross_entropy_on_every_split(void **state) {
     static loss_case cases[LOSS_CASES] = {
-        {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},     {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},
-        {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}},  {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}},
-        {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}},   {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}},
+        {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},      {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},
+        {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}},   {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}},
+        {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}},    {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}},
         {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}}, {37, 0.1f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}},
-        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}},    {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}}};
+        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}},     {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}}};
     (void)state;
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
 
-/* ---- gradients: sync, norm, clip ------------------------------------------------------------------------------------ */
+/* ---- gradients: sync, norm, clip --------------------------------------------------------------------------------- */
 
 typedef struct sync_case {
     mt_grid_desc grid;
@@ -1073,11 +1102,12 @@ static float rank_bit(const mt_grid *g, int tensor, int data, int pipeline) {
 
 static mt_status sync_body(test_rank *r) {
     const mt_grid *g = &r->grid;
-    mt_param *split = add_or_null(r, (mt_param_desc){.name = "split", .rows = 6, .cols = 3, .placement = MT_SPLIT_ROWS});
+    mt_param *split =
+        add_or_null(r, (mt_param_desc){.name = "split", .rows = 6, .cols = 3, .placement = MT_SPLIT_ROWS});
     mt_param *whole = add_or_null(r, (mt_param_desc){.name = "whole", .rows = 1, .cols = 5});
     mt_param *partial = add_or_null(r, (mt_param_desc){.name = "partial", .rows = 1, .cols = 5, .sequence_partial = 1});
-    mt_param *words = add_or_null(r, (mt_param_desc){.name = "words", .rows = 8, .cols = 2, .placement = MT_SPLIT_ROWS,
-                                                     .shared_embedding = 1});
+    mt_param *words = add_or_null(
+        r, (mt_param_desc){.name = "words", .rows = 8, .cols = 2, .placement = MT_SPLIT_ROWS, .shared_embedding = 1});
     mt_param *more = add_or_null(r, (mt_param_desc){.name = "more", .rows = 2, .cols = 20, .sequence_partial = 1});
     float own = rank_bit(g, g->tensor_rank, g->data_rank, g->pipeline_rank), data = 0, both = 0, ends = 0;
     int last = g->pipeline_size - 1, is_end = g->pipeline_rank == 0 || g->pipeline_rank == last;
@@ -1141,15 +1171,16 @@ static mt_status norm_stage(test_rank *r, int stage, double *square) {
     return MT_SUCCESS;
 }
 
-/* An element that is not finite, of any parameter, on any rank of the model group alone, even in a copy that is not counted:
-   every rank hears of it. */
+/* An element that is not finite, of any parameter, on any rank of the model group alone, even in a copy that is not
+   counted: every rank hears of it. */
 static mt_status norm_finds(test_rank *r) {
     static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f};
     float norm = 0;
     for (int i = 0; i < mt_params_count(r->params); i++)
         for (int rank = 0; rank < mt_comm_size(r->grid.model); rank++) {
             float *x = (float *)mt_params_at(r->params, i)->grad.data, old = *x;
-            if (rank == mt_comm_rank(r->grid.model)) *x = bad[(i + rank) % 4]; /* the square of the last is not finite */
+            if (rank == mt_comm_rank(r->grid.model))
+                *x = bad[(i + rank) % 4]; /* the square of the last is not finite */
             MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
             CHECK(!isfinite(norm));
             *x = old;
@@ -1209,7 +1240,7 @@ static void test_clip_coefficient(void **state) {
     assert_true(mt_clip_coefficient(INFINITY, 1.0f) == 0.0f);
 }
 
-/* ---- optimizer ----------------------------------------------------------------------------------------------------- */
+/* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
 typedef struct adam_case {
     mt_optimizer_desc desc;
@@ -1218,8 +1249,12 @@ typedef struct adam_case {
 
 /* One parameter that decays and one that does not, six steps. */
 static mt_status adam_body(test_rank *r, const adam_case *c) {
-    mt_param *p[2] = {add_or_null(r, (mt_param_desc){.name = "matrix", .rows = 13, .cols = 5, .placement = MT_SPLIT_ROWS,
-                                                     .init_std = 1.0f, .weight_decay = 1}),
+    mt_param *p[2] = {add_or_null(r, (mt_param_desc){.name = "matrix",
+                                                     .rows = 13,
+                                                     .cols = 5,
+                                                     .placement = MT_SPLIT_ROWS,
+                                                     .init_std = 1.0f,
+                                                     .weight_decay = 1}),
                       add_or_null(r, (mt_param_desc){.name = "bias", .rows = 1, .cols = 65, .init_std = 1.0f})};
     double x[2][65], m[2][65] = {{0}}, v[2][65] = {{0}}, decay[2] = {(double)c->desc.weight_decay, 0};
     float *got = test_floats(r, 65, NAN), lr = 0.01f, scale = 0.25f;
@@ -1249,14 +1284,16 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
         for (int k = 0; k < 2; k++) { /* values up to 3: 2.4e-7 between floats, some rounding in each step */
             MT_TRY(mt_param_gather(r->ctx, r->params, p[k], p[k]->value, got));
             MT_TRY(test_near(p[k]->name, got, x[k], 65, 2e-6));
-            MT_TRY(mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG, got)); /* up to 3 and 9, as gradients and squares */
+            MT_TRY(
+                mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG, got)); /* up to 3 and 9, as gradients and squares */
             MT_TRY(test_near("first moment", got, m[k], 65, 1e-6));
             MT_TRY(mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG_SQ, got));
             MT_TRY(test_near("second moment", got, v[k], 65, 2e-6));
         }
     }
     for (int s = MT_EXP_AVG; s <= MT_MASTER; s++) { /* what is scattered is gathered, and a master is the value, too */
-        MT_TRY(mt_optimizer_scatter(r->ctx, &o, p[0], (mt_optimizer_state)s, test_noise(r, 65, 7u + (uint64_t)s, 1.0f)));
+        MT_TRY(
+            mt_optimizer_scatter(r->ctx, &o, p[0], (mt_optimizer_state)s, test_noise(r, 65, 7u + (uint64_t)s, 1.0f)));
         MT_TRY(mt_optimizer_gather(r->ctx, &o, p[0], (mt_optimizer_state)s, got));
         CHECK(memcmp(got, test_noise(r, 65, 7u + (uint64_t)s, 1.0f), 65 * sizeof *got) == 0);
     }
@@ -1291,10 +1328,11 @@ static void test_adamw(void **state) {
 }
 
 static void test_optimizer_refuses(void **state) {
-    static const mt_optimizer_desc bad[] = {{.beta1 = 1.0f}, {.beta1 = -0.5f}, {.beta2 = 1.5f}, {.beta2 = NAN},
-                                            {.eps = -1e-8f}, {.weight_decay = -0.1f}, {.weight_decay = NAN}};
-    static const char *const words[] = {"beta1 1", "beta1 -0.5", "beta2 1.5", "beta2|nan", "eps -1e-08", "weight_decay -0.1",
-                                        "weight_decay|nan"};
+    static const mt_optimizer_desc bad[] = {{.beta1 = 1.0f},      {.beta1 = -0.5f}, {.beta2 = 1.5f},
+                                            {.beta2 = NAN},       {.eps = -1e-8f},  {.weight_decay = -0.1f},
+                                            {.weight_decay = NAN}};
+    static const char *const words[] = {"beta1 1",    "beta1 -0.5",        "beta2 1.5",       "beta2|nan",
+                                        "eps -1e-08", "weight_decay -0.1", "weight_decay|nan"};
     mt_optimizer o = {0};
     mt_param *p, other;
     mt_tensor m;
@@ -1341,10 +1379,20 @@ static void test_cosine_schedule(void **state) {
     static const struct {
         int64_t step, warmup, total;
         double want;
-    } golden[] = {{0, 4, 20, 0.25},    {1, 4, 20, 0.5}, {3, 4, 20, 1.0},         {4, 4, 20, 1.0},
-                  {12, 4, 20, 0.55},   {20, 4, 20, 0.1}, {1000, 4, 20, 0.1},     {8, 4, 20, 0.868198051533946},
-                  {16, 4, 20, 0.231801948466054},        {0, 0, 10, 1.0},        {5, 0, 10, 0.55},
-                  {7, 10, 5, 0.8},     {10, 10, 5, 0.1}, {0, 1, 2, 1.0}};
+    } golden[] = {{0, 4, 20, 0.25},
+                  {1, 4, 20, 0.5},
+                  {3, 4, 20, 1.0},
+                  {4, 4, 20, 1.0},
+                  {12, 4, 20, 0.55},
+                  {20, 4, 20, 0.1},
+                  {1000, 4, 20, 0.1},
+                  {8, 4, 20, 0.868198051533946},
+                  {16, 4, 20, 0.231801948466054},
+                  {0, 0, 10, 1.0},
+                  {5, 0, 10, 0.55},
+                  {7, 10, 5, 0.8},
+                  {10, 10, 5, 0.1},
+                  {0, 1, 2, 1.0}};
     (void)state;
     for (size_t i = 0; i < sizeof golden / sizeof *golden; i++) {
         float got = mt_cosine_schedule(golden[i].step, golden[i].warmup, golden[i].total, 1.0f, 0.1f);
@@ -1354,9 +1402,10 @@ static void test_cosine_schedule(void **state) {
     }
 }
 
-/* ---- bad input ------------------------------------------------------------------------------------------------------ */
+/* ---- bad input --------------------------------------------------------------------------------------------------- */
 
-/* Creations are refused on rank 1 of a tensor group of 4 that exists on paper: nothing communicates before it is checked. */
+/* Creations are refused on rank 1 of a tensor group of 4 that exists on paper: nothing communicates before it is
+ * checked. */
 static void test_linear_create_refuses(void **state) {
     static char name[MT_NAME_MAX];
     static const mt_linear_desc good = {.in_features = 8, .out_features = 12};
@@ -1383,12 +1432,16 @@ static void test_linear_create_refuses(void **state) {
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         REFUSED(r.ctx, bad[i].status, bad[i].words,
                 mt_column_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &column));
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_row_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &row));
+        REFUSED(r.ctx, bad[i].status, bad[i].words,
+                mt_row_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &row));
     }
     assert_int_equal(mt_column_parallel_linear_create(NULL, r.params, "l", &good, &column), MT_ERR_ARGUMENT);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_column_parallel_linear_create(r.ctx, NULL, "l", &good, &column));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_column_parallel_linear_create(r.ctx, r.params, NULL, &good, &column));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_column_parallel_linear_create(r.ctx, r.params, "l", NULL, &column));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL",
+            mt_column_parallel_linear_create(r.ctx, NULL, "l", &good, &column));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL",
+            mt_column_parallel_linear_create(r.ctx, r.params, NULL, &good, &column));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", NULL, &column));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_column_parallel_linear_create(r.ctx, r.params, "l", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnnn|95", mt_column_parallel_linear_create(r.ctx, r.params, name, &good, &column));
     assert_int_equal(mt_row_parallel_linear_create(NULL, r.params, "l", &good, &row), MT_ERR_ARGUMENT);
@@ -1406,13 +1459,17 @@ static void test_linear_create_refuses(void **state) {
     d.weight = column.weight;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "weight", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
     d.out_features = 13;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[13, 8]|[12, 8]", mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[13, 8]|[12, 8]",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     d.out_features = 12;
     d.parts = 2;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "'a.weight'|2 parts", mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "'a.weight'|2 parts",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
-    add_matrix(&r, "l.bias", 1, 1, 0.0f); /* the weight is created, then the bias is refused, and the weight goes again */
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias", mt_column_parallel_linear_create(r.ctx, r.params, "l", &good, &column));
+    add_matrix(&r, "l.bias", 1, 1,
+               0.0f); /* the weight is created, then the bias is refused, and the weight goes again */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &good, &column));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias", mt_row_parallel_linear_create(r.ctx, r.params, "l", &good, &row));
     assert_int_equal(mt_params_count(r.params), 3);
     assert_null(mt_params_find(r.params, "l.weight"));
@@ -1484,7 +1541,8 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     REFUSED(ctx, MT_ERR_SHAPE, "dy", any_backward(l, with_shape(y, y.rows, y.cols - 1, 0), x, &saved));
     REFUSED(ctx, MT_ERR_SHAPE, "dx", any_backward(l, y, with_shape(x, x.rows, x.cols - 1, 0), &saved));
     REFUSED(ctx, MT_ERR_SHAPE, "dx", any_backward(l, y, with_shape(x, x.rows - 1, x.cols, 0), &saved));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "dy is|data is NULL", any_backward(l, mt_tensor_f32(NULL, y.rows, y.cols), x, &saved));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dy is|data is NULL",
+            any_backward(l, mt_tensor_f32(NULL, y.rows, y.cols), x, &saved));
     memset(&wrong, 0, sizeof wrong);
     REFUSED(ctx, MT_ERR_SHAPE, "saved->x", any_backward(l, y, x, &wrong));
     wrong = saved_of(with_dtype(x, MT_BF16));
@@ -1509,12 +1567,15 @@ static void test_linear_calls_refuse(void **state) {
         x = test_tensor(&r, is_row || !d.sequence_parallel ? 16 : 4, d.input_is_parallel ? 2 : 8, 7.0f);
         y = test_tensor(&r, is_row && d.sequence_parallel ? 4 : 16, is_row || !split ? 12 : 3, 7.0f);
         assert_int_equal(is_row ? mt_row_parallel_linear_forward(NULL, &row, x, y, NULL)
-                                : mt_column_parallel_linear_forward(NULL, &column, x, y, NULL), MT_ERR_ARGUMENT);
+                                : mt_column_parallel_linear_forward(NULL, &column, x, y, NULL),
+                         MT_ERR_ARGUMENT);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", any_forward(&l, x, y, NULL));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", is_row ? mt_row_parallel_linear_forward(r.ctx, NULL, x, y, NULL)
-                                                              : mt_column_parallel_linear_forward(r.ctx, NULL, x, y, NULL));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, is_row ? mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row)
-                                                : mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
+                is_row ? mt_row_parallel_linear_forward(r.ctx, NULL, x, y, NULL)
+                       : mt_column_parallel_linear_forward(r.ctx, NULL, x, y, NULL));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      is_row ? mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row)
+                             : mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init before", any_forward(&l, x, y, NULL));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         gx = is_row ? row.weight->grad : column.weight->grad;
@@ -1552,7 +1613,8 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
     part = test_tensor(&r, 4, 3, 7.0f);
     saved = saved_of(x);
     dw = column.weight->grad;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 16", mt_column_parallel_linear_backward(r.ctx, &column, part, x, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 16",
+            mt_column_parallel_linear_backward(r.ctx, &column, part, x, &saved));
     test_untouched("y", (const float *)y.data, 4 * 16, 7.0f);
     test_untouched("dx", (const float *)x.data, 4 * 16, 7.0f);
     test_untouched("dw", (const float *)dw.data, dw.rows * dw.cols, 0.0f);
@@ -1577,7 +1639,8 @@ static void test_embedding_refuses(void **state) {
     (void)state;
     test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, &r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad[i].desc, &e));
+        REFUSED(r.ctx, bad[i].status, bad[i].words,
+                mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad[i].desc, &e));
     assert_int_equal(mt_vocab_parallel_embedding_create(NULL, r.params, "e", &d, &e), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, NULL, "e", &d, &e));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, r.params, NULL, &d, &e));
@@ -1589,7 +1652,8 @@ static void test_embedding_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_vocab_parallel_embedding_forward(r.ctx, NULL, ids, 8, y));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_vocab_parallel_embedding_forward(r.ctx, &e, ids, 8, y));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &d, &e));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|e.weight", mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &d, &e));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|e.weight",
+            mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &d, &e));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &d, &e));
     y = test_tensor(&r, 2, 4, 7.0f);
@@ -1692,15 +1756,19 @@ static void test_cross_entropy_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_DATA, "target 10|index 2|[0, 10)", FORWARD(r.ctx, tensor, &d, x, worse, loss));
     worse[2] = -1;
     REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", FORWARD(r.ctx, tensor, &d, x, worse, loss));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "logits|[3, 2]|[3, 3]", FORWARD(r.ctx, tensor, &d, with_shape(x, 3, 2, 0), targets, loss));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[1, 2]|[1, 3]", FORWARD(r.ctx, tensor, &d, x, targets, with_shape(loss, 1, 2, 0)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "logits|[3, 2]|[3, 3]",
+            FORWARD(r.ctx, tensor, &d, with_shape(x, 3, 2, 0), targets, loss));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[1, 2]|[1, 3]",
+            FORWARD(r.ctx, tensor, &d, x, targets, with_shape(loss, 1, 2, 0)));
     REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[3, 1]", FORWARD(r.ctx, tensor, &d, x, targets, with_shape(loss, 3, 1, 0)));
     REFUSED(r.ctx, MT_ERR_SHAPE, "-1",
             FORWARD(r.ctx, tensor, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
     REFUSED(r.ctx, MT_ERR_DTYPE, "logits|i32", FORWARD(r.ctx, tensor, &d, with_dtype(x, MT_I32), targets, loss));
     REFUSED(r.ctx, MT_ERR_DTYPE, "loss|bf16", FORWARD(r.ctx, tensor, &d, x, targets, with_dtype(loss, MT_BF16)));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits is|data is NULL", FORWARD(r.ctx, tensor, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss is|data is NULL", FORWARD(r.ctx, tensor, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits is|data is NULL",
+            FORWARD(r.ctx, tensor, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss is|data is NULL",
+            FORWARD(r.ctx, tensor, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
 #undef FORWARD
 #define BACKWARD(...) mt_vocab_parallel_cross_entropy_backward(__VA_ARGS__)
     assert_int_equal(BACKWARD(NULL, tensor, &d, mt_none(), 1.0f, &good), MT_ERR_ARGUMENT);
@@ -1711,7 +1779,7 @@ static void test_cross_entropy_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(r.ctx, tensor, &d, with_shape(loss, 1, 2, 0), 1.0f, &good));
     REFUSED(r.ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(r.ctx, tensor, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
 #undef BACKWARD
-#define AT_ONCE(targets, dloss) \
+#define AT_ONCE(targets, dloss)                                                                                        \
     mt_vocab_parallel_cross_entropy_forward_backward(r.ctx, tensor, &d, x, targets, dloss, 1.0f, loss)
     REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", AT_ONCE(worse, mt_none()));
     REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", AT_ONCE(targets, with_shape(loss, 1, 2, 0)));

@@ -1,5 +1,5 @@
-/* test_pipeline.c - schedules, by a simulator of their own; the executor, with a model of a few numbers; GPTs on pipelines: the
-   losses, gradients, norms and weights of one rank.
+/* test_pipeline.c - schedules, by a simulator of their own; the executor, with a model of a few numbers; GPTs on
+   pipelines: the losses, gradients, norms and weights of one rank.
 
    cc -std=gnu17 -O2 -I. tests/test_pipeline.c -lpthread -lm                                                  */
 
@@ -10,7 +10,7 @@
 #include "mt_test_gpt.h"
 #include "mt_test_ranks.h"
 
-/* ---- schedules --------------------------------------------------------------------------------------------------------- */
+/* ---- schedules --------------------------------------------------------------------------------------------------- */
 
 #define STAGES 8
 #define MICRO_BATCHES 16
@@ -19,8 +19,8 @@
 typedef struct stage_run {
     mt_action list[ACTIONS];
     int count, at;
-    double time;                                     /* when the last action was done */
-    int received[2][MICRO_BATCHES];                  /* forward, backward */
+    double time;                                      /* when the last action was done */
+    int received[2][MICRO_BATCHES];                   /* forward, backward */
     int done[2], in_flight, most, slot_used[ACTIONS]; /* micro-batches computed so far; slot_used: by micro-batch - 1 */
 } stage_run;
 
@@ -43,8 +43,8 @@ static int receives(const mt_action *a, int stage, message *m) {
     return m->backward || a->kind == MT_RECV_FORWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD;
 }
 
-/* Rendezvous: a send or receive ends when the other side is in the action that answers it, and takes no time. An action that
-   does both ends when both are answered. Blocking: nothing else happens on a stage meanwhile. */
+/* Rendezvous: a send or receive ends when the other side is in the action that answers it, and takes no time. An action
+   that does both ends when both are answered. Blocking: nothing else happens on a stage meanwhile. */
 static int answered(const stage_run *runs, int stages, int stage) {
     const mt_action *a = &runs[stage].list[runs[stage].at];
     message m, other;
@@ -145,8 +145,9 @@ static void test_schedules(void **state) {
                 snprintf(what, sizeof what, "schedule %d, %d stages, %d micro-batches", kind, p, m);
                 memset(runs, 0, sizeof runs);
                 for (int s = 0; s < p; s++)
-                    assert_int_equal(mt_pipeline_schedule((mt_schedule)kind, p, s, m, runs[s].list, ACTIONS, &runs[s].count),
-                                     MT_SUCCESS);
+                    assert_int_equal(
+                        mt_pipeline_schedule((mt_schedule)kind, p, s, m, runs[s].list, ACTIONS, &runs[s].count),
+                        MT_SUCCESS);
                 if (!backward) { /* a slot is free after its forward: what the simulator cannot know */
                     for (int s = 0; s < p; s++)
                         for (int i = 0; i < runs[s].count; i++) {
@@ -170,12 +171,16 @@ static void test_schedules(void **state) {
 
 /* Stage 1 of 3 with 4 micro-batches, as in figure 4 of arXiv 2104.04473 read line by line. */
 static void test_schedule_as_data(void **state) {
-    static const int expected[][2] = {
-        {MT_RECV_FORWARD, 0}, {MT_FORWARD, 0}, {MT_SEND_FORWARD, 0}, {MT_RECV_FORWARD, 1},
-        {MT_FORWARD, 1}, {MT_SEND_FORWARD_RECV_BACKWARD, 1}, {MT_BACKWARD, 0}, {MT_SEND_BACKWARD_RECV_FORWARD, 0},
-        {MT_FORWARD, 2}, {MT_SEND_FORWARD_RECV_BACKWARD, 2}, {MT_BACKWARD, 1}, {MT_SEND_BACKWARD_RECV_FORWARD, 1},
-        {MT_FORWARD, 3}, {MT_SEND_FORWARD_RECV_BACKWARD, 3}, {MT_BACKWARD, 2}, {MT_SEND_BACKWARD, 2},
-        {MT_RECV_BACKWARD, 3}, {MT_BACKWARD, 3}, {MT_SEND_BACKWARD, 3}};
+    static const int expected[][2] = {{MT_RECV_FORWARD, 0},  {MT_FORWARD, 0},
+                                      {MT_SEND_FORWARD, 0},  {MT_RECV_FORWARD, 1},
+                                      {MT_FORWARD, 1},       {MT_SEND_FORWARD_RECV_BACKWARD, 1},
+                                      {MT_BACKWARD, 0},      {MT_SEND_BACKWARD_RECV_FORWARD, 0},
+                                      {MT_FORWARD, 2},       {MT_SEND_FORWARD_RECV_BACKWARD, 2},
+                                      {MT_BACKWARD, 1},      {MT_SEND_BACKWARD_RECV_FORWARD, 1},
+                                      {MT_FORWARD, 3},       {MT_SEND_FORWARD_RECV_BACKWARD, 3},
+                                      {MT_BACKWARD, 2},      {MT_SEND_BACKWARD, 2},
+                                      {MT_RECV_BACKWARD, 3}, {MT_BACKWARD, 3},
+                                      {MT_SEND_BACKWARD, 3}};
     mt_action list[ACTIONS];
     int count = 0, n = sizeof expected / sizeof *expected;
     (void)state;
@@ -202,14 +207,15 @@ static void test_schedule_as_data(void **state) {
     assert_int_equal(mt_pipeline_schedule(MT_SCHEDULE_1F1B, 2, 1, 1, list, n, NULL), MT_ERR_ARGUMENT);
 }
 
-/* ---- the executor: a model of our own ------------------------------------------------------------------------------ */
+/* ---- the executor: a model of our own ---------------------------------------------------------------------------- */
 
 #define ROWS 3
 #define COLS 32
 #define KEPT 5000 /* bytes, of one micro-batch on one stage */
 
-/* Stage s: y = x * (s + 2) + micro-batch; the gradient of micro-batch b enters as 100 + b. What forward keeps is filled with
-   its own number and looked at in backward; scratch memory, more than what is kept, is overwritten by everybody. */
+/* Stage s: y = x * (s + 2) + micro-batch; the gradient of micro-batch b enters as 100 + b. What forward keeps is filled
+   with its own number and looked at in backward; scratch memory, more than what is kept, is overwritten by everybody.
+ */
 typedef struct toy {
     mt_grid grid;
     unsigned char *kept[MICRO_BATCHES];
@@ -297,8 +303,8 @@ static mt_status toy_rank(mt_comm *world, void *user) {
     mt_grid_desc shape = {.pipeline = job->stages, .data = 1};
     mt_action list[ACTIONS];
     toy *t = &job->toys[mt_comm_rank(world)];
-    mt_pipeline_stage stage = {.rows = ROWS, .cols = COLS, .dtype = MT_F32, .forward = toy_forward, .backward = toy_backward,
-                               .user = t};
+    mt_pipeline_stage stage = {
+        .rows = ROWS, .cols = COLS, .dtype = MT_F32, .forward = toy_forward, .backward = toy_backward, .user = t};
     size_t mark;
     void *own;
     int count;
@@ -312,8 +318,8 @@ static mt_status toy_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = mt_arena_alloc(r.ctx, 77, &own);
     mark = mt_arena_mark(r.ctx);
     if (status == MT_SUCCESS)
-        status = mt_pipeline_schedule(job->schedule, job->stages, r.grid.pipeline_rank, job->micro_batches, list, ACTIONS,
-                                      &count);
+        status = mt_pipeline_schedule(job->schedule, job->stages, r.grid.pipeline_rank, job->micro_batches, list,
+                                      ACTIONS, &count);
     if (status == MT_SUCCESS) status = mt_pipeline_run(r.ctx, &r.grid, &stage, list, count);
     if (status == MT_SUCCESS && mt_arena_mark(r.ctx) != mark) status = MT_ERR_DATA;
     t->peak = mt_arena_peak(r.ctx);
@@ -344,13 +350,15 @@ static void test_executor(void **state) {
                     assert_true(t->result[b] == toy_output(s, b));
                     assert_true(t->gradient[b] == toy_gradient(s, p, b));
                 }
-                /* every boundary carries one tensor each way for each micro-batch, and this rank is at one or two of them */
+                /* every boundary carries one tensor each way for each micro-batch, and this rank is at one or two of
+                 * them */
                 assert_int_equal(t->ledger.calls[MT_SEND], neighbours * m);
                 assert_int_equal(t->ledger.calls[MT_RECV], neighbours * m);
                 assert_int_equal(t->ledger.bytes[MT_SEND], neighbours * m * ROWS * COLS * 4);
                 /* what is kept for each slot, the scratch of one backward, and what travels */
                 assert_int_equal(t->peak, own + (size_t)slots * (aligned(100) + aligned(KEPT - 100)) +
-                                 (m > 0 ? 12 * aligned(900) : 0) + travels * (size_t)((s > 0) * (slots + 1) + (s + 1 < p) * 2));
+                                              (m > 0 ? 12 * aligned(900) : 0) +
+                                              travels * (size_t)((s > 0) * (slots + 1) + (s + 1 < p) * 2));
             }
         }
 }
@@ -402,17 +410,17 @@ static void test_lists_made_by_hand(void **state) {
     static const char *const wrong[][2] = {
         {"B00", "action 0 of 1: kind 1, micro-batch 0, slot 0|needs the forward"},
         {"F00 B11", "action 1 of 2|micro-batch 1, slot 1|needs the forward"}, /* in no slot */
-        {"F00 F11 B01 B10", "action 2 of 4"},                                  /* in the other slot */
-        {"F00 B00 B00", "action 2 of 3"},                                      /* twice */
-        {"F00 F10 B00 B10", "action 2 of 4|micro-batch 0"},                    /* its slot was taken by another */
+        {"F00 F11 B01 B10", "action 2 of 4"},                                 /* in the other slot */
+        {"F00 B00 B00", "action 2 of 3"},                                     /* twice */
+        {"F00 F10 B00 B10", "action 2 of 4|micro-batch 0"},                   /* its slot was taken by another */
         {"F00 F10 B10 B00", "action 3 of 4|micro-batch 0"},
-        {"F00 r10 B00 F10 B10", "action 2 of 5"},                              /* its input was */
+        {"F00 r10 B00 F10 B10", "action 2 of 5"}, /* its input was */
         {"F00 F11 B11 y11 B00 F11 y10 B10", "action 7 of 8"},
         {"F01 B01", "action 0 of 2|first forward must be in slot 0"},
     };
     toy t = {.grid = {.pipeline_size = 1}};
-    mt_pipeline_stage stage = {.rows = ROWS, .cols = COLS, .dtype = MT_F32, .forward = toy_forward, .backward = toy_backward,
-                               .user = &t};
+    mt_pipeline_stage stage = {
+        .rows = ROWS, .cols = COLS, .dtype = MT_F32, .forward = toy_forward, .backward = toy_backward, .user = &t};
     mt_action list[ACTIONS];
     int count;
     test_rank r;
@@ -431,7 +439,8 @@ static void test_lists_made_by_hand(void **state) {
         static const int slots[] = {INT32_MAX, INT32_MIN, -1, 9};
         list[8].slot = list[8].recv_slot = 8;
         *(k % 2 ? &list[8].slot : &list[8].recv_slot) = slots[k];
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "action 8 of 9|slots must not", mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "action 8 of 9|slots must not",
+                mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
         assert_int_equal(mt_pipeline_slots(list, count), k == 0 ? INT32_MAX : k == 3 ? 10 : 9);
     }
     test_paper_rank_close(&r);
@@ -440,8 +449,13 @@ static void test_lists_made_by_hand(void **state) {
 /* What a later micro-batch keeps would lie in the next slot. */
 static void test_executor_refuses(void **state) {
     toy t = {.grid = {.pipeline_size = 1}};
-    mt_pipeline_stage stage = {.rows = ROWS, .cols = COLS, .dtype = MT_F32, .forward = toy_forward, .backward = toy_backward,
-                               .user = &t}, bad;
+    mt_pipeline_stage stage = {.rows = ROWS,
+                               .cols = COLS,
+                               .dtype = MT_F32,
+                               .forward = toy_forward,
+                               .backward = toy_backward,
+                               .user = &t},
+                      bad;
     mt_action list[ACTIONS];
     int count;
     test_rank r;
@@ -477,11 +491,11 @@ static void test_executor_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* ---- GPTs ---------------------------------------------------------------------------------------------------------- */
+/* ---- GPTs -------------------------------------------------------------------------------------------------------- */
 
 /* tensor, data, pipeline, sequence parallel, schedule */
 static const int splits[][5] = {
-    {1, 1, 2, 0, MT_SCHEDULE_1F1B}, {1, 1, 8, 0, MT_SCHEDULE_1F1B}, {1, 1, 4, 0, MT_SCHEDULE_GPIPE},
+    {1, 1, 2, 0, MT_SCHEDULE_1F1B}, {1, 1, 8, 0, MT_SCHEDULE_1F1B},  {1, 1, 4, 0, MT_SCHEDULE_GPIPE},
     {2, 2, 2, 0, MT_SCHEDULE_1F1B}, {2, 2, 2, 1, MT_SCHEDULE_GPIPE}, {1, 2, 4, 0, MT_SCHEDULE_1F1B},
     {4, 1, 2, 1, MT_SCHEDULE_1F1B}, {1, 4, 2, 0, MT_SCHEDULE_GPIPE}, {2, 1, 4, 1, MT_SCHEDULE_1F1B}};
 #define SPLITS (SANITIZED ? 4 : (int)(sizeof splits / sizeof *splits))
@@ -507,9 +521,11 @@ static void assert_close(const gpt_run *r, const gpt_result *a, const gpt_result
     assert_int_equal(a->count, b->count);
     for (int i = 0; i < GPT_STEPS; i++) {
         if (!(fabs(a->loss[i] - b->loss[i]) <= 1e-5 * a->loss[i]))
-            fail_msg("%s: step %d: loss %.9g, on one rank %.9g", gpt_name(r), i, (double)b->loss[i], (double)a->loss[i]);
+            fail_msg("%s: step %d: loss %.9g, on one rank %.9g", gpt_name(r), i, (double)b->loss[i],
+                     (double)a->loss[i]);
         if (!(fabs(a->norm[i] - b->norm[i]) <= 1e-4 * a->norm[i]))
-            fail_msg("%s: step %d: norm %.9g, on one rank %.9g", gpt_name(r), i, (double)b->norm[i], (double)a->norm[i]);
+            fail_msg("%s: step %d: norm %.9g, on one rank %.9g", gpt_name(r), i, (double)b->norm[i],
+                     (double)a->norm[i]);
     }
     for (int64_t i = 0; i < a->count; i++)
         if (!(fabs((double)a->weights[i] - (double)b->weights[i]) <= 2e-3))
@@ -548,7 +564,8 @@ static void test_gpt_invariant(void **state) {
                         fail_msg("%s: step %d: loss %.9g, norm %.9g, on one rank %.9g, %.9g", gpt_name(&r), step,
                                  (double)many.loss[step], (double)many.norm[step], (double)one.loss[step],
                                  (double)one.norm[step]);
-                if (memcmp(&one, &many, GPT_SAME_BYTES) != 0) fail_msg("%s: other weights than on one rank", gpt_name(&r));
+                if (memcmp(&one, &many, GPT_SAME_BYTES) != 0)
+                    fail_msg("%s: other weights than on one rank", gpt_name(&r));
             }
         }
 }
@@ -654,13 +671,14 @@ static mt_status parts_rank(mt_comm *world, void *user) {
         CHECK((mt_params_find(w.params, name) != NULL) == (i / w.gpt.local_layers == s));
     }
     CHECK((mt_params_find(w.params, "embedding.word_embeddings.weight") != NULL) == (s == 0 || (last && tied)));
-    CHECK((mt_params_find(w.params, "embedding.position_embeddings.weight") != NULL) == (s == 0 && tied)); /* else rotary */
+    CHECK((mt_params_find(w.params, "embedding.position_embeddings.weight") != NULL) ==
+          (s == 0 && tied)); /* else rotary */
     CHECK((mt_params_find(w.params, "decoder.final_layernorm.weight") != NULL) == last);
     CHECK((mt_params_find(w.params, "output_layer.weight") != NULL) == (last && !tied));
     CHECK(l.calls[MT_SEND] == (uint64_t)(boundaries * GPT_BATCH / w.grid.data_size));
     CHECK(l.calls[MT_RECV] == l.calls[MT_SEND]);
     CHECK(l.bytes[MT_SEND] == l.calls[MT_SEND] * GPT_SEQ * (uint64_t)w.gpt.desc.layer.hidden * mt_dtype_size(r->dtype) /
-          (r->sequence_parallel ? (uint64_t)w.grid.tensor_size : 1));
+                                  (r->sequence_parallel ? (uint64_t)w.grid.tensor_size : 1));
     gpt_close(&w);
     return MT_SUCCESS;
 }
@@ -673,7 +691,7 @@ static void test_gpt_parts(void **state) {
     }
 }
 
-/* ---- evaluation and logits ----------------------------------------------------------------------------------------- */
+/* ---- evaluation and logits --------------------------------------------------------------------------------------- */
 
 typedef struct evaluation {
     gpt_run run;
@@ -694,7 +712,10 @@ static mt_status evaluate_forward(mt_context *ctx, void *user, const mt_action *
 
 static mt_status evaluate(gpt_worker *w, evaluation *e) {
     mt_pipeline_stage stage = {.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tensor_size : 1),
-                               .cols = w->gpt.desc.layer.hidden, .dtype = w->r->dtype, .forward = evaluate_forward, .user = w};
+                               .cols = w->gpt.desc.layer.hidden,
+                               .dtype = w->r->dtype,
+                               .forward = evaluate_forward,
+                               .user = w};
     mt_batch batch = {.sequences = 3, .seq = GPT_SEQ};
     static const int32_t ids[3 * GPT_SEQ] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12,
                                              13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24};
@@ -703,8 +724,8 @@ static mt_status evaluate(gpt_worker *w, evaluation *e) {
     float wide[3 * (GPT_VOCAB + 5)]; /* ld > cols */
     mt_tensor logits = mt_tensor_cols(mt_tensor_f32(wide, 3, GPT_VOCAB + 5), 2, GPT_VOCAB);
     int count;
-    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_FORWARD_ONLY, w->grid.pipeline_size, w->grid.pipeline_rank, GPT_BATCH, actions,
-                                3 * GPT_BATCH, &count));
+    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_FORWARD_ONLY, w->grid.pipeline_size, w->grid.pipeline_rank, GPT_BATCH,
+                                actions, 3 * GPT_BATCH, &count));
     MT_TRY(mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count));
     if (w->grid.pipeline_rank + 1 == w->grid.pipeline_size && w->grid.tensor_rank == 0)
         memcpy(e->losses, w->losses.data, sizeof e->losses);
@@ -746,7 +767,7 @@ static void test_gpt_evaluation(void **state) {
     }
 }
 
-/* ---- the hash log -------------------------------------------------------------------------------------------------- */
+/* ---- the hash log ------------------------------------------------------------------------------------------------ */
 
 #define MAX_LINES 512
 
@@ -827,7 +848,8 @@ static void test_gpt_hash_log(void **state) {
     many.run = run_of(3, MT_F32, 0, 4);
     many.spoil = 1;
     gpt_launch(&many.run, log_rank, &many);
-    for (int j = 0; j < many.count; j++) differ += strcmp(many.name[j], "embedding.word_embeddings.weight differs") == 0;
+    for (int j = 0; j < many.count; j++)
+        differ += strcmp(many.name[j], "embedding.word_embeddings.weight differs") == 0;
     assert_int_equal(differ, 1); /* the copies, which one line stands for */
 }
 
@@ -853,15 +875,18 @@ static void test_gpt_stage_refuses(void **state) {
         REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 0 ? "stage 0 of 3 needs output" : "needs input",
                 mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32((float *)x.data, 1, 4), &saved));
         REFUSED(r.ctx, stage == 1 ? MT_ERR_SHAPE : MT_ERR_ARGUMENT,
-                stage == 0 ? "takes no input" : stage == 1 ? "input|[3, 8]" :
-                "stage 2 of 3 takes no output", mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage == 2 ? x : short_x, x,
-                none, &saved));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage > 0 ? x : none,
-                      stage < 2 ? x : none, stage < 2 ? none : mt_tensor_f32((float *)x.data, 1, 4), &saved));
+                stage == 0   ? "takes no input"
+                : stage == 1 ? "input|[3, 8]"
+                             : "stage 2 of 3 takes no output",
+                mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage == 2 ? x : short_x, x, none, &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage > 0 ? x : none, stage < 2 ? x : none,
+                                           stage < 2 ? none : mt_tensor_f32((float *)x.data, 1, 4), &saved));
         if (stage != 1)
             REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 2 ? "takes no doutput" : "takes no dinput",
                     mt_gpt_stage_backward(r.ctx, &gpt, 1, x, x, &saved));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 2 ? "needs dinput" : "needs doutput", mt_gpt_backward(r.ctx, &gpt, 1, &saved));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 2 ? "needs dinput" : "needs doutput",
+                mt_gpt_backward(r.ctx, &gpt, 1, &saved));
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
                       mt_gpt_stage_backward(r.ctx, &gpt, 1, stage < 2 ? x : none, stage > 0 ? x : none, &saved));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "holds no forward", mt_gpt_stage_backward(r.ctx, &gpt, 1, x, x, &saved));
@@ -877,7 +902,8 @@ int main(void) {
         cmocka_unit_test(test_executor),
         cmocka_unit_test(test_executor_forward_only),
         cmocka_unit_test(test_executor_stage_fails),
-        cmocka_unit_test(test_executor_refuses), cmocka_unit_test(test_lists_made_by_hand),
+        cmocka_unit_test(test_executor_refuses),
+        cmocka_unit_test(test_lists_made_by_hand),
         cmocka_unit_test(test_gpt_as_on_one_rank),
         cmocka_unit_test(test_gpt_invariant),
         cmocka_unit_test(test_gpt_shared_between_data_ranks),

@@ -1,5 +1,5 @@
-/* test_precision.c - models in bf16 and f16: masters, AdamW, stochastic rounding, loss scaling, what moves and what is saved,
-   a GPT against its f32 self, and the same bits on every split. */
+/* test_precision.c - models in bf16 and f16: masters, AdamW, stochastic rounding, loss scaling, what moves and what
+   is saved, a GPT against its f32 self, and the same bits on every split. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -10,7 +10,9 @@
 static const mt_dtype halves[2] = {MT_BF16, MT_F16};
 
 static float round16(mt_dtype dtype, float x) { /* the conversions themselves are test_half.c's */
-    return dtype == MT_BF16 ? mti_bf16_to_f32(mti_f32_to_bf16(x)) : dtype == MT_F16 ? mti_f16_to_f32(mti_f32_to_f16(x)) : x;
+    return dtype == MT_BF16  ? mti_bf16_to_f32(mti_f32_to_bf16(x))
+           : dtype == MT_F16 ? mti_f16_to_f32(mti_f32_to_f16(x))
+                             : x;
 }
 
 static float element(mt_tensor t, int64_t i) {
@@ -18,14 +20,21 @@ static float element(mt_tensor t, int64_t i) {
     return t.dtype == MT_BF16 ? mti_bf16_to_f32(((uint16_t *)t.data)[i]) : mti_f16_to_f32(((uint16_t *)t.data)[i]);
 }
 
-/* ---- a registry of every kind of parameter ---------------------------------------------------------------------------- */
+/* ---- a registry of every kind of parameter ----------------------------------------------------------------------- */
 
 #define KINDS 5
 #define MOST 128 /* elements of the largest */
 
 static const mt_param_desc kinds[KINDS] = {
-    {.name = "rows", .rows = 10, .cols = 12, .placement = MT_SPLIT_ROWS, .init_std = 0.5f, .weight_decay = 1}, /* padded */
-    {.name = "gate_up", .rows = 12, .cols = 3, .placement = MT_SPLIT_ROWS, .parts = 2, .init_std = 0.5f, .weight_decay = 1},
+    {.name = "rows", .rows = 10, .cols = 12, .placement = MT_SPLIT_ROWS, .init_std = 0.5f, .weight_decay = 1}, /* padded
+                                                                                                                */
+    {.name = "gate_up",
+     .rows = 12,
+     .cols = 3,
+     .placement = MT_SPLIT_ROWS,
+     .parts = 2,
+     .init_std = 0.5f,
+     .weight_decay = 1},
     {.name = "cols", .rows = 5, .cols = 14, .placement = MT_SPLIT_COLS, .unit = 2, .init_std = 0.5f, .weight_decay = 1},
     {.name = "bias", .rows = 1, .cols = 11, .placement = MT_SPLIT_COLS, .init_value = 0.3f},
     {.name = "norm", .rows = 1, .cols = 9, .init_value = 1.0f},
@@ -98,7 +107,7 @@ static mt_status registry_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* ---- parameters --------------------------------------------------------------------------------------------------------- */
+/* ---- parameters -------------------------------------------------------------------------------------------------- */
 
 /* A half model starts from the f32 model's values, rounded, on every split. */
 static void test_initial_values(void **state) {
@@ -131,13 +140,15 @@ static void check_masters(const registry_case *c) {
                 m[i] = b1 * m[i] + (1 - b1) * grad;
                 v[i] = b2 * v[i] + (1 - b2) * grad * grad;
                 if (kinds[k].weight_decay) x[i] -= (double)1e-2f * (double)c->adamw.weight_decay * x[i];
-                x[i] -= (double)1e-2f * (m[i] / (1 - pow(b1, step))) / (sqrt(v[i] / (1 - pow(b2, step))) + (double)1e-8f);
+                x[i] -=
+                    (double)1e-2f * (m[i] / (1 - pow(b1, step))) / (sqrt(v[i] / (1 - pow(b2, step))) + (double)1e-8f);
             }
         }
         for (int64_t i = 0; i < kind_elements(k); i++) {
             double off = fabs((double)c->masters[k][i] - x[i]);
             if (!(off <= c->steps * 2e-7)) /* two roundings of a number below 2 in each step, and the moments' */
-                fail_msg("%s[%lld]: master %.9g, must be %.9g", kinds[k].name, (long long)i, (double)c->masters[k][i], x[i]);
+                fail_msg("%s[%lld]: master %.9g, must be %.9g", kinds[k].name, (long long)i, (double)c->masters[k][i],
+                         x[i]);
             if (c->values[k][i] != round16(c->dtype, c->masters[k][i]))
                 fail_msg("%s[%lld]: %.9g is not the rounded master %.9g", kinds[k].name, (long long)i,
                          (double)c->values[k][i], (double)c->masters[k][i]);
@@ -184,8 +195,7 @@ static mt_status shard_body(test_rank *r, mt_optimizer *o) {
                 mti_block block = mti_param_block(p, p->tensor_rank, b);
                 real += block.count * (n / p->local_features);
             }
-            for (int64_t i = 0; i < n; i++)
-                zero += element(all[t], i) == 0.0f;
+            for (int64_t i = 0; i < n; i++) zero += element(all[t], i) == 0.0f;
             if (p->desc.placement != MT_REPLICATED) CHECK(zero == n - real);
         }
     }
@@ -213,7 +223,8 @@ static void test_shards(void **state) {
         }
 }
 
-/* The hash log has the same lines for 16-bit parameters and their masters on every split, and others after another step. */
+/* The hash log has the same lines for 16-bit parameters and their masters on every split, and others after another
+ * step. */
 typedef struct log_case {
     mt_dtype dtype;
     int steps, count;
@@ -276,7 +287,7 @@ static void test_hash_log(void **state) {
     }
 }
 
-/* ---- stochastic rounding ------------------------------------------------------------------------------------------------ */
+/* ---- stochastic rounding ----------------------------------------------------------------------------------------- */
 
 /* The mean of n roundings of x, each of which is one of its neighbours. */
 static double mean_of_roundings(mt_dtype dtype, float x, int n, uint64_t *seed) {
@@ -294,8 +305,8 @@ static double mean_of_roundings(mt_dtype dtype, float x, int n, uint64_t *seed) 
     return sum / n;
 }
 
-/* Unbiased: off by no more than five standard deviations of a mean of n, whose single roundings have at most half a gap. The
-   numbers lie everywhere between neighbours, denormal ones of f16 included. */
+/* Unbiased: off by no more than five standard deviations of a mean of n, whose single roundings have at most half a
+   gap. The numbers lie everywhere between neighbours, denormal ones of f16 included. */
 static void test_stochastic_rounding_is_unbiased(void **state) {
     const int n = 4000;
     uint64_t seed = 3;
@@ -306,7 +317,8 @@ static void test_stochastic_rounding_is_unbiased(void **state) {
             double gap = fmax(fabs((double)x) * 2 * gpt_roundoff(halves[h]), halves[h] == MT_F16 ? ldexp(1, -24) : 0);
             double off = mean_of_roundings(halves[h], x, n, &seed) - (double)x;
             if (!(fabs(off) <= 5 * gap / 2 / sqrt(n)))
-                fail_msg("%s: %.9g is rounded to %.9g in the mean", mt_dtype_name(halves[h]), (double)x, (double)x + off);
+                fail_msg("%s: %.9g is rounded to %.9g in the mean", mt_dtype_name(halves[h]), (double)x,
+                         (double)x + off);
         }
 }
 
@@ -317,8 +329,8 @@ static void test_stochastic_rounding_rule(void **state) {
     for (int h = 0; h < 2; h++)
         for (size_t i = 0; i < sizeof exact / sizeof *exact; i++) {
             float x = round16(halves[h], exact[i]);
-            assert_int_equal(mti_bits(mti_round_stochastic((int)halves[h], x, 0)), mti_bits(x));
-            assert_int_equal(mti_bits(mti_round_stochastic((int)halves[h], x, 0xffffffffu)), mti_bits(x));
+            assert_int_equal(mt_f32_bits(mti_round_stochastic((int)halves[h], x, 0)), mt_f32_bits(x));
+            assert_int_equal(mt_f32_bits(mti_round_stochastic((int)halves[h], x, 0xffffffffu)), mt_f32_bits(x));
         }
     /* a quarter of the gap above 1: a word of three quarters of 2^32 or more carries */
     assert_true(mti_round_stochastic(MT_BF16, 1 + 1 / 512.0f, 0xbfffffffu) == 1.0f);
@@ -350,9 +362,10 @@ static void test_stochastic_rounding_words(void **state) {
         g[i] = 1.0f;
         m[i] = v[i] = 0;
     }
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_adamw_step(ctx, &h, mt_tensor_make(p, MT_BF16, ROWS, COLS), mt_none(),
-                                                 mt_tensor_f32(g, ROWS, COLS), mt_tensor_f32(m, ROWS, COLS),
-                                                 mt_tensor_f32(v, ROWS, COLS)));
+    ASSERT_STATUS(ctx, MT_SUCCESS,
+                  mt_adamw_step(ctx, &h, mt_tensor_make(p, MT_BF16, ROWS, COLS), mt_none(),
+                                mt_tensor_f32(g, ROWS, COLS), mt_tensor_f32(m, ROWS, COLS),
+                                mt_tensor_f32(v, ROWS, COLS)));
     for (int i = 0; i < ROWS * COLS; i++) {
         uint64_t e = (uint64_t)((2 + i / COLS) * (COLS + 7) + 5 + i % COLS);
         uint32_t counter[4] = {(uint32_t)(e >> 2), 0, 1u << 31, 0}, key[2] = {9, 0}, words[4];
@@ -425,7 +438,7 @@ static void test_small_steps_are_not_lost(void **state) {
     test_launch(1, small_steps_rank, NULL);
 }
 
-/* ---- loss scaling ------------------------------------------------------------------------------------------------------- */
+/* ---- loss scaling ------------------------------------------------------------------------------------------------ */
 
 /* Megatron-LM's DynamicGradScaler, line by line (megatron/core/optimizer/grad_scaler.py, update). */
 typedef struct megatron_scaler {
@@ -468,8 +481,12 @@ static void run_scaler(mt_context *ctx, mt_loss_scaler_desc d, megatron_scaler w
 }
 
 static void test_loss_scaler(void **state) {
-    mt_loss_scaler_desc d = {0}, small = {.initial_scale = 64, .min_scale = 4, .growth = 4, .backoff = 0.25f,
-                                          .growth_interval = 3, .hysteresis = 1};
+    mt_loss_scaler_desc d = {0}, small = {.initial_scale = 64,
+                                          .min_scale = 4,
+                                          .growth = 4,
+                                          .backoff = 0.25f,
+                                          .growth_interval = 3,
+                                          .hysteresis = 1};
     mt_context *ctx = NULL;
     mt_loss_scaler s;
     float norm = INFINITY;
@@ -490,14 +507,17 @@ static void test_loss_scaler(void **state) {
 }
 
 static void test_loss_scaler_refuses(void **state) {
-    static const mt_loss_scaler_desc bad[] = {{.initial_scale = -1}, {.initial_scale = NAN}, {.initial_scale = INFINITY},
-                                              {.initial_scale = 1, .min_scale = 2}, {.min_scale = -1}, {.growth = 0.5f},
-                                              {.growth = INFINITY}, {.backoff = 2}, {.backoff = -0.5f},
-                                              {.growth_interval = -1}, {.hysteresis = -1},
-                                              {.initial_scale = 16777216, .min_scale = 33554432}};
-    static const char *const words[] = {"initial_scale -1", "initial_scale", "initial_scale inf", "min_scale 2", "min_scale -1",
-                                        "growth 0.5", "growth inf", "backoff 2", "backoff -0.5", "growth_interval -1",
-                                        "hysteresis -1", "initial_scale 16777216, min_scale 33554432"};
+    static const mt_loss_scaler_desc bad[] = {
+        {.initial_scale = -1},       {.initial_scale = NAN},
+        {.initial_scale = INFINITY}, {.initial_scale = 1, .min_scale = 2},
+        {.min_scale = -1},           {.growth = 0.5f},
+        {.growth = INFINITY},        {.backoff = 2},
+        {.backoff = -0.5f},          {.growth_interval = -1},
+        {.hysteresis = -1},          {.initial_scale = 16777216, .min_scale = 33554432}};
+    static const char *const words[] = {
+        "initial_scale -1", "initial_scale",      "initial_scale inf", "min_scale 2",
+        "min_scale -1",     "growth 0.5",         "growth inf",        "backoff 2",
+        "backoff -0.5",     "growth_interval -1", "hysteresis -1",     "initial_scale 16777216, min_scale 33554432"};
     mt_context *ctx = NULL;
     mt_loss_scaler s;
     (void)state;
@@ -509,7 +529,8 @@ static void test_loss_scaler_refuses(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* One rank of 2 x 2 has a gradient that is not finite: all leave the step out, and nothing but the scaler has changed. */
+/* One rank of 2 x 2 has a gradient that is not finite: all leave the step out, and nothing but the scaler has changed.
+ */
 static mt_status state_hash(test_rank *r, const mt_optimizer *o, uint64_t *hash) {
     *hash = (uint64_t)o->step;
     for (int k = 0; k < KINDS; k++) {
@@ -523,7 +544,8 @@ static mt_status state_hash(test_rank *r, const mt_optimizer *o, uint64_t *hash)
     return MT_SUCCESS;
 }
 
-static mt_status overflow_step(test_rank *r, mt_optimizer *o, mt_loss_scaler *s, int bad_rank, float bad, float *unscale) {
+static mt_status overflow_step(test_rank *r, mt_optimizer *o, mt_loss_scaler *s, int bad_rank, float bad,
+                               float *unscale) {
     float norm, g[MOST];
     MT_TRY(mt_params_zero_grad(r->ctx, r->params));
     for (int k = 0; k < KINDS; k++) {
@@ -585,7 +607,10 @@ static void test_one_rank_overflows(void **state) {
 /* ---- what is held, saved and sent -------------------------------------------------------------------------------- */
 
 static mt_transformer_layer_desc layer_desc(int sequence_parallel) {
-    mt_transformer_layer_desc d = {.hidden = 64, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f,
+    mt_transformer_layer_desc d = {.hidden = 64,
+                                   .heads = 4,
+                                   .attention_dropout = 0.1f,
+                                   .hidden_dropout = 0.1f,
                                    .sequence_parallel = sequence_parallel};
     return d;
 }
@@ -593,8 +618,8 @@ static mt_transformer_layer_desc layer_desc(int sequence_parallel) {
 typedef struct layer_case {
     mt_dtype dtype;
     int sequence_parallel;
-    size_t saved;         /* arena bytes that a forward leaves */
-    mt_ledger tensor;     /* of a forward and a backward */
+    size_t saved;     /* arena bytes that a forward leaves */
+    mt_ledger tensor; /* of a forward and a backward */
 } layer_case;
 
 static mt_status layer_body(test_rank *r, layer_case *c) {
@@ -630,15 +655,16 @@ static mt_status layer_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Half the bytes between tensor ranks, in as many calls; half the activations, statistics (two norms' mean and rstd, and the
-   log of the sums of attention) apart. */
+/* Half the bytes between tensor ranks, in as many calls; half the activations, statistics (two norms' mean and rstd,
+   and the log of the sums of attention) apart. */
 static void test_layer_moves_and_saves_half(void **state) {
     (void)state;
     for (int ranks = 1; ranks <= 4; ranks *= 2)
         for (int sp = 0; sp < 2; sp++)
             for (int h = 0; h < 2; h++) {
                 layer_case f32 = {MT_F32, sp, 0, {{0}, {0}}}, half = {halves[h], sp, 0, {{0}, {0}}};
-                size_t rows = 32u / (sp ? (unsigned)ranks : 1), stats = 2 * rows * 2 * 4 + 4u / (unsigned)ranks * 32 * 4;
+                size_t rows = 32u / (sp ? (unsigned)ranks : 1),
+                       stats = 2 * rows * 2 * 4 + 4u / (unsigned)ranks * 32 * 4;
                 test_launch(ranks, layer_rank, &f32);
                 test_launch(ranks, layer_rank, &half);
                 assert_int_equal(half.saved - stats, (f32.saved - stats) / 2);
@@ -680,7 +706,7 @@ static void test_bytes_of_a_parameter(void **state) {
         }
 }
 
-/* ---- linear layers with whole inputs and outputs ------------------------------------------------------------------------- */
+/* ---- linear layers with whole inputs and outputs ----------------------------------------------------------------- */
 
 enum { LINEAR_TOKENS = 6, LINEAR_IN = 10, LINEAR_OUT = 13 }; /* which neither 2 nor 4 ranks divide */
 
@@ -694,8 +720,8 @@ static mt_tensor half_noise(test_rank *r, int64_t rows, int64_t cols, uint64_t s
     return mt_tensor_make(x, dtype, rows, cols);
 }
 
-/* c [m, n] = op(a) op(b), in double, against what a layer made of 16-bit a and b. Its sum was rounded in each of `roundings`
-   places, each time by u times the sum of all terms at most. */
+/* c [m, n] = op(a) op(b), in double, against what a layer made of 16-bit a and b. Its sum was rounded in each of
+   `roundings` places, each time by u times the sum of all terms at most. */
 static mt_status check_product(const char *what, const float *a, int ta, const float *b, int tb, int m, int n, int k,
                                const float *bias, mt_tensor c, double u, int roundings) {
     for (int i = 0; i < m; i++)
@@ -715,7 +741,8 @@ static mt_status check_product(const char *what, const float *a, int ta, const f
 }
 
 static mt_status linear_body(test_rank *r, int column) {
-    mt_linear_desc d = {.in_features = LINEAR_IN, .out_features = LINEAR_OUT, .init_std = 0.5f, .gather_output = column};
+    mt_linear_desc d = {
+        .in_features = LINEAR_IN, .out_features = LINEAR_OUT, .init_std = 0.5f, .gather_output = column};
     mt_column_parallel_linear c;
     mt_row_parallel_linear w;
     mt_param *weight, *bias;
@@ -745,7 +772,8 @@ static mt_status linear_body(test_rank *r, int column) {
     }
     /* each rank's part, where there are any, their sum, the bias */
     MT_TRY(check_product("y", x, 0, all, 1, LINEAR_TOKENS, LINEAR_OUT, LINEAR_IN, b, ty, u, 3));
-    MT_TRY(check_product("dx", dy, 0, all, 0, LINEAR_TOKENS, LINEAR_IN, LINEAR_OUT, NULL, tdx, u, column && ranks > 1 ? 2 : 1));
+    MT_TRY(check_product("dx", dy, 0, all, 0, LINEAR_TOKENS, LINEAR_IN, LINEAR_OUT, NULL, tdx, u,
+                         column && ranks > 1 ? 2 : 1));
     MT_TRY(mt_param_gather(r->ctx, r->params, weight, weight->grad, all));
     return check_product("dW", dy, 1, x, 0, LINEAR_OUT, LINEAR_IN, LINEAR_TOKENS, NULL,
                          mt_tensor_f32(all, LINEAR_OUT, LINEAR_IN), 0, 0);
@@ -837,8 +865,8 @@ static mt_status compare_gradients(gpt_worker *half, gpt_worker *f32) {
             whole += pow((double)b[j], 2);
         }
         if (status == MT_SUCCESS && !(sqrt(off) <= allowed * sqrt(whole) && whole > 0)) {
-            fprintf(stderr, "%s: the gradient of %s is off by %.3g of its length, allowed %.3g\n", gpt_name(half->r), p->name,
-                    sqrt(off / whole), allowed);
+            fprintf(stderr, "%s: the gradient of %s is off by %.3g of its length, allowed %.3g\n", gpt_name(half->r),
+                    p->name, sqrt(off / whole), allowed);
             status = MT_ERR_DATA;
         }
     }
@@ -895,7 +923,8 @@ static void test_gpt_trains_as_in_f32(void **state) {
                 gpt_execute(x, &half);
                 gpt_assert_near(&x, &f32, &half, gpt_half_error(x.dtype));
                 assert_int_equal(half.scaler.skipped, 0);
-                for (int64_t j = 0; j < half.count; j++) assert_true(half.weights[j] == round16(x.dtype, half.masters[j]));
+                for (int64_t j = 0; j < half.count; j++)
+                    assert_true(half.weights[j] == round16(x.dtype, half.masters[j]));
             }
     }
 }
@@ -932,8 +961,8 @@ static void test_logits(void **state) {
         }
 }
 
-/* From 2^32 the loss overflows until the scale fits. Skipped steps leave no trace: what follows, until the next one, has the
-   bits of a run that begins there, with that scale. */
+/* From 2^32 the loss overflows until the scale fits. Skipped steps leave no trace: what follows, until the next one,
+   has the bits of a run that begins there, with that scale. */
 static void test_gpt_finds_its_scale(void **state) {
     static gpt_result all, rest;
     gpt_run r = {.dtype = MT_F16, .tensor = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 4294967296.0f};
@@ -964,16 +993,23 @@ static void test_gpt_invariant(void **state) {
     (void)state;
     for (int kind = 0; kind < 4; kind++) /* bf16, f16; each of them also with stochastic rounding */
         for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
-            gpt_run r = {.dtype = halves[kind % 2], .tensor = splits[i].tensor, .data = splits[i].data,
-                         .sequence_parallel = splits[i].sequence_parallel, .invariant = 8, .llama = kind % 2 != kind / 2,
-                         .stochastic = kind / 2, .loss_scale = halves[kind % 2] == MT_F16 ? ldexpf(1, 26) : 0};
+            gpt_run r = {.dtype = halves[kind % 2],
+                         .tensor = splits[i].tensor,
+                         .data = splits[i].data,
+                         .sequence_parallel = splits[i].sequence_parallel,
+                         .invariant = 8,
+                         .llama = kind % 2 != kind / 2,
+                         .stochastic = kind / 2,
+                         .loss_scale = halves[kind % 2] == MT_F16 ? ldexpf(1, 26) : 0};
             gpt_execute(r, i ? &many : &one);
             if (halves[kind % 2] == MT_F16) assert_true((i ? many : one).scaler.skipped > 0);
-            if (i && memcmp(&one, &many, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits than on one rank", gpt_name(&r));
+            if (i && memcmp(&one, &many, GPT_SAME_BYTES) != 0)
+                fail_msg("%s: other bits than on one rank", gpt_name(&r));
         }
 }
 
-/* Without the mode sums of 16-bit activations are rounded on their way: other bits, so that the test above says something. */
+/* Without the mode sums of 16-bit activations are rounded on their way: other bits, so that the test above says
+ * something. */
 static void test_gpt_differs_without_the_mode(void **state) {
     static gpt_result one, two;
     gpt_run r = {.dtype = MT_BF16, .tensor = 1, .data = 1};

@@ -1,5 +1,5 @@
-/* test_recompute.c - activation recomputation: the same bits as without, less memory by the formula of mt_recompute, and the
-   collectives that it says.
+/* test_recompute.c - activation recomputation: the same bits as without, less memory by the formula of mt_recompute,
+   and the collectives that it says.
 
    cc -std=gnu17 -O2 -I. tests/test_recompute.c -lpthread -lm                                                 */
 
@@ -10,7 +10,7 @@
 #include "mt_test_gpt.h"
 #include "mt_test_ranks.h"
 
-/* ---- the same bits ------------------------------------------------------------------------------------------------- */
+/* ---- the same bits ----------------------------------------------------------------------------------------------- */
 
 /* tensor, data, sequence parallel */
 static const int splits[][3] = {{1, 1, 0}, {2, 1, 0}, {4, 1, 1}, {2, 2, 1}};
@@ -27,7 +27,8 @@ static void assert_same_bits(gpt_run r) {
     }
 }
 
-/* Every placement of the norms, GPT-2 and Llama, f32 and bf16, with dropout, on every split, with and without the mode. */
+/* Every placement of the norms, GPT-2 and Llama, f32 and bf16, with dropout, on every split, with and without the mode.
+ */
 static void test_same_bits(void **state) {
     (void)state;
     for (int llama = 0; llama < 4; llama++)
@@ -52,7 +53,10 @@ static void test_planned(void **state) {
     (void)state;
     for (int how = MT_RECOMPUTE_NONE; how <= MT_RECOMPUTE_FULL; how++)
         for (int llama = 0; llama < 3; llama++) {
-            gpt_run r = {.tensor = 4, .data = 1, .sequence_parallel = llama != 2, .llama = llama,
+            gpt_run r = {.tensor = 4,
+                         .data = 1,
+                         .sequence_parallel = llama != 2,
+                         .llama = llama,
                          .recompute = (mt_recompute)how};
             mt_comm *world = NULL;
             gpt_execute(r, &found);
@@ -66,7 +70,7 @@ static void test_planned(void **state) {
         }
 }
 
-/* ---- memory -------------------------------------------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 typedef struct shape {
     int64_t seq, sequences, hidden, heads;
@@ -83,12 +87,16 @@ static size_t formula(const shape *s, mt_recompute how) {
     return (size_t)bytes;
 }
 
-/* What one layer keeps, its input included, and what a step of a GPT with so many layers needs, `recomputed` of them as `how`
-   says. On paper: nothing is computed. */
+/* What one layer keeps, its input included, and what a step of a GPT with so many layers needs, `recomputed` of them as
+   `how` says. On paper: nothing is computed. */
 static size_t kept_by_layer(const shape *s, mt_recompute how) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
-    mt_transformer_layer_desc d = {.hidden = s->hidden, .heads = s->heads, .recompute = how, .hidden_dropout = 0.1f,
-                                   .sequence_parallel = s->sequence_parallel, .attention_dropout = 0.1f};
+    mt_transformer_layer_desc d = {.hidden = s->hidden,
+                                   .heads = s->heads,
+                                   .recompute = how,
+                                   .hidden_dropout = 0.1f,
+                                   .sequence_parallel = s->sequence_parallel,
+                                   .attention_dropout = 0.1f};
     mt_batch batch = {.sequences = s->sequences, .seq = s->seq};
     int64_t rows = s->seq * s->sequences / (s->sequence_parallel ? s->tensor : 1);
     mt_transformer_layer layer;
@@ -111,9 +119,15 @@ static size_t kept_by_layer(const shape *s, mt_recompute how) {
 
 static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, int64_t recomputed) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
-    mt_gpt_desc d = {.vocab = 1000, .layers = layers, .max_seq = s->seq, .recompute_layers = recomputed,
-                     .layer = {.hidden = s->hidden, .heads = s->heads, .recompute = how,
-                               .sequence_parallel = s->sequence_parallel, .hidden_dropout = 0.1f}};
+    mt_gpt_desc d = {.vocab = 1000,
+                     .layers = layers,
+                     .max_seq = s->seq,
+                     .recompute_layers = recomputed,
+                     .layer = {.hidden = s->hidden,
+                               .heads = s->heads,
+                               .recompute = how,
+                               .sequence_parallel = s->sequence_parallel,
+                               .hidden_dropout = 0.1f}};
     mt_batch batch = {.sequences = s->sequences, .seq = s->seq};
     mt_tensor loss, ids;
     mt_gpt_saved saved;
@@ -127,8 +141,9 @@ static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, in
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &gpt, &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, s->sequences * s->seq, &loss));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_I32, 1, s->sequences * s->seq, &ids));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_forward(r.ctx, &gpt, &batch, (const int32_t *)ids.data, (const int32_t *)ids.data,
-                                                    loss, &saved));
+    ASSERT_STATUS(
+        r.ctx, MT_SUCCESS,
+        mt_gpt_forward(r.ctx, &gpt, &batch, (const int32_t *)ids.data, (const int32_t *)ids.data, loss, &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_backward(r.ctx, &gpt, 1.0f, &saved));
     peak = mt_arena_peak(r.ctx);
     mt_gpt_saved_destroy(&saved);
@@ -138,8 +153,10 @@ static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, in
 
 /* One layer, and a layer more in a model, takes exactly what the formula says. */
 static void test_memory(void **state) {
-    static const shape shapes[] = {{1024, 4, 1920, 20, 1, 0, MT_BF16}, {1024, 4, 2048, 32, 8, 0, MT_BF16},
-                                   {2048, 1, 8192, 64, 8, 1, MT_BF16}, {512, 2, 768, 12, 2, 1, MT_F32}};
+    static const shape shapes[] = {{1024, 4, 1920, 20, 1, 0, MT_BF16},
+                                   {1024, 4, 2048, 32, 8, 0, MT_BF16},
+                                   {2048, 1, 8192, 64, 8, 1, MT_BF16},
+                                   {512, 2, 768, 12, 2, 1, MT_F32}};
     (void)state;
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int how = MT_RECOMPUTE_NONE; how <= MT_RECOMPUTE_FULL; how++) {
@@ -149,21 +166,23 @@ static void test_memory(void **state) {
             assert_int_equal(kept_by_layer(s, (mt_recompute)how), expected);
             assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 9, 0) - eight, expected);
             for (int64_t some = 5; some < 8; some++) /* so many of 8 layers: the others keep everything */
-                assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 8, some) - eight, (size_t)(8 - some) * (none - expected));
+                assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 8, some) - eight,
+                                 (size_t)(8 - some) * (none - expected));
             assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 8, 8), eight);
         }
-    /* arXiv 2205.05198, table 2, with sequence parallelism: 34 sbh / t, of which 2 are dropout masks, and 5 a s^2 b / t that
-       flash attention does not have; full recomputation keeps 2 sbh */
-    assert_int_equal((formula(&shapes[2], MT_RECOMPUTE_NONE) - 4 * 2048 * (64 + 4) / 8) / ((size_t)2048 * 8192 / 8), 32);
+    /* arXiv 2205.05198, table 2, with sequence parallelism: 34 sbh / t, of which 2 are dropout masks, and 5 a s^2 b / t
+       that flash attention does not have; full recomputation keeps 2 sbh */
+    assert_int_equal((formula(&shapes[2], MT_RECOMPUTE_NONE) - 4 * 2048 * (64 + 4) / 8) / ((size_t)2048 * 8192 / 8),
+                     32);
     assert_int_equal(formula(&shapes[0], MT_RECOMPUTE_FULL), 2 * (size_t)4096 * 1920);
 }
 
-/* ---- communication ------------------------------------------------------------------------------------------------- */
+/* ---- communication ----------------------------------------------------------------------------------------------- */
 
 static mt_ledger step_of_layer(mt_recompute how, mt_ln_placement placement, int sequence_parallel) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
-    mt_transformer_layer_desc d = {.hidden = 64, .heads = 4, .recompute = how, .placement = placement,
-                                   .sequence_parallel = sequence_parallel};
+    mt_transformer_layer_desc d = {
+        .hidden = 64, .heads = 4, .recompute = how, .placement = placement, .sequence_parallel = sequence_parallel};
     mt_batch batch = {.sequences = 2, .seq = 8};
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;
@@ -177,8 +196,9 @@ static mt_ledger step_of_layer(mt_recompute how, mt_ln_placement placement, int 
     x = mt_tensor_rows(x, 0, sequence_parallel ? 4 : 16);
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
                   mt_transformer_layer_forward(r.ctx, &layer, &batch, x, mt_tensor_rows(x, x.rows, x.rows), &saved));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_backward(r.ctx, &layer, mt_tensor_rows(x, 2 * x.rows, x.rows),
-                                                                   mt_tensor_rows(x, 3 * x.rows, x.rows), &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_transformer_layer_backward(r.ctx, &layer, mt_tensor_rows(x, 2 * x.rows, x.rows),
+                                                mt_tensor_rows(x, 3 * x.rows, x.rows), &saved));
     ledger = mt_comm_ledger(r.grid.tensor);
     test_paper_rank_close(&r);
     return ledger;
@@ -200,7 +220,7 @@ static void test_communication(void **state) {
         }
 }
 
-/* ---- the hash log -------------------------------------------------------------------------------------------------- */
+/* ---- the hash log ------------------------------------------------------------------------------------------------ */
 
 #define MAX_LINES 128
 
@@ -268,12 +288,8 @@ static void test_refusals(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_same_bits),
-        cmocka_unit_test(test_planned),
-        cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_communication),
-        cmocka_unit_test(test_hash_log),
-        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_same_bits),     cmocka_unit_test(test_planned),  cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_communication), cmocka_unit_test(test_hash_log), cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

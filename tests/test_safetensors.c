@@ -1,5 +1,5 @@
-/* test_safetensors - the reader of safetensors files: what it makes of good ones, each reason to refuse a bad one, and the
-   seeds of tests/fuzz with the same mutations every time. Run it from the checkout's root.                             */
+/* test_safetensors - the reader of safetensors files: what it makes of good ones, each reason to refuse a bad one, and
+   the seeds of tests/fuzz with the same mutations every time. Run it from the checkout's root. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -51,7 +51,8 @@ static void expect(const char *header, size_t data, const char *words) {
 
 static void good_files(void **state) {
     static const char header[] =
-        "{\"b.2\":{\"dtype\":\"BF16\",\"shape\":[3],\"data_offsets\":[4,10]},\"__metadata__\":{\"k\":\"v\",\"format\":\"pt\"},"
+        "{\"b.2\":{\"dtype\":\"BF16\",\"shape\":[3],\"data_offsets\":[4,10]},\"__metadata__\":{\"k\":\"v\",\"format\":"
+        "\"pt\"},"
         "\"a\\u00e9\\ud83d\\ude00\\n\\\"\":{\"data_offsets\":[0,4],\"shape\":[1,1],\"dtype\":\"F32\","
         "\"new\":[{\"x\":[1e3,null]}]},"
         "\"none\":{\"dtype\":\"F16\",\"shape\":[2,0],\"data_offsets\":[10,10]},"
@@ -101,21 +102,23 @@ static void long_tensors(void **state) {
     (void)state;
     for (int n = 255; n <= 515; n += 1) {
         size_t size, bytes = 2 * (size_t)n;
-        snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"BF16\",\"shape\":[%d],\"data_offsets\":[0,%zu]}}", n, bytes);
+        snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"BF16\",\"shape\":[%d],\"data_offsets\":[0,%zu]}}", n,
+                 bytes);
         unsigned char *file = make_file(header, strlen(header), bytes, &size);
         float *out = (float *)malloc((size_t)n * sizeof *out);
         mt_safetensors *s;
         for (int i = 0; i < n; i++) memcpy(file + size - bytes + 2 * (size_t)i, &(uint16_t){(uint16_t)(0x3f80 + i)}, 2);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, write_file(file, size), &s));
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_at(s, 0), out));
-        for (int i = 0; i < n; i++) assert_true(mti_bits(out[i]) == (uint32_t)(0x3f80 + i) << 16);
+        for (int i = 0; i < n; i++) assert_true(mt_f32_bits(out[i]) == (uint32_t)(0x3f80 + i) << 16);
         mt_safetensors_close(s);
         free(out);
         free(file);
     }
 }
 
-#define T(name, dtype, shape, offsets) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
+#define T(name, dtype, shape, offsets)                                                                                 \
+    "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
 
 /* Numbers, names and brackets of the header, each wrong in one way. */
 static void bad_headers(void **state) {
@@ -196,8 +199,8 @@ static void bad_data(void **state) {
     expect("{" T("a", "U8", "[9223372036854775807,2,0]", "[0,0]") "}", 0, "overflows");
     expect("{" T("a", "F32", "[1]", "[9223372036854775804,9223372036854775807]") "}", 4, "data_offsets");
     for (int depth = 61; depth <= 63; depth++) { /* two brackets are around them */
-        snprintf(deep, sizeof deep, "{\"a\":{\"x\":%.*s%.*s,\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", depth,
-                 "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", depth,
+        snprintf(deep, sizeof deep, "{\"a\":{\"x\":%.*s%.*s,\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}",
+                 depth, "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", depth,
                  "]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]");
         expect(deep, 0, depth <= 62 ? NULL : "nested too deeply");
     }
@@ -233,9 +236,22 @@ static void bad_files(void **state) {
 
 /* Numbers of config.json, which do not depend on the locale, to the last place of a float. */
 static void numbers(void **state) {
-    static const char *const good[] = {"0", "-0", "1", "-1.5", "1e-05", "1E+2", "0.1", "1e-50",
-                                       "123456789012345678901234567890", "3.4028235e38", "0.000012345678", "1e400", "9007199254740993", "16777217.0"};
-    static const char *const bad[] = {"", "-", "+1", ".5", "1.", "1e", "1e+", "01", "-01", "0x10", "1.e3", "nan", "Infinity"};
+    static const char *const good[] = {"0",
+                                       "-0",
+                                       "1",
+                                       "-1.5",
+                                       "1e-05",
+                                       "1E+2",
+                                       "0.1",
+                                       "1e-50",
+                                       "123456789012345678901234567890",
+                                       "3.4028235e38",
+                                       "0.000012345678",
+                                       "1e400",
+                                       "9007199254740993",
+                                       "16777217.0"};
+    static const char *const bad[] = {"",   "-",   "+1",   ".5",   "1.",  "1e",      "1e+",
+                                      "01", "-01", "0x10", "1.e3", "nan", "Infinity"};
     uint64_t seed = 9;
     char text[64];
     (void)state;
@@ -253,7 +269,7 @@ static void numbers(void **state) {
     }
     for (int i = 0; i < 100000; i++) { /* what is written is read back */
         uint32_t bits = (uint32_t)test_random(&seed);
-        float want = mti_from_bits(bits), got;
+        float want = mt_f32_from_bits(bits), got;
         if (!isfinite(want) || fabsf(want) < 1e-37f) continue;
         mti_f32_text(want, text);
         mti_json j = mti_json_begin(text, strlen(text));
@@ -275,7 +291,7 @@ static void truncated_while_open(void **state) {
     mt_safetensors *s;
     unsigned char *file = make_file(header, sizeof header - 1, 2 * BYTES, &size);
     (void)state;
-    for (size_t left = size; left < 2 * size; left = left > 8192 ? left - 8192 : left > 0 ? 0 : 2 * size) {
+    for (size_t left = size; left<2 * size; left = left> 8192 ? left - 8192 : left > 0 ? 0 : 2 * size) {
         const char *path = write_file(file, size);
         size_t half = size - 2 * BYTES, whole = size - BYTES;
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, path, &s));
@@ -308,11 +324,11 @@ static void numbers_with_a_decimal_comma(void **state) {
     (void)state;
     if (!test_comma_locale()) skip();
     snprintf(text, sizeof text, "%g", 5.525);
-    mti_decimal_point(text);
+    mt_decimal_point(text);
     assert_string_equal(text, "5.525");
-    assert_string_equal(mti_f32_digits(-0.0625f, text), "-0.0625");
-    assert_string_equal(mti_f32_digits(7.0f, text), "7");
-    assert_string_equal(mti_f32_digits(INFINITY, text), "inf");
+    assert_string_equal(mt_f32_digits(-0.0625f, text), "-0.0625");
+    assert_string_equal(mt_f32_digits(7.0f, text), "7");
+    assert_string_equal(mt_f32_digits(INFINITY, text), "inf");
     mti_f32_text(-5.525f, text);
     j = mti_json_begin(text, strlen(text));
     assert_true((float)mti_json_number(&j) == -5.525f);
@@ -322,7 +338,8 @@ static void numbers_with_a_decimal_comma(void **state) {
     assert_string_equal(text, "-5.52500010e+00");
 }
 
-/* A checksum by another program (tests/fuzz/seeds/run.safetensors was written by Python), and neither one bit nor two undo it. */
+/* A checksum by another program (tests/fuzz/seeds/run.safetensors was written by Python), and neither one bit nor two
+ * undo it. */
 static void checksums(void **state) {
     unsigned char bytes[2048];
     mt_safetensors s;
@@ -355,11 +372,11 @@ static void checksums(void **state) {
     }
 }
 
-/* ---- fuzzing ------------------------------------------------------------------------------------------------------- */
+/* ---- fuzzing ----------------------------------------------------------------------------------------------------- */
 
-static const char *const seeds[] = {"empty.safetensors", "one.safetensors", "types.safetensors", "escapes.safetensors",
-                                    "deep.safetensors", "ours.safetensors", "config.json", "index.json", "long_name.json",
-                                    "run.safetensors"};
+static const char *const seeds[] = {"empty.safetensors", "one.safetensors",  "types.safetensors", "escapes.safetensors",
+                                    "deep.safetensors",  "ours.safetensors", "config.json",       "index.json",
+                                    "long_name.json",    "run.safetensors"};
 #define SEEDS (sizeof seeds / sizeof *seeds)
 
 static size_t read_seed(const char *name, unsigned char *bytes, size_t room) {
@@ -375,13 +392,32 @@ static size_t read_seed(const char *name, unsigned char *bytes, size_t room) {
 
 /* One change: a bit, a byte, a piece taken out, put in twice or from elsewhere, a number that is at a limit. */
 static size_t mutate(unsigned char *b, size_t n, size_t room, uint64_t *seed) {
-    static const char *const words[] = {"9223372036854775807", "18446744073709551615", "0", "-1", "[", "]", "{", "}", "\"",
-                                        ",", ":", "\\u", "\\ud800", "null", "\xff", "1e999", "\"dtype\":\"F64\""};
+    static const char *const words[] = {"9223372036854775807",
+                                        "18446744073709551615",
+                                        "0",
+                                        "-1",
+                                        "[",
+                                        "]",
+                                        "{",
+                                        "}",
+                                        "\"",
+                                        ",",
+                                        ":",
+                                        "\\u",
+                                        "\\ud800",
+                                        "null",
+                                        "\xff",
+                                        "1e999",
+                                        "\"dtype\":\"F64\""};
     size_t at = test_below(seed, n + 1), length;
     const char *word;
     switch (test_below(seed, 6)) {
-    case 0: if (at < n) b[at] ^= (unsigned char)(1u << test_below(seed, 8)); return n;
-    case 1: if (at < n) b[at] = (unsigned char)test_random(seed); return n;
+    case 0:
+        if (at < n) b[at] ^= (unsigned char)(1u << test_below(seed, 8));
+        return n;
+    case 1:
+        if (at < n) b[at] = (unsigned char)test_random(seed);
+        return n;
     case 2:
         length = test_below(seed, 16) < n - at ? test_below(seed, 16) % (n - at + 1) : n - at;
         memmove(b + at, b + at + length, n - at - length);
@@ -450,11 +486,18 @@ static int close_all(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(good_files),     cmocka_unit_test(long_tensors), cmocka_unit_test(bad_headers),
-        cmocka_unit_test(bad_strings),    cmocka_unit_test(bad_data),     cmocka_unit_test(bad_files),
-        cmocka_unit_test(numbers),        cmocka_unit_test(checksums),    cmocka_unit_test(truncated_while_open),
+        cmocka_unit_test(good_files),
+        cmocka_unit_test(long_tensors),
+        cmocka_unit_test(bad_headers),
+        cmocka_unit_test(bad_strings),
+        cmocka_unit_test(bad_data),
+        cmocka_unit_test(bad_files),
+        cmocka_unit_test(numbers),
+        cmocka_unit_test(checksums),
+        cmocka_unit_test(truncated_while_open),
         cmocka_unit_test(numbers_with_a_decimal_comma),
-        cmocka_unit_test(seeds_are_read), cmocka_unit_test(mutated_seeds),
+        cmocka_unit_test(seeds_are_read),
+        cmocka_unit_test(mutated_seeds),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

@@ -1,5 +1,5 @@
-/* test_train - examples/train_gpt.c, run in this process: the loss over 50 steps does not depend on the split, files are read
-   and refused, absurd flags are refused one by one. Run it from the checkout's root. */
+/* test_train - examples/train_gpt.c, run in this process: the loss over 50 steps does not depend on the split, files
+   are read and refused, absurd flags are refused one by one. Run it from the checkout's root. */
 
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
@@ -28,7 +28,7 @@ static const char *in_scratch(const char *name) {
 /* Runs train_gpt with these words as its arguments; what it prints goes to the files "out" and "err". */
 static int run_train_gpt(const char *words) {
     static char text[2048];
-    char *argv[MAX_ARGS] = {(char *)(uintptr_t)"train_gpt"};
+    char *argv[MAX_ARGS] = {(char *)(uintptr_t) "train_gpt"};
     int argc = 1, out = dup(1), err = dup(2), rc;
     snprintf(text, sizeof text, "%s", words);
     for (char *w = strtok(text, " "); w && argc < MAX_ARGS - 1; w = strtok(NULL, " ")) argv[argc++] = w;
@@ -75,7 +75,8 @@ static void test_stuck_rank_ends_the_process(void **state) {
     pid_t child;
     (void)state;
     assert_int_equal(mkfifo(in_scratch("pipe"), 0600), 0);
-    snprintf(words, sizeof words, "--data LICENSE --layers 1 --hidden 16 --seq 8 --timeout 0.5 --log %s", in_scratch("pipe"));
+    snprintf(words, sizeof words, "--data LICENSE --layers 1 --hidden 16 --seq 8 --timeout 0.5 --log %s",
+             in_scratch("pipe"));
     child = fork();
     assert_true(child >= 0);
     if (child == 0) _exit(run_train_gpt(words) + 40);
@@ -93,8 +94,9 @@ static void test_stuck_rank_ends_the_process(void **state) {
 
 /* A text that does not change when the project does: sentences of a few words, which a small model learns quickly. */
 static void write_text(void) {
-    static const char *const words[] = {"the ", "a ", "rank ", "sums ", "splits ", "rows ", "columns ", "of ",
-                                        "and ", "every ", "layer ", "tensor ", "token ", "has ", "sees ", "again.\n"};
+    static const char *const words[] = {"the ",     "a ",   "rank ", "sums ",   "splits ", "rows ",
+                                        "columns ", "of ",  "and ",  "every ",  "layer ",  "tensor ",
+                                        "token ",   "has ", "sees ", "again.\n"};
     static char text[40000];
     uint64_t seed = 3, word = 0;
     size_t used = 0;
@@ -115,8 +117,8 @@ static curve train_curve(const char *model, const char *split) {
     curve c;
     FILE *f;
     write_text();
-    snprintf(words, sizeof words, "--data %s --steps %d --log %s --sample 0 --eval-interval 25 %s %s", in_scratch("text"), STEPS,
-             in_scratch("log.csv"), model, split);
+    snprintf(words, sizeof words, "--data %s --steps %d --log %s --sample 0 --eval-interval 25 %s %s",
+             in_scratch("text"), STEPS, in_scratch("log.csv"), model, split);
     if (run_train_gpt(words) != 0) {
         read_text("err", line, sizeof line);
         fail_msg("train_gpt %s: %s", words, line);
@@ -164,15 +166,30 @@ static void compare_splits(const char *model, const char *const *splits, size_t 
 
 static void test_gpt2_any_split(void **state) {
     static const char *const splits[] = {
-        "--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 2", "--tp 1 --dp 4 --bucket-mb 0.01",
+        "--tp 2",
+        "--tp 4",
+        "--tp 8",
+        "--tp 1 --dp 2",
+        "--tp 1 --dp 4 --bucket-mb 0.01",
         "--tp 1 --dp 2 --micro-batch 1 --use-distributed-optimizer",
         "--tp 2 --dp 2 --sequence-parallel --use-distributed-optimizer --bucket-mb 0.02",
-        "--tp 1 --dp 4 --use-distributed-optimizer", "--tp 2 --dp 2", "--tp 4 --dp 2", "--tp 8 --dp 2",
-        "--tp 2 --sequence-parallel", "--tp 4 --sequence-parallel", "--tp 8 --sequence-parallel",
-        "--tp 2 --dp 2 --sequence-parallel", "--tp 4 --dp 2 --sequence-parallel", "--tp 8 --dp 2 --sequence-parallel",
-        "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel", "--tp 1 --micro-batch 2", "--tp 1 --threads 2",
-        "--tp 2 --threads 2", "--tp 2 --no-pinning",
-        "--tp 1 --dp 8", "--tp 2 --pp 2 --dp 2 --micro-batch 1"};
+        "--tp 1 --dp 4 --use-distributed-optimizer",
+        "--tp 2 --dp 2",
+        "--tp 4 --dp 2",
+        "--tp 8 --dp 2",
+        "--tp 2 --sequence-parallel",
+        "--tp 4 --sequence-parallel",
+        "--tp 8 --sequence-parallel",
+        "--tp 2 --dp 2 --sequence-parallel",
+        "--tp 4 --dp 2 --sequence-parallel",
+        "--tp 8 --dp 2 --sequence-parallel",
+        "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel",
+        "--tp 1 --micro-batch 2",
+        "--tp 1 --threads 2",
+        "--tp 2 --threads 2",
+        "--tp 2 --no-pinning",
+        "--tp 1 --dp 8",
+        "--tp 2 --pp 2 --dp 2 --micro-batch 1"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                    COUNT(splits));
@@ -183,8 +200,10 @@ static void test_llama_any_split(void **state) {
                                          "--tp 2 --sequence-parallel",
                                          "--tp 2 --pp 2 --micro-batch 2 --sequence-parallel --schedule gpipe"};
     (void)state;
-    compare_splits("--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
-                   "--batch 8 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3", splits, COUNT(splits));
+    compare_splits(
+        "--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
+        "--batch 8 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3",
+        splits, COUNT(splits));
 }
 
 /* Two files, byte for byte; says in which line they differ. */
@@ -217,16 +236,25 @@ static void compare_bits(const char *model, const char *const *splits, size_t co
 }
 
 static void test_invariant_any_split(void **state) {
-    static const char *const splits[] = {"--tp 2", "--tp 8", "--tp 4 --sequence-parallel", "--tp 2 --dp 4 --sequence-parallel",
-                                         "--dp 8", "--tp 8 --dp 2", "--tp 2 --no-pinning", "--tp 2 --pp 2 --dp 2",
+    static const char *const splits[] = {"--tp 2",
+                                         "--tp 8",
+                                         "--tp 4 --sequence-parallel",
+                                         "--tp 2 --dp 4 --sequence-parallel",
+                                         "--dp 8",
+                                         "--tp 8 --dp 2",
+                                         "--tp 2 --no-pinning",
+                                         "--tp 2 --pp 2 --dp 2",
                                          "--tp 1 --pp 2 --dp 4 --schedule gpipe --recompute full"};
-    static const char *const few[] = {"--tp 8 --sequence-parallel", "--tp 4 --dp 2", "--tp 2 --pp 2 --sequence-parallel",
+    static const char *const few[] = {"--tp 8 --sequence-parallel", "--tp 4 --dp 2",
+                                      "--tp 2 --pp 2 --sequence-parallel",
                                       "--tp 2 --dp 4 --use-distributed-optimizer --bucket-mb 0.05"};
     (void)state;
     compare_bits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                  COUNT(splits));
-    compare_bits("--layers 2 --hidden 64 --heads 16 --kv-heads 8 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
-                 "--batch 12 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3", few, COUNT(few));
+    compare_bits(
+        "--layers 2 --hidden 64 --heads 16 --kv-heads 8 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
+        "--batch 12 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3",
+        few, COUNT(few));
 }
 
 static void test_invariant_in_bf16(void **state) {
@@ -234,8 +262,9 @@ static void test_invariant_in_bf16(void **state) {
                                          "--tp 4 --dp 2 --sequence-parallel"};
     char text[1 << 16];
     (void)state;
-    compare_bits("--dtype bf16 --layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3",
-                 splits, COUNT(splits));
+    compare_bits(
+        "--dtype bf16 --layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
+        COUNT(splits));
     read_text("one.hash", text, sizeof text);
     assert_non_null(strstr(text, "1 decoder.layers.0.mlp.linear_fc1.weight.master "));
 }
@@ -244,28 +273,36 @@ static void test_invariant_in_bf16(void **state) {
 static void test_hash_log_of_stages(void **state) {
     char words[512];
     (void)state;
-    snprintf(words, sizeof words, "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
-             "--tp 1 --hash-log %s", in_scratch("one.hash"));
+    snprintf(words, sizeof words,
+             "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
+             "--tp 1 --hash-log %s",
+             in_scratch("one.hash"));
     assert_int_equal(run_train_gpt(words), 0);
-    snprintf(words, sizeof words, "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
-             "--pp 4 --hash-log %s", in_scratch("split.hash"));
+    snprintf(words, sizeof words,
+             "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
+             "--pp 4 --hash-log %s",
+             in_scratch("split.hash"));
     assert_int_equal(run_train_gpt(words), 0);
     assert_same_file("one.hash", "split.hash", "--pp 4");
 }
 
-/* The loss scale comes down to where f16 trains, and what was skipped is counted; a model that is lost stops at scale 1. */
+/* The loss scale comes down to where f16 trains, and what was skipped is counted; a model that is lost stops at
+ * scale 1. */
 static void test_f16_scales_the_loss(void **state) {
     char text[8192];
     (void)state;
-    assert_int_equal(run_train_gpt("--data megatron.h --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --tp 2 "
-                                   "--steps 30"), 0);
+    assert_int_equal(
+        run_train_gpt("--data megatron.h --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --tp 2 "
+                      "--steps 30"),
+        0);
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "parameters in f16;"));
     assert_non_null(strstr(text, "loss scale 4294967296, 1 skipped"));
     assert_null(strstr(strstr(text, "step    30/30"), ", 1 skipped"));
     assert_null(strstr(strstr(text, "step    30/30"), "nan"));
     expect_error("--data megatron.h --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --lr 1000 --clip 0 "
-                 "--warmup 0 --steps 200", "not finite: stopping");
+                 "--warmup 0 --steps 200",
+                 "not finite: stopping");
 }
 
 /* This program is a C compiler's: it has no GPU, and says how to get one. */
@@ -280,8 +317,10 @@ static void test_hash_log_of_the_last_step(void **state) {
     int last = 0;
     FILE *f;
     (void)state;
-    snprintf(words, sizeof words, "--data megatron.h --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
-             "--hidden 16 --seq 8 --batch 2 --hash-log %s", in_scratch("one.hash"));
+    snprintf(words, sizeof words,
+             "--data megatron.h --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
+             "--hidden 16 --seq 8 --batch 2 --hash-log %s",
+             in_scratch("one.hash"));
     expect_error(words, "not finite");
     f = fopen(in_scratch("one.hash"), "r");
     assert_non_null(f);
@@ -309,8 +348,10 @@ static void test_steps_that_are_not_finite(void **state) {
     char words[512], text[16384], *first;
     (void)state;
     for (size_t i = 0; i < COUNT(splits); i++) {
-        snprintf(words, sizeof words, "--data LICENSE --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 2 "
-                 "--hidden 16 --seq 8 --batch 4 %s", splits[i]);
+        snprintf(words, sizeof words,
+                 "--data LICENSE --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 2 "
+                 "--hidden 16 --seq 8 --batch 4 %s",
+                 splits[i]);
         expect_error(words, "is not finite: stopping after 10 such steps in a row");
         read_text("out", text, sizeof text);
         first = strstr(text, ", step skipped (1 so far)\n"); /* a step that is finite may come between */
@@ -329,7 +370,8 @@ static double bytes_per_parameter(const char *flags) {
     at = strstr(text, "per rank: ");
     assert_non_null(at);
     assert_int_equal(sscanf(at, "per rank: %lld parameters parameters, gradients %zu bytes optimizer state %zu bytes",
-                            &parameters, &model, &state), 3);
+                            &parameters, &model, &state),
+                     3);
     return (double)(model + state) / (double)parameters;
 }
 
@@ -342,7 +384,8 @@ static void test_dry_run_of_the_distributed_optimizer(void **state) {
     (void)state;
     for (size_t i = 0; i < COUNT(flags); i++) {
         double got = bytes_per_parameter(flags[i]);
-        if (!(got >= want[i] && got < want[i] + 0.03)) fail_msg("'%s': %g bytes per parameter, not %g", flags[i], got, want[i]);
+        if (!(got >= want[i] && got < want[i] + 0.03))
+            fail_msg("'%s': %g bytes per parameter, not %g", flags[i], got, want[i]);
     }
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "data     (4 ranks)  reduce_scatter      1 calls"));
@@ -372,7 +415,8 @@ static void assert_done_as_planned(const char *model, const char *dry) {
 }
 
 static void test_dry_run_and_ledger(void **state) {
-    static const char *const model = "--tp 4 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h";
+    static const char *const model =
+        "--tp 4 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h";
     char words[512], dry[4096];
     (void)state;
     snprintf(words, sizeof words, "%s --dry-run", model);
@@ -386,12 +430,17 @@ static void test_dry_run_and_ledger(void **state) {
     assert_done_as_planned(model, dry);
 }
 
-/* The paper's four models, one rank of up to 8 x 64: what the formulas say. Biases, norms and positions included; the table has
-   50257 rows, padded to what the ranks divide. */
+/* The paper's four models, one rank of up to 8 x 64: what the formulas say. Biases, norms and positions included; the
+   table has 50257 rows, padded to what the ranks divide. */
 static void test_configurations(void **state) {
-    static const struct { const char *name; long long h, layers, tp; double billions; } paper[] = {
-        {"gpt2-1.2b", 1536, 40, 1, 1.2}, {"gpt2-2.5b", 1920, 54, 2, 2.5}, {"gpt2-4.2b", 2304, 64, 4, 4.2},
-        {"gpt2-8.3b", 3072, 72, 8, 8.3}};
+    static const struct {
+        const char *name;
+        long long h, layers, tp;
+        double billions;
+    } paper[] = {{"gpt2-1.2b", 1536, 40, 1, 1.2},
+                 {"gpt2-2.5b", 1920, 54, 2, 2.5},
+                 {"gpt2-4.2b", 2304, 64, 4, 4.2},
+                 {"gpt2-8.3b", 3072, 72, 8, 8.3}};
     char words[256], text[4096], line[256];
     (void)state;
     for (size_t i = 0; i < 4; i++) {
@@ -399,7 +448,8 @@ static void test_configurations(void **state) {
         long long whole = l * (12 * h * h + 13 * h) + (50257 + 1024) * h + 2 * h;
         long long rank = l * (12 * h * h / t + 7 * h / t + 6 * h) + (rows + 1024) * h + 2 * h;
         double all;
-        snprintf(words, sizeof words, "--config %s --dp 64 --batch 512 --dtype f16 --dry-run --sample 0", paper[i].name);
+        snprintf(words, sizeof words, "--config %s --dp 64 --batch 512 --dtype f16 --dry-run --sample 0",
+                 paper[i].name);
         assert_int_equal(run_train_gpt(words), 0);
         read_text("out", text, sizeof text);
         assert_true(fabs((double)whole / 1e9 - paper[i].billions) < 0.05);
@@ -425,14 +475,16 @@ static void test_configurations(void **state) {
 
 /* Each stage by itself; the embedding and its copy are one parameter of the model. */
 static void test_dry_run_of_a_pipeline(void **state) {
-    static const char *const model = "--pp 3 --tp 1 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --micro-batch 1 "
-                                     "--data megatron.h";
+    static const char *const model =
+        "--pp 3 --tp 1 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --micro-batch 1 "
+        "--data megatron.h";
     char words[512], dry[4096];
     (void)state;
     snprintf(words, sizeof words, "%s --dry-run", model);
     assert_int_equal(run_train_gpt(words), 0);
     read_text("out", dry, sizeof dry);
-    assert_non_null(strstr(dry, "46880 parameters in f32")); /* 256 x 32, 16 x 32, 3 x (12 x 32 x 32 + 13 x 32), 2 x 32 */
+    assert_non_null(
+        strstr(dry, "46880 parameters in f32")); /* 256 x 32, 16 x 32, 3 x (12 x 32 x 32 + 13 x 32), 2 x 32 */
     assert_non_null(strstr(dry, "3 pipeline stages, 1f1b"));
     assert_non_null(strstr(dry, "per rank of stage 0: 21408 parameters"));
     assert_non_null(strstr(dry, "per rank of stage 1: 12704 parameters"));
@@ -469,11 +521,12 @@ static void test_sampling(void **state) {
     assert_string_equal(strstr(one, "continuation"), strstr(four, "continuation"));
 }
 
-/* ---- token files ---------------------------------------------------------------------------------------------------- */
+/* ---- token files ------------------------------------------------------------------------------------------------- */
 
 enum { BIN_TOKENS = 4000 };
 
-static void write_bin(const char *name, int32_t magic, int32_t version, int32_t announced, int tokens, uint16_t largest) {
+static void write_bin(const char *name, int32_t magic, int32_t version, int32_t announced, int tokens,
+                      uint16_t largest) {
     static unsigned char file[LLMC_HEADER_BYTES + 2 * BIN_TOKENS];
     int32_t header[3] = {magic, version, announced};
     memset(file, 0, sizeof file);
@@ -541,8 +594,10 @@ static void test_smallest_file(void **state) {
     (void)state;
     memset(bytes, 'a', sizeof bytes);
     write_bytes("short.txt", bytes, sizeof bytes);
-    snprintf(words, sizeof words, "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --eval-interval 1 --sample 9 "
-             "--data %s", in_scratch("short.txt"));
+    snprintf(words, sizeof words,
+             "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --eval-interval 1 --sample 9 "
+             "--data %s",
+             in_scratch("short.txt"));
     assert_int_equal(run_train_gpt(words), 0);
 }
 
@@ -632,7 +687,8 @@ static void test_checkpoints(void **state) {
 static void expect_one_sentence(const char *sentence) {
     char text[4096];
     read_text("err", text, sizeof text);
-    if (!strstr(text, sentence) || strchr(text, '\n') != text + strlen(text) - 1) fail_msg("not one sentence: %s", text);
+    if (!strstr(text, sentence) || strchr(text, '\n') != text + strlen(text) - 1)
+        fail_msg("not one sentence: %s", text);
     read_text("out", text, sizeof text);
     assert_null(strstr(text, "step     1/6"));
 }
@@ -713,7 +769,8 @@ static void test_logs_go_on(void **state) {
     assert_memory_equal(whole_norm + 1, rest_norm + 1, 6 * sizeof *whole_norm);
     snprintf(words, sizeof words, "rm -r %s", c); /* no checkpoint is left: the logs begin anew, too */
     assert_int_equal(system(words), 0);
-    snprintf(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv, hashes);
+    snprintf(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv,
+             hashes);
     run_six_steps(words);
     assert_int_equal(read_losses("whole.csv", 1, rest), 1);
     snprintf(words, sizeof words, "rm -r %s", c);
@@ -732,7 +789,8 @@ static void test_positions(void **state) {
     run_six_steps(words);
     snprintf(words, sizeof words, "--checkpoint %s --resume --max-seq 20", c);
     refuse_six_steps(words, "its model has max_seq 40, this one 20");
-    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --log %s", c, in_scratch("init.csv"));
+    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --log %s", c,
+             in_scratch("init.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, loss), 1);
     snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --max-seq 40 --tp 1 --log %s", c,
@@ -778,7 +836,8 @@ static void test_gpt2_of_hugging_face(void **state) {
     for (int i = 0; i < 400; i++) file[LLMC_HEADER_BYTES + 2 * i] = (unsigned char)token;
     write_bytes("good.bin", file, sizeof file);
     for (size_t i = 0; i < COUNT(splits); i++) {
-        snprintf(words, sizeof words, "--data %s --init-from tests/golden/gpt2_hf --layers 2 --hidden 16 --heads 4 --ffn 40 "
+        snprintf(words, sizeof words,
+                 "--data %s --init-from tests/golden/gpt2_hf --layers 2 --hidden 16 --heads 4 --ffn 40 "
                  "--vocab 61 --seq 1 --batch 4 --steps 6 --warmup 0 --sample 0 --eval-interval 0 --log %s %s",
                  in_scratch("good.bin"), in_scratch("init.csv"), splits[i]);
         assert_int_equal(run_train_gpt(words), 0);
@@ -794,8 +853,10 @@ static void test_nan_has_no_sign(void **state) {
     (void)state;
     assert_false(signbit(shown(-(float)NAN)) || signbit(shown((float)NAN)));
     assert_true(shown(-1.5f) == -1.5 && isinf(shown(-INFINITY)));
-    snprintf(words, sizeof words, "--data LICENSE --sample 0 --swiglu --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
-             "--hidden 16 --seq 8 --batch 4 --tp 1 --log %s", in_scratch("log.csv"));
+    snprintf(words, sizeof words,
+             "--data LICENSE --sample 0 --swiglu --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
+             "--hidden 16 --seq 8 --batch 4 --tp 1 --log %s",
+             in_scratch("log.csv"));
     expect_error(words, "is not finite");
     for (int i = 0; i < 3; i++) {
         read_text(i == 0 ? "out" : i == 1 ? "err" : "log.csv", text, sizeof text);
@@ -814,7 +875,8 @@ static void test_absurd_flags(void **state) {
         {"--dp -1", "--dp -1: expected"},
         {"--tp 1024 --dp 16 --batch 16", "more than 1024 ranks"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
-        {"--batch 8 --dp 2 --micro-batch 3", "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
+        {"--batch 8 --dp 2 --micro-batch 3",
+         "the 4 sequences of a rank (--batch / --dp) are not a multiple of --micro-batch 3"},
         {"--resume", "--resume needs --checkpoint DIR"},
         {"--save-interval 5", "--save-interval needs --checkpoint DIR"},
         {"--init-from /nonexistent --steps 1", "/nonexistent: has neither model.safetensors nor its index"},
@@ -823,8 +885,10 @@ static void test_absurd_flags(void **state) {
         {"--invariant 6", "invariant is 6, invariant_data 6: must be 0 or a power of two up to 1024"},
         {"--invariant 8 --micro-batch 2", "--invariant chooses the micro-batch"},
         {"--invariant 8", "4 kv_heads cannot be split over 8 virtual shards"},
-        {"--invariant 4 --heads 8 --tp 8", "4 virtual shards (mt_context_desc.invariant) cannot be split over 8 tensor ranks"},
-        {"--invariant 4 --batch 12 --dp 3", "--invariant-data 4 makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
+        {"--invariant 4 --heads 8 --tp 8",
+         "4 virtual shards (mt_context_desc.invariant) cannot be split over 8 tensor ranks"},
+        {"--invariant 4 --batch 12 --dp 3",
+         "--invariant-data 4 makes 4 micro-batches of --batch 12, which --dp 3 cannot share"},
         {"--invariant 4 --seq 10 --batch 4", "10 tokens cannot be split into 4 virtual shards"},
         {"--hash-log /nonexistent/hashes --steps 1", "cannot write /nonexistent/hashes"},
         {"--heads 5 --tp 1", "hidden 128 must be a multiple of heads 5"},
@@ -883,7 +947,8 @@ static void test_logs_that_are_something_else(void **state) {
     assert_int_equal(chdir(scratch), 0);
     run_six_steps("--steps 1 --checkpoint c");
     assert_int_equal(system("mkdir new; ln -s text soft; ln text hard; ln -s none nowhere; ln -s round round; "
-                            "ln -s c/step-00000001/model.safetensors weights; cat text c/*/* >before"), 0);
+                            "ln -s c/step-00000001/model.safetensors weights; cat text c/*/* >before"),
+                     0);
     for (size_t i = 0; i < COUNT(bad); i++) {
         refuse_six_steps(bad[i].flags, bad[i].sentence);
         if (system("cat text c/*/* | cmp - before && test ! -e none") != 0) fail_msg("%s: was written", bad[i].flags);
@@ -918,7 +983,8 @@ static void test_decimal_comma(void **state) {
             assert_non_null(line);
             if (sscanf(line, "%*d,%f,%f,%f,%f,", &loss, &norm, &rate, &lr) != 4 || lr > 0.0025f)
                 fail_msg("'%s' is not step,loss,grad_norm,tokens_per_s,lr,", line);
-            snprintf(losses[comma][step], sizeof losses[0][0], "%.9g %.9g %.9g", (double)loss, (double)norm, (double)lr);
+            snprintf(losses[comma][step], sizeof losses[0][0], "%.9g %.9g %.9g", (double)loss, (double)norm,
+                     (double)lr);
         }
     }
     for (int step = 0; step < 3; step++) assert_string_equal(losses[0][step], losses[1][step]);
@@ -935,9 +1001,10 @@ static void test_help(void **state) {
 }
 
 static int remove_scratch(void **state) {
-    static const char *const names[] = {"out", "err", "text", "log.csv", "one.hash", "split.hash", "good.bin", "magic.bin",
-                                        "version.bin", "short.bin", "negative.bin", "empty.bin", "header.bin", "empty.txt", "short.txt", "vocab.bin",
-                                        "whole.csv", "rest.csv", "init.csv", "pipe"};
+    static const char *const names[] = {"out",          "err",       "text",       "log.csv",     "one.hash",
+                                        "split.hash",   "good.bin",  "magic.bin",  "version.bin", "short.bin",
+                                        "negative.bin", "empty.bin", "header.bin", "empty.txt",   "short.txt",
+                                        "vocab.bin",    "whole.csv", "rest.csv",   "init.csv",    "pipe"};
     (void)state;
     for (size_t i = 0; i < COUNT(names); i++) remove(in_scratch(names[i]));
     return remove(scratch);
@@ -945,24 +1012,36 @@ static int remove_scratch(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gpt2_any_split),  cmocka_unit_test(test_llama_any_split),
-        cmocka_unit_test(test_invariant_any_split), cmocka_unit_test(test_hash_log_of_the_last_step),
-        cmocka_unit_test(test_invariant_in_bf16), cmocka_unit_test(test_hash_log_of_stages),
+        cmocka_unit_test(test_gpt2_any_split),
+        cmocka_unit_test(test_llama_any_split),
+        cmocka_unit_test(test_invariant_any_split),
+        cmocka_unit_test(test_hash_log_of_the_last_step),
+        cmocka_unit_test(test_invariant_in_bf16),
+        cmocka_unit_test(test_hash_log_of_stages),
         cmocka_unit_test(test_f16_scales_the_loss),
         cmocka_unit_test(test_device_that_is_not_built),
         cmocka_unit_test(test_recomputation),
-        cmocka_unit_test(test_seed_and_dropout_matter), cmocka_unit_test(test_dry_run_and_ledger),
+        cmocka_unit_test(test_seed_and_dropout_matter),
+        cmocka_unit_test(test_dry_run_and_ledger),
         cmocka_unit_test(test_configurations),
-        cmocka_unit_test(test_dry_run_of_a_pipeline), cmocka_unit_test(test_sampling),        cmocka_unit_test(test_token_file),
-        cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_absurd_flags),
+        cmocka_unit_test(test_dry_run_of_a_pipeline),
+        cmocka_unit_test(test_sampling),
+        cmocka_unit_test(test_token_file),
+        cmocka_unit_test(test_bad_files),
+        cmocka_unit_test(test_absurd_flags),
         cmocka_unit_test(test_steps_that_are_not_finite),
         cmocka_unit_test(test_dry_run_of_the_distributed_optimizer),
-        cmocka_unit_test(test_logs_that_are_something_else), cmocka_unit_test(test_decimal_comma),
-        cmocka_unit_test(test_help),            cmocka_unit_test(test_smallest_file),
-        cmocka_unit_test(test_refusal_keeps_the_log), cmocka_unit_test(test_checkpoints),
+        cmocka_unit_test(test_logs_that_are_something_else),
+        cmocka_unit_test(test_decimal_comma),
+        cmocka_unit_test(test_help),
+        cmocka_unit_test(test_smallest_file),
+        cmocka_unit_test(test_refusal_keeps_the_log),
+        cmocka_unit_test(test_checkpoints),
         cmocka_unit_test(test_stuck_rank_ends_the_process),
-        cmocka_unit_test(test_resuming_something_else), cmocka_unit_test(test_logs_go_on),
-        cmocka_unit_test(test_positions), cmocka_unit_test(test_gpt2_of_hugging_face),
+        cmocka_unit_test(test_resuming_something_else),
+        cmocka_unit_test(test_logs_go_on),
+        cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_gpt2_of_hugging_face),
         cmocka_unit_test(test_nan_has_no_sign),
     };
     const char *tmp = getenv("TMPDIR");

@@ -4,12 +4,13 @@
    cc -O3 -march=native -I. -DMT_USE_CBLAS tests/bench/bench.c -o bench -lopenblas -lm -lpthread
    cc -O3 -march=native -I. tests/bench/bench.c -o bench -lm -lpthread
 
-   ./bench                 everything, some minutes; ./bench --help has the rest, tests/bench/README.md says what rows mean
+   ./bench                 everything, some minutes; ./bench --help has the rest, tests/bench/README.md says what rows
+                           mean
 
-   How it measures: two ranks, one thread each, pinned one per core. What is compared alternates (A B A B ...) in rounds of one
-   run, after a warm-up that touches all memory. Before each sample a fixed loop runs on the cores that take part; a round in
-   which it was more than 4 % slower than its best is discarded and taken again, up to a limit. Ratios are medians of the
-   ratios within rounds. */
+   How it measures: two ranks, one thread each, pinned one per core. What is compared alternates (A B A B ...) in rounds
+   of one run, after a warm-up that touches all memory. Before each sample a fixed loop runs on the cores that take
+   part; a round in which it was more than 4 % slower than its best is discarded and taken again, up to a limit. Ratios
+   are medians of the ratios within rounds. */
 
 #define _GNU_SOURCE
 #define MEGATRON_IMPLEMENTATION
@@ -41,7 +42,7 @@ typedef struct options {
     const char *only;
 } options;
 
-/* ---- statistics and the table --------------------------------------------------------------------------------------- */
+/* ---- statistics and the table ------------------------------------------------------------------------------------ */
 
 typedef struct stat3 {
     double median, low, high;
@@ -82,15 +83,16 @@ static const char *number(char *out, size_t size, double x) {
     return out;
 }
 
-/* versus: what `ratio` compares with; NULL: with nothing. A name that begins with two spaces continues the row above. */
+/* versus: what `ratio` compares with; NULL: with nothing. A name that begins with two spaces continues the row above.
+ */
 static void row(const char *item, const char *name, stat3 s, const char *unit, double ratio, const char *versus) {
     static char above[64];
     char a[32], b[32], c[32];
     int continues = name[0] == ' ';
     if (!continues) snprintf(above, sizeof above, "%s", name);
     if (opt->csv) {
-        printf("%s,\"%s%s%s\",%.6g,%.6g,%.6g,%s,", item, above, continues ? ":" : "", continues ? name + 1 : "", s.median,
-               s.low, s.high, unit);
+        printf("%s,\"%s%s%s\",%.6g,%.6g,%.6g,%s,", item, above, continues ? ":" : "", continues ? name + 1 : "",
+               s.median, s.low, s.high, unit);
         if (versus) printf("%.4f,\"%s\"\n", ratio, versus);
         else printf(",\n");
     } else {
@@ -102,7 +104,7 @@ static void row(const char *item, const char *name, stat3 s, const char *unit, d
     fflush(stdout);
 }
 
-/* ---- the measuring team: some ranks that take samples together ------------------------------------------------------ */
+/* ---- the measuring team: some ranks that take samples together --------------------------------------------------- */
 
 typedef struct team {
     int size, calibrators; /* the first `calibrators` ranks run the calibration loop */
@@ -162,7 +164,8 @@ static mt_status find_best(worker *w) {
     return barrier(w);
 }
 
-/* How much slower than its best the calibration loop was on the ranks that take part. Between two barriers, rank 0 only. */
+/* How much slower than its best the calibration loop was on the ranks that take part. Between two barriers, rank 0
+ * only. */
 static double slowness(team *t, int ranks) {
     double worst = 1;
     for (int r = 0; r < ranks && r < t->calibrators; r++) {
@@ -302,7 +305,7 @@ static stat3 part_time(const team *t, const int *chosen, int parts, double facto
     return stat_of(v, t->rounds);
 }
 
-/* ---- a place to compute: this rank of a split, or rank 0 by itself -------------------------------------------------- */
+/* ---- a place to compute: this rank of a split, or rank 0 by itself ----------------------------------------------- */
 
 typedef struct place {
     mt_comm *solo; /* own group of one, or NULL */
@@ -329,8 +332,8 @@ static void place_destroy(place *p) {
     mt_comm_destroy(p->solo);
 }
 
-/* One parallel region of two OpenMP threads by this thread, in which they pin themselves to two cores: oneDNN's next ones use
-   the same threads. Without OpenMP nothing happens. The names are private and weak, as in mt_kernels.cuh. */
+/* One parallel region of two OpenMP threads by this thread, in which they pin themselves to two cores: oneDNN's next
+   ones use the same threads. Without OpenMP nothing happens. The names are private and weak, as in mt_kernels.cuh. */
 static void bench_gomp_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weakref("GOMP_parallel")));
 static int bench_omp_thread(void) __attribute__((weakref("omp_get_thread_num")));
 
@@ -358,13 +361,14 @@ static int pin_gemm_threads(void) {
     return 1;
 }
 
-/* ---- the operators of one layer, one after the other ---------------------------------------------------------------- */
+/* ---- the operators of one layer, one after the other ------------------------------------------------------------- */
 
-/* A layer's training step written out in the layer's order and with its shapes, so that every operator can be timed where it
-   stands, with the caches as the operator before left them. */
+/* A layer's training step written out in the layer's order and with its shapes, so that every operator can be timed
+   where it stands, with the caches as the operator before left them. */
 
 enum { GEMM, ATTENTION, ALL_REDUCE, NORM, ACTIVATION, BIAS_DROPOUT, KINDS };
-static const char *const kind_names[KINDS] = {"GEMM", "attention", "all-reduce", "norm", "activation", "bias, dropout, add"};
+static const char *const kind_names[KINDS] = {"GEMM", "attention",  "all-reduce",
+                                              "norm", "activation", "bias, dropout, add"};
 
 struct ops;
 
@@ -385,7 +389,8 @@ typedef struct ops {
     mt_attention_shape shape;
     mt_dropout dropout;
     mt_tensor gain, dgain, bias_h, dbias_h, bias_q, dbias_q, bias_f, dbias_f; /* vectors */
-    mt_tensor x, n1, stats1, qkv, lse, out, x1, n2, stats2, h, act, y, block, dy, dblock, dact, dh, dinner, dx1, dout, dqkv, dx;
+    mt_tensor x, n1, stats1, qkv, lse, out, x1, n2, stats2, h, act, y, block, dy, dblock, dact, dh, dinner, dx1, dout,
+        dqkv, dx;
     mt_tensor wqkv, wproj, wfc1, wfc2, gqkv, gproj, gfc1, gfc2; /* weights and their gradients */
     op list[MAX_PARTS];
     int count;
@@ -395,14 +400,15 @@ static mt_status op_gemm(const ops *s, const op *o) {
     return mt_gemm(s->place.ctx, o->trans_a, o->trans_b, 1.0f, o->a, o->b, o->beta, o->c);
 }
 static mt_status op_all_reduce(const ops *s, const op *o) {
-    return mt_all_reduce(s->place.ctx, s->place.grid.tensor, o->a.data, o->a.data, (size_t)(o->a.rows * o->a.cols), MT_F32,
-                         MT_SUM);
+    return mt_all_reduce(s->place.ctx, s->place.grid.tensor, o->a.data, o->a.data, (size_t)(o->a.rows * o->a.cols),
+                         MT_F32, MT_SUM);
 }
 static mt_status op_norm(const ops *s, const op *o) {
     return mt_norm_forward(s->place.ctx, MT_LAYER_NORM, o->a, s->gain, s->bias_h, 1e-5f, o->b, o->c);
 }
 static mt_status op_norm_backward(const ops *s, const op *o) {
-    return mt_norm_backward(s->place.ctx, MT_LAYER_NORM, o->a, s->gain, o->b, s->dinner, o->c, o->d, s->dgain, s->dbias_h);
+    return mt_norm_backward(s->place.ctx, MT_LAYER_NORM, o->a, s->gain, o->b, s->dinner, o->c, o->d, s->dgain,
+                            s->dbias_h);
 }
 static mt_status op_attention(const ops *s, const op *o) {
     (void)o;
@@ -453,8 +459,8 @@ static void ops_gemm(ops *s, const char *name, mt_transpose ta, mt_transpose tb,
     o->c = c;
 }
 
-static void ops_view(ops *s, const char *name, int kind, mt_status (*run)(const ops *, const op *), double bytes, mt_tensor a,
-                     mt_tensor b, mt_tensor c, mt_tensor d) {
+static void ops_view(ops *s, const char *name, int kind, mt_status (*run)(const ops *, const op *), double bytes,
+                     mt_tensor a, mt_tensor b, mt_tensor c, mt_tensor d) {
     op *o = ops_add(s, name, kind, run, bytes);
     o->a = a;
     o->b = b;
@@ -479,7 +485,9 @@ static void ops_add_backward(ops *s, const char *name, mt_tensor dy) {
 }
 
 /* 2 products forward and 4 backward (recomputation not counted) over the visible half of the scores. */
-static double attention_flops(double sequences, double seq, double width) { return 2 * sequences * seq * (seq + 1) * width; }
+static double attention_flops(double sequences, double seq, double width) {
+    return 2 * sequences * seq * (seq + 1) * width;
+}
 
 static void ops_list_forward(ops *s) {
     const mt_transpose n = MT_NO_TRANS, t = MT_TRANS;
@@ -513,8 +521,8 @@ static void ops_list_backward(ops *s) {
     ops_add_backward(s, "bias, dropout 1 backward", s->dx1);
     ops_gemm(s, "proj input gradient", n, n, first, s->wproj, 0, s->dout);
     ops_gemm(s, "proj weight gradient", t, n, first, s->out, 1, s->gproj);
-    ops_add(s, "attention backward", ATTENTION, op_attention_backward, 2 * bytes_of(s->qkv) + 2 * bytes_of(s->out))->flops =
-        2 * attention_flops(1, TOKENS, (double)s->out.cols);
+    ops_add(s, "attention backward", ATTENTION, op_attention_backward, 2 * bytes_of(s->qkv) + 2 * bytes_of(s->out))
+        ->flops = 2 * attention_flops(1, TOKENS, (double)s->out.cols);
     ops_gemm(s, "qkv input gradient", n, n, s->dqkv, s->wqkv, 0, s->dinner);
     ops_reduce(s, "all-reduce of qkv input gradient", s->dinner);
     ops_view(s, "qkv bias backward", BIAS_DROPOUT, op_bias_backward, bytes_of(s->dqkv), s->dqkv, s->dbias_q, mt_none(),
@@ -569,8 +577,12 @@ static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
     MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1, .arena_bytes = (size_t)64 << 20}, &s->place));
     s->dropout.p = dropout;
     s->dropout.at = (mt_random){.seed = 1, .stream = 1, .global_cols = HIDDEN};
-    s->shape = (mt_attention_shape){.batch = 1, .seq = TOKENS, .groups = HEADS / split, .heads_per_group = 1,
-                                    .head_dim = HIDDEN / HEADS, .dropout = s->dropout};
+    s->shape = (mt_attention_shape){.batch = 1,
+                                    .seq = TOKENS,
+                                    .groups = HEADS / split,
+                                    .heads_per_group = 1,
+                                    .head_dim = HIDDEN / HEADS,
+                                    .dropout = s->dropout};
     s->shape.dropout.at.global_cols = HEADS;
     ops_activations(s, split); /* counts */
     ops_parameters(s, split);
@@ -611,11 +623,12 @@ static double ops_flops(const ops *s, int kind) {
     return flops;
 }
 
-/* ---- item gemm ------------------------------------------------------------------------------------------------------ */
+/* ---- item gemm --------------------------------------------------------------------------------------------------- */
 
 typedef struct gemm_item {
     ops one, two; /* at TP=1 (rank 0 only) and at TP=2 */
-    int index[MAX_PARTS], count; /* of the GEMMs in two.list; in one.list the same GEMM is the same number among GEMMs */
+    int index[MAX_PARTS],
+        count; /* of the GEMMs in two.list; in one.list the same GEMM is the same number among GEMMs */
     int index_one[MAX_PARTS];
 } gemm_item;
 
@@ -660,8 +673,8 @@ static void gemm_rows(const team *t, const gemm_item *g) {
         gemm_row(t, &g->two, &g->two.list[g->index[i]], 2 * i + 1, 2 * i);
     }
     row("gemm", "all 12 GEMMs of the layer, TP=1", case_rate(t, 2 * n, 1e-9 * ops_flops(&g->one, GEMM)), unit, 0, NULL);
-    row("gemm", "all 12 GEMMs, TP=2, both ranks at once", case_rate(t, 2 * n + 1, 1e-9 * ops_flops(&g->two, GEMM)), unit,
-        case_ratio(t, 2 * n, 2 * n + 1, 0.5), "TP=1 rate");
+    row("gemm", "all 12 GEMMs, TP=2, both ranks at once", case_rate(t, 2 * n + 1, 1e-9 * ops_flops(&g->two, GEMM)),
+        unit, case_ratio(t, 2 * n, 2 * n + 1, 0.5), "TP=1 rate");
 }
 
 static mt_status gemm_measure(worker *w) {
@@ -691,7 +704,7 @@ static mt_status item_gemm(worker *w) {
     return status;
 }
 
-/* ---- item layer ----------------------------------------------------------------------------------------------------- */
+/* ---- item layer -------------------------------------------------------------------------------------------------- */
 
 typedef struct one_layer {
     place place;
@@ -702,7 +715,8 @@ typedef struct one_layer {
 } one_layer;
 
 static mt_transformer_layer_desc layer_desc(float dropout) {
-    return (mt_transformer_layer_desc){.hidden = HIDDEN, .heads = HEADS, .attention_dropout = dropout, .hidden_dropout = dropout};
+    return (mt_transformer_layer_desc){
+        .hidden = HIDDEN, .heads = HEADS, .attention_dropout = dropout, .hidden_dropout = dropout};
 }
 
 static mt_status layer_create(worker *w, int split, int threads, float dropout, one_layer *l) {
@@ -817,8 +831,8 @@ static void layer_gemm_rows(const team *t, const layer_item *l) {
         case_ratio(t, GEMMS_1, LAYER_1, layer_flops() / f1), "GEMMs alone, TP=1");
     row("layer", "layer TP=2 per core", case_rate(t, LAYER_2, 0.5e-9 * layer_flops()), "GFLOP/s/core",
         case_ratio(t, GEMMS_2, LAYER_2, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2 (aim 0.85)");
-    row("layer", "layer TP=2 dropout 0.1 per core", case_rate(t, LAYER_2_DROPOUT, 0.5e-9 * layer_flops()), "GFLOP/s/core",
-        case_ratio(t, GEMMS_2, LAYER_2_DROPOUT, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2");
+    row("layer", "layer TP=2 dropout 0.1 per core", case_rate(t, LAYER_2_DROPOUT, 0.5e-9 * layer_flops()),
+        "GFLOP/s/core", case_ratio(t, GEMMS_2, LAYER_2_DROPOUT, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2");
 }
 
 static void layer_rows(const team *t, const layer_item *l) {
@@ -832,18 +846,22 @@ static void layer_rows(const team *t, const layer_item *l) {
     layer_rows_of(t, "TP=2, dropout 0.1", LAYER_2_DROPOUT, LAYER_1_DROPOUT, 2, "speed of TP=1 with dropout");
     layer_gemm_rows(t, l);
     stat3 r = part_time(t, reduces, l->gemms.two.count, 1e3);
-    row("layer", "its 4 all-reduces, waiting included", r, "ms", r.median / case_time(t, LAYER_2, 1e3).median, "layer TP=2");
+    row("layer", "its 4 all-reduces, waiting included", r, "ms", r.median / case_time(t, LAYER_2, 1e3).median,
+        "layer TP=2");
     row("layer", "all-reduces in one TP=2 step (ledger)", exactly((double)l->all_reduces), "calls", 0, NULL);
     row("layer", "minor page faults in one TP=2 step", exactly(l->faults), "faults", 0, NULL);
 }
 
 static mt_status layer_measure(worker *w) {
     layer_item *l = w->item;
-    bench_case cases[LAYER_CASES] = {
-        [GEMMS_1] = {run_gemms_one, 0, 1, 0}, [GEMMS_2] = {run_gemms_two, 0, 0, 0},
-        [LAYER_1] = {run_layer, LAYER_1, 1, 0}, [LAYER_1_THREADS_2] = {run_layer, LAYER_1_THREADS_2, 1, 0},
-        [LAYER_1_DROPOUT] = {run_layer, LAYER_1_DROPOUT, 1, 0}, [LAYER_2] = {run_layer, LAYER_2, 0, 0},
-        [LAYER_2_DROPOUT] = {run_layer, LAYER_2_DROPOUT, 0, 0}, [REPLAY_2] = {run_replay, 0, 0, MAX_PARTS}};
+    bench_case cases[LAYER_CASES] = {[GEMMS_1] = {run_gemms_one, 0, 1, 0},
+                                     [GEMMS_2] = {run_gemms_two, 0, 0, 0},
+                                     [LAYER_1] = {run_layer, LAYER_1, 1, 0},
+                                     [LAYER_1_THREADS_2] = {run_layer, LAYER_1_THREADS_2, 1, 0},
+                                     [LAYER_1_DROPOUT] = {run_layer, LAYER_1_DROPOUT, 1, 0},
+                                     [LAYER_2] = {run_layer, LAYER_2, 0, 0},
+                                     [LAYER_2_DROPOUT] = {run_layer, LAYER_2_DROPOUT, 0, 0},
+                                     [REPLAY_2] = {run_replay, 0, 0, MAX_PARTS}};
     MT_TRY(layer_item_create(w, l));
     MT_TRY(measure(w, cases, LAYER_CASES));
     MT_TRY(layer_count(w));
@@ -862,7 +880,7 @@ static mt_status item_layer(worker *w) {
     return status;
 }
 
-/* ---- item breakdown ------------------------------------------------------------------------------------------------- */
+/* ---- item breakdown ---------------------------------------------------------------------------------------------- */
 
 enum { BREAK_LAYER, BREAK_REPLAY, BREAK_CASES };
 
@@ -911,8 +929,8 @@ static void breakdown_rows(const team *t, const breakdown_item *b) {
 
 static mt_status breakdown_measure(worker *w) {
     breakdown_item *b = w->item;
-    bench_case cases[BREAK_CASES] = {[BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0},
-                                     [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS}};
+    bench_case cases[BREAK_CASES] = {
+        [BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0}, [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS}};
     MT_TRY(ops_create(w, RANKS, 0, &b->ops));
     MT_TRY(layer_create(w, RANKS, 1, 0, &b->layer));
     MT_TRY(measure(w, cases, BREAK_CASES));
@@ -929,7 +947,7 @@ static mt_status item_breakdown(worker *w) {
     return status;
 }
 
-/* ---- item gpt2 ------------------------------------------------------------------------------------------------------ */
+/* ---- item gpt2 --------------------------------------------------------------------------------------------------- */
 
 typedef struct gpt_size {
     int64_t layers, hidden, heads, vocab, max_seq, seq, batch;
@@ -951,12 +969,14 @@ typedef struct gpt_model {
     int created;
 } gpt_model;
 
-#define GPT_TOKENS 4096 /* enough for every size */
+#define GPT_TOKENS 4096                    /* enough for every size */
 static int32_t gpt_tokens[GPT_TOKENS + 1]; /* below every vocabulary; set by main */
 
 /* The model in an already made place (CPU or meta). */
 static mt_status gpt_build(gpt_model *m, const gpt_size *size) {
-    mt_gpt_desc d = {.vocab = size->vocab, .layers = size->layers, .max_seq = size->max_seq,
+    mt_gpt_desc d = {.vocab = size->vocab,
+                     .layers = size->layers,
+                     .max_seq = size->max_seq,
                      .layer = {.hidden = size->hidden, .heads = size->heads}};
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = 0.1f};
     mt_context *ctx = m->place.ctx;
@@ -1056,15 +1076,17 @@ static void gpt_rows(const team *t, const gpt_item *g) {
         row("gpt2", names[c], case_time(t, c, 1e3), "ms", case_ratio(t, GPT_TP1, c, 1),
             c == GPT_TP1 ? NULL : "speed of TP=1");
         row("gpt2", "  tokens", case_rate(t, c, tokens), "tokens/s", 0, NULL);
-        row("gpt2", c == GPT_TP1 ? "  1 core" : "  2 cores together", case_rate(t, c, 1e-9 * flops), "GFLOP/s", 0, NULL);
+        row("gpt2", c == GPT_TP1 ? "  1 core" : "  2 cores together", case_rate(t, c, 1e-9 * flops), "GFLOP/s", 0,
+            NULL);
     }
     row("gpt2", "minor page faults in one TP=2 step", exactly(g->faults), "faults", 0, NULL);
 }
 
 static mt_status gpt_measure(worker *w) {
     gpt_item *g = w->item;
-    bench_case cases[GPT_CASES] = {
-        [GPT_TP2] = {run_gpt, GPT_TP2, 0, 0}, [GPT_DP2] = {run_gpt, GPT_DP2, 0, 0}, [GPT_TP1] = {run_gpt, GPT_TP1, 1, 0}};
+    bench_case cases[GPT_CASES] = {[GPT_TP2] = {run_gpt, GPT_TP2, 0, 0},
+                                   [GPT_DP2] = {run_gpt, GPT_DP2, 0, 0},
+                                   [GPT_TP1] = {run_gpt, GPT_TP1, 1, 0}};
     MT_TRY(gpt_create(w, &g->models[GPT_TP2], RANKS, 1, 0, &gpt2_124m));
     MT_TRY(gpt_create(w, &g->models[GPT_DP2], 1, RANKS, 0, &gpt2_124m));
     if (rank_of(w) == 0) MT_TRY(gpt_create(w, &g->models[GPT_TP1], 1, 1, 0, &gpt2_124m));
@@ -1089,7 +1111,8 @@ static double free_gib_at_start; /* by main, so that all ranks decide alike */
 /* Says so when there is too little memory for GPT-2. */
 static int fits(const worker *w, const char *what) {
     if (free_gib_at_start >= GPT_GIB) return 1;
-    if (rank_of(w) == 0) fprintf(stderr, "bench: %s left out: wants %g GiB, %.1f are free\n", what, GPT_GIB, free_gib_at_start);
+    if (rank_of(w) == 0)
+        fprintf(stderr, "bench: %s left out: wants %g GiB, %.1f are free\n", what, GPT_GIB, free_gib_at_start);
     return 0;
 }
 
@@ -1103,7 +1126,7 @@ static mt_status item_gpt(worker *w) {
     return status;
 }
 
-/* ---- item invariant: what invariant mode costs ------------------------------------------------------------------------ */
+/* ---- item invariant: what invariant mode costs ------------------------------------------------------------------- */
 
 /* A model for 8 shards, and one whose micro-batches are as small as they get. */
 static const gpt_size gpt_of_8_heads = {4, 512, 8, 8192, 256, 256, 8};
@@ -1127,7 +1150,8 @@ static mt_status price_create(worker *w, price *p) {
 static void price_rows(const team *t, const price *p, int index) {
     char name[96];
     row("invariant", p->name, case_time(t, 2 * index, 1e3), "ms", 0, NULL);
-    snprintf(name, sizeof name, "  invariant = %d, micro-batches of %lld", p->invariant, (long long)p->invariant_model.micro);
+    snprintf(name, sizeof name, "  invariant = %d, micro-batches of %lld", p->invariant,
+             (long long)p->invariant_model.micro);
     row("invariant", name, case_time(t, 2 * index + 1, 1e3), "ms", case_ratio(t, 2 * index + 1, 2 * index, 1),
         "times the default");
 }
@@ -1168,7 +1192,7 @@ static mt_status item_invariant_many(worker *w) {
     return prices_item(w, &many, 1);
 }
 
-/* ---- item collectives ----------------------------------------------------------------------------------------------- */
+/* ---- item collectives -------------------------------------------------------------------------------------------- */
 
 enum { ALL_REDUCE_CALL, ALL_GATHER_CALL, REDUCE_SCATTER_CALL, SEND_RECV_CALL };
 
@@ -1179,9 +1203,9 @@ typedef struct transfer {
 } transfer;
 
 static const transfer transfers[] = {
-    {"all_reduce 4 KB", ALL_REDUCE_CALL, 4 << 10}, {"all_reduce 64 KB", ALL_REDUCE_CALL, 64 << 10},
-    {"all_reduce 3 MB", ALL_REDUCE_CALL, 3 << 20}, {"all_reduce 64 MB", ALL_REDUCE_CALL, 64 << 20},
-    {"all_gather 3 MB", ALL_GATHER_CALL, 3 << 20}, {"reduce_scatter 3 MB", REDUCE_SCATTER_CALL, 3 << 20},
+    {"all_reduce 4 KB", ALL_REDUCE_CALL, 4 << 10},       {"all_reduce 64 KB", ALL_REDUCE_CALL, 64 << 10},
+    {"all_reduce 3 MB", ALL_REDUCE_CALL, 3 << 20},       {"all_reduce 64 MB", ALL_REDUCE_CALL, 64 << 20},
+    {"all_gather 3 MB", ALL_GATHER_CALL, 3 << 20},       {"reduce_scatter 3 MB", REDUCE_SCATTER_CALL, 3 << 20},
     {"send_recv 3 MB each way", SEND_RECV_CALL, 3 << 20}};
 #define TRANSFERS (int)(sizeof transfers / sizeof *transfers)
 
@@ -1250,10 +1274,21 @@ static mt_status transfers_item(worker *w, int count, size_t bytes) {
 static mt_status item_collectives(worker *w) { return transfers_item(w, TRANSFERS, (size_t)64 << 20); }
 static mt_status item_many_ranks(worker *w) { return transfers_item(w, 2, (size_t)64 << 10); }
 
-/* ---- item bandwidth ------------------------------------------------------------------------------------------------- */
+/* ---- item bandwidth ---------------------------------------------------------------------------------------------- */
 
-enum { BW_NORM, BW_NORM_BACKWARD, BW_GELU, BW_GELU_BACKWARD, BW_ADD, BW_DROP, BW_DROP_BACKWARD, BW_CE, BW_CE_BACKWARD,
-       BW_ADAMW, BW_CASES };
+enum {
+    BW_NORM,
+    BW_NORM_BACKWARD,
+    BW_GELU,
+    BW_GELU_BACKWARD,
+    BW_ADD,
+    BW_DROP,
+    BW_DROP_BACKWARD,
+    BW_CE,
+    BW_CE_BACKWARD,
+    BW_ADAMW,
+    BW_CASES
+};
 
 #define CE_TOKENS 256
 #define ADAMW_ELEMENTS (4 << 20)
@@ -1268,10 +1303,16 @@ typedef struct bandwidth_item {
     double bytes[BW_CASES]; /* read and written, each tensor once */
 } bandwidth_item;
 
-static const char *const bandwidth_names[BW_CASES] = {
-    "layer norm", "layer norm backward", "bias + gelu", "gelu backward + bias gradient", "bias + residual",
-    "bias + dropout 0.1 + residual", "dropout 0.1 backward + bias gradient", "cross-entropy forward",
-    "cross-entropy backward", "AdamW"};
+static const char *const bandwidth_names[BW_CASES] = {"layer norm",
+                                                      "layer norm backward",
+                                                      "bias + gelu",
+                                                      "gelu backward + bias gradient",
+                                                      "bias + residual",
+                                                      "bias + dropout 0.1 + residual",
+                                                      "dropout 0.1 backward + bias gradient",
+                                                      "cross-entropy forward",
+                                                      "cross-entropy backward",
+                                                      "AdamW"};
 
 static const mt_cross_entropy_shape ce_shape = {GPT_VOCAB, 0, 0.0f, 0};
 
@@ -1291,7 +1332,8 @@ static mt_status run_bandwidth(worker *w, int arg) {
     case BW_DROP: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, drop, b->z);
     case BW_DROP_BACKWARD: return mt_bias_dropout_add_backward(w->ctx, b->x, drop, b->z, dbias);
     case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_shape, b->logits, b->targets, b->scalars);
-    case BW_CE_BACKWARD: return mt_cross_entropy_backward(w->ctx, &ce_shape, b->logits, b->targets, b->lse, mt_none(), 1.0f);
+    case BW_CE_BACKWARD:
+        return mt_cross_entropy_backward(w->ctx, &ce_shape, b->logits, b->targets, b->lse, mt_none(), 1.0f);
     default: return mt_adamw_step(w->ctx, &adamw, b->p, mt_none(), b->g, b->m, b->v);
     }
 }
@@ -1305,10 +1347,11 @@ static mt_status run_bandwidth_memcpy(worker *w, int arg) {
 
 static void bandwidth_bytes(bandwidth_item *b) {
     double wide = bytes_of(b->x), inner = bytes_of(b->h), logits = bytes_of(b->logits), p = bytes_of(b->p);
-    double bytes[BW_CASES] = {[BW_NORM] = 2 * wide, [BW_NORM_BACKWARD] = 4 * wide, [BW_GELU] = 3 * inner,
-                              [BW_GELU_BACKWARD] = 3 * inner, [BW_ADD] = 3 * wide, [BW_DROP] = 3 * wide,
-                              [BW_DROP_BACKWARD] = 2 * wide, [BW_CE] = logits, [BW_CE_BACKWARD] = 2 * logits,
-                              [BW_ADAMW] = 7 * p};
+    double bytes[BW_CASES] = {[BW_NORM] = 2 * wide,          [BW_NORM_BACKWARD] = 4 * wide,
+                              [BW_GELU] = 3 * inner,         [BW_GELU_BACKWARD] = 3 * inner,
+                              [BW_ADD] = 3 * wide,           [BW_DROP] = 3 * wide,
+                              [BW_DROP_BACKWARD] = 2 * wide, [BW_CE] = logits,
+                              [BW_CE_BACKWARD] = 2 * logits, [BW_ADAMW] = 7 * p};
     memcpy(b->bytes, bytes, sizeof bytes);
 }
 
@@ -1317,12 +1360,12 @@ static mt_status bandwidth_tensors(worker *w, bandwidth_item *b) {
     const struct {
         mt_tensor *t;
         int64_t rows, cols;
-    } all[] = {{&b->x, TOKENS, HIDDEN}, {&b->y, TOKENS, HIDDEN}, {&b->z, TOKENS, HIDDEN}, {&b->r, TOKENS, HIDDEN},
-               {&b->stats, TOKENS, 2}, {&b->vector, 1, 4 * HIDDEN}, {&b->grads, 1, 4 * HIDDEN}, {&b->h, TOKENS, 4 * HIDDEN},
-               {&b->act, TOKENS, 4 * HIDDEN}, {&b->dh, TOKENS, 4 * HIDDEN}, {&b->zero, 1, 4 * HIDDEN},
-               {&b->logits, CE_TOKENS, GPT_VOCAB}, {&b->scalars, CE_TOKENS, 4}, {&b->lse, 2, CE_TOKENS},
-               {&b->p, 1, ADAMW_ELEMENTS}, {&b->g, 1, ADAMW_ELEMENTS},
-               {&b->m, 1, ADAMW_ELEMENTS}, {&b->v, 1, ADAMW_ELEMENTS}};
+    } all[] = {{&b->x, TOKENS, HIDDEN},      {&b->y, TOKENS, HIDDEN},     {&b->z, TOKENS, HIDDEN},
+               {&b->r, TOKENS, HIDDEN},      {&b->stats, TOKENS, 2},      {&b->vector, 1, 4 * HIDDEN},
+               {&b->grads, 1, 4 * HIDDEN},   {&b->h, TOKENS, 4 * HIDDEN}, {&b->act, TOKENS, 4 * HIDDEN},
+               {&b->dh, TOKENS, 4 * HIDDEN}, {&b->zero, 1, 4 * HIDDEN},   {&b->logits, CE_TOKENS, GPT_VOCAB},
+               {&b->scalars, CE_TOKENS, 4},  {&b->lse, 2, CE_TOKENS},     {&b->p, 1, ADAMW_ELEMENTS},
+               {&b->g, 1, ADAMW_ELEMENTS},   {&b->m, 1, ADAMW_ELEMENTS},  {&b->v, 1, ADAMW_ELEMENTS}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         mt_random at = {.seed = 9, .stream = i, .global_cols = all[i].cols};
         MT_TRY(mt_arena_tensor(w->ctx, MT_F32, all[i].rows, all[i].cols, all[i].t));
@@ -1365,12 +1408,13 @@ static mt_status item_bandwidth(worker *w) {
     for (int i = 0; i < BW_CASES && rank_of(w) == 0; i++) {
         row("bandwidth", bandwidth_names[i], case_rate(w->team, 2 * i, 1e-9 * b.bytes[i]), "GB/s",
             case_ratio(w->team, 2 * i + 1, 2 * i, 1), "memcpy's GB/s");
-        row("bandwidth", "  memcpy of as many bytes", case_rate(w->team, 2 * i + 1, 1e-9 * b.bytes[i]), "GB/s", 0, NULL);
+        row("bandwidth", "  memcpy of as many bytes", case_rate(w->team, 2 * i + 1, 1e-9 * b.bytes[i]), "GB/s", 0,
+            NULL);
     }
     return MT_SUCCESS;
 }
 
-/* ---- item memory: on the meta device, so that it needs none --------------------------------------------------------- */
+/* ---- item memory: on the meta device, so that it needs none ------------------------------------------------------ */
 
 static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_parallel, double *bytes) {
     mt_params *params = NULL;
@@ -1411,8 +1455,9 @@ static mt_status memory_of(int split, int sequence_parallel, double *bytes) {
     return status;
 }
 
-/* Bytes per value kept: input, two norm outputs, middle (16), qkv and attention's output (16), both inner of the MLP (32).
-   by_heads: attention is split by whole heads, of which HEADS = 12 gives 8 ranks 2 each (and two ranks none), not 1.5. */
+/* Bytes per value kept: input, two norm outputs, middle (16), qkv and attention's output (16), both inner of the MLP
+   (32). by_heads: attention is split by whole heads, of which HEADS = 12 gives 8 ranks 2 each (and two ranks none),
+   not 1.5. */
 static double memory_formula(int split, int sequence_parallel, int by_heads) {
     double share = by_heads ? (double)((HEADS + split - 1) / split) / HEADS : 1.0 / split;
     return (double)TOKENS * HIDDEN * (16.0 / (sequence_parallel ? split : 1) + 16 * share + 32.0 / split);
@@ -1427,7 +1472,8 @@ static mt_status memory_row(int split, int sequence_parallel) {
     snprintf(name, sizeof name, "kept, TP=%d%s", split, sequence_parallel ? ", sequence parallel" : "");
     row("memory", name, mib, "MiB", bytes / memory_formula(split, sequence_parallel, 0), formula);
     if (HEADS % split)
-        row("memory", "  the same", mib, "MiB", bytes / memory_formula(split, sequence_parallel, 1), "that, by whole heads");
+        row("memory", "  the same", mib, "MiB", bytes / memory_formula(split, sequence_parallel, 1),
+            "that, by whole heads");
     return MT_SUCCESS;
 }
 
@@ -1437,7 +1483,7 @@ static mt_status item_memory(void) {
     return MT_SUCCESS;
 }
 
-/* ---- the run -------------------------------------------------------------------------------------------------------- */
+/* ---- the run ----------------------------------------------------------------------------------------------------- */
 
 typedef struct item {
     const char *name, *title;
@@ -1447,7 +1493,8 @@ typedef struct item {
 
 static const item items[] = {
     {"gemm", "mt_gemm alone: the GEMMs of one layer, hidden 768, 1024 tokens; m x n x k of a rank", item_gemm, RANKS},
-    {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer, RANKS},
+    {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer,
+     RANKS},
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
@@ -1509,7 +1556,8 @@ static void print_machine(void) {
     printf("# %s, %d core%s used; GEMM: %s, 1 thread per rank unless said; %s run\n", model, team_core_count,
            team_core_count == 1 ? "" : "s", mt_gemm_library(), opt->quick ? "quick" : "full");
     if (getloadavg(&load, 1) == 1 && load > 1)
-        printf("# load average %.1f at the start: other programs run, which the calibration loop sees only in part\n", load);
+        printf("# load average %.1f at the start: other programs run, which the calibration loop sees only in part\n",
+               load);
     if (team_core_count < RANKS) printf("# fewer cores than ranks: two-rank rows mean little\n");
     printf("# layer: GFLOP = 72 tokens hidden^2 (GEMMs) + 6 seq (seq + 1) hidden (causal attention) = %.2f\n",
            1e-9 * layer_flops());
@@ -1519,7 +1567,8 @@ static void print_machine(void) {
 static void print_rounds(void) {
     printf("%s# rounds: %d kept, %d discarded because a core ran more than 4 %% below its best", opt->csv ? "" : "\n",
            rounds_kept, rounds_discarded);
-    if (rounds_slow) printf("; %d of the kept ones are such (limit of %d tries): read them with care", rounds_slow, TRIES);
+    if (rounds_slow)
+        printf("; %d of the kept ones are such (limit of %d tries): read them with care", rounds_slow, TRIES);
     printf("\n");
 }
 
@@ -1535,8 +1584,10 @@ static void print_help(void) {
 static int bound_by_openmp(void) {
     int asked = getenv("OMP_PROC_BIND") || getenv("OMP_PLACES") || getenv("GOMP_CPU_AFFINITY");
     if (team_core_count >= RANKS || !asked) return 0;
-    fprintf(stderr, "bench: OpenMP has bound this process to %d core; unset OMP_PROC_BIND, OMP_PLACES and\n"
-                    "bench: GOMP_CPU_AFFINITY: it pins its threads itself\n", team_core_count);
+    fprintf(stderr,
+            "bench: OpenMP has bound this process to %d core; unset OMP_PROC_BIND, OMP_PLACES and\n"
+            "bench: GOMP_CPU_AFFINITY: it pins its threads itself\n",
+            team_core_count);
     return 1;
 }
 
@@ -1547,9 +1598,10 @@ static int known_item(const char *name) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    static const struct option table[] = {{"csv", no_argument, NULL, 'c'}, {"quick", no_argument, NULL, 'q'},
-                                          {"seconds", required_argument, NULL, 's'}, {"only", required_argument, NULL, 'o'},
-                                          {"help", no_argument, NULL, 'h'}, {NULL, 0, NULL, 0}};
+    static const struct option table[] = {
+        {"csv", no_argument, NULL, 'c'},           {"quick", no_argument, NULL, 'q'},
+        {"seconds", required_argument, NULL, 's'}, {"only", required_argument, NULL, 'o'},
+        {"help", no_argument, NULL, 'h'},          {NULL, 0, NULL, 0}};
     int c;
     while ((c = getopt_long(argc, argv, "", table, NULL)) != -1) {
         char *end = NULL;

@@ -2,11 +2,12 @@
 
    nvcc -O3 -std=c++17 -I. tests/bench/bench_cuda.cu -o bench_cuda -lcublasLt && ./bench_cuda
 
-   ./bench_cuda     everything, some minutes; ./bench_cuda --help has the rest, tests/bench/README.md says what rows mean
+   ./bench_cuda     everything, some minutes; ./bench_cuda --help has the rest, tests/bench/README.md says what rows
+                    mean
 
-   Limits are measured first, on the same GPU: a large copy, a large bf16 GEMM. Each figure is the median of samples taken
-   with CUDA events around repeated calls, after a warm-up. A ratio compares with its limit: for memory-bound operators with a
-   copy of as many bytes whose samples alternate with theirs. Exits with 77 when there is no GPU. */
+   Limits are measured first, on the same GPU: a large copy, a large bf16 GEMM. Each figure is the median of samples
+   taken with CUDA events around repeated calls, after a warm-up. A ratio compares with its limit: for memory-bound
+   operators with a copy of as many bytes whose samples alternate with theirs. Exits with 77 when there is no GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -35,7 +36,7 @@ static mt_grid grid;
     do {                                                                                                               \
         mt_status status_ = (call);                                                                                    \
         if (status_ != MT_SUCCESS) {                                                                                   \
-            fprintf(stderr, "bench_cuda: %s: %s\n", mt_status_name(status_), mt_last_error(ctx));                     \
+            fprintf(stderr, "bench_cuda: %s: %s\n", mt_status_name(status_), mt_last_error(ctx));                      \
             exit(1);                                                                                                   \
         }                                                                                                              \
     } while (0)
@@ -43,12 +44,12 @@ static mt_grid grid;
     do {                                                                                                               \
         cudaError_t error_ = (call);                                                                                   \
         if (error_ != cudaSuccess) {                                                                                   \
-            fprintf(stderr, "bench_cuda: %s: %s\n", #call, cudaGetErrorString(error_));                               \
+            fprintf(stderr, "bench_cuda: %s: %s\n", #call, cudaGetErrorString(error_));                                \
             exit(1);                                                                                                   \
         }                                                                                                              \
     } while (0)
 
-/* ---- time and table ----------------------------------------------------------------------------------------------- */
+/* ---- time and table ---------------------------------------------------------------------------------------------- */
 
 typedef std::function<void()> work;
 
@@ -111,14 +112,16 @@ static bool wanted(const char *item, const char *title) {
 static void row(const char *item, const std::string &name, timing t, double amount, const char *unit, double ratio,
                 const char *versus) {
     double rate = amount / t.median, low = amount / t.high, high = amount / t.low;
-    if (opt.csv) printf("%s,\"%s\",%.6g,%.6g,%.6g,%s,%.6g,%.4f,\"%s\"\n", item, name.c_str(), rate, low, high, unit,
-                        t.median * 1e6, ratio, versus);
-    else printf("%-58s %9.1f %9.1f -%8.1f %-8s %11.1f us %7.3f  %s\n", name.c_str(), rate, low, high, unit, t.median * 1e6,
-                ratio, versus);
+    if (opt.csv)
+        printf("%s,\"%s\",%.6g,%.6g,%.6g,%s,%.6g,%.4f,\"%s\"\n", item, name.c_str(), rate, low, high, unit,
+               t.median * 1e6, ratio, versus);
+    else
+        printf("%-58s %9.1f %9.1f -%8.1f %-8s %11.1f us %7.3f  %s\n", name.c_str(), rate, low, high, unit,
+               t.median * 1e6, ratio, versus);
     fflush(stdout);
 }
 
-/* ---- tensors ------------------------------------------------------------------------------------------------------ */
+/* ---- tensors ----------------------------------------------------------------------------------------------------- */
 
 static uint64_t stream_number = 1;
 
@@ -132,10 +135,10 @@ static mt_tensor noise(mt_dtype dtype, int64_t rows, int64_t cols, float std = 1
 
 static double bytes(mt_tensor t) { return (double)t.rows * (double)t.cols * (double)mt_dtype_size(t.dtype); }
 
-static size_t other_arena; /* bytes, of a second context */
+static size_t other_arena;          /* bytes, of a second context */
 static double copy_rate, gemm_rate; /* the limits: bytes, floating-point operations per second */
 
-/* ---- limits ------------------------------------------------------------------------------------------------------- */
+/* ---- limits ------------------------------------------------------------------------------------------------------ */
 
 static void item_limits() {
     int64_t n = opt.tiny ? 64 : 8192, megabytes = opt.tiny ? 1 : 2048;
@@ -155,7 +158,7 @@ static void item_limits() {
     mt_arena_release(ctx, mark);
 }
 
-/* ---- memory-bound operators --------------------------------------------------------------------------------------- */
+/* ---- memory-bound operators -------------------------------------------------------------------------------------- */
 
 /* Each tensor is larger than any cache. moved: bytes read and written, each tensor once. */
 static void memory_row(const std::string &name, double moved, const work &f) {
@@ -165,9 +168,8 @@ static void memory_row(const std::string &name, double moved, const work &f) {
     size_t half = (size_t)(moved / 2) / 256 * 256;
     DO(mt_arena_alloc(ctx, half, &from));
     DO(mt_arena_alloc(ctx, half, &to));
-    timing t = measure_beside(f, [&] {
-        CUDA(cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice, mt_context_stream(ctx)));
-    }, &ratio);
+    timing t = measure_beside(
+        f, [&] { CUDA(cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice, mt_context_stream(ctx))); }, &ratio);
     row("memory", name, t, 1e-9 * moved, "GB/s", ratio, "copy of as many bytes");
     mt_arena_release(ctx, mark);
 }
@@ -185,36 +187,37 @@ static void memory_of_type(mt_dtype dtype) {
     memory_row(type + "bias", 2 * one, [&] { DO(mt_bias_forward(ctx, x, b)); });
     memory_row(type + "bias backward", one, [&] { DO(mt_bias_backward(ctx, x, db)); });
     memory_row(type + "bias + GELU", 3 * one, [&] { DO(mt_activation_forward(ctx, MT_GELU_TANH, x, b, y)); });
-    memory_row(type + "bias + GELU backward", 3 * one, [&] { DO(mt_activation_backward(ctx, MT_GELU_TANH, x, y, z, db)); });
+    memory_row(type + "bias + GELU backward", 3 * one,
+               [&] { DO(mt_activation_backward(ctx, MT_GELU_TANH, x, y, z, db)); });
     memory_row(type + "SwiGLU", 3 * one, [&] { DO(mt_activation_forward(ctx, MT_SWIGLU, wide, mt_none(), y)); });
-    memory_row(type + "SwiGLU backward", 5 * one, [&] {
-        DO(mt_activation_backward(ctx, MT_SWIGLU, wide, y, dwide, mt_none()));
-    });
-    memory_row(type + "LayerNorm", 2 * one, [&] { DO(mt_norm_forward(ctx, MT_LAYER_NORM, x, gain, b, 1e-5f, y, stats)); });
-    memory_row(type + "LayerNorm backward", 3 * one, [&] {
-        DO(mt_norm_backward(ctx, MT_LAYER_NORM, x, gain, stats, y, mt_none(), z, dgain, db));
-    });
-    memory_row(type + "RMSNorm", 2 * one, [&] { DO(mt_norm_forward(ctx, MT_RMS_NORM, x, gain, mt_none(), 1e-5f, y, stats)); });
-    memory_row(type + "RMSNorm backward", 3 * one, [&] {
-        DO(mt_norm_backward(ctx, MT_RMS_NORM, x, gain, stats, y, mt_none(), z, dgain, mt_none()));
-    });
+    memory_row(type + "SwiGLU backward", 5 * one,
+               [&] { DO(mt_activation_backward(ctx, MT_SWIGLU, wide, y, dwide, mt_none())); });
+    memory_row(type + "LayerNorm", 2 * one,
+               [&] { DO(mt_norm_forward(ctx, MT_LAYER_NORM, x, gain, b, 1e-5f, y, stats)); });
+    memory_row(type + "LayerNorm backward", 3 * one,
+               [&] { DO(mt_norm_backward(ctx, MT_LAYER_NORM, x, gain, stats, y, mt_none(), z, dgain, db)); });
+    memory_row(type + "RMSNorm", 2 * one,
+               [&] { DO(mt_norm_forward(ctx, MT_RMS_NORM, x, gain, mt_none(), 1e-5f, y, stats)); });
+    memory_row(type + "RMSNorm backward", 3 * one,
+               [&] { DO(mt_norm_backward(ctx, MT_RMS_NORM, x, gain, stats, y, mt_none(), z, dgain, mt_none())); });
     memory_row(type + "bias + dropout + add", 3 * one, [&] { DO(mt_bias_dropout_add_forward(ctx, x, b, y, drop, z)); });
-    memory_row(type + "dropout backward", 2 * one, [&] { DO(mt_bias_dropout_add_backward(ctx, x, drop, y, mt_none())); });
+    memory_row(type + "dropout backward", 2 * one,
+               [&] { DO(mt_bias_dropout_add_backward(ctx, x, drop, y, mt_none())); });
     mt_arena_release(ctx, mark);
 }
 
 /* Turns the queries and keys of MHA, two thirds of qkv. */
 static void memory_of_rotary(mt_dtype dtype) {
-    int64_t tokens = opt.tiny ? 9 : 16384, h = opt.tiny ? 40 : 4096, dim = opt.tiny ? 20 : 128, seq = opt.tiny ? 9 : 2048;
+    int64_t tokens = opt.tiny ? 9 : 16384, h = opt.tiny ? 40 : 4096, dim = opt.tiny ? 20 : 128,
+            seq = opt.tiny ? 9 : 2048;
     size_t mark = mt_arena_mark(ctx);
     mt_tensor qkv = noise(dtype, tokens, 3 * h), table = noise(MT_F32, seq, dim);
     mt_attention_shape s;
     memset(&s, 0, sizeof s);
     s.batch = tokens / seq, s.seq = seq, s.groups = h / dim, s.heads_per_group = 1, s.head_dim = dim;
     DO(mt_rotary_table(ctx, 10000.0f, table));
-    memory_row(std::string(mt_dtype_name(dtype)) + " rotary", 4.0 / 3.0 * bytes(qkv), [&] {
-        DO(mt_rotary_forward(ctx, &s, table, qkv));
-    });
+    memory_row(std::string(mt_dtype_name(dtype)) + " rotary", 4.0 / 3.0 * bytes(qkv),
+               [&] { DO(mt_rotary_forward(ctx, &s, table, qkv)); });
     mt_arena_release(ctx, mark);
 }
 
@@ -244,15 +247,12 @@ static void memory_of_vocabulary() {
     DO(mt_arena_alloc(ctx, (size_t)tokens * sizeof *ids, (void **)&ids));
     DO(mt_position_ids(ctx, 0, vocab, ids, tokens));
     memory_row("bf16 embedding", 2 * bytes(y), [&] { DO(mt_embedding_forward(ctx, table, 0, ids, 0.0f, y)); });
-    memory_row("bf16 embedding backward, distinct ids", 5 * bytes(y), [&] {
-        DO(mt_embedding_backward(ctx, y, 0, ids, dtable));
-    });
-    memory_row("bf16 embedding backward, Zipf's ids", bytes(y) + 8.0 * (double)distinct * (double)h, [&] {
-        DO(mt_embedding_backward(ctx, y, 0, words, dtable));
-    });
-    memory_row("bf16 cross-entropy, forward and backward", 2 * bytes(logits), [&] {
-        DO(mt_cross_entropy_forward_backward(ctx, &shape, logits, ids, mt_none(), 1e-6f, loss));
-    });
+    memory_row("bf16 embedding backward, distinct ids", 5 * bytes(y),
+               [&] { DO(mt_embedding_backward(ctx, y, 0, ids, dtable)); });
+    memory_row("bf16 embedding backward, Zipf's ids", bytes(y) + 8.0 * (double)distinct * (double)h,
+               [&] { DO(mt_embedding_backward(ctx, y, 0, words, dtable)); });
+    memory_row("bf16 cross-entropy, forward and backward", 2 * bytes(logits),
+               [&] { DO(mt_cross_entropy_forward_backward(ctx, &shape, logits, ids, mt_none(), 1e-6f, loss)); });
     mt_arena_release(ctx, mark);
 }
 
@@ -265,9 +265,8 @@ static void memory_of_optimizer() {
     mt_tensor p = noise(MT_BF16, 1, n), master = noise(MT_F32, 1, n), g = noise(MT_F32, 1, n), m = noise(MT_F32, 1, n);
     mt_tensor v = noise(MT_F32, 1, n), sum = noise(MT_F32, 1, 1);
     DO(mt_fill(ctx, v, 1.0f));
-    memory_row("AdamW, bf16 with f32 master", (2 + 7 * 4) * (double)n, [&] {
-        DO(mt_adamw_step(ctx, &step, p, master, g, m, v));
-    });
+    memory_row("AdamW, bf16 with f32 master", (2 + 7 * 4) * (double)n,
+               [&] { DO(mt_adamw_step(ctx, &step, p, master, g, m, v)); });
     memory_row("sum of squares, f32", bytes(g), [&] { DO(mt_sum_of_squares(ctx, g, sum)); });
     mt_arena_release(ctx, mark);
 }
@@ -282,7 +281,7 @@ static void item_memory() {
     memory_of_optimizer();
 }
 
-/* ---- GEMM --------------------------------------------------------------------------------------------------------- */
+/* ---- GEMM -------------------------------------------------------------------------------------------------------- */
 
 struct shape {
     const char *name;
@@ -290,10 +289,10 @@ struct shape {
 };
 
 /* The paper's layers (arXiv 1909.08053, table 1) at 8 sequences of 1024 tokens, and today's. */
-static const shape shapes[] = {{"1.2B of the paper", 1536, 16, 1024, 8},  {"2.5B of the paper", 1920, 20, 1024, 8},
-                               {"4.2B of the paper", 2304, 24, 1024, 8},  {"8.3B of the paper", 3072, 32, 1024, 8},
-                               {"h 4096, s 2048", 4096, 32, 2048, 4},     {"h 4096, s 8192", 4096, 32, 8192, 1},
-                               {"h 8192, s 2048", 8192, 64, 2048, 4},     {"h 8192, s 8192", 8192, 64, 8192, 1}};
+static const shape shapes[] = {{"1.2B of the paper", 1536, 16, 1024, 8}, {"2.5B of the paper", 1920, 20, 1024, 8},
+                               {"4.2B of the paper", 2304, 24, 1024, 8}, {"8.3B of the paper", 3072, 32, 1024, 8},
+                               {"h 4096, s 2048", 4096, 32, 2048, 4},    {"h 4096, s 8192", 4096, 32, 8192, 1},
+                               {"h 8192, s 2048", 8192, 64, 2048, 4},    {"h 8192, s 8192", 8192, 64, 8192, 1}};
 
 static std::vector<shape> the_shapes() {
     if (opt.tiny) return {{"tiny", 64, 1, 24, 2}};
@@ -307,7 +306,8 @@ static double best_algorithm(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_t
     cublasLtMatrixLayout_t la, lb, lc;
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t found[32];
-    cublasOperation_t first = tb == MT_TRANS ? CUBLAS_OP_T : CUBLAS_OP_N, second = ta == MT_TRANS ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t first = tb == MT_TRANS ? CUBLAS_OP_T : CUBLAS_OP_N,
+                      second = ta == MT_TRANS ? CUBLAS_OP_T : CUBLAS_OP_N;
     size_t room = (size_t)32 << 20, mark = mt_arena_mark(ctx);
     float alpha = 1.0f;
     void *workspace;
@@ -328,9 +328,9 @@ static double best_algorithm(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_t
     for (int i = 0; i < count; i++) {
         if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
         double seconds = measure([&] {
-            cublasLtMatmul(lt, desc, &alpha, b.data, la, a.data, lb, &beta, c.data, lc, c.data, lc, &found[i].algo, workspace,
-                           found[i].workspaceSize, mt_context_stream(ctx));
-        }).median;
+                             cublasLtMatmul(lt, desc, &alpha, b.data, la, a.data, lb, &beta, c.data, lc, c.data, lc,
+                                            &found[i].algo, workspace, found[i].workspaceSize, mt_context_stream(ctx));
+                         }).median;
         best = std::min(best, seconds);
     }
     cublasLtMatmulPreferenceDestroy(preference);
@@ -353,13 +353,18 @@ static void gemm_row(const std::string &name, mt_transpose ta, mt_transpose tb, 
 static void item_gemm() {
     if (!wanted("gemm", "the GEMMs of a layer, bf16, weight gradients into f32")) return;
     for (const shape &s : the_shapes()) {
-        const struct { const char *name; int64_t in, out; } products[] = {
-            {"qkv", s.hidden, 3 * s.hidden}, {"proj", s.hidden, s.hidden}, {"fc1", s.hidden, 4 * s.hidden},
-            {"fc2", 4 * s.hidden, s.hidden}};
+        const struct {
+            const char *name;
+            int64_t in, out;
+        } products[] = {{"qkv", s.hidden, 3 * s.hidden},
+                        {"proj", s.hidden, s.hidden},
+                        {"fc1", s.hidden, 4 * s.hidden},
+                        {"fc2", 4 * s.hidden, s.hidden}};
         for (const auto &p : products) {
             size_t mark = mt_arena_mark(ctx);
             int64_t tokens = s.seq * s.sequences;
-            mt_tensor x = noise(MT_BF16, tokens, p.in), w = noise(MT_BF16, p.out, p.in), y = noise(MT_BF16, tokens, p.out);
+            mt_tensor x = noise(MT_BF16, tokens, p.in), w = noise(MT_BF16, p.out, p.in),
+                      y = noise(MT_BF16, tokens, p.out);
             mt_tensor dw = noise(MT_F32, p.out, p.in);
             std::string name = std::string(s.name) + ", " + p.name;
             gemm_row(name + " forward", MT_NO_TRANS, MT_TRANS, x, w, 0.0f, y);
@@ -370,7 +375,7 @@ static void item_gemm() {
     }
 }
 
-/* ---- attention ---------------------------------------------------------------------------------------------------- */
+/* ---- attention --------------------------------------------------------------------------------------------------- */
 
 /* Two products of 2 s s d for each head forward, five backward; half of them when causal. */
 static void attention_rows(int64_t seq, int64_t head_dim, mt_mask mask) {
@@ -381,7 +386,8 @@ static void attention_rows(int64_t seq, int64_t head_dim, mt_mask mask) {
     s.batch = sequences, s.seq = seq, s.groups = heads, s.heads_per_group = 1, s.head_dim = head_dim, s.mask = mask;
     int64_t tokens = sequences * seq, width = heads * head_dim;
     mt_tensor qkv = noise(MT_BF16, tokens, 3 * width), dqkv = noise(MT_BF16, tokens, 3 * width);
-    mt_tensor out = noise(MT_BF16, tokens, width), dout = noise(MT_BF16, tokens, width), lse = noise(MT_F32, heads, tokens);
+    mt_tensor out = noise(MT_BF16, tokens, width), dout = noise(MT_BF16, tokens, width),
+              lse = noise(MT_F32, heads, tokens);
     double flop = 4.0 * (double)tokens * (double)seq * (double)width * (mask == MT_MASK_CAUSAL ? 0.5 : 1.0);
     std::string name = "head size " + std::to_string(head_dim) + ", s " + std::to_string(seq) +
                        (mask == MT_MASK_CAUSAL ? ", causal" : "");
@@ -402,9 +408,10 @@ static void item_attention() {
         }
 }
 
-/* ---- layers ------------------------------------------------------------------------------------------------------- */
+/* ---- layers ------------------------------------------------------------------------------------------------------ */
 
-/* GFLOP as in bench.c: 72 tokens h^2 of GEMMs and the causal half of attention's products; recomputation does not count. */
+/* GFLOP as in bench.c: 72 tokens h^2 of GEMMs and the causal half of attention's products; recomputation does not
+ * count. */
 static void layer_row(const shape &s, const std::string &how) {
     size_t mark = mt_arena_mark(ctx);
     mt_params *params;
@@ -417,7 +424,8 @@ static void layer_row(const shape &s, const std::string &how) {
     DO(mt_transformer_layer_create(ctx, params, "layer", &d, &layer));
     DO(mt_params_init(ctx, params, 1));
     int64_t tokens = s.seq * s.sequences;
-    mt_tensor x = noise(MT_BF16, tokens, s.hidden), y = noise(MT_BF16, tokens, s.hidden), dy = noise(MT_BF16, tokens, s.hidden);
+    mt_tensor x = noise(MT_BF16, tokens, s.hidden), y = noise(MT_BF16, tokens, s.hidden),
+              dy = noise(MT_BF16, tokens, s.hidden);
     mt_tensor dx = noise(MT_BF16, tokens, s.hidden);
     mt_batch batch;
     memset(&batch, 0, sizeof batch);
@@ -431,8 +439,8 @@ static void layer_row(const shape &s, const std::string &how) {
         DO(mt_transformer_layer_backward(ctx, &layer, dy, dx, &saved));
         mt_arena_release(ctx, inner);
     });
-    row("layer", s.name + how + ", forward + backward", t, 1e-12 * flop, "TFLOP/s",
-        flop / gemm_rate / t.median, "large GEMM");
+    row("layer", s.name + how + ", forward + backward", t, 1e-12 * flop, "TFLOP/s", flop / gemm_rate / t.median,
+        "large GEMM");
     mt_params_destroy(params);
     mt_arena_release(ctx, mark);
 }
@@ -463,7 +471,7 @@ static void item_layer() {
     }
 }
 
-/* ---- main --------------------------------------------------------------------------------------------------------- */
+/* ---- main -------------------------------------------------------------------------------------------------------- */
 
 static int usage(int code) {
     printf("bench_cuda [--quick] [--tiny] [--csv] [--only limits|memory|gemm|attention|layer]\n"

@@ -1,10 +1,11 @@
-/* peer_mpi - all-reduce between processes, by MPI and by megatron.h over MPI: the former to compare with the "collectives" rows
-   of bench.c, too.
+/* peer_mpi - all-reduce between processes, by MPI and by megatron.h over MPI: the former to compare with the
+   "collectives" rows of bench.c, too.
 
    mpicc -O3 -march=native -I. tests/bench/peer_mpi.c -o peer_mpi -lm -lpthread && mpirun -n 2 --bind-to core ./peer_mpi
 
-   Prints name,median,min,max,unit and, for megatron.h, the median of its ratios to MPI within rounds: a round takes a sample of
-   either. A sample is the time of the slowest rank; the ranks start it together. Buffers are allocated and touched once. */
+   Prints name,median,min,max,unit and, for megatron.h, the median of its ratios to MPI within rounds: a round takes a
+   sample of either. A sample is the time of the slowest rank; the ranks start it together. Buffers are allocated and
+   touched once. */
 
 #define MT_USE_MPI
 #define MEGATRON_IMPLEMENTATION
@@ -73,7 +74,8 @@ int main(int argc, char **argv) {
     if (b.rank == 0) printf("# %.40s\n", library);
     b.failed = !b.x || mt_comm_create_mpi(&theirs, 60, &b.world) != MT_SUCCESS ||
                mt_context_create(b.world, &small, &b.ctx) != MT_SUCCESS;
-    for (size_t i = 0; !b.failed && i < sizeof sizes / sizeof *sizes; i++) time_all_reduce(&b, sizes[i].name, sizes[i].count);
+    for (size_t i = 0; !b.failed && i < sizeof sizes / sizeof *sizes; i++)
+        time_all_reduce(&b, sizes[i].name, sizes[i].count);
     if (b.failed) fprintf(stderr, "rank %d: %s\n", b.rank, mt_comm_last_error(b.world));
     mt_context_destroy(b.ctx);
     mt_comm_destroy(b.world);

@@ -5,11 +5,14 @@
 //
 //   Types       A and B: f32, bf16 or f16, both the same.  C and D: the type of A, or f32; both the same.
 //   Compute     CUBLAS_COMPUTE_32F, _32F_PEDANTIC, and for f32 matrices _32F_FAST_TF32 (inputs rounded to 10 bits).
-//   Epilogues   DEFAULT, RELU, BIAS, RELU_BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, DGELU_BGRAD, BGRADA, BGRADB;
+//   Epilogues   DEFAULT, RELU, BIAS, RELU_BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, DGELU_BGRAD, BGRADA,
+//   BGRADB;
 //               all but DEFAULT only with four column-major matrices.
-//   Algorithms  four, with different orders of summation, alignments and workspaces; some in two tiles that round alike.  The
-//               heuristic's order depends on the problem, so that a program whose result must not depend on the shape cannot
-//               take what comes first.  How long each takes, and whether it fails, is up to the test (gemm_time, gemm_fail).
+//   Algorithms  four, with different orders of summation, alignments and workspaces; some in two tiles that round
+//   alike.  The
+//               heuristic's order depends on the problem, so that a program whose result must not depend on the shape
+//               cannot take what comes first.  How long each takes, and whether it fails, is up to the test
+//                                              (gemm_time, gemm_fail).
 //   Workspace   all that is given is overwritten with NaN, also when the algorithm needs none.
 //
 // MTE_BLASLT_LOG=1 in the environment prints why a call was refused.  What is not modelled is reported.
@@ -39,8 +42,8 @@ namespace {
 
 constexpr uint32_t kHandleMagic = 0x6c744831, kLayoutMagic = 0x6c744c31, kDescMagic = 0x6c744431;
 constexpr uint32_t kPreferenceMagic = 0x6c745031, kAlgorithmMagic = 0x6c744131;
-constexpr size_t kVectorAlignment = 16;      // of the auxiliary matrix
-constexpr size_t kWorkspaceAlignment = 256;  // of the workspace
+constexpr size_t kVectorAlignment = 16;     // of the auxiliary matrix
+constexpr size_t kWorkspaceAlignment = 256; // of the workspace
 constexpr int kBatchLimit = 65535;
 
 cublasStatus_t refuse(cublasStatus_t status, const char *why) {
@@ -52,7 +55,7 @@ cublasStatus_t refuse(cublasStatus_t status, const char *why) {
 cublasStatus_t invalid(const char *why) { return refuse(CUBLAS_STATUS_INVALID_VALUE, why); }
 cublasStatus_t unsupported(const char *why) { return refuse(CUBLAS_STATUS_NOT_SUPPORTED, why); }
 
-// ---- elements --------------------------------------------------------------------------------------------------------
+// ---- elements -------------------------------------------------------------------------------------------------------
 
 bool known_type(cudaDataType_t type) { return type == CUDA_R_32F || type == CUDA_R_16BF || type == CUDA_R_16F; }
 
@@ -80,7 +83,7 @@ float to_tf32(float value) {
     return value;
 }
 
-// ---- descriptors and their attributes --------------------------------------------------------------------------------
+// ---- descriptors and their attributes -------------------------------------------------------------------------------
 // They live inside the library's own opaque structs, which a caller may also place himself (cublasLtMatmulDescInit).
 
 struct Layout {
@@ -117,7 +120,8 @@ struct Field {
     size_t offset, size;
 };
 
-#define FIELD(attribute, type, member) {attribute, offsetof(type, member), sizeof(type::member)}
+#define FIELD(attribute, type, member)                                                                                 \
+    { attribute, offsetof(type, member), sizeof(type::member) }
 
 const Field layout_fields[] = {
     FIELD(CUBLASLT_MATRIX_LAYOUT_TYPE, Layout, type),
@@ -179,8 +183,7 @@ const Field preference_fields[] = {
     FIELD(CUBLASLT_MATMUL_PREF_IMPL_MASK, Preference, implementations),
 };
 
-template <size_t N>
-const Field *find(const Field (&fields)[N], int attribute) {
+template <size_t N> const Field *find(const Field (&fields)[N], int attribute) {
     for (const Field &field : fields)
         if (field.attribute == attribute) return &field;
     return nullptr;
@@ -215,14 +218,12 @@ cublasStatus_t get_field(const void *object, const Field *field, void *value, si
     return CUBLAS_STATUS_SUCCESS;
 }
 
-template <class T>
-T *view(void *opaque, uint32_t magic) {
+template <class T> T *view(void *opaque, uint32_t magic) {
     T *object = static_cast<T *>(opaque);
     return object && object->magic == magic ? object : nullptr;
 }
 
-template <class Opaque, class T>
-cublasStatus_t place(Opaque *where, size_t size, const T &value) {
+template <class Opaque, class T> cublasStatus_t place(Opaque *where, size_t size, const T &value) {
     if (!where) return invalid("null descriptor");
     if (size < sizeof(Opaque)) return refuse(CUBLAS_STATUS_ALLOC_FAILED, "too little space for a descriptor");
     memset(static_cast<void *>(where), 0, sizeof *where);
@@ -230,16 +231,14 @@ cublasStatus_t place(Opaque *where, size_t size, const T &value) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-template <class Opaque, class T>
-cublasStatus_t create(Opaque **out, const T &value) {
+template <class Opaque, class T> cublasStatus_t create(Opaque **out, const T &value) {
     if (!out) return invalid("null place for a descriptor");
     *out = new Opaque();
     return place(*out, sizeof **out, value);
 }
 
 // Destroying NULL succeeds, as the library does; destroying what is none, or twice, is reported.
-template <class T, class Opaque>
-cublasStatus_t destroy(Opaque *object, uint32_t magic, const char *what) {
+template <class T, class Opaque> cublasStatus_t destroy(Opaque *object, uint32_t magic, const char *what) {
     if (!object) return CUBLAS_STATUS_SUCCESS;
     T *real = view<T>(object, magic);
     if (!real) {
@@ -276,7 +275,7 @@ Preference new_preference() {
     return preference;
 }
 
-// ---- what is asked for, and whether it can be done -------------------------------------------------------------------
+// ---- what is asked for, and whether it can be done ------------------------------------------------------------------
 
 struct Epilogue {
     bool known = true, bias = false, relu = false, gelu = false, write_aux = false, dgelu = false;
@@ -314,8 +313,12 @@ struct Problem {
     Epilogue epilogue;
     uint64_t m, n, k;
 
-    cudaDataType_t bias_type() const { return desc.bias_type == -1 ? d.type : static_cast<cudaDataType_t>(desc.bias_type); }
-    cudaDataType_t aux_type() const { return desc.aux_type == -1 ? d.type : static_cast<cudaDataType_t>(desc.aux_type); }
+    cudaDataType_t bias_type() const {
+        return desc.bias_type == -1 ? d.type : static_cast<cudaDataType_t>(desc.bias_type);
+    }
+    cudaDataType_t aux_type() const {
+        return desc.aux_type == -1 ? d.type : static_cast<cudaDataType_t>(desc.aux_type);
+    }
     int64_t bias_length() const { return static_cast<int64_t>(epilogue.sum_b ? n : m); }
 };
 
@@ -324,7 +327,8 @@ int64_t vector_count(const Layout &l) { return static_cast<int64_t>(l.order == C
 int64_t span(const Layout &l) { return (vector_count(l) - 1) * l.ld + vector_length(l); }
 
 int64_t index_of(const Layout &l, uint64_t row, uint64_t col) {
-    const uint64_t vector = l.order == CUBLASLT_ORDER_COL ? col : row, inside = l.order == CUBLASLT_ORDER_COL ? row : col;
+    const uint64_t vector = l.order == CUBLASLT_ORDER_COL ? col : row,
+                   inside = l.order == CUBLASLT_ORDER_COL ? row : col;
     return static_cast<int64_t>(vector) * l.ld + static_cast<int64_t>(inside);
 }
 
@@ -346,7 +350,8 @@ cublasStatus_t check_shapes(const Problem &p) {
     if (cols_b != p.d.cols) return invalid("columns of op(B) are not the columns of D");
     if (p.k != rows_b) return invalid("columns of op(A) are not the rows of op(B)");
     if (p.c.rows != p.d.rows || p.c.cols != p.d.cols) return invalid("C is not of the shape of D");
-    if (p.a.batch != p.d.batch || p.b.batch != p.d.batch || p.c.batch != p.d.batch) return invalid("batch counts differ");
+    if (p.a.batch != p.d.batch || p.b.batch != p.d.batch || p.c.batch != p.d.batch)
+        return invalid("batch counts differ");
     if (p.d.batch > 1 && p.d.stride < span(p.d)) return invalid("matrices of the batch overlap in D");
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -374,7 +379,8 @@ cublasStatus_t check_aux(const Problem &p) {
     if (p.aux_type() != p.d.type) return unsupported("auxiliary type is not the type of D");
     if (p.desc.aux_ld < static_cast<int64_t>(p.m)) return invalid("auxiliary leading dimension shorter than a column");
     if (p.desc.aux_ld % 8 != 0) return unsupported("auxiliary leading dimension not a multiple of 8");
-    if (reinterpret_cast<uintptr_t>(p.desc.aux) % kVectorAlignment != 0) return unsupported("auxiliary pointer misaligned");
+    if (reinterpret_cast<uintptr_t>(p.desc.aux) % kVectorAlignment != 0)
+        return unsupported("auxiliary pointer misaligned");
     if (p.d.batch == 1) return CUBLAS_STATUS_SUCCESS;
     if (p.desc.aux_stride % 8 != 0) return unsupported("auxiliary batch stride not a multiple of 8");
     if (p.desc.aux_stride < p.desc.aux_ld * static_cast<int64_t>(p.n)) return invalid("auxiliary matrices overlap");
@@ -419,8 +425,8 @@ cublasStatus_t check_problem(const Problem &p) {
     return status == CUBLAS_STATUS_SUCCESS ? check_epilogue(p) : status;
 }
 
-cublasStatus_t describe(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                        cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, Problem *out) {
+cublasStatus_t describe(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
+                        cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, Problem *out) {
     if (!handle || handle->magic != kHandleMagic) return refuse(CUBLAS_STATUS_NOT_INITIALIZED, "not a handle");
     const Desc *description = view<Desc>(desc, kDescMagic);
     const Layout *la = view<Layout>(a, kLayoutMagic), *lb = view<Layout>(b, kLayoutMagic);
@@ -431,14 +437,14 @@ cublasStatus_t describe(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cubl
     return check_problem(*out);
 }
 
-// ---- algorithms ------------------------------------------------------------------------------------------------------
+// ---- algorithms -----------------------------------------------------------------------------------------------------
 
 enum { kForward, kInterleaved, kSplit, kBackward, kAlgorithms };
 
 constexpr uint64_t kFma = CUBLASLT_NUMERICAL_IMPL_FLAGS_FMA, kHmma = CUBLASLT_NUMERICAL_IMPL_FLAGS_HMMA;
 
 struct Traits {
-    size_t alignment;  // of pointers, leading dimensions and batch strides, in bytes, if more than an element
+    size_t alignment; // of pointers, leading dimensions and batch strides, in bytes, if more than an element
     uint64_t implementation;
 };
 
@@ -491,7 +497,8 @@ size_t workspace_of(const Problem &p, const Algorithm &algorithm) {
 cublasStatus_t check_algorithm(const Problem &p, const Algorithm &algorithm) {
     if (algorithm.types != types_of(p)) return invalid("the algorithm was chosen for other types");
     if (algorithm.id == kSplit) {
-        if (algorithm.splits < 2 || static_cast<uint64_t>(algorithm.splits) > p.k) return unsupported("number of splits of k");
+        if (algorithm.splits < 2 || static_cast<uint64_t>(algorithm.splits) > p.k)
+            return unsupported("number of splits of k");
         if (algorithm.reduction != CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE) return unsupported("reduction scheme");
         return CUBLAS_STATUS_SUCCESS;
     }
@@ -504,7 +511,9 @@ struct Alignments {
     size_t a, b, c, d, bias;
 };
 
-size_t alignment_of(const void *p) { return p ? reinterpret_cast<uintptr_t>(p) & -reinterpret_cast<uintptr_t>(p) : 256; }
+size_t alignment_of(const void *p) {
+    return p ? reinterpret_cast<uintptr_t>(p) & -reinterpret_cast<uintptr_t>(p) : 256;
+}
 
 bool fits(const Layout &l, size_t pointer_alignment, size_t need) {
     const size_t size = element_size(l.type);
@@ -550,7 +559,8 @@ std::vector<Algorithm> candidates(const Problem &p, const Preference &preference
         if ((traits[algorithm.id].implementation & preference.implementations) == 0) continue;
         found.push_back(algorithm);
     }
-    std::sort(found.begin(), found.end(), [&](const Algorithm &x, const Algorithm &y) { return cost(p, x) < cost(p, y); });
+    std::sort(found.begin(), found.end(),
+              [&](const Algorithm &x, const Algorithm &y) { return cost(p, x) < cost(p, y); });
     return found;
 }
 
@@ -603,7 +613,7 @@ float dot(const Algorithm &algorithm, const float *x, const float *y, size_t k) 
     }
 }
 
-// ---- execution -------------------------------------------------------------------------------------------------------
+// ---- execution ------------------------------------------------------------------------------------------------------
 
 struct Run {
     Problem p;
@@ -698,7 +708,8 @@ float finish(const Run &r, int batch, uint64_t row, uint64_t col, float product)
     float x = r.alpha * product;
     if (r.beta != 0.0f) x += r.beta * load(r.c, p.c.type, batch * p.c.stride + index_of(p.c, row, col));
     if (e.bias) x += load(p.desc.bias, p.bias_type(), batch * p.desc.bias_stride + static_cast<int64_t>(row));
-    const int64_t aux_at = batch * p.desc.aux_stride + static_cast<int64_t>(col) * p.desc.aux_ld + static_cast<int64_t>(row);
+    const int64_t aux_at =
+        batch * p.desc.aux_stride + static_cast<int64_t>(col) * p.desc.aux_ld + static_cast<int64_t>(row);
     if (e.write_aux) store(p.desc.aux, p.aux_type(), aux_at, x);
     if (e.relu) x = x > 0.0f ? x : 0.0f;
     if (e.gelu) x = gelu(x);
@@ -754,7 +765,8 @@ void execute(const Run &r) {
 bool overlap(const Layout &l, const void *base, const Layout &other, const void *other_base) {
     const uintptr_t p = reinterpret_cast<uintptr_t>(base), q = reinterpret_cast<uintptr_t>(other_base);
     const size_t bytes = static_cast<size_t>((l.batch - 1) * l.stride + span(l)) * element_size(l.type);
-    const size_t other_bytes = static_cast<size_t>((other.batch - 1) * other.stride + span(other)) * element_size(other.type);
+    const size_t other_bytes =
+        static_cast<size_t>((other.batch - 1) * other.stride + span(other)) * element_size(other.type);
     return p < q + other_bytes && q < p + bytes;
 }
 
@@ -765,7 +777,8 @@ cublasStatus_t check_aliases(const Run &r) {
         return invalid("D overlaps A or B");
     }
     if (r.beta == 0.0f || !overlap(r.p.d, r.d, r.p.c, r.c)) return CUBLAS_STATUS_SUCCESS;
-    if (r.c == r.d && r.p.c.ld == r.p.d.ld && (r.p.d.batch == 1 || r.p.c.stride == r.p.d.stride)) return CUBLAS_STATUS_SUCCESS;
+    if (r.c == r.d && r.p.c.ld == r.p.d.ld && (r.p.d.batch == 1 || r.p.c.stride == r.p.d.stride))
+        return CUBLAS_STATUS_SUCCESS;
     report("cublasLtMatmul: C overlaps D without being D");
     return invalid("C overlaps D without being D");
 }
@@ -778,8 +791,8 @@ cublasStatus_t check_pointers(const Run &r) {
     if (e.uses_aux() && !r.p.desc.aux) return invalid("the epilogue has no auxiliary pointer");
     if (e.dgelu && r.beta != 0.0f) return unsupported("DGELU with beta not 0");
     if ((e.sum_a || e.sum_b) && r.alpha != 1.0f) return unsupported("BGRADA or BGRADB with alpha not 1");
-    const Alignments have = {alignment_of(r.a), alignment_of(r.b), r.beta != 0.0f ? alignment_of(r.c) : 256, alignment_of(r.d),
-                             alignment_of(r.p.desc.bias)};
+    const Alignments have = {alignment_of(r.a), alignment_of(r.b), r.beta != 0.0f ? alignment_of(r.c) : 256,
+                             alignment_of(r.d), alignment_of(r.p.desc.bias)};
     if (!aligned_for(r.p, r.algorithm, have)) return unsupported("pointers or strides misaligned for the algorithm");
     if (r.workspace_bytes > 0 && !r.workspace) return invalid("a null workspace of more than 0 bytes");
     if (reinterpret_cast<uintptr_t>(r.workspace) % kWorkspaceAlignment != 0) return invalid("workspace misaligned");
@@ -884,7 +897,7 @@ cublasStatus_t check_type_set(int compute, int scale, int a, int b, int c, int d
     return check_types(p);
 }
 
-}  // namespace
+} // namespace
 
 void gemm_time(std::function<double(const GemmCall &)> seconds) {
     Guard guard;
@@ -911,11 +924,11 @@ long gemm_choices() {
     return choices;
 }
 
-}  // namespace mte
+} // namespace mte
 
 using namespace mte;
 
-// ---- the library's functions -----------------------------------------------------------------------------------------
+// ---- the library's functions ----------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -950,13 +963,13 @@ cublasStatus_t cublasLtGetProperty(libraryPropertyType type, int *value) {
     }
 }
 
-cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t size, cudaDataType type, uint64_t rows,
-                                                 uint64_t cols, int64_t ld) {
+cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t size, cudaDataType type,
+                                                 uint64_t rows, uint64_t cols, int64_t ld) {
     return place(layout, size, new_layout(type, rows, cols, ld));
 }
 
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type, uint64_t rows, uint64_t cols,
-                                          int64_t ld) {
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type, uint64_t rows,
+                                          uint64_t cols, int64_t ld) {
     return create(layout, new_layout(type, rows, cols, ld));
 }
 
@@ -964,13 +977,15 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
     return destroy<Layout>(layout, kLayoutMagic, "matrix layout");
 }
 
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute,
-                                                const void *value, size_t size) {
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void *value,
+                                                size_t size) {
     return set_field(view<Layout>(layout, kLayoutMagic), find(layout_fields, attribute), value, size, "matrix layout");
 }
 
-cublasStatus_t cublasLtMatrixLayoutGetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute,
-                                                void *value, size_t size, size_t *written) {
+cublasStatus_t cublasLtMatrixLayoutGetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, void *value, size_t size,
+                                                size_t *written) {
     return get_field(view<Layout>(layout, kLayoutMagic), find(layout_fields, attribute), value, size, written);
 }
 
@@ -992,8 +1007,8 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasL
     return set_field(view<Desc>(desc, kDescMagic), find(desc_fields, attribute), value, size, "matmul descriptor");
 }
 
-cublasStatus_t cublasLtMatmulDescGetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, void *value,
-                                              size_t size, size_t *written) {
+cublasStatus_t cublasLtMatmulDescGetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute,
+                                              void *value, size_t size, size_t *written) {
     return get_field(view<Desc>(desc, kDescMagic), find(desc_fields, attribute), value, size, written);
 }
 
@@ -1017,14 +1032,15 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
 }
 
 cublasStatus_t cublasLtMatmulPreferenceGetAttribute(cublasLtMatmulPreference_t preference,
-                                                    cublasLtMatmulPreferenceAttributes_t attribute, void *value, size_t size,
-                                                    size_t *written) {
+                                                    cublasLtMatmulPreferenceAttributes_t attribute, void *value,
+                                                    size_t size, size_t *written) {
     const Field *field = find(preference_fields, attribute);
     return get_field(view<Preference>(preference, kPreferenceMagic), field, value, size, written);
 }
 
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
-                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
                                               cublasLtMatmulPreference_t preference, int requested,
                                               cublasLtMatmulHeuristicResult_t results[], int *returned) {
     Problem p;
@@ -1046,8 +1062,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
 }
 
 cublasStatus_t cublasLtMatmulAlgoGetIds(cublasLtHandle_t handle, cublasComputeType_t compute, cudaDataType_t scale,
-                                        cudaDataType_t a, cudaDataType_t b, cudaDataType_t c, cudaDataType_t d, int requested,
-                                        int ids[], int *returned) {
+                                        cudaDataType_t a, cudaDataType_t b, cudaDataType_t c, cudaDataType_t d,
+                                        int requested, int ids[], int *returned) {
     if (!handle || handle->magic != kHandleMagic) return refuse(CUBLAS_STATUS_NOT_INITIALIZED, "not a handle");
     if (requested <= 0 || !ids || !returned) return invalid("null argument or nothing requested");
     *returned = 0;
@@ -1080,15 +1096,16 @@ cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDe
     status = check_algorithm(p, algorithm);
     const Alignments best = {256, 256, 256, 256, alignment_of(p.desc.bias)};
     if (status == CUBLAS_STATUS_SUCCESS && !aligned_for(p, algorithm, best)) status = unsupported("strides misaligned");
-    const cublasLtMatmulAlgo_t kept = result->algo;  // the caller's, never updated
+    const cublasLtMatmulAlgo_t kept = result->algo; // the caller's, never updated
     *result = result_of(p, algorithm);
     result->algo = kept;
     result->state = status;
     return status;
 }
 
-cublasStatus_t cublasLtMatmulAlgoCapGetAttribute(const cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoCapAttributes_t attribute,
-                                                 void *value, size_t size, size_t *written) {
+cublasStatus_t cublasLtMatmulAlgoCapGetAttribute(const cublasLtMatmulAlgo_t *algo,
+                                                 cublasLtMatmulAlgoCapAttributes_t attribute, void *value, size_t size,
+                                                 size_t *written) {
     Algorithm algorithm;
     uint64_t answer = 0;
     size_t answer_size = 0;
@@ -1101,8 +1118,9 @@ cublasStatus_t cublasLtMatmulAlgoCapGetAttribute(const cublasLtMatmulAlgo_t *alg
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulAlgoConfigSetAttribute(cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoConfigAttributes_t attribute,
-                                                    const void *value, size_t size) {
+cublasStatus_t cublasLtMatmulAlgoConfigSetAttribute(cublasLtMatmulAlgo_t *algo,
+                                                    cublasLtMatmulAlgoConfigAttributes_t attribute, const void *value,
+                                                    size_t size) {
     Algorithm algorithm;
     if (!unpack(algo, &algorithm)) return invalid("not an algorithm");
     if (attribute == CUBLASLT_ALGO_CONFIG_ID) return invalid("the id is read-only");
@@ -1112,8 +1130,8 @@ cublasStatus_t cublasLtMatmulAlgoConfigSetAttribute(cublasLtMatmulAlgo_t *algo, 
 }
 
 cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algo,
-                                                    cublasLtMatmulAlgoConfigAttributes_t attribute, void *value, size_t size,
-                                                    size_t *written) {
+                                                    cublasLtMatmulAlgoConfigAttributes_t attribute, void *value,
+                                                    size_t size, size_t *written) {
     Algorithm algorithm;
     if (!unpack(algo, &algorithm)) return invalid("not an algorithm");
     return get_field(&algorithm, find(config_fields, attribute), value, size, written);
@@ -1122,7 +1140,8 @@ cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *A,
                               cublasLtMatrixLayout_t a, const void *B, cublasLtMatrixLayout_t b, const void *beta,
                               const void *C, cublasLtMatrixLayout_t c, void *D, cublasLtMatrixLayout_t d,
-                              const cublasLtMatmulAlgo_t *algo, void *workspace, size_t workspace_bytes, cudaStream_t stream) {
+                              const cublasLtMatmulAlgo_t *algo, void *workspace, size_t workspace_bytes,
+                              cudaStream_t stream) {
     Run run = {};
     cublasStatus_t status = describe(handle, desc, a, b, c, d, &run.p);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
@@ -1144,4 +1163,4 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     return CUBLAS_STATUS_SUCCESS;
 }
 
-}  // extern "C"
+} // extern "C"

@@ -6,7 +6,8 @@
 // __syncwarp, __threadfence with atomics, or stream order, is reported.  Since this asks for order and not for
 // timing, one schedule is enough to find a race.
 //
-// Build everything with -DMTE_CHECK, the kernels with -fsanitize=thread in addition; link without it.  With gcc, a store
+// Build everything with -DMTE_CHECK, the kernels with -fsanitize=thread in addition; link without it.  With gcc, a
+// store
 // `*p = f()` of a structure that f returns is seen only when f is inlined; clang needs the objcopy of build.sh.
 
 #include "core.h"
@@ -15,7 +16,7 @@
 
 namespace mte {
 void access_range(const void *, size_t, bool) {}
-}  // namespace mte
+} // namespace mte
 
 #else
 
@@ -177,7 +178,8 @@ static const char *conflict(const Record &earlier, const Record &now, bool share
     bool same_operation = earlier.operation == now.operation;
     if (shared && !(same_operation && earlier.block == now.block)) return nullptr;
     if (!same_operation)
-        return operation_ordered(earlier.operation) ? nullptr : "race between streams: no event orders the two operations";
+        return operation_ordered(earlier.operation) ? nullptr
+                                                    : "race between streams: no event orders the two operations";
     if (earlier.block != now.block) return handed_over(earlier, now) ? nullptr : "race between blocks";
     if (earlier.thread == now.thread || earlier.barrier_epoch != now.barrier_epoch) return nullptr;
     bool same_warp = earlier.thread / warp_lanes == now.thread / warp_lanes;
@@ -199,12 +201,10 @@ static std::string describe_address(const void *p) {
     char text[128];
     const Allocation *a = in_device_range(p) ? find_allocation(p) : nullptr;
     if (a)
-        snprintf(text, sizeof text, "byte %td of a device allocation of %zu bytes%s", (const char *)p - a->begin, a->bytes,
-                 a->live ? "" : ", freed");
-    else if (in_shared_array(p, 1))
-        snprintf(text, sizeof text, "shared memory at %p", p);
-    else
-        snprintf(text, sizeof text, "%p", p);
+        snprintf(text, sizeof text, "byte %td of a device allocation of %zu bytes%s", (const char *)p - a->begin,
+                 a->bytes, a->live ? "" : ", freed");
+    else if (in_shared_array(p, 1)) snprintf(text, sizeof text, "shared memory at %p", p);
+    else snprintf(text, sizeof text, "%p", p);
     return text;
 }
 
@@ -212,8 +212,7 @@ static std::string describe_record(const Record *r) {
     if (!r) return "";
     char text[256];
     const char *what = r->flags & is_write ? "written" : "read";
-    if (r->flags & is_whole)
-        snprintf(text, sizeof text, "; %s by '%s'", what, operation_label(r->operation));
+    if (r->flags & is_whole) snprintf(text, sizeof text, "; %s by '%s'", what, operation_label(r->operation));
     else
         snprintf(text, sizeof text, "; %s by '%s' block %u thread %u", what, operation_label(r->operation), r->block,
                  r->thread);
@@ -234,8 +233,8 @@ static void complain(const Here &here, const char *kind, const Record *earlier) 
 // ---- one access ----------------------------------------------------------------------------------------------------
 
 static bool same_origin(const Record &a, const Record &b) {
-    return a.operation == b.operation && a.block == b.block && a.thread == b.thread && a.barrier_epoch == b.barrier_epoch &&
-           a.warp_epoch == b.warp_epoch && a.flags == b.flags;
+    return a.operation == b.operation && a.block == b.block && a.thread == b.thread &&
+           a.barrier_epoch == b.barrier_epoch && a.warp_epoch == b.warp_epoch && a.flags == b.flags;
 }
 
 static bool same_epoch(const Record &a, const Record &b) {
@@ -349,10 +348,8 @@ void access(const Thread *t, const void *p, size_t bytes, Access kind, const voi
         if (kind == Access::atomic) note_atomic(t, p);
         access_cells(&device_shadow, now, kind, here);
     } else if (p >= shared_arena() && p < shared_arena() + shared_arena_bytes) {
-        if (in_shared_array(p, bytes))
-            access_cells(&shared_shadow, now, kind, here);
-        else
-            complain(here, "out of bounds of shared memory", nullptr);
+        if (in_shared_array(p, bytes)) access_cells(&shared_shadow, now, kind, here);
+        else complain(here, "out of bounds of shared memory", nullptr);
     } else if (!kernel_may_touch(p, bytes)) {
         complain(here, "host memory used by a kernel", nullptr);
     }
@@ -374,7 +371,7 @@ static void hook(const void *p, size_t bytes, bool write, const void *code) {
     if (running_grid && current) access(current, p, bytes, write ? Access::write : Access::read, code);
 }
 
-}  // namespace mte
+} // namespace mte
 
 // ---- what -fsanitize=thread calls ----------------------------------------------------------------------------------
 

@@ -256,7 +256,8 @@ static void queue_push(unsigned thread) { queue_slot(queue_length++) = thread; }
 static unsigned queue_pop() {
     queue_length--;
     if (config().threads == Order::lifo) return queue_slot(queue_length);
-    if (config().threads == Order::random) std::swap(queue_slot(0), queue_slot((unsigned)random_below(queue_length + 1)));
+    if (config().threads == Order::random)
+        std::swap(queue_slot(0), queue_slot((unsigned)random_below(queue_length + 1)));
     unsigned thread = queue_slot(0);
     queue_head++;
     return thread;
@@ -357,8 +358,8 @@ static void complete_barrier() {
 
 static void divergent_barrier(Where where) {
     print_threads();
-    fail("divergent barrier: this thread is at %s:%d, others wait at %s:%d", where.file, where.line,
-         block.barrier.file, block.barrier.line);
+    fail("divergent barrier: this thread is at %s:%d, others wait at %s:%d", where.file, where.line, block.barrier.file,
+         block.barrier.line);
 }
 
 int barrier(int predicate, Where where) {
@@ -394,8 +395,10 @@ static void check_agreement(const Warp *warp, unsigned group) {
         bool agrees = t->collective == first->collective && same_place(t->where, first->where) &&
                       lanes_needed(warp, t->mask) == group;
         if (agrees) continue;
-        fail("lanes of a warp disagree in the collective: lane %u at %s:%d with mask %08x, lane %u at %s:%d with mask %08x",
-             first->lane, first->where.file, first->where.line, first->mask, lane, t->where.file, t->where.line, t->mask);
+        fail("lanes of a warp disagree in the collective: lane %u at %s:%d with mask %08x, lane %u at %s:%d with mask "
+             "%08x",
+             first->lane, first->where.file, first->where.line, first->mask, lane, t->where.file, t->where.line,
+             t->mask);
     }
 }
 
@@ -414,23 +417,21 @@ static bool try_complete(Warp *warp, unsigned mask) {
 void collective(Collective complete, unsigned mask, void *operands, Where where) {
     Thread *t = current;
     if (!(mask >> t->lane & 1))
-        fail("%s:%d: lane %u calls a collective with mask %08x, which leaves it out", where.file, where.line, t->lane, mask);
+        fail("%s:%d: lane %u calls a collective with mask %08x, which leaves it out", where.file, where.line, t->lane,
+             mask);
     t->collective = complete;
     t->mask = mask;
     t->operands = operands;
     t->where = where;
     t->state = State::in_collective;
     t->warp->waiting |= 1u << t->lane;
-    if (try_complete(t->warp, mask))
-        go_on();
-    else
-        run_next();
+    if (try_complete(t->warp, mask)) go_on();
+    else run_next();
 }
 
 void complete_syncwarp(Warp *warp, unsigned) { warp->epoch++; }
 
-template <class Operands>
-static Operands *operands_of(Warp *warp, unsigned lane) {
+template <class Operands> static Operands *operands_of(Warp *warp, unsigned lane) {
     return static_cast<Operands *>(warp->lanes[lane]->operands);
 }
 
@@ -587,10 +588,8 @@ void copy_async(void *destination, const void *source, int source_bytes) {
                         current->copy_group};
     access(current, destination, copy_bytes, Access::copy_begin, __builtin_return_address(0));
     bool early = config().copy == CopyTime::early || (config().copy == CopyTime::random && random_below(2));
-    if (early)
-        perform(current, copy);
-    else
-        current->copies.push_back(copy);
+    if (early) perform(current, copy);
+    else current->copies.push_back(copy);
 }
 
 void copy_commit() { current->copy_group++; }
@@ -599,10 +598,8 @@ void copy_wait(int groups_left) {
     Thread *t = current;
     size_t kept = 0;
     for (const PendingCopy &copy : t->copies) {
-        if (copy.group < t->copy_group - groups_left)
-            perform(t, copy);
-        else
-            t->copies[kept++] = copy;
+        if (copy.group < t->copy_group - groups_left) perform(t, copy);
+        else t->copies[kept++] = copy;
     }
     t->copies.resize(kept);
 }
@@ -634,9 +631,10 @@ char *shared_arena() {
 static void check_shared_size(size_t bytes, const char *name) {
     size_t fixed = shared_bytes + bytes - running->dynamic_shared;
     if (fixed > shared_per_block)
-        fail("MTI_SHARED arrays take %zu bytes with '%s', more than %zu", fixed, name, shared_per_block);
+        fail("MT_SHARED arrays take %zu bytes with '%s', more than %zu", fixed, name, shared_per_block);
     if (shared_bytes + bytes > shared_per_block_optin)
-        fail("shared memory takes %zu bytes with '%s', more than %zu", shared_bytes + bytes, name, shared_per_block_optin);
+        fail("shared memory takes %zu bytes with '%s', more than %zu", shared_bytes + bytes, name,
+             shared_per_block_optin);
 }
 
 static void *new_shared_array(const void *key, size_t bytes, size_t alignment, const char *name) {
@@ -809,4 +807,4 @@ bool run_grid(const Launch &launch) {
     return !ended_by_failure;
 }
 
-}  // namespace mte
+} // namespace mte

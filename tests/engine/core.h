@@ -67,7 +67,7 @@ struct Thread {
     unsigned lane;
     Warp *warp;
     State state;
-    bool fenced; // has called __threadfence()
+    bool fenced;  // has called __threadfence()
     Fiber *fiber; // NULL: has not started yet
 
     // where and what it waits for
@@ -195,7 +195,7 @@ struct Config {
     int patience;  // seconds
 };
 
-const Config &config();           // read from the environment once
+const Config &config();            // read from the environment once
 uint64_t random_below(uint64_t n); // seeded by MTE_SEED
 
 // ---- device memory and stream operations (runtime.cpp) -------------------------------------------------------------
@@ -245,6 +245,6 @@ inline void checker_grid_begins() {}
 inline void checker_grid_ends() {}
 #endif
 
-}  // namespace mte
+} // namespace mte
 
-#endif  // MTE_CORE_H
+#endif // MTE_CORE_H

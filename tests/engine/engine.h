@@ -4,8 +4,8 @@
 //     g++ -x c++ -std=c++17 -isystem /usr/local/cuda/include -include tests/engine/engine.h -c file.cu
 //     link with core.cpp runtime.cpp check.cpp (and blaslt.cpp nccl.cpp where needed) -lpthread
 //
-// Kernels are ordinary CUDA C++ with three rules: launch with MTI_LAUNCH, declare shared memory with MTI_SHARED or
-// MTI_DYN_SHARED, and use one wrapper function per PTX instruction.  Not there: cooperative groups, __activemask,
+// Kernels are ordinary CUDA C++ with three rules: launch with MT_LAUNCH_KERNEL, declare shared memory with MT_SHARED or
+// MT_DYN_SHARED, and use one wrapper function per PTX instruction.  Not there: cooperative groups, __activemask,
 // textures, and blocks that wait for other blocks (blocks run one after the other).
 //
 // Kernels and stream operations run in one of the orders that CUDA permits, chosen by the environment:
@@ -38,8 +38,9 @@
 
 #include <cuda_runtime.h>
 
-// gcc's -fsanitize=thread, which check.cpp builds on, overlooks `*p = f()` where f returns a structure and is not inlined.
-// So the conversions of cuda_bf16.h and cuda_fp16.h, which are `static __attribute__((unused))` for gcc, are inlined.
+// gcc's -fsanitize=thread, which check.cpp builds on, overlooks `*p = f()` where f returns a structure and is not
+// inlined. So the conversions of cuda_bf16.h and cuda_fp16.h, which are `static __attribute__((unused))` for gcc, are
+// inlined.
 #define unused unused, always_inline
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -70,20 +71,17 @@ __asm__(".set memcpy, __tsan_memcpy\n.set memmove, __tsan_memmove\n.set memset, 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __shared__
-#define __shared__ static_assert(false, "declare shared memory with MTI_SHARED or MTI_DYN_SHARED");
+#define __shared__ static_assert(false, "declare shared memory with MT_SHARED or MT_DYN_SHARED");
 
 namespace mte {
 
-template <class T>
-inline void collect_pointer(std::vector<const void *> &pointers, const T &argument) {
+template <class T> inline void collect_pointer(std::vector<const void *> &pointers, const T &argument) {
     if constexpr (std::is_pointer_v<T> && !std::is_function_v<std::remove_pointer_t<T>>)
         pointers.push_back((const void *)argument);
-    else
-        (void)pointers, (void)argument;
+    else (void)pointers, (void)argument;
 }
 
-template <class... P>
-struct KernelCall {
+template <class... P> struct KernelCall {
     void (*kernel)(P...);
     std::tuple<std::decay_t<P>...> arguments;
 
@@ -104,21 +102,21 @@ void launch_kernel(const char *name, void (*kernel)(P...), dim3 grid, dim3 threa
            stream, std::move(pointers));
 }
 
-}  // namespace mte
+} // namespace mte
 
-// MTI_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...); errors: cudaGetLastError().
+// MT_LAUNCH_KERNEL(kernel, grid, block, dynamic_shared_bytes, stream, arguments...); errors: cudaGetLastError().
 // A kernel with commas in its template arguments goes into parentheses.
-#define MTI_LAUNCH(kernel, grid, threads, dynamic_shared_bytes, ...)                                                   \
+#define MT_LAUNCH_KERNEL(kernel, grid, threads, dynamic_shared_bytes, ...)                                             \
     ::mte::launch_kernel(#kernel, kernel, grid, threads, dynamic_shared_bytes, __VA_ARGS__)
 
-// MTI_SHARED(float, tile, 32 * 33): float tile[32 * 33] in shared memory.
-#define MTI_SHARED(type, name, count)                                                                                  \
+// MT_SHARED(float, tile, 32 * 33): float tile[32 * 33] in shared memory.
+#define MT_SHARED(type, name, count)                                                                                   \
     static const char mte_site_of_##name = 0;                                                                          \
     type(&name)[count] = *reinterpret_cast<type(*)[count]>(                                                            \
         ::mte::shared_array(&mte_site_of_##name, sizeof(type) * (count), alignof(type), #name))
 
 // The launch's dynamic shared memory, 128-byte aligned.
-#define MTI_DYN_SHARED(type, name) type *name = reinterpret_cast<type *>(::mte::block.dynamic_shared)
+#define MT_DYN_SHARED(type, name) type *name = reinterpret_cast<type *>(::mte::block.dynamic_shared)
 
 // ---- barriers, warp collectives ------------------------------------------------------------------------------------
 
@@ -140,8 +138,7 @@ inline void __trap() { ::mte::fail("__trap()"); }
 
 namespace mte {
 
-template <class T>
-inline T shuffle(unsigned mask, T value, int source, Where where) {
+template <class T> inline T shuffle(unsigned mask, T value, int source, Where where) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8, "CUDA shuffles values of up to 8 bytes");
     ShuffleOperands operands = {0, 0, source};
     std::memcpy(&operands.in, &value, sizeof(T));
@@ -160,29 +157,25 @@ inline unsigned vote(unsigned mask, bool predicate, Where where) {
     return operands.ballot;
 }
 
-}  // namespace mte
+} // namespace mte
 
-template <class T>
-inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, MTE_PLACE) {
+template <class T> inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, MTE_PLACE) {
     return ::mte::shuffle(mask, value, ::mte::segment_begin(width) + (source & (width - 1)), where);
 }
 
-template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, MTE_PLACE) {
+template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, MTE_PLACE) {
     int lane = (int)::mte::current->lane;
     int source = lane - (int)delta;
     return ::mte::shuffle(mask, value, source < ::mte::segment_begin(width) ? lane : source, where);
 }
 
-template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, MTE_PLACE) {
+template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, MTE_PLACE) {
     int lane = (int)::mte::current->lane;
     int source = lane + (int)delta;
     return ::mte::shuffle(mask, value, source >= ::mte::segment_end(width) ? lane : source, where);
 }
 
-template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, MTE_PLACE) {
+template <class T> inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, MTE_PLACE) {
     int lane = (int)::mte::current->lane;
     int source = lane ^ lanes;
     return ::mte::shuffle(mask, value, source >= ::mte::segment_end(width) ? lane : source, where);
@@ -194,14 +187,12 @@ inline int __all_sync(unsigned mask, int predicate, MTE_PLACE) { return ::mte::v
 
 namespace mte {
 
-template <class T>
-struct ReduceOperands {
+template <class T> struct ReduceOperands {
     T in;
     T out;
 };
 
-template <class T, class F>
-void complete_reduce(Warp *warp, unsigned group) {
+template <class T, class F> void complete_reduce(Warp *warp, unsigned group) {
     T result = T();
     bool first = true;
     for (unsigned lane = 0; lane < warp_lanes; lane++) {
@@ -214,23 +205,19 @@ void complete_reduce(Warp *warp, unsigned group) {
         if (group >> lane & 1) static_cast<ReduceOperands<T> *>(warp->lanes[lane]->operands)->out = result;
 }
 
-template <class F, class T>
-inline T reduce(unsigned mask, T value, Where where) {
+template <class F, class T> inline T reduce(unsigned mask, T value, Where where) {
     static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned>, "CUDA reduces int and unsigned");
     ReduceOperands<T> operands = {value, T()};
     collective(complete_reduce<T, F>, mask, &operands, where);
     return operands.out;
 }
 
-}  // namespace mte
+} // namespace mte
 
 #define MTE_OPERATION(name, expression)                                                                                \
     namespace mte {                                                                                                    \
     struct name {                                                                                                      \
-        template <class T>                                                                                             \
-        MTE_NOT_CHECKED static T apply(T a, T b) {                                                                     \
-            return (T)(expression);                                                                                    \
-        }                                                                                                              \
+        template <class T> MTE_NOT_CHECKED static T apply(T a, T b) { return (T)(expression); }                        \
     };                                                                                                                 \
     }
 MTE_OPERATION(Add, a + b)
@@ -246,8 +233,7 @@ MTE_OPERATION(Decrement, a == 0 || a > b ? b : a - 1)
 #undef MTE_OPERATION
 
 #define MTE_REDUCE(name, operation)                                                                                    \
-    template <class T>                                                                                                 \
-    inline T name(unsigned mask, T value, MTE_PLACE) {                                                                 \
+    template <class T> inline T name(unsigned mask, T value, MTE_PLACE) {                                              \
         return ::mte::reduce<::mte::operation>(mask, value, where);                                                    \
     }
 MTE_REDUCE(__reduce_add_sync, Add)
@@ -262,20 +248,16 @@ MTE_REDUCE(__reduce_xor_sync, Xor)
 
 namespace mte {
 
-template <class T>
-struct Itself {
-    typedef T type;
-};
+template <class T> struct Itself { typedef T type; };
 
 template <class T>
-constexpr bool has_atomics = std::is_same_v<T, int> || std::is_same_v<T, unsigned> || std::is_same_v<T, float> ||
-                             std::is_same_v<T, double> || std::is_same_v<T, unsigned long long> ||
-                             std::is_same_v<T, long long> || std::is_same_v<T, __half> || std::is_same_v<T, __half2> ||
-                             std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __nv_bfloat162>;
+constexpr bool has_atomics =
+    std::is_same_v<T, int> || std::is_same_v<T, unsigned> || std::is_same_v<T, float> || std::is_same_v<T, double> ||
+    std::is_same_v<T, unsigned long long> || std::is_same_v<T, long long> || std::is_same_v<T, __half> ||
+    std::is_same_v<T, __half2> || std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __nv_bfloat162>;
 
 // Fibers switch at collectives only, so reading, changing and writing is atomic.
-template <class F, class T>
-MTE_NOT_CHECKED inline T atomic_update(T *p, T operand) {
+template <class F, class T> MTE_NOT_CHECKED inline T atomic_update(T *p, T operand) {
     static_assert(has_atomics<T>, "CUDA has no atomics on this type");
     access(current, p, sizeof(T), Access::atomic, __builtin_return_address(0));
     T old;
@@ -285,8 +267,7 @@ MTE_NOT_CHECKED inline T atomic_update(T *p, T operand) {
     return old;
 }
 
-template <class T>
-MTE_NOT_CHECKED inline T atomic_compare_and_swap(T *p, T expected, T desired) {
+template <class T> MTE_NOT_CHECKED inline T atomic_compare_and_swap(T *p, T expected, T desired) {
     static_assert(has_atomics<T>, "CUDA has no atomics on this type");
     access(current, p, sizeof(T), Access::atomic, __builtin_return_address(0));
     T old;
@@ -295,16 +276,14 @@ MTE_NOT_CHECKED inline T atomic_compare_and_swap(T *p, T expected, T desired) {
     return old;
 }
 
-}  // namespace mte
+} // namespace mte
 
 // The value is converted to the type of the pointer, as with CUDA's overloads.
 #define MTE_ATOMIC(name, operation)                                                                                    \
-    template <class T>                                                                                                 \
-    inline T name(T *p, typename ::mte::Itself<T>::type value) {                                                       \
+    template <class T> inline T name(T *p, typename ::mte::Itself<T>::type value) {                                    \
         return ::mte::atomic_update<::mte::operation>(p, value);                                                       \
     }                                                                                                                  \
-    template <class T>                                                                                                 \
-    inline T name##_block(T *p, typename ::mte::Itself<T>::type value) {                                               \
+    template <class T> inline T name##_block(T *p, typename ::mte::Itself<T>::type value) {                            \
         return ::mte::atomic_update<::mte::operation>(p, value);                                                       \
     }
 MTE_ATOMIC(atomicAdd, Add)
@@ -326,31 +305,15 @@ inline T atomicCAS(T *p, typename ::mte::Itself<T>::type expected, typename ::mt
 
 // ---- loads, arithmetic ---------------------------------------------------------------------------------------------
 
-template <class T>
-inline T __ldg(const T *p) {
-    return *p;
-}
-template <class T>
-inline T __ldcs(const T *p) {
-    return *p;
-}
-template <class T>
-inline T __ldcg(const T *p) {
-    return *p;
-}
-template <class T>
-inline void __stcs(T *p, typename ::mte::Itself<T>::type value) {
-    *p = value;
-}
-template <class T>
-inline void __stcg(T *p, typename ::mte::Itself<T>::type value) {
-    *p = value;
-}
+template <class T> inline T __ldg(const T *p) { return *p; }
+template <class T> inline T __ldcs(const T *p) { return *p; }
+template <class T> inline T __ldcg(const T *p) { return *p; }
+template <class T> inline void __stcs(T *p, typename ::mte::Itself<T>::type value) { *p = value; }
+template <class T> inline void __stcg(T *p, typename ::mte::Itself<T>::type value) { *p = value; }
 
 namespace mte {
 
-template <class To, class From>
-inline To bits_as(From from) {
+template <class To, class From> inline To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From), "");
     To to;
     std::memcpy(&to, &from, sizeof to);
@@ -366,16 +329,14 @@ inline unsigned reverse_bits(unsigned x) {
     return reversed;
 }
 
-}  // namespace mte
+} // namespace mte
 
 // CUDA's, for two numbers of one type.
-template <class T>
-inline T min(T a, T b) {
+template <class T> inline T min(T a, T b) {
     static_assert(std::is_arithmetic_v<T>, "min is for numbers");
     return b < a ? b : a;
 }
-template <class T>
-inline T max(T a, T b) {
+template <class T> inline T max(T a, T b) {
     static_assert(std::is_arithmetic_v<T>, "max is for numbers");
     return a < b ? b : a;
 }
@@ -433,10 +394,7 @@ inline void mti_cp_async16(void *shared_destination, const void *global_source, 
     ::mte::copy_async(shared_destination, global_source, source_bytes);
 }
 inline void mti_cp_async_commit() { ::mte::copy_commit(); }
-template <int N>
-inline void mti_cp_async_wait() {
-    ::mte::copy_wait(N);
-}
+template <int N> inline void mti_cp_async_wait() { ::mte::copy_wait(N); }
 
 // ex2.approx.ftz.f32
 inline float mti_ex2(float x) {
@@ -466,4 +424,4 @@ inline void mti_mma_16816_f16(float *d, const uint32_t *a, const uint32_t *b, MT
 
 #undef MTE_PLACE
 
-#endif  // MTE_ENGINE_H
+#endif // MTE_ENGINE_H

@@ -1,8 +1,8 @@
 // mesh.h - TCP connections between all ranks of a job, for the stand-in of NCCL when ranks are processes.  Test-only.
 //
-// Rank 0 listens where everybody was told to; the others connect to it, say where they listen themselves, and learn where the
-// others do.  Then every rank is connected to every other.  One thread for each mesh does all of that, sends what is queued and
-// hands on what comes, all without ever blocking: a peer that is stopped costs memory, not the lock.
+// Rank 0 listens where everybody was told to; the others connect to it, say where they listen themselves, and learn
+// where the others do.  Then every rank is connected to every other.  One thread for each mesh does all of that, sends
+// what is queued and hands on what comes, all without ever blocking: a peer that is stopped costs memory, not the lock.
 //
 // Hooks are called by that thread, with the engine's lock held.
 #ifndef MTE_MESH_H
@@ -35,24 +35,24 @@ enum class MessageKind : uint32_t { call, data, round, bye };
 // What a rank tells the others; the fields that a kind does not need are 0.
 struct Message {
     MessageKind what;
-    int32_t rank;             // of the sender in the communicator
-    uint64_t clique, number;  // the communicator; its collective, round or, of data, the call it belongs to
-    uint64_t serial;          // of the call
+    int32_t rank;            // of the sender in the communicator
+    uint64_t clique, number; // the communicator; its collective, round or, of data, the call it belongs to
+    uint64_t serial;         // of the call
     uint64_t count;
     int32_t kind, type, op, root;
     int32_t color, key;
-    uint64_t bytes;           // that follow
+    uint64_t bytes; // that follow
 };
 
 // A rank of the job, as it introduces itself; all of one size, so that it can be sent as it is.
 struct Introduction {
     int32_t rank, device;
-    uint32_t address, port;  // in network order; the address as rank 0 sees it
-    char host[64];           // on whose GPUs the device counts
+    uint32_t address, port; // in network order; the address as rank 0 sees it
+    char host[64];          // on whose GPUs the device counts
 };
 
 class Mesh : public std::enable_shared_from_this<Mesh> {
-public:
+  public:
     struct Hooks {
         std::function<void(const std::vector<Introduction> &)> ready;
         std::function<void(const std::string &)> failed;
@@ -60,10 +60,11 @@ public:
         std::function<void(int, const std::string &)> lost;
     };
 
-    int users = 1;  // communicators
+    int users = 1; // communicators
 
     // place: "host:port".  Returns null, and why, when it is no such thing.
-    static std::shared_ptr<Mesh> start(const std::string &place, int ranks, const Introduction &self, const Hooks &hooks) {
+    static std::shared_ptr<Mesh> start(const std::string &place, int ranks, const Introduction &self,
+                                       const Hooks &hooks) {
         std::shared_ptr<Mesh> mesh(new Mesh(ranks, self, hooks));
         if (!mesh->resolve(place)) return nullptr;
         std::thread([mesh] { mesh->run(); }).detach();
@@ -106,7 +107,7 @@ public:
             if (peer.fd >= 0) ::close(peer.fd);
     }
 
-private:
+  private:
     enum { kOpen, kFlush, kNow };
 
     struct Peer {
@@ -117,7 +118,7 @@ private:
 
     int ranks_, listener_ = -1, bell_[2] = {-1, -1}, closing_ = kOpen;
     bool closed_ = false;
-    std::string why_;  // the beginning failed
+    std::string why_; // the beginning failed
     Introduction self_;
     Hooks hooks_;
     sockaddr_in place_ = {};
@@ -125,13 +126,14 @@ private:
     std::vector<Introduction> all_;
 
     Mesh(int ranks, const Introduction &self, const Hooks &hooks)
-        : ranks_(ranks), self_(self), hooks_(hooks), peers_(static_cast<size_t>(ranks)), all_(static_cast<size_t>(ranks)) {
+        : ranks_(ranks), self_(self), hooks_(hooks), peers_(static_cast<size_t>(ranks)),
+          all_(static_cast<size_t>(ranks)) {
         if (pipe(bell_) == 0)
             for (int fd : bell_) fcntl(fd, F_SETFL, O_NONBLOCK);
     }
 
     void wake() {
-        if (write(bell_[1], "", 1) < 0) return;  // full: it is awake
+        if (write(bell_[1], "", 1) < 0) return; // full: it is awake
     }
 
     bool resolve(const std::string &place) {
@@ -156,7 +158,7 @@ private:
         return false;
     }
 
-    // ---- the beginning: one connection after the other, none waited for longer than the mesh lives --------------------
+    // ---- the beginning: one connection after the other, none waited for longer than the mesh lives ------------------
 
     bool wait_readable(int fd) {
         pollfd one = {fd, POLLIN, 0};
@@ -175,7 +177,8 @@ private:
 
     int accept_one(sockaddr_in *from) {
         socklen_t bytes = sizeof *from;
-        return wait_readable(listener_) ? accept4(listener_, reinterpret_cast<sockaddr *>(from), &bytes, SOCK_CLOEXEC) : -1;
+        return wait_readable(listener_) ? accept4(listener_, reinterpret_cast<sockaddr *>(from), &bytes, SOCK_CLOEXEC)
+                                        : -1;
     }
 
     // Whoever is to listen there may not have started yet.
@@ -200,7 +203,7 @@ private:
         return true;
     }
 
-    bool write_all(int fd, const void *from, size_t bytes) {  // little enough for the system's buffer
+    bool write_all(int fd, const void *from, size_t bytes) { // little enough for the system's buffer
         return ::send(fd, from, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes) || fail("send");
     }
 
@@ -238,7 +241,8 @@ private:
         all_[0] = self_;
         if (!listen_at(place_) || !take_connections(ranks_ - 1)) return false;
         for (int r = 1; r < ranks_; r++)
-            if (!write_all(peers_[static_cast<size_t>(r)].fd, all_.data(), sizeof(Introduction) * all_.size())) return false;
+            if (!write_all(peers_[static_cast<size_t>(r)].fd, all_.data(), sizeof(Introduction) * all_.size()))
+                return false;
         return true;
     }
 
@@ -274,7 +278,7 @@ private:
         return true;
     }
 
-    // ---- afterwards ---------------------------------------------------------------------------------------------------
+    // ---- afterwards -------------------------------------------------------------------------------------------------
 
     void lose(int rank) {
         Peer &peer = peers_[static_cast<size_t>(rank)];
@@ -372,6 +376,6 @@ private:
     }
 };
 
-}  // namespace mte
+} // namespace mte
 
-#endif  // MTE_MESH_H
+#endif // MTE_MESH_H

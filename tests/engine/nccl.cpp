@@ -1,22 +1,23 @@
 // nccl.cpp - stand-in for NCCL: the library's own prototypes, executed on the CPU through runtime.h.  Test-only.
 //
-// Ranks are threads of one process, or one thread that uses groups; each has its own device.  With NCCL_COMM_ID=host:port in
-// the environment of ncclGetUniqueId they may be processes, too, also on several machines (see "ranks in other processes").
+// Ranks are threads of one process, or one thread that uses groups; each has its own device.  With
+// NCCL_COMM_ID=host:port in the environment of ncclGetUniqueId they may be processes, too, also on several machines
+// (see "ranks in other processes").
 //
 //   Types       int8, uint8, int32, uint32, int64, uint64, float16, bfloat16, float32, float64
-//   Order       a sum rounds at each hop, along a ring whose start and direction depend on the element's chunk; the size
-//               of a chunk depends on the count.  An average multiplies by 1/n first (integers: divides last).
-//   Groups      nest; calls of one communicator in one group run in any order among themselves; every send is a rendezvous
-//               with its receive, nothing is buffered.
-//   blocking=0  a call returns ncclInProgress, and what it enqueues reaches the stream only when ncclCommGetAsyncError has
-//               been asked twice, as a busy helper thread may do.
+//   Order       a sum rounds at each hop, along a ring whose start and direction depend on the element's chunk; the
+//               size of a chunk depends on the count.  An average multiplies by 1/n first (integers: divides last).
+//   Groups      nest; calls of one communicator in one group run in any order among themselves; every send is a
+//               rendezvous with its receive, nothing is buffered.
+//   blocking=0  a call returns ncclInProgress, and what it enqueues reaches the stream only when
+//               ncclCommGetAsyncError has been asked twice, as a busy helper thread may do.
 //   Mismatches  calls that do not fit together are reported with both calls; the outputs are filled with 0xff bytes.
 //   Handles     of a non-blocking split or window are filled in when ncclCommGetAsyncError says that it is done.
 //   Windows     symmetric: buffers in them lie at the same offset on every rank, or in none of them on any rank.
 //   Abort       releases the streams of this rank only, as in the library; peers wait until they abort themselves.
-//   Processes   one that dies, or has aborted all of its communicators, closes its connections: ncclCommGetAsyncError says
-//               ncclRemoteError to the others.  One that is stopped is not noticed.  A device is one of a host, whose name
-//               NCCL_HOSTID can change.  Only with MTE_STREAMS=eager.
+//   Processes   one that dies, or has aborted all of its communicators, closes its connections: ncclCommGetAsyncError
+//               says ncclRemoteError to the others.  One that is stopped is not noticed.  A device is one of a host,
+//               whose name NCCL_HOSTID can change.  Only with MTE_STREAMS=eager.
 //
 // Faults, also set by functions that a test declares (see below), named by device since that is one rank in all of its
 // communicators:
@@ -51,20 +52,20 @@ namespace {
 struct Clique;
 struct Node;
 struct Round;
-}  // namespace
+} // namespace
 
 // For tests: declare them extern.  A device of -1 is nobody; `after` counts the calls from now on.
 void nccl_silence(int device, int after);
 void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_fail(ncclComm_t comm, ncclResult_t result);
 void nccl_reset_faults();
-void nccl_set_version(int version);  // what ncclGetVersion says; 0: that of the header
+void nccl_set_version(int version); // what ncclGetVersion says; 0: that of the header
 
 struct NcclCounts {
-    int created, alive, registered, windows;  // communicators ever and now; registrations now, and windows among them
+    int created, alive, registered, windows; // communicators ever and now; registrations now, and windows among them
 };
 NcclCounts nccl_counts();
-}  // namespace mte
+} // namespace mte
 
 constexpr uint32_t kCommMagic = 0x6e63636c;
 
@@ -75,21 +76,21 @@ struct ncclComm {
     int rank = 0, device = 0;
     bool blocking = true, finalized = false, aborted = false;
     ncclResult_t state = ncclInProgress;
-    int polls = 0;                                  // answers of "in progress" still to give
-    std::vector<std::function<void()>> deferred;    // what the helper thread of a non-blocking communicator has yet to do
-    size_t operations = 0, rounds = 0;              // collectives on the stream, and among hosts, so far
-    cudaStream_t order = nullptr;                   // one group of calls after the other
+    int polls = 0;                               // answers of "in progress" still to give
+    std::vector<std::function<void()>> deferred; // what the helper thread of a non-blocking communicator has yet to do
+    size_t operations = 0, rounds = 0;           // collectives on the stream, and among hosts, so far
+    cudaStream_t order = nullptr;                // one group of calls after the other
     cudaEvent_t event = nullptr;
     std::vector<cudaStream_t> idle, streams;
     std::vector<std::shared_ptr<mte::Node>> pending;
-    std::shared_ptr<mte::Round> round;              // the last one it takes part in
-    std::vector<std::function<void()>> handles;     // to be filled in when the caller's question is answered with success
+    std::shared_ptr<mte::Round> round;          // the last one it takes part in
+    std::vector<std::function<void()>> handles; // to be filled in when the caller's question is answered with success
     std::set<void *> registrations;
     std::set<ncclWindow_vidmem *> windows;
-    bool remote = false;                            // stands for a rank of another process
-    std::string host, trouble;                      // where the device is; what an error of the connection was
-    std::shared_ptr<mte::Mesh> mesh;                // to the other processes
-    uint64_t serial = 0;                            // calls so far
+    bool remote = false;             // stands for a rank of another process
+    std::string host, trouble;       // where the device is; what an error of the connection was
+    std::shared_ptr<mte::Mesh> mesh; // to the other processes
+    uint64_t serial = 0;             // calls so far
 };
 
 struct ncclWindow_vidmem {
@@ -100,7 +101,7 @@ struct ncclWindow_vidmem {
 namespace mte {
 namespace {
 
-// ---- calls -----------------------------------------------------------------------------------------------------------
+// ---- calls ----------------------------------------------------------------------------------------------------------
 
 enum Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kReduce, kSend, kReceive };
 
@@ -117,10 +118,10 @@ struct Call {
     size_t count;
     ncclDataType_t type;
     ncclRedOp_t op;
-    int root;  // or the peer of a send or receive
+    int root; // or the peer of a send or receive
     cudaStream_t stream;
-    bool remote = false;  // of another process, whose pointers mean nothing here,
-    std::vector<unsigned char> data = {};  // but which has sent what it reads
+    bool remote = false;                  // of another process, whose pointers mean nothing here,
+    std::vector<unsigned char> data = {}; // but which has sent what it reads
 
     bool pairwise() const { return kind == kSend || kind == kReceive; }
     bool reduces() const { return kind == kAllReduce || kind == kReduceScatter || kind == kReduce; }
@@ -152,7 +153,8 @@ thread_local char last_error[512];
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-ncclResult_t refuse(ncclResult_t result, const char *format, ...) {
+ncclResult_t
+refuse(ncclResult_t result, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(last_error, sizeof last_error, format, arguments);
@@ -160,27 +162,24 @@ ncclResult_t refuse(ncclResult_t result, const char *format, ...) {
     return result;
 }
 
-// ---- arithmetic ------------------------------------------------------------------------------------------------------
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
 // Number<T> widens an element to what it is computed in, and rounds back.
 
-template <class T>
-struct Number {
+template <class T> struct Number {
     using Wide = T;
     static constexpr bool integer = std::is_integral<T>::value;
     static Wide widen(T x) { return x; }
     static T round(Wide x) { return x; }
 };
 
-template <>
-struct Number<__half> {
+template <> struct Number<__half> {
     using Wide = float;
     static constexpr bool integer = false;
     static Wide widen(__half x) { return __half2float(x); }
     static __half round(Wide x) { return __float2half(x); }
 };
 
-template <>
-struct Number<__nv_bfloat16> {
+template <> struct Number<__nv_bfloat16> {
     using Wide = float;
     static constexpr bool integer = false;
     static Wide widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -188,14 +187,12 @@ struct Number<__nv_bfloat16> {
 };
 
 // Integers wrap around, as on the device.
-template <class W>
-W wrapped(W x, W y, bool product) {
+template <class W> W wrapped(W x, W y, bool product) {
     const uint64_t a = static_cast<uint64_t>(x), b = static_cast<uint64_t>(y);
     return static_cast<W>(product ? a * b : a + b);
 }
 
-template <class T>
-T combine(T left, T right, ncclRedOp_t op) {
+template <class T> T combine(T left, T right, ncclRedOp_t op) {
     using N = Number<T>;
     const typename N::Wide x = N::widen(left), y = N::widen(right);
     if constexpr (N::integer) {
@@ -209,24 +206,21 @@ T combine(T left, T right, ncclRedOp_t op) {
     }
 }
 
-template <class T>
-T before_sum(T x, ncclRedOp_t op, int ranks) {
+template <class T> T before_sum(T x, ncclRedOp_t op, int ranks) {
     using N = Number<T>;
     if (op != ncclAvg || N::integer) return x;
     const typename N::Wide share = N::widen(N::round(typename N::Wide(1) / static_cast<typename N::Wide>(ranks)));
     return N::round(N::widen(x) * share);
 }
 
-template <class T>
-T after_sum(T x, ncclRedOp_t op, int ranks) {
+template <class T> T after_sum(T x, ncclRedOp_t op, int ranks) {
     if constexpr (Number<T>::integer)
         if (op == ncclAvg) return static_cast<T>(x / static_cast<T>(ranks));
     return x;
 }
 
 // Element `at` of `total` as a ring computes it: which rank begins, and which way round, depends on the chunk.
-template <class T>
-T reduce_element(const std::vector<const T *> &inputs, size_t at, size_t total, ncclRedOp_t op) {
+template <class T> T reduce_element(const std::vector<const T *> &inputs, size_t at, size_t total, ncclRedOp_t op) {
     const int ranks = static_cast<int>(inputs.size());
     const size_t chunks = 2 * inputs.size(), length = (total + chunks - 1) / chunks, chunk = at / length;
     const int first = static_cast<int>(chunk % inputs.size()), step = chunk % 2 == 0 ? 1 : ranks - 1;
@@ -240,8 +234,7 @@ T reduce_element(const std::vector<const T *> &inputs, size_t at, size_t total, 
 
 using Bytes = std::vector<unsigned char>;
 
-template <class T>
-Bytes reduce_as(const std::vector<Bytes> &inputs, size_t total, ncclRedOp_t op) {
+template <class T> Bytes reduce_as(const std::vector<Bytes> &inputs, size_t total, ncclRedOp_t op) {
     std::vector<const T *> typed;
     for (const Bytes &input : inputs) typed.push_back(reinterpret_cast<const T *>(input.data()));
     Bytes output(total * sizeof(T));
@@ -267,10 +260,11 @@ Bytes reduce(const std::vector<Bytes> &inputs, size_t total, ncclDataType_t type
     }
 }
 
-// ---- operations on streams -------------------------------------------------------------------------------------------
-// A group of calls of one rank is a node: its user streams wait for everything in it.  Each call is a leg on a stream of
-// its own, which meets the legs of the other ranks in an op (a collective, or one send with one receive).  A leg joins
-// the node's finish once all ranks are known to come, so that an abort can put an idle stream into its place instead.
+// ---- operations on streams ------------------------------------------------------------------------------------------
+// A group of calls of one rank is a node: its user streams wait for everything in it.  Each call is a leg on a stream
+// of its own, which meets the legs of the other ranks in an op (a collective, or one send with one receive).  A leg
+// joins the node's finish once all ranks are known to come, so that an abort can put an idle stream into its place
+// instead.
 
 struct Op;
 
@@ -289,13 +283,13 @@ struct Node {
 
 struct Op {
     Clique *clique = nullptr;
-    size_t number = 0, entered = 0;  // how many streams have been sent to the meeting
+    size_t number = 0, entered = 0; // how many streams have been sent to the meeting
     bool pairwise = false, broken = false, mismatched = false;
     Rendezvous *meeting = nullptr;
-    std::vector<Call> calls;  // by rank; of a pair, the send and the receive
-    std::vector<int> ranks;   // who came, in the order of arrival
-    std::vector<Leg *> legs;  // valid until all ranks came
-    std::vector<std::pair<ncclComm *, std::unique_ptr<Leg>>> remote_legs;  // as long as the op lives
+    std::vector<Call> calls; // by rank; of a pair, the send and the receive
+    std::vector<int> ranks;  // who came, in the order of arrival
+    std::vector<Leg *> legs; // valid until all ranks came
+    std::vector<std::pair<ncclComm *, std::unique_ptr<Leg>>> remote_legs; // as long as the op lives
     std::thread::id thread;
     uint64_t group = 0;
 
@@ -307,15 +301,16 @@ struct Clique {
     bool settled = false, broken = false;
     size_t left = 0;
     std::vector<ncclComm *> members;
-    std::map<size_t, std::shared_ptr<Op>> open;                            // collectives that some rank has yet to call
-    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Op>>> pairs;  // unmatched, by source and destination
+    std::map<size_t, std::shared_ptr<Op>> open;                           // collectives that some rank has yet to call
+    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Op>>> pairs; // unmatched, by source and destination
     std::map<size_t, std::shared_ptr<Round>> rounds;
     // of ranks in other processes:
     std::shared_ptr<Mesh> mesh;
     uint64_t id = 0;
-    int here = 0;              // the only rank of this process
-    std::vector<int> places;   // of the ranks in the mesh
-    std::map<std::pair<int, uint64_t>, std::pair<std::shared_ptr<Op>, Leg *>> announced;  // by rank and serial: data to come
+    int here = 0;            // the only rank of this process
+    std::vector<int> places; // of the ranks in the mesh
+    std::map<std::pair<int, uint64_t>, std::pair<std::shared_ptr<Op>, Leg *>>
+        announced; // by rank and serial: data to come
 };
 
 struct Faults {
@@ -434,7 +429,7 @@ const ncclWindow_vidmem *window_of(const Op &op, size_t rank, Range range) {
 
 // A rank computes a peer's address from its own offset.
 void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
-    if (op.clique->mesh) return;  // those of other processes are not known
+    if (op.clique->mesh) return; // those of other processes are not known
     const Range first = range_of(op, 0);
     const ncclWindow_vidmem *const window = window_of(op, 0, first);
     const Call &call = op.calls[0];
@@ -446,11 +441,13 @@ void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
         if (!window || !other) continue;
         // of a reduce-scatter or all-gather in place, a part's offset includes the rank's block
         const Range in = input_of(op, rank), out = output_of(op, rank);
-        const bool part = (call.kind == kAllGather && range.p == in.p) || (call.kind == kReduceScatter && range.p == out.p);
+        const bool part =
+            (call.kind == kAllGather && range.p == in.p) || (call.kind == kReduceScatter && range.p == out.p);
         const size_t block = part && in_place(op.calls[rank], rank) ? rank * range.bytes : 0;
         const ptrdiff_t here = static_cast<const char *>(range.p) - other->begin - static_cast<ptrdiff_t>(block);
         if (here == static_cast<const char *>(first.p) - window->begin) continue;
-        report("NCCL: %s: buffers in a symmetric window at different offsets on ranks 0 and %zu", kind_names[call.kind], rank);
+        report("NCCL: %s: buffers in a symmetric window at different offsets on ranks 0 and %zu", kind_names[call.kind],
+               rank);
     }
 }
 
@@ -484,7 +481,8 @@ void run_collective(const Op &op) {
         }
         check_overlap(op, rank);
         if (!touch(in, first.type, false, first.kind)) good = false;
-        else if (in.bytes > 0) inputs[rank].assign(static_cast<const char *>(in.p), static_cast<const char *>(in.p) + in.bytes);
+        else if (in.bytes > 0)
+            inputs[rank].assign(static_cast<const char *>(in.p), static_cast<const char *>(in.p) + in.bytes);
         good = touch(output_of(op, rank), first.type, true, first.kind) && good;
     }
     if (!good) return;
@@ -548,7 +546,8 @@ void enter_meeting(Op &op, Leg &leg) {
     enqueue_rendezvous(leg.stream, op.meeting);
 }
 
-// The last to come lets all legs into their nodes' finish.  A broken op no longer meets: its late ranks wait for an abort.
+// The last to come lets all legs into their nodes' finish.  A broken op no longer meets: its late ranks wait for an
+// abort.
 void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call &call, size_t part) {
     leg.op = op;
     if (op->broken) return;
@@ -556,7 +555,7 @@ void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call 
     op->calls[part] = call;
     op->ranks.push_back(comm.rank);
     op->legs.push_back(&leg);
-    if (!comm.remote) enter_meeting(*op, leg);  // the others when their data has come
+    if (!comm.remote) enter_meeting(*op, leg); // the others when their data has come
     if (op->ranks.size() < op->expected()) return;
     for (Leg *each : op->legs)
         if (!each->released) release(*each, each->stream);
@@ -564,8 +563,8 @@ void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call 
 
 void mismatch(Op &op, int rank, const Call &call, int other_rank, const Call &other) {
     op.mismatched = true;
-    report("NCCL: mismatch in operation %zu of a communicator of %d ranks: rank %d calls %s, rank %d calls %s", op.number,
-           op.clique->size, other_rank, describe(other).c_str(), rank, describe(call).c_str());
+    report("NCCL: mismatch in operation %zu of a communicator of %d ranks: rank %d calls %s, rank %d calls %s",
+           op.number, op.clique->size, other_rank, describe(other).c_str(), rank, describe(call).c_str());
 }
 
 void join_collective(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
@@ -603,10 +602,10 @@ void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
     arrive(op, comm, leg, call, mine);
 }
 
-// ---- ranks in other processes ----------------------------------------------------------------------------------------
-// Each of them is here a communicator that does what its process tells: a message when it makes a call, with which the call
-// joins its op; another one, with what the call reads, when its stream has got there, with which it enters the meeting.  So
-// every process runs every op, on all inputs, for the outputs of its own rank.
+// ---- ranks in other processes ---------------------------------------------------------------------------------------
+// Each of them is here a communicator that does what its process tells: a message when it makes a call, with which the
+// call joins its op; another one, with what the call reads, when its stream has got there, with which it enters the
+// meeting.  So every process runs every op, on all inputs, for the outputs of its own rank.
 
 void tell(const Clique &clique, int rank, const Message &message, const Bytes &payload) {
     if (rank != clique.here) clique.mesh->send(clique.places[static_cast<size_t>(rank)], message, payload);
@@ -641,7 +640,7 @@ void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
     tell_peers(*clique, call, message, {});
     message.what = MessageKind::data;
     enqueue(leg.stream, "what a rank sends to other processes", [clique, call, message]() mutable {
-        if (has_left(*clique)) return;  // aborted in the meantime
+        if (has_left(*clique)) return; // aborted in the meantime
         const Range in = input_of(call, static_cast<size_t>(message.rank), static_cast<size_t>(clique->size));
         const unsigned char *p = static_cast<const unsigned char *>(in.p);
         Bytes payload;
@@ -653,8 +652,14 @@ void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
 
 void join_remote(Clique &clique, const Message &message) {
     ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
-    Call call{static_cast<Kind>(message.kind), nullptr, nullptr, message.count, static_cast<ncclDataType_t>(message.type),
-              static_cast<ncclRedOp_t>(message.op), message.root, nullptr};
+    Call call{static_cast<Kind>(message.kind),
+              nullptr,
+              nullptr,
+              message.count,
+              static_cast<ncclDataType_t>(message.type),
+              static_cast<ncclRedOp_t>(message.op),
+              message.root,
+              nullptr};
     call.remote = true;
     std::unique_ptr<Leg> leg(new Leg{nullptr, take_stream(comm), nullptr, true});
     if (call.pairwise()) join_pair(comm, *leg, call);
@@ -725,11 +730,11 @@ ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
     return ncclSuccess;
 }
 
-// ---- communicators ---------------------------------------------------------------------------------------------------
+// ---- communicators --------------------------------------------------------------------------------------------------
 
 // All communicators that ever were: a stale handle is recognised by its magic.
 std::vector<std::unique_ptr<ncclComm>> all_comms;
-std::map<std::string, std::shared_ptr<Clique>> lobby;  // by unique id; null once it was used
+std::map<std::string, std::shared_ptr<Clique>> lobby; // by unique id; null once it was used
 uint64_t next_id = 0;
 
 ncclResult_t check_comm(const ncclComm *comm, const char *function) {
@@ -768,8 +773,8 @@ void set_ready(ncclComm &comm, ncclResult_t result) {
 bool shares_device(const Clique &clique, const ncclComm &comm) {
     for (const ncclComm *other : clique.members) {
         if (other == &comm || other->device != comm.device || other->host != comm.host) continue;
-        refuse(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", comm.rank, other->rank,
-               static_cast<unsigned>(comm.device));
+        refuse(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", comm.rank,
+               other->rank, static_cast<unsigned>(comm.device));
         return true;
     }
     return false;
@@ -788,7 +793,8 @@ void settle(Clique &clique) {
 }
 
 bool complete(const Clique &clique) {
-    return std::all_of(clique.members.begin(), clique.members.end(), [](const ncclComm *comm) { return comm != nullptr; });
+    return std::all_of(clique.members.begin(), clique.members.end(),
+                       [](const ncclComm *comm) { return comm != nullptr; });
 }
 
 ncclResult_t check_config(const ncclConfig_t *config) {
@@ -829,7 +835,7 @@ ncclResult_t enter_lobby(ncclComm &comm, int ranks, const ncclUniqueId &id, int 
     return ncclSuccess;
 }
 
-// ---- rounds: what all ranks of a communicator do together on the host ------------------------------------------------
+// ---- rounds: what all ranks of a communicator do together on the host -----------------------------------------------
 
 enum RoundKind { kSplitRound, kWindowRound };
 const char *const round_names[] = {"ncclCommSplit", "ncclCommWindowRegister"};
@@ -911,9 +917,11 @@ std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &
         comm.polls = 2;
     }
     if (round->kind != kind)
-        report("NCCL: mismatch: rank %d calls %s, others call %s", comm.rank, round_names[kind], round_names[round->kind]);
+        report("NCCL: mismatch: rank %d calls %s, others call %s", comm.rank, round_names[kind],
+               round_names[round->kind]);
     if (!round->entries.empty() && round->entries[0].bytes != entry.bytes)
-        report("NCCL: a window of %zu bytes on rank %d, of %zu on others", entry.bytes, comm.rank, round->entries[0].bytes);
+        report("NCCL: a window of %zu bytes on rank %d, of %zu on others", entry.bytes, comm.rank,
+               round->entries[0].bytes);
     round->entries.push_back(entry);
     if (round->entries.size() < static_cast<size_t>(clique.size)) return round;
     clique.rounds.erase(number);
@@ -923,7 +931,7 @@ std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &
     return round;
 }
 
-// ---- ranks in other processes, continued -----------------------------------------------------------------------------
+// ---- ranks in other processes, continued ----------------------------------------------------------------------------
 
 // By mesh and id: the communicators that are there, and what came before they were.
 std::map<std::pair<Mesh *, uint64_t>, std::shared_ptr<Clique>> cliques_between;
@@ -943,7 +951,8 @@ void enter_remote_round(Clique &clique, const Message &message) {
     ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
     const bool takes_part = message.kind == kSplitRound && message.color != NCCL_SPLIT_NOCOLOR;
     ncclComm *child = takes_part ? new_remote(0, comm.device, comm.host) : nullptr;
-    enter_round(comm, static_cast<RoundKind>(message.kind), Entry{comm.rank, message.color, message.key, child, message.count});
+    enter_round(comm, static_cast<RoundKind>(message.kind),
+                Entry{comm.rank, message.color, message.key, child, message.count});
 }
 
 void handle(const std::shared_ptr<Clique> &clique, const Message &message, const Bytes &payload) {
@@ -1020,18 +1029,21 @@ ncclResult_t enter_mesh(ncclComm &comm, int ranks, const std::string &place, int
     Mesh::Hooks hooks;
     hooks.ready = [&comm](const std::vector<Introduction> &all) { form_root(comm, all); };
     hooks.failed = [&comm](const std::string &why) { break_connection(comm, ncclSystemError, why); };
-    hooks.message = [&comm](int, const Message &message, const Bytes &payload) { receive(comm.mesh.get(), message, payload); };
+    hooks.message = [&comm](int, const Message &message, const Bytes &payload) {
+        receive(comm.mesh.get(), message, payload);
+    };
     hooks.lost = [&comm](int place_of, const std::string &why) { lose_peer(comm.mesh.get(), place_of, why); };
     comm.mesh = Mesh::start(place, ranks, self, hooks);
-    return comm.mesh ? ncclSuccess : refuse(ncclInvalidArgument, "Invalid NCCL_COMM_ID, please use format: <ipv4>:<port>");
+    return comm.mesh ? ncclSuccess
+                     : refuse(ncclInvalidArgument, "Invalid NCCL_COMM_ID, please use format: <ipv4>:<port>");
 }
 
-// ---- groups ----------------------------------------------------------------------------------------------------------
+// ---- groups ---------------------------------------------------------------------------------------------------------
 
 // Something on the host that a group waits for: the rest of a clique, or of a round.
 struct Job {
-    ncclComm *comm;    // whose state is the result; may be null
-    ncclComm **place;  // cleared if that is an error
+    ncclComm *comm;   // whose state is the result; may be null
+    ncclComm **place; // cleared if that is an error
     std::shared_ptr<Round> round;
     bool blocking;
 
@@ -1109,7 +1121,8 @@ ncclResult_t launch_all(const std::vector<std::pair<ncclComm *, Call>> &calls) {
     }
     for (const auto &item : by_comm) {
         if (item.first->blocking != by_comm[0].first->blocking)
-            return refuse(ncclInvalidArgument, "Blocking and nonblocking communicators are not allowed in the same group.");
+            return refuse(ncclInvalidArgument,
+                          "Blocking and nonblocking communicators are not allowed in the same group.");
         if (!self_pairs_match(*item.first, item.second))
             return refuse(ncclInvalidUsage, "Trying to send to self without a matching recv");
     }
@@ -1160,14 +1173,17 @@ bool of_other_device(const ncclComm &comm, const void *buffer) {
 ncclResult_t check_call(const ncclComm &comm, const Call &call) {
     const char *name = kind_names[call.kind];
     const int ranks = comm.clique->size;
-    if (call.type < 0 || call.type >= ncclNumTypes) return refuse(ncclInvalidArgument, "%s : invalid type %d", name, call.type);
+    if (call.type < 0 || call.type >= ncclNumTypes)
+        return refuse(ncclInvalidArgument, "%s : invalid type %d", name, call.type);
     if (call.type == ncclFloat8e4m3 || call.type == ncclFloat8e5m2) {
         report("%s: fp8 is not modelled", name);
         return refuse(ncclInvalidArgument, "%s : fp8 is not modelled", name);
     }
     if (call.root < 0 || call.root >= ranks)
-        return refuse(ncclInvalidArgument, "%s : invalid root %d (root should be in the 0..%d range)", name, call.root, ranks);
-    if (call.op < 0 || call.op >= ncclNumOps) return refuse(ncclInvalidArgument, "%s : invalid operation %d", name, call.op);
+        return refuse(ncclInvalidArgument, "%s : invalid root %d (root should be in the 0..%d range)", name, call.root,
+                      ranks);
+    if (call.op < 0 || call.op >= ncclNumOps)
+        return refuse(ncclInvalidArgument, "%s : invalid operation %d", name, call.op);
     const bool sends = call.kind != kReceive && (call.kind != kBroadcast || comm.rank == call.root);
     const bool receives = call.kind != kSend && (call.kind != kReduce || comm.rank == call.root);
     if (call.count > 0 && ((sends && !call.send) || (receives && !call.recv))) {
@@ -1197,7 +1213,7 @@ ncclResult_t submit(ncclComm *comm, const Call &call) {
     return result != ncclSuccess ? result : end;
 }
 
-// ---- the end of a communicator ---------------------------------------------------------------------------------------
+// ---- the end of a communicator --------------------------------------------------------------------------------------
 
 void run_deferred(ncclComm &comm) {
     std::vector<std::function<void()>> work;
@@ -1211,7 +1227,8 @@ ncclResult_t flush(ncclComm &comm) {
         Guard guard;
         run_deferred(comm);
     }
-    return cudaStreamSynchronize(comm.order) == cudaSuccess ? ncclSuccess : refuse(ncclUnhandledCudaError, "stream failed");
+    return cudaStreamSynchronize(comm.order) == cudaSuccess ? ncclSuccess
+                                                            : refuse(ncclUnhandledCudaError, "stream failed");
 }
 
 void free_streams(ncclComm &comm) {
@@ -1332,8 +1349,7 @@ ncclResult_t check_devices(int count, const int *devices) {
     return ncclSuccess;
 }
 
-template <class T>
-ncclResult_t query(const ncclComm *comm, T *value, T answer, const char *function) {
+template <class T> ncclResult_t query(const ncclComm *comm, T *value, T answer, const char *function) {
     const ncclResult_t result = check_ready(comm, function);
     if (result != ncclSuccess) return result;
     if (!value) return refuse(ncclInvalidArgument, "%s : result argument is NULL", function);
@@ -1341,7 +1357,7 @@ ncclResult_t query(const ncclComm *comm, T *value, T answer, const char *functio
     return ncclSuccess;
 }
 
-}  // namespace
+} // namespace
 
 void nccl_silence(int device, int after) {
     Guard guard;
@@ -1386,11 +1402,11 @@ NcclCounts nccl_counts() {
     return counts;
 }
 
-}  // namespace mte
+} // namespace mte
 
 using namespace mte;
 
-// ---- the library's functions -----------------------------------------------------------------------------------------
+// ---- the library's functions ----------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -1421,7 +1437,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     if (!id) return refuse(ncclInvalidArgument, "GetUniqueId : out argument is NULL");
     Guard guard;
     memset(id, 0, sizeof *id);
-    if (const char *const place = getenv("NCCL_COMM_ID")) { // of ranks that may be in other processes: all make the same
+    if (const char *const place =
+            getenv("NCCL_COMM_ID")) { // of ranks that may be in other processes: all make the same
         snprintf(id->internal, sizeof id->internal, "%s%s", id_of_environment.c_str(), place);
         return ncclSuccess;
     }
@@ -1474,7 +1491,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
     return add_job(Job{child, child ? out : nullptr, round, child ? child->blocking : comm->blocking});
 }
 
-// Asking is what makes a non-blocking communicator proceed here: "in progress" once more, then what was put off happens.
+// Asking is what makes a non-blocking communicator proceed here: "in progress" once more, then what was put off
+// happens.
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     Guard guard;
     const ncclResult_t result = check_comm(comm, "ncclCommGetAsyncError");
@@ -1561,7 +1579,8 @@ ncclResult_t ncclMemAlloc(void **p, size_t bytes) {
     if (!p || bytes == 0) return refuse(ncclInvalidArgument, "ncclMemAlloc: null place or no bytes");
     void *raw = nullptr;
     const size_t alignment = NCCL_WIN_REQUIRED_ALIGNMENT;
-    if (cudaMalloc(&raw, bytes + alignment) != cudaSuccess) return refuse(ncclUnhandledCudaError, "ncclMemAlloc: no memory");
+    if (cudaMalloc(&raw, bytes + alignment) != cudaSuccess)
+        return refuse(ncclUnhandledCudaError, "ncclMemAlloc: no memory");
     Guard guard;
     const uintptr_t start = (reinterpret_cast<uintptr_t>(raw) + alignment - 1) / alignment * alignment;
     *p = reinterpret_cast<void *>(start);
@@ -1578,7 +1597,8 @@ ncclResult_t ncclMemFree(void *p) {
             report("ncclMemFree of %p, which ncclMemAlloc did not give", p);
             return refuse(ncclInvalidArgument, "ncclMemFree: not from ncclMemAlloc");
         }
-        if (still_registered(entry->first, entry->second.first)) report("ncclMemFree of %p, which is still registered", p);
+        if (still_registered(entry->first, entry->second.first))
+            report("ncclMemFree of %p, which is still registered", p);
         raw = entry->second.second;
         memory.erase(entry);
     }
@@ -1589,7 +1609,8 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t bytes,
     Guard guard;
     const ncclResult_t result = check_ready(comm, "ncclCommRegister");
     if (result != ncclSuccess) return result;
-    if (!handle || !buffer || bytes == 0) return refuse(ncclInvalidArgument, "ncclCommRegister: null argument or no bytes");
+    if (!handle || !buffer || bytes == 0)
+        return refuse(ncclInvalidArgument, "ncclCommRegister: null argument or no bytes");
     if (!device_valid(buffer, bytes)) return refuse(ncclInvalidArgument, "ncclCommRegister: not one device allocation");
     *handle = new Range{buffer, bytes};
     comm->registrations.insert(*handle);
@@ -1600,7 +1621,8 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
     Guard guard;
     const ncclResult_t result = check_comm(comm, "ncclCommDeregister");
     if (result != ncclSuccess) return result;
-    if (comm->registrations.erase(handle) == 0) return refuse(ncclInvalidArgument, "ncclCommDeregister: unknown handle");
+    if (comm->registrations.erase(handle) == 0)
+        return refuse(ncclInvalidArgument, "ncclCommDeregister: unknown handle");
     delete static_cast<Range *>(handle);
     return ncclSuccess;
 }
@@ -1616,7 +1638,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
             result = refuse(ncclInvalidArgument, "window: unknown flags %d", flags);
         else if (reinterpret_cast<uintptr_t>(buffer) % NCCL_WIN_REQUIRED_ALIGNMENT != 0)
             result = refuse(ncclInvalidArgument, "window: buffer not aligned to %d bytes", NCCL_WIN_REQUIRED_ALIGNMENT);
-        else if (!inside_memory(buffer, bytes)) result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
+        else if (!inside_memory(buffer, bytes))
+            result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
         if (result != ncclSuccess) return note(result);
         ncclWindow_vidmem *const made = new ncclWindow_vidmem{static_cast<const char *>(buffer), bytes};
         comm->windows.insert(made);
@@ -1632,7 +1655,8 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     const ncclResult_t result = check_comm(comm, "ncclCommWindowDeregister");
     if (result != ncclSuccess) return result;
     if (!window) return ncclSuccess;
-    if (comm->windows.erase(window) == 0) return refuse(ncclInvalidArgument, "ncclCommWindowDeregister: unknown window");
+    if (comm->windows.erase(window) == 0)
+        return refuse(ncclInvalidArgument, "ncclCommWindowDeregister: unknown window");
     delete window;
     return ncclSuccess;
 }
@@ -1644,8 +1668,8 @@ ncclResult_t ncclGroupStart(void) {
 
 ncclResult_t ncclGroupEnd(void) { return group_end(); }
 
-ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
-                           cudaStream_t stream) {
+ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
     return submit(comm, collective(kAllReduce, send, recv, count, type, op, 0, stream));
 }
 
@@ -1669,7 +1693,8 @@ ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType
     return submit(comm, collective(kReduce, send, recv, count, type, op, root, stream));
 }
 
-ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
     return submit(comm, collective(kSend, send, nullptr, count, type, ncclSum, peer, stream));
 }
 
@@ -1677,4 +1702,4 @@ ncclResult_t ncclRecv(void *recv, size_t count, ncclDataType_t type, int peer, n
     return submit(comm, collective(kReceive, nullptr, recv, count, type, ncclSum, peer, stream));
 }
 
-}  // extern "C"
+} // extern "C"

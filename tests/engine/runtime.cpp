@@ -119,7 +119,8 @@ void wait_for_change() {
     uint64_t before = l.changes;
     int depth = std::exchange(lock_depth, 0);
     std::unique_lock<std::mutex> held(l.mutex, std::adopt_lock);
-    bool changed = l.changed.wait_for(held, std::chrono::seconds(config().patience), [&] { return l.changes != before; });
+    bool changed =
+        l.changed.wait_for(held, std::chrono::seconds(config().patience), [&] { return l.changes != before; });
     held.release();
     lock_depth = depth;
     if (changed) return;
@@ -253,7 +254,8 @@ void check_global(const void *p, size_t bytes, int alignment, const char *what) 
     Guard guard;
     const char *wrong = fault(p, bytes, operation_device());
     if (wrong) report("%s: %p + %zu %s", what, p, bytes, wrong);
-    if (alignment > 1 && (uintptr_t)p % (unsigned)alignment) report("%s: %p is not %d-byte aligned", what, p, alignment);
+    if (alignment > 1 && (uintptr_t)p % (unsigned)alignment)
+        report("%s: %p is not %d-byte aligned", what, p, alignment);
 }
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -405,7 +407,7 @@ struct Queues {
     std::set<const void *> handles;
     std::set<const void *> events;
     Stream *default_streams[64] = {};
-    Clock gone[64]; // of destroyed streams, by device
+    Clock gone[64];         // of destroyed streams, by device
     std::vector<Past> past; // by id - 1
     Operation *running = nullptr;
     Clock host; // what the host has waited for; all host threads share it, so it may know too much, never too little
@@ -451,7 +453,8 @@ static void print_streams() {
         for (const OperationRef &o : head.after)
             if (!o->done) fprintf(stderr, ", waits for '%s' of stream %u", operation_label(o->id), o->stream->index);
         if (head.rendezvous)
-            fprintf(stderr, ", %zu of %d ranks have come", head.rendezvous->participants.size(), head.rendezvous->ranks);
+            fprintf(stderr, ", %zu of %d ranks have come", head.rendezvous->participants.size(),
+                    head.rendezvous->ranks);
         fprintf(stderr, "\n");
     }
 }
@@ -467,8 +470,8 @@ static bool ready(const Operation &o) {
     if (!at_head(o)) return false;
     const Rendezvous *r = o.rendezvous;
     if (!r) return true;
-    return (int)r->participants.size() == r->ranks &&
-           std::all_of(r->participants.begin(), r->participants.end(), [](const OperationRef &p) { return at_head(*p); });
+    return (int)r->participants.size() == r->ranks && std::all_of(r->participants.begin(), r->participants.end(),
+                                                                  [](const OperationRef &p) { return at_head(*p); });
 }
 
 static std::vector<OperationRef> ready_operations() {
@@ -642,7 +645,8 @@ static void wait_legacy(Operation &o) {
     if (!s->blocking) return;
     if (s->is_default) join(o.clock, queues().gone[s->device]);
     for (Stream *other : queues().streams) {
-        bool ordered = other != s && other->blocking && other->device == s->device && (s->is_default || other->is_default);
+        bool ordered =
+            other != s && other->blocking && other->device == s->device && (s->is_default || other->is_default);
         if (ordered && other->last && !other->last->done) o.after.push_back(other->last);
         if (ordered) join(o.clock, other->clock);
     }
@@ -777,7 +781,7 @@ void launch(const void *function, Launch what, cudaStream_t stream, std::vector<
     append(s, label, [what = std::move(what), pointers = std::move(pointers)] { run_kernel(what, pointers); });
 }
 
-}  // namespace mte
+} // namespace mte
 
 using namespace mte;
 
@@ -1141,7 +1145,8 @@ static Copy plain_copy(void *destination, const void *source, size_t bytes) {
     return Copy{static_cast<char *>(destination), bytes, static_cast<const char *>(source), bytes, bytes, 1};
 }
 
-cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
     Call call("cudaMemcpyAsync");
     return copy_asynchronously(plain_copy(destination, source, bytes), kind, stream, false);
 }
@@ -1161,16 +1166,24 @@ cudaError_t cudaMemcpyPeerAsync(void *destination, int, const void *source, int,
 cudaError_t cudaMemcpy2DAsync(void *destination, size_t destination_pitch, const void *source, size_t source_pitch,
                               size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
     Call call("cudaMemcpy2DAsync");
-    Copy copy = {static_cast<char *>(destination), destination_pitch, static_cast<const char *>(source), source_pitch,
-                 width, height};
+    Copy copy = {static_cast<char *>(destination),
+                 destination_pitch,
+                 static_cast<const char *>(source),
+                 source_pitch,
+                 width,
+                 height};
     return copy_asynchronously(copy, kind, stream, false);
 }
 
 cudaError_t cudaMemcpy2D(void *destination, size_t destination_pitch, const void *source, size_t source_pitch,
                          size_t width, size_t height, cudaMemcpyKind kind) {
     Call call("cudaMemcpy2D");
-    Copy copy = {static_cast<char *>(destination), destination_pitch, static_cast<const char *>(source), source_pitch,
-                 width, height};
+    Copy copy = {static_cast<char *>(destination),
+                 destination_pitch,
+                 static_cast<const char *>(source),
+                 source_pitch,
+                 width,
+                 height};
     bool wait = !in_device_range(destination) || !in_device_range(source);
     return copy_asynchronously(copy, kind, nullptr, wait);
 }
@@ -1296,7 +1309,8 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
     Call call("cudaLaunchHostFunc");
     Stream *s = stream_of(stream);
     if (!s) return result(cudaErrorInvalidResourceHandle);
-    append(s, "host function", [function, argument] { function(argument); }, nullptr, true);
+    append(
+        s, "host function", [function, argument] { function(argument); }, nullptr, true);
     return result(cudaSuccess);
 }
 
@@ -1351,7 +1365,9 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
     return result(cudaSuccess);
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    return cudaEventRecordWithFlags(event, stream, 0);
+}
 
 // Waits for the record that is the last one now; without any, for nothing.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {

@@ -53,8 +53,8 @@ void spend(double seconds);
 // For tests: whether streams say that they are being captured.
 void set_capturing(bool on);
 
-// For tests: how long a product takes, as cudaEventElapsedTime sees it (by default no time at all), the last one that ran,
-// and how many did.
+// For tests: how long a product takes, as cudaEventElapsedTime sees it (by default no time at all), the last one that
+// ran, and how many did.
 struct GemmCall {
     int id, splits, tile;
     unsigned epilogue;
@@ -66,8 +66,8 @@ long gemm_count();
 void gemm_fail(std::function<bool(const GemmCall &)> which);
 long gemm_choices();
 
-// Makes a call of this thread return an error: the one of `name` ("cudaMemcpyAsync"; "a kernel launch") that comes after so
-// many others of it.  Copies are done all the same, a kernel is not.
+// Makes a call of this thread return an error: the one of `name` ("cudaMemcpyAsync"; "a kernel launch") that comes
+// after so many others of it.  Copies are done all the same, a kernel is not.
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 
 // Counts an error and prints "ENGINE: ..." to stderr.
@@ -77,6 +77,6 @@ __attribute__((format(printf, 1, 2)))
 void report(const char *format, ...);
 int errors();
 
-}  // namespace mte
+} // namespace mte
 
-#endif  // MTE_RUNTIME_H
+#endif // MTE_RUNTIME_H

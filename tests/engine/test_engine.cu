@@ -28,8 +28,7 @@
 
 #define CUDA(call) CHECK((call) == cudaSuccess)
 
-template <class T>
-struct Buffer {
+template <class T> struct Buffer {
     T *p = nullptr;
     size_t count;
 
@@ -61,8 +60,7 @@ struct Event {
     ~Event() { cudaEventDestroy(e); }
 };
 
-template <class T>
-struct Pinned {
+template <class T> struct Pinned {
     T *p = nullptr;
     explicit Pinned(size_t n) { cudaMallocHost(reinterpret_cast<void **>(&p), n * sizeof(T)); }
     ~Pinned() { cudaFreeHost(p); }
@@ -87,10 +85,11 @@ __device__ static float warp_sum(float v, unsigned mask) {
 }
 
 __global__ static void row_sums(float *sums, const float *x, int columns, bool bug, unsigned mask) {
-    MTI_SHARED(float, partial, 32);
+    MT_SHARED(float, partial, 32);
     unsigned lane = threadIdx.x % 32;
     float sum = 0.0f;
-    for (int i = (int)threadIdx.x; i < columns; i += (int)blockDim.x) sum += x[blockIdx.x * (unsigned)columns + (unsigned)i];
+    for (int i = (int)threadIdx.x; i < columns; i += (int)blockDim.x)
+        sum += x[blockIdx.x * (unsigned)columns + (unsigned)i];
     sum = warp_sum(sum, mask);
     if (lane == 0) partial[threadIdx.x / 32] = sum;
     if (!bug) __syncthreads();
@@ -103,7 +102,7 @@ static bool row_sums_case(unsigned threads, int columns, bool bug, unsigned mask
     std::vector<float> x = numbers((size_t)rows * (size_t)columns);
     Buffer<float> input(x);
     Buffer<float> sums(rows);
-    MTI_LAUNCH(row_sums, rows, threads, 0, nullptr, sums.p, input.p, columns, bug, mask);
+    MT_LAUNCH_KERNEL(row_sums, rows, threads, 0, nullptr, sums.p, input.p, columns, bug, mask);
     CHECK(launched());
     std::vector<float> got = sums.download();
     for (int r = 0; r < rows; r++) {
@@ -122,7 +121,7 @@ static bool wrong_shuffle_mask(bool bug) { return row_sums_case(64, 77, false, b
 
 // Every lane writes and reads what its neighbour wrote.
 __global__ static void rotate_in_warp(float *out, const float *in, bool bug) {
-    MTI_SHARED(float, s, 64);
+    MT_SHARED(float, s, 64);
     s[threadIdx.x] = in[threadIdx.x];
     if (!bug) __syncwarp();
     out[threadIdx.x] = s[threadIdx.x / 32 * 32 + (threadIdx.x + 1) % 32];
@@ -132,7 +131,7 @@ static bool missing_syncwarp(bool bug) {
     std::vector<float> x = numbers(64);
     Buffer<float> in(x);
     Buffer<float> out(64);
-    MTI_LAUNCH(rotate_in_warp, 1, 64, 0, nullptr, out.p, in.p, bug);
+    MT_LAUNCH_KERNEL(rotate_in_warp, 1, 64, 0, nullptr, out.p, in.p, bug);
     std::vector<float> got = out.download();
     for (size_t i = 0; i < 64; i++) CHECK(got[i] == x[i / 32 * 32 + (i + 1) % 32]);
     return true;
@@ -140,7 +139,7 @@ static bool missing_syncwarp(bool bug) {
 
 // One barrier too few between two uses of the same shared array.
 __global__ static void prefix_sums(float *out, const float *in, bool bug) {
-    MTI_SHARED(float, s, 128);
+    MT_SHARED(float, s, 128);
     unsigned i = threadIdx.x;
     s[i] = in[i];
     __syncthreads();
@@ -157,7 +156,7 @@ static bool shared_reused_too_early(bool bug) {
     std::vector<float> x = numbers(128);
     Buffer<float> in(x);
     Buffer<float> out(128);
-    MTI_LAUNCH(prefix_sums, 1, 128, 0, nullptr, out.p, in.p, bug);
+    MT_LAUNCH_KERNEL(prefix_sums, 1, 128, 0, nullptr, out.p, in.p, bug);
     std::vector<float> got = out.download();
     float sum = 0.0f;
     for (size_t i = 0; i < 128; i++) CHECK(got[i] == (sum += x[i]));
@@ -166,7 +165,7 @@ static bool shared_reused_too_early(bool bug) {
 
 // A tile of odd size; with the bug, threads outside of the matrix write nothing and yet are read.
 __global__ static void transpose(float *out, const float *in, int rows, int columns, bool bug) {
-    MTI_SHARED(float, tile, 16 * 17);
+    MT_SHARED(float, tile, 16 * 17);
     unsigned tx = threadIdx.x;
     unsigned ty = threadIdx.y;
     int row = (int)(blockIdx.y * 16 + ty);
@@ -187,7 +186,7 @@ static bool unwritten_shared_memory(bool bug) {
     std::vector<float> x = numbers(rows * columns);
     Buffer<float> in(x);
     Buffer<float> out(rows * columns);
-    MTI_LAUNCH(transpose, dim3(2, 3), dim3(16, 16), 0, nullptr, out.p, in.p, rows, columns, bug);
+    MT_LAUNCH_KERNEL(transpose, dim3(2, 3), dim3(16, 16), 0, nullptr, out.p, in.p, rows, columns, bug);
     std::vector<float> got = out.download();
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) CHECK(got[(size_t)(c * rows + r)] == x[(size_t)(r * columns + c)]);
@@ -195,7 +194,7 @@ static bool unwritten_shared_memory(bool bug) {
 }
 
 __global__ static void write_shared(float *out, int count) {
-    MTI_SHARED(float, s, 32);
+    MT_SHARED(float, s, 32);
     if ((int)threadIdx.x < count) s[threadIdx.x] = 1.0f;
     __syncthreads();
     out[threadIdx.x] = s[threadIdx.x % 32];
@@ -203,13 +202,13 @@ __global__ static void write_shared(float *out, int count) {
 
 static bool shared_array_overrun(bool bug) {
     Buffer<float> out(64);
-    MTI_LAUNCH(write_shared, 1, 64, 0, nullptr, out.p, bug ? 33 : 32);
+    MT_LAUNCH_KERNEL(write_shared, 1, 64, 0, nullptr, out.p, bug ? 33 : 32);
     for (float v : out.download()) CHECK(v == 1.0f);
     return true;
 }
 
 __global__ static void dynamic_shared(float *out, unsigned count) {
-    MTI_DYN_SHARED(float, s);
+    MT_DYN_SHARED(float, s);
     for (unsigned i = threadIdx.x; i < count; i += blockDim.x) s[i] = (float)i;
     __syncthreads();
     for (unsigned i = threadIdx.x; i < count; i += blockDim.x) out[i] = s[count - 1 - i];
@@ -219,11 +218,12 @@ static bool dynamic_shared_case(unsigned count, int attribute_device, int launch
     size_t bytes = count * sizeof(float);
     if (attribute_device >= 0) {
         CUDA(cudaSetDevice(attribute_device));
-        CUDA(cudaFuncSetAttribute((const void *)dynamic_shared, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        CUDA(cudaFuncSetAttribute((const void *)dynamic_shared, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  (int)bytes));
     }
     CUDA(cudaSetDevice(launch_device));
     Buffer<float> out(count);
-    MTI_LAUNCH(dynamic_shared, 1, 96, bytes, nullptr, out.p, count);
+    MT_LAUNCH_KERNEL(dynamic_shared, 1, 96, bytes, nullptr, out.p, count);
     bool fine = cudaGetLastError() == cudaSuccess && out.download()[1] == (float)(count - 2);
     CUDA(cudaSetDevice(0));
     CHECK(fine);
@@ -235,7 +235,7 @@ static bool shared_limit_of_another_device(bool bug) { return dynamic_shared_cas
 
 // Threads may leave before a barrier, but not go to another one.
 __global__ static void half_barrier(float *out, bool bug) {
-    MTI_SHARED(float, s, 64);
+    MT_SHARED(float, s, 64);
     if (threadIdx.x >= 64 && !bug) return;
     if (threadIdx.x < 64) {
         s[threadIdx.x] = (float)threadIdx.x;
@@ -248,23 +248,21 @@ __global__ static void half_barrier(float *out, bool bug) {
 
 static bool divergent_barrier(bool bug) {
     Buffer<float> out(64);
-    MTI_LAUNCH(half_barrier, 1, 96, 0, nullptr, out.p, bug);
+    MT_LAUNCH_KERNEL(half_barrier, 1, 96, 0, nullptr, out.p, bug);
     CHECK(out.download()[5] == 58.0f);
     return launched();
 }
 
 __global__ static void half_warp(float *out, bool bug) {
-    if (threadIdx.x < 16)
-        __syncwarp(bug ? 0xffffffffu : 0x0000ffffu);
-    else
-        __syncwarp(0xffff0000u);
+    if (threadIdx.x < 16) __syncwarp(bug ? 0xffffffffu : 0x0000ffffu);
+    else __syncwarp(0xffff0000u);
     __syncthreads();
     out[threadIdx.x] = 1.0f;
 }
 
 static bool warp_disagrees(bool bug) {
     Buffer<float> out(32);
-    MTI_LAUNCH(half_warp, 1, 32, 0, nullptr, out.p, bug);
+    MT_LAUNCH_KERNEL(half_warp, 1, 32, 0, nullptr, out.p, bug);
     CHECK(out.download()[31] == 1.0f);
     return launched();
 }
@@ -277,7 +275,7 @@ __global__ static void barrier_and_warp(float *out, bool bug) {
 
 static bool threads_wait_for_each_other(bool bug) {
     Buffer<float> out(64);
-    MTI_LAUNCH(barrier_and_warp, 1, 64, 0, nullptr, out.p, bug);
+    MT_LAUNCH_KERNEL(barrier_and_warp, 1, 64, 0, nullptr, out.p, bug);
     CHECK(out.download()[63] == 1.0f);
     return launched();
 }
@@ -296,7 +294,8 @@ __global__ static void warp_functions(int *out) {
     unsigned mine = lane < 16 ? 0xffffu : 0xffff0000u;
     right = right && __popc(__ballot_sync(mine, 1)) == 16 && __syncthreads_count(odd) == 16;
     right = right && min(lane, 3) <= 3 && max(0.5f, (float)lane) >= 0.5f && __fdividef(1.0f, 4.0f) == 0.25f;
-    right = right && __clz(1 << lane) == 31 - lane && __ffs(1 << lane) == lane + 1 && __brev(1u << lane) == 0x80000000u >> lane;
+    right = right && __clz(1 << lane) == 31 - lane && __ffs(1 << lane) == lane + 1 &&
+            __brev(1u << lane) == 0x80000000u >> lane;
     right = right && __float_as_int(1.0f) == 0x3f800000 && fabsf(rsqrtf(4.0f) * __expf(0.0f) - 0.5f) < 1e-6f;
     right = right && __syncthreads_or(lane == 3) && !__syncthreads_and(lane == 3);
     out[lane] = right;
@@ -304,7 +303,7 @@ __global__ static void warp_functions(int *out) {
 
 static bool warp_functions_case(bool) {
     Buffer<int> out(32);
-    MTI_LAUNCH(warp_functions, 1, 32, 0, nullptr, out.p);
+    MT_LAUNCH_KERNEL(warp_functions, 1, 32, 0, nullptr, out.p);
     for (int right : out.download()) CHECK(right);
     return launched();
 }
@@ -317,10 +316,11 @@ __global__ static void scale(float *out, const float *in, float factor, int n) {
 }
 
 static void launch_scale(float *out, const float *in, float factor, int n, cudaStream_t stream) {
-    MTI_LAUNCH(scale, blocks_for((size_t)n, 64), 64, 0, stream, out, in, factor, n);
+    MT_LAUNCH_KERNEL(scale, blocks_for((size_t)n, 64), 64, 0, stream, out, in, factor, n);
 }
 
-// Four at a time.  UndefinedBehaviorSanitizer looks at members only when clang compiles (gcc: at copies of float4, too).
+// Four at a time.  UndefinedBehaviorSanitizer looks at members only when clang compiles (gcc: at copies of float4,
+// too).
 __global__ static void scale_vectors(float *out, const float *in, int n, int vectors) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < vectors) {
@@ -340,7 +340,7 @@ static bool scale_vectors_case(int n, int vectors, int shift) {
     Buffer<float> in(x);
     Buffer<float> out((size_t)(n + shift));
     CUDA(cudaMemset(out.p, 0, out.count * sizeof(float)));
-    MTI_LAUNCH(scale_vectors, blocks_for((size_t)n, 32), 32, 0, nullptr, out.p + shift, in.p + shift, n, vectors);
+    MT_LAUNCH_KERNEL(scale_vectors, blocks_for((size_t)n, 32), 32, 0, nullptr, out.p + shift, in.p + shift, n, vectors);
     std::vector<float> got = out.download();
     for (int i = shift; i < n + shift; i++) CHECK(got[(size_t)i] == 2.0f * x[(size_t)i]);
     return launched();
@@ -352,10 +352,8 @@ static bool misaligned_vector(bool bug) { return scale_vectors_case(96, 24, bug 
 __global__ static void histogram(int *counts, const int *values, int n, bool bug) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
-    if (bug)
-        counts[values[i]] += 1;
-    else
-        atomicAdd(&counts[values[i]], 1);
+    if (bug) counts[values[i]] += 1;
+    else atomicAdd(&counts[values[i]], 1);
 }
 
 static bool race_between_blocks(bool bug) {
@@ -364,7 +362,7 @@ static bool race_between_blocks(bool bug) {
     Buffer<int> in(values);
     Buffer<int> counts(7);
     CUDA(cudaMemset(counts.p, 0, 7 * sizeof(int)));
-    MTI_LAUNCH(histogram, 500, 1, 0, nullptr, counts.p, in.p, 500, bug);
+    MT_LAUNCH_KERNEL(histogram, 500, 1, 0, nullptr, counts.p, in.p, 500, bug);
     std::vector<int> got = counts.download();
     for (int i = 0; i < 7; i++) CHECK(got[(size_t)i] == (i < 3 ? 72 : 71));
     return launched();
@@ -372,7 +370,7 @@ static bool race_between_blocks(bool bug) {
 
 // The block that comes last adds up what all blocks have left.
 __global__ static void sum_by_last_block(float *total, float *partial, unsigned *arrived, const float *in, bool bug) {
-    MTI_SHARED(unsigned, ticket, 1);
+    MT_SHARED(unsigned, ticket, 1);
     float sum = warp_sum(in[blockIdx.x * 32 + threadIdx.x], 0xffffffffu);
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = sum;
@@ -392,7 +390,7 @@ static bool missing_threadfence(bool bug) {
     Buffer<float> total(1);
     Buffer<unsigned> arrived(std::vector<unsigned>{0});
     for (int repeat = 0; repeat < 2; repeat++)
-        MTI_LAUNCH(sum_by_last_block, 10, 32, 0, nullptr, total.p, partial.p, arrived.p, in.p, bug);
+        MT_LAUNCH_KERNEL(sum_by_last_block, 10, 32, 0, nullptr, total.p, partial.p, arrived.p, in.p, bug);
     float expected = 0.0f;
     for (float v : x) expected += v;
     CHECK(total.download()[0] == expected && arrived.download()[0] == 0);
@@ -423,7 +421,7 @@ static bool all_atomics_case(bool) {
     Buffer<float> f(std::vector<float>{0.0f});
     Buffer<double> d(std::vector<double>{0.0});
     Buffer<__nv_bfloat16> h(std::vector<__nv_bfloat16>{__float2bfloat16(0.0f)});
-    MTI_LAUNCH(all_atomics, 2, 50, 0, nullptr, i.p, u.p, l.p, f.p, d.p, h.p);
+    MT_LAUNCH_KERNEL(all_atomics, 2, 50, 0, nullptr, i.p, u.p, l.p, f.p, d.p, h.p);
     CHECK(i.download() == (std::vector<int>{4950, 99, -99, -100}));
     CHECK(u.download() == (std::vector<unsigned>{~0u, 0, 0, 9, 5}));
     CHECK(l.download()[0] == (1ull << 40) + 100 && f.download()[0] == 100.0f && d.download()[0] == 50.0);
@@ -447,7 +445,7 @@ static bool stores_are_seen(bool) {
     Buffer<float> w(4 * n);
     Buffer<__nv_bfloat16> b(n);
     Buffer<__half> h(n);
-    MTI_LAUNCH(store_everyhow, 1, 1, 0, nullptr, b.p, h.p, (float4 *)v.p, (float4 *)w.p, (const float4 *)in.p, n);
+    MT_LAUNCH_KERNEL(store_everyhow, 1, 1, 0, nullptr, b.p, h.p, (float4 *)v.p, (float4 *)w.p, (const float4 *)in.p, n);
     CHECK(v.download() == x && w.download() == x);
     CHECK(__bfloat162float(b.download()[4]) == x[16] && __half2float(h.download()[4]) == x[17]);
     return launched();
@@ -489,7 +487,7 @@ static bool host_pointer_in_struct(bool bug) {
     std::vector<float> x = numbers(20);
     Buffer<float> in(x);
     Buffer<float> out(20);
-    MTI_LAUNCH(scale_struct, 1, 32, 0, nullptr, TwoPointers{out.p, bug ? x.data() : in.p}, 20);
+    MT_LAUNCH_KERNEL(scale_struct, 1, 32, 0, nullptr, TwoPointers{out.p, bug ? x.data() : in.p}, 20);
     CHECK(out.download()[3] == 2.0f * x[3]);
     return launched();
 }
@@ -542,12 +540,13 @@ static bool missing_peer_access(bool bug) {
 
 enum { tile_m = 32, tile_n = 16, tile_k = 16, pitch = 24 };
 
-__device__ static void mma(float *d, const uint32_t *a, const uint32_t *b, __nv_bfloat16) { mti_mma_16816_bf16(d, a, b); }
+__device__ static void mma(float *d, const uint32_t *a, const uint32_t *b, __nv_bfloat16) {
+    mti_mma_16816_bf16(d, a, b);
+}
 __device__ static void mma(float *d, const uint32_t *a, const uint32_t *b, __half) { mti_mma_16816_f16(d, a, b); }
 
 // Eight elements; outside of the matrix, zeros.
-template <class T>
-__device__ void fetch(T *to, const T *matrix, int row, int column, int rows, int columns) {
+template <class T> __device__ void fetch(T *to, const T *matrix, int row, int column, int rows, int columns) {
     bool inside = row < rows && column < columns;
     mti_cp_async16(to, inside ? matrix + (size_t)row * (size_t)columns + column : matrix, inside ? 16 : 0);
 }
@@ -562,33 +561,28 @@ __device__ void fetch_tiles(T *a_tile, T *b_tile, const T *a, const T *b, int m,
     fetch(a_tile + row * pitch + column, a, m0 + row, k0 + column, m, k);
     if (threadIdx.x < 32) {
         T *to = b_tile + row * pitch + column;
-        if (Transposed)
-            fetch(to, b, k0 + row, n0 + column, k, n);
-        else
-            fetch(to, b, n0 + row, k0 + column, n, k);
+        if (Transposed) fetch(to, b, k0 + row, n0 + column, k, n);
+        else fetch(to, b, n0 + row, k0 + column, n, k);
     }
     mti_cp_async_commit();
 }
 
-template <class T, bool Transposed>
-__device__ void multiply_tiles(float (*c)[4], const T *a_tile, const T *b_tile) {
+template <class T, bool Transposed> __device__ void multiply_tiles(float (*c)[4], const T *a_tile, const T *b_tile) {
     int lane = (int)threadIdx.x % 32;
     int warp = (int)threadIdx.x / 32;
     uint32_t a[4];
     uint32_t b[4];
     mti_ldmatrix_x4(a, a_tile + (warp * 16 + lane % 16) * pitch + lane / 16 * 8);
-    if (Transposed)
-        mti_ldmatrix_x4_trans(b, b_tile + (lane / 8 % 2 * 8 + lane % 8) * pitch + lane / 16 * 8);
-    else
-        mti_ldmatrix_x4(b, b_tile + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 8);
+    if (Transposed) mti_ldmatrix_x4_trans(b, b_tile + (lane / 8 % 2 * 8 + lane % 8) * pitch + lane / 16 * 8);
+    else mti_ldmatrix_x4(b, b_tile + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 8);
     mma(c[0], a, b, T());
     mma(c[1], a, b + 2, T());
 }
 
 template <class T, bool Transposed>
 __global__ void gemm(float *out, const T *a, const T *b, int m, int n, int k, bool bug) {
-    MTI_SHARED(T, a_tiles, 2 * tile_m * pitch);
-    MTI_SHARED(T, b_tiles, 2 * tile_n * pitch);
+    MT_SHARED(T, a_tiles, 2 * tile_m * pitch);
+    MT_SHARED(T, b_tiles, 2 * tile_n * pitch);
     float c[2][4] = {};
     int steps = (k + tile_k - 1) / tile_k;
     fetch_tiles<T, Transposed>(a_tiles, b_tiles, a, b, m, n, k, 0);
@@ -598,10 +592,8 @@ __global__ void gemm(float *out, const T *a, const T *b, int m, int n, int k, bo
         T *next_a = a_tiles + next * tile_m * pitch;
         T *next_b = b_tiles + next * tile_n * pitch;
         if (step + 1 < steps) fetch_tiles<T, Transposed>(next_a, next_b, a, b, m, n, k, step + 1);
-        if (step + 1 < steps || bug)
-            mti_cp_async_wait<1>();
-        else
-            mti_cp_async_wait<0>();
+        if (step + 1 < steps || bug) mti_cp_async_wait<1>();
+        else mti_cp_async_wait<0>();
         __syncthreads();
         multiply_tiles<T, Transposed>(c, a_tiles + now * tile_m * pitch, b_tiles + now * tile_n * pitch);
         __syncthreads();
@@ -617,22 +609,20 @@ __global__ void gemm(float *out, const T *a, const T *b, int m, int n, int k, bo
 static __nv_bfloat16 element(float v, __nv_bfloat16) { return __float2bfloat16(v); }
 static __half element(float v, __half) { return __float2half(v); }
 
-template <class T>
-static std::vector<T> elements(const std::vector<float> &v) {
+template <class T> static std::vector<T> elements(const std::vector<float> &v) {
     std::vector<T> to;
     for (float f : v) to.push_back(element(f, T()));
     return to;
 }
 
-template <class T, bool Transposed>
-static bool gemm_case(int m, int n, int k, bool bug) {
+template <class T, bool Transposed> static bool gemm_case(int m, int n, int k, bool bug) {
     std::vector<float> a = numbers((size_t)(m * k), 1);
     std::vector<float> b = numbers((size_t)(n * k), 2);
     Buffer<T> device_a(elements<T>(a));
     Buffer<T> device_b(elements<T>(b));
     Buffer<float> out((size_t)(m * n));
     dim3 grid(blocks_for((size_t)n, (unsigned)tile_n), blocks_for((size_t)m, (unsigned)tile_m));
-    MTI_LAUNCH((gemm<T, Transposed>), grid, 64, 0, nullptr, out.p, device_a.p, device_b.p, m, n, k, bug);
+    MT_LAUNCH_KERNEL((gemm<T, Transposed>), grid, 64, 0, nullptr, out.p, device_a.p, device_b.p, m, n, k, bug);
     std::vector<float> got = out.download();
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
@@ -649,7 +639,7 @@ static bool missing_copy_wait(bool bug) {
 }
 
 __global__ static void copy_shifted(float *out, const float *in, int shift) {
-    MTI_SHARED(float, s, 128);
+    MT_SHARED(float, s, 128);
     mti_cp_async16(&s[threadIdx.x * 4], in + threadIdx.x * 4 + shift, 16);
     mti_cp_async_commit();
     mti_cp_async_wait<0>();
@@ -660,7 +650,7 @@ static bool copy_shifted_case(int shift, size_t elements_there) {
     std::vector<float> x = numbers(elements_there);
     Buffer<float> in(x);
     Buffer<float> out(128);
-    MTI_LAUNCH(copy_shifted, 1, 32, 0, nullptr, out.p, in.p, shift);
+    MT_LAUNCH_KERNEL(copy_shifted, 1, 32, 0, nullptr, out.p, in.p, shift);
     CHECK(out.download()[9] == x[(size_t)(9 + shift)]);
     return launched();
 }
@@ -669,7 +659,7 @@ static bool misaligned_async_copy(bool bug) { return copy_shifted_case(bug ? 1 :
 static bool async_copy_out_of_range(bool bug) { return copy_shifted_case(0, bug ? 126 : 128); }
 
 __global__ static void load_matrices(uint32_t *out, bool bug) {
-    MTI_SHARED(uint32_t, s, 128);
+    MT_SHARED(uint32_t, s, 128);
     for (unsigned i = 0; i < 4; i++) s[threadIdx.x * 4 + i] = threadIdx.x * 4 + i;
     __syncwarp();
     uint32_t r[4] = {};
@@ -679,7 +669,7 @@ __global__ static void load_matrices(uint32_t *out, bool bug) {
 
 static bool ldmatrix_without_all_lanes(bool bug) {
     Buffer<uint32_t> out(128);
-    MTI_LAUNCH(load_matrices, 1, 32, 0, nullptr, out.p, bug);
+    MT_LAUNCH_KERNEL(load_matrices, 1, 32, 0, nullptr, out.p, bug);
     std::vector<uint32_t> got = out.download();
     for (uint32_t lane = 0; lane < 32; lane++)
         for (uint32_t i = 0; i < 4; i++) CHECK(got[lane * 4 + i] == i * 32 + lane);
@@ -842,7 +832,7 @@ static bool looks_like_sm_90(bool) {
     void *p = nullptr;
     CHECK(cudaMalloc(&p, (size_t)1 << 45) == cudaErrorMemoryAllocation && !p);
     cudaGetLastError();
-    MTI_LAUNCH(scale, 1, 2048, 0, nullptr, nullptr, nullptr, 1.0f, 0);
+    MT_LAUNCH_KERNEL(scale, 1, 2048, 0, nullptr, nullptr, nullptr, 1.0f, 0);
     CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration);
     return true;
 }
@@ -905,7 +895,8 @@ struct Case {
 };
 
 #define EVERY "fast asan checked"
-#define CASE(name, seen_by) {#name, name, seen_by}
+#define CASE(name, seen_by)                                                                                            \
+    { #name, name, seen_by }
 
 static const Case cases[] = {
     CASE(missing_syncthreads, EVERY),

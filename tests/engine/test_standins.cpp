@@ -37,22 +37,22 @@ struct NcclCounts {
     int created, alive, registered, windows;
 };
 NcclCounts nccl_counts();
-}  // namespace mte
+} // namespace mte
 
 namespace {
 
-// ---- the harness -----------------------------------------------------------------------------------------------------
+// ---- the harness ----------------------------------------------------------------------------------------------------
 
 int passed, failed, skipped;
 std::atomic<int> failures;
 const char *skip_reason;
 
-#define CHECK(condition)                                                                  \
-    do {                                                                                  \
-        if (!(condition)) {                                                               \
-            failures++;                                                                   \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);       \
-        }                                                                                 \
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            failures++;                                                                                                \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                                    \
+        }                                                                                                              \
     } while (0)
 
 void conclude(const std::string &name) {
@@ -100,7 +100,7 @@ uint64_t random_bits() {
 
 double random_value() { return static_cast<double>(static_cast<int64_t>(random_bits())) / 9223372036854775808.0; }
 
-// ---- cuBLASLt: matrices ----------------------------------------------------------------------------------------------
+// ---- cuBLASLt: matrices ---------------------------------------------------------------------------------------------
 
 size_t size_of(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
 
@@ -132,7 +132,8 @@ struct Matrix {
     unsigned char *device = nullptr;
 
     Matrix(cudaDataType_t type_, size_t rows_, size_t cols_, size_t pad, bool row_major_ = false, size_t batch_ = 1)
-        : type(type_), rows(rows_), cols(cols_), ld((row_major_ ? cols_ : rows_) + pad), batch(batch_), row_major(row_major_) {
+        : type(type_), rows(rows_), cols(cols_), ld((row_major_ ? cols_ : rows_) + pad), batch(batch_),
+          row_major(row_major_) {
         const size_t vectors = row_major ? rows : cols;
         stride = ld * vectors;
         host.assign(batch * stride * size_of(type), kGap);
@@ -167,7 +168,8 @@ struct Matrix {
         CHECK(cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_ORDER, &order, sizeof order) == 0);
         if (batch == 1) return l;
         CHECK(cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count) == 0);
-        CHECK(cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset, sizeof offset) == 0);
+        CHECK(cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &offset,
+                                               sizeof offset) == 0);
         return l;
     }
 };
@@ -202,10 +204,12 @@ struct Gemm {
 
     explicit Gemm(const Shape &shape)
         : s(shape), a(s.in, s.ta ? s.k : s.m, s.ta ? s.m : s.k, s.pad, s.row_a, s.batch),
-          b(s.in, s.tb ? s.n : s.k, s.tb ? s.k : s.n, s.pad, s.row_b, s.batch), c(s.out, s.m, s.n, s.pad, s.row_d, s.batch),
-          d(s.out, s.m, s.n, 2 * s.pad, s.row_d, s.batch), aux(s.out, s.m, s.n, s.pad, false, s.batch),
-          bias(s.out, s.epilogue == CUBLASLT_EPILOGUE_BGRADB ? s.n : s.m, 1, 0), la(a.layout()), lb(b.layout()), lc(c.layout()),
-          ld(d.layout()), pa(a.device), pb(b.device), pc(c.device), pd(d.device), alpha(&s.alpha), beta(&s.beta) {
+          b(s.in, s.tb ? s.n : s.k, s.tb ? s.k : s.n, s.pad, s.row_b, s.batch),
+          c(s.out, s.m, s.n, s.pad, s.row_d, s.batch), d(s.out, s.m, s.n, 2 * s.pad, s.row_d, s.batch),
+          aux(s.out, s.m, s.n, s.pad, false, s.batch),
+          bias(s.out, s.epilogue == CUBLASLT_EPILOGUE_BGRADB ? s.n : s.m, 1, 0), la(a.layout()), lb(b.layout()),
+          lc(c.layout()), ld(d.layout()), pa(a.device), pb(b.device), pc(c.device), pd(d.device), alpha(&s.alpha),
+          beta(&s.beta) {
         CHECK(cublasLtCreate(&handle) == CUBLAS_STATUS_SUCCESS);
         CHECK(cublasLtMatmulDescCreate(&desc, s.compute, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS);
         CHECK(cublasLtMatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS);
@@ -228,13 +232,12 @@ struct Gemm {
         cudaFree(memory);
     }
 
-    template <class T>
-    void set(cublasLtMatmulDescAttributes_t attribute, T value) {
+    template <class T> void set(cublasLtMatmulDescAttributes_t attribute, T value) {
         CHECK(cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof value) == CUBLAS_STATUS_SUCCESS);
     }
-    template <class T>
-    void prefer(cublasLtMatmulPreferenceAttributes_t attribute, T value) {
-        CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value) == CUBLAS_STATUS_SUCCESS);
+    template <class T> void prefer(cublasLtMatmulPreferenceAttributes_t attribute, T value) {
+        CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value) ==
+              CUBLAS_STATUS_SUCCESS);
     }
     template <class T>
     void set_layout(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, T value) {
@@ -251,8 +254,8 @@ struct Gemm {
     }
 
     cublasStatus_t run(const cublasLtMatmulAlgo_t *algo) {
-        const cublasStatus_t status = cublasLtMatmul(handle, desc, alpha, pa, la, pb, lb, beta, pc, lc, pd, ld, algo, workspace,
-                                                     workspace_bytes, nullptr);
+        const cublasStatus_t status = cublasLtMatmul(handle, desc, alpha, pa, la, pb, lb, beta, pc, lc, pd, ld, algo,
+                                                     workspace, workspace_bytes, nullptr);
         CHECK(cudaDeviceSynchronize() == cudaSuccess);
         return status;
     }
@@ -274,7 +277,9 @@ double gelu_slope(double x) {
     return (gelu(x + h) - gelu(x - h)) / (2 * h);
 }
 
-bool near(double got, double expected, double tolerance) { return fabs(got - expected) <= tolerance * (1 + fabs(expected)); }
+bool near(double got, double expected, double tolerance) {
+    return fabs(got - expected) <= tolerance * (1 + fabs(expected));
+}
 
 // One element in double precision: what goes into the auxiliary matrix, and what goes into D.
 void expected_element(const Gemm &g, const Matrix &aux, size_t z, size_t i, size_t j, double *before, double *after) {
@@ -341,12 +346,12 @@ struct NamedEpilogue {
 };
 
 const NamedEpilogue epilogues[] = {
-    {"DEFAULT", CUBLASLT_EPILOGUE_DEFAULT},         {"RELU", CUBLASLT_EPILOGUE_RELU},
-    {"BIAS", CUBLASLT_EPILOGUE_BIAS},               {"RELU_BIAS", CUBLASLT_EPILOGUE_RELU_BIAS},
-    {"GELU", CUBLASLT_EPILOGUE_GELU},               {"GELU_BIAS", CUBLASLT_EPILOGUE_GELU_BIAS},
-    {"GELU_AUX", CUBLASLT_EPILOGUE_GELU_AUX},       {"GELU_AUX_BIAS", CUBLASLT_EPILOGUE_GELU_AUX_BIAS},
-    {"DGELU", CUBLASLT_EPILOGUE_DGELU},             {"DGELU_BGRAD", CUBLASLT_EPILOGUE_DGELU_BGRAD},
-    {"BGRADA", CUBLASLT_EPILOGUE_BGRADA},           {"BGRADB", CUBLASLT_EPILOGUE_BGRADB},
+    {"DEFAULT", CUBLASLT_EPILOGUE_DEFAULT},   {"RELU", CUBLASLT_EPILOGUE_RELU},
+    {"BIAS", CUBLASLT_EPILOGUE_BIAS},         {"RELU_BIAS", CUBLASLT_EPILOGUE_RELU_BIAS},
+    {"GELU", CUBLASLT_EPILOGUE_GELU},         {"GELU_BIAS", CUBLASLT_EPILOGUE_GELU_BIAS},
+    {"GELU_AUX", CUBLASLT_EPILOGUE_GELU_AUX}, {"GELU_AUX_BIAS", CUBLASLT_EPILOGUE_GELU_AUX_BIAS},
+    {"DGELU", CUBLASLT_EPILOGUE_DGELU},       {"DGELU_BGRAD", CUBLASLT_EPILOGUE_DGELU_BGRAD},
+    {"BGRADA", CUBLASLT_EPILOGUE_BGRADA},     {"BGRADB", CUBLASLT_EPILOGUE_BGRADB},
 };
 
 const cudaDataType_t type_pairs[][2] = {{CUDA_R_32F, CUDA_R_32F},
@@ -391,11 +396,13 @@ void check_orders(cudaDataType_t in, cudaDataType_t out) {
 void test_epilogues() {
     for (const NamedEpilogue &e : epilogues)
         for (const cudaDataType_t *types : type_pairs) {
-            const std::string name = std::string("cublasLt ") + e.name + " " + name_of(types[0]) + " to " + name_of(types[1]);
+            const std::string name =
+                std::string("cublasLt ") + e.name + " " + name_of(types[0]) + " to " + name_of(types[1]);
             run_case(name, [&] { check_epilogue(e.value, types[0], types[1]); });
         }
     for (const cudaDataType_t *types : type_pairs)
-        run_case(std::string("cublasLt all orders and transpositions, ") + name_of(types[0]) + " to " + name_of(types[1]),
+        run_case(std::string("cublasLt all orders and transpositions, ") + name_of(types[0]) + " to " +
+                     name_of(types[1]),
                  [&] { check_orders(types[0], types[1]); });
     run_case("cublasLt FAST_TF32", [] {
         Shape s;
@@ -415,7 +422,7 @@ void test_epilogues() {
     });
 }
 
-// ---- cuBLASLt: algorithms, workspace, memory -------------------------------------------------------------------------
+// ---- cuBLASLt: algorithms, workspace, memory ------------------------------------------------------------------------
 
 std::vector<unsigned char> bits_of(Gemm &g, const cublasLtMatmulAlgo_t &algo) {
     CHECK(g.run(&algo) == CUBLAS_STATUS_SUCCESS);
@@ -438,7 +445,7 @@ void test_algorithms() {
             CHECK(bits == bits_of(g, copy));
             different.insert(bits);
         }
-        CHECK(different.size() == 5);  // three of them in two tiles, which round alike
+        CHECK(different.size() == 5); // three of them in two tiles, which round alike
     });
     run_case("cublasLt the heuristic's first choice depends on the shape", [] {
         std::set<int32_t> first;
@@ -449,7 +456,8 @@ void test_algorithms() {
             std::vector<cublasLtMatmulHeuristicResult_t> results;
             CHECK(g.heuristic(&results) == CUBLAS_STATUS_SUCCESS);
             int32_t id = -1;
-            CHECK(cublasLtMatmulAlgoConfigGetAttribute(&results[0].algo, CUBLASLT_ALGO_CONFIG_ID, &id, 4, nullptr) == 0);
+            CHECK(cublasLtMatmulAlgoConfigGetAttribute(&results[0].algo, CUBLASLT_ALGO_CONFIG_ID, &id, 4, nullptr) ==
+                  0);
             first.insert(id);
         }
         CHECK(first.size() >= 3);
@@ -458,13 +466,16 @@ void test_algorithms() {
         Gemm g((Shape()));
         int ids[8], count = 0;
         const cudaDataType_t f = CUDA_R_32F;
-        CHECK(cublasLtMatmulAlgoGetIds(g.handle, CUBLAS_COMPUTE_32F, f, f, f, f, f, 8, ids, &count) == CUBLAS_STATUS_SUCCESS);
+        CHECK(cublasLtMatmulAlgoGetIds(g.handle, CUBLAS_COMPUTE_32F, f, f, f, f, f, 8, ids, &count) ==
+              CUBLAS_STATUS_SUCCESS);
         CHECK(count == 4);
         for (int i = 0; i < count; i++) {
             cublasLtMatmulAlgo_t algo;
             cublasLtMatmulHeuristicResult_t result = {};
-            CHECK(cublasLtMatmulAlgoInit(g.handle, CUBLAS_COMPUTE_32F, f, f, f, f, f, ids[i], &algo) == CUBLAS_STATUS_SUCCESS);
-            CHECK(cublasLtMatmulAlgoCheck(g.handle, g.desc, g.la, g.lb, g.lc, g.ld, &algo, &result) == CUBLAS_STATUS_SUCCESS);
+            CHECK(cublasLtMatmulAlgoInit(g.handle, CUBLAS_COMPUTE_32F, f, f, f, f, f, ids[i], &algo) ==
+                  CUBLAS_STATUS_SUCCESS);
+            CHECK(cublasLtMatmulAlgoCheck(g.handle, g.desc, g.la, g.lb, g.lc, g.ld, &algo, &result) ==
+                  CUBLAS_STATUS_SUCCESS);
             g.workspace_bytes = result.workspaceSize;
             CHECK(g.run(&algo) == CUBLAS_STATUS_SUCCESS);
         }
@@ -539,7 +550,7 @@ void test_memory() {
     });
 }
 
-// ---- cuBLASLt: refusals ----------------------------------------------------------------------------------------------
+// ---- cuBLASLt: refusals ---------------------------------------------------------------------------------------------
 
 void refused(const char *what, cublasStatus_t expected, const Shape &shape, const std::function<void(Gemm &)> &spoil) {
     run_case(std::string("cublasLt refuses ") + what, [&] {
@@ -553,7 +564,8 @@ void refused(const char *what, cublasStatus_t expected, const Shape &shape, cons
 }
 
 // The heuristic finds an algorithm; the call itself is what is refused.
-void refused_later(const char *what, cublasStatus_t expected, const Shape &shape, const std::function<void(Gemm &)> &spoil) {
+void refused_later(const char *what, cublasStatus_t expected, const Shape &shape,
+                   const std::function<void(Gemm &)> &spoil) {
     run_case(std::string("cublasLt refuses ") + what, [&] {
         Gemm g(shape);
         std::vector<cublasLtMatmulHeuristicResult_t> results;
@@ -583,11 +595,16 @@ Shape types(cudaDataType_t in, cudaDataType_t out) {
 void test_refusals_of_problems() {
     const cublasStatus_t bad = CUBLAS_STATUS_INVALID_VALUE, no = CUBLAS_STATUS_NOT_SUPPORTED;
     const auto nothing = [](Gemm &) {};
-    refused("a short ld of A", bad, Shape(), [](Gemm &g) { g.set_layout(g.la, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(15)); });
-    refused("a short ld of B", bad, Shape(), [](Gemm &g) { g.set_layout(g.lb, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(39)); });
-    refused("a short ld of C", bad, Shape(), [](Gemm &g) { g.set_layout(g.lc, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(0)); });
-    refused("a short ld of D", bad, Shape(), [](Gemm &g) { g.set_layout(g.ld, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(-16)); });
-    refused("an empty matrix", bad, Shape(), [](Gemm &g) { g.set_layout(g.la, CUBLASLT_MATRIX_LAYOUT_COLS, uint64_t(0)); });
+    refused("a short ld of A", bad, Shape(),
+            [](Gemm &g) { g.set_layout(g.la, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(15)); });
+    refused("a short ld of B", bad, Shape(),
+            [](Gemm &g) { g.set_layout(g.lb, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(39)); });
+    refused("a short ld of C", bad, Shape(),
+            [](Gemm &g) { g.set_layout(g.lc, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(0)); });
+    refused("a short ld of D", bad, Shape(),
+            [](Gemm &g) { g.set_layout(g.ld, CUBLASLT_MATRIX_LAYOUT_LD, int64_t(-16)); });
+    refused("an empty matrix", bad, Shape(),
+            [](Gemm &g) { g.set_layout(g.la, CUBLASLT_MATRIX_LAYOUT_COLS, uint64_t(0)); });
     refused("inner sizes that differ", bad, Shape(),
             [](Gemm &g) { g.set_layout(g.la, CUBLASLT_MATRIX_LAYOUT_COLS, uint64_t(39)); });
     refused("a C of another shape", bad, Shape(),
@@ -689,8 +706,8 @@ void test_refusals_of_calls() {
         int count = 7;
         CHECK(cublasLtCreate(nullptr) == bad && cublasLtDestroy(nullptr) == bad);
         const auto ask = [&](cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, int requested) {
-            return cublasLtMatmulAlgoGetHeuristic(handle, desc, g.la, g.lb, g.lc, g.ld, g.preference, requested, &result,
-                                                  &count);
+            return cublasLtMatmulAlgoGetHeuristic(handle, desc, g.la, g.lb, g.lc, g.ld, g.preference, requested,
+                                                  &result, &count);
         };
         CHECK(ask(nullptr, g.desc, 1) == CUBLAS_STATUS_NOT_INITIALIZED && count == 0);
         CHECK(ask(g.handle, g.desc, 0) == bad && ask(g.handle, nullptr, 1) == bad);
@@ -705,8 +722,10 @@ void test_refusals_of_calls() {
         CHECK(cublasLtMatmulDescSetAttribute(g.desc, CUBLASLT_MATMUL_DESC_TRANSA, &wide, 8) == bad);
         CHECK(cublasLtMatmulDescSetAttribute(g.desc, CUBLASLT_MATMUL_DESC_TRANSA, nullptr, 4) == bad);
         CHECK(cublasLtMatmulDescSetAttribute(g.desc, static_cast<cublasLtMatmulDescAttributes_t>(99), &wide, 4) == bad);
-        CHECK(cublasLtMatmulDescSetAttribute(g.desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &wide, 1) == CUBLAS_STATUS_SUCCESS);
-        CHECK(cublasLtMatmulDescGetAttribute(g.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, nullptr, 0, &written) == 0 && written == 4);
+        CHECK(cublasLtMatmulDescSetAttribute(g.desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &wide, 1) ==
+              CUBLAS_STATUS_SUCCESS);
+        CHECK(cublasLtMatmulDescGetAttribute(g.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, nullptr, 0, &written) == 0 &&
+              written == 4);
         CHECK(cublasLtMatmulDescGetAttribute(g.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, nullptr, 0, nullptr) == bad);
     });
     run_case("cublasLt version and status names", [] {
@@ -716,7 +735,7 @@ void test_refusals_of_calls() {
     });
 }
 
-// ---- NCCL: ranks -----------------------------------------------------------------------------------------------------
+// ---- NCCL: ranks ----------------------------------------------------------------------------------------------------
 
 bool enough_devices(int ranks) {
     int count = 0;
@@ -753,8 +772,7 @@ void on_ranks(int size, const std::function<void(Rank &)> &body, bool with_comm 
 }
 
 // Device memory of one rank.
-template <class T>
-struct Buffer {
+template <class T> struct Buffer {
     T *p = nullptr;
     size_t count;
 
@@ -777,21 +795,11 @@ struct Buffer {
     }
 };
 
-template <class T>
-T from(double x) {
-    return static_cast<T>(x);
-}
-template <>
-__half from<__half>(double x) {
-    return __float2half(static_cast<float>(x));
-}
-template <>
-__nv_bfloat16 from<__nv_bfloat16>(double x) {
-    return __float2bfloat16(static_cast<float>(x));
-}
+template <class T> T from(double x) { return static_cast<T>(x); }
+template <> __half from<__half>(double x) { return __float2half(static_cast<float>(x)); }
+template <> __nv_bfloat16 from<__nv_bfloat16>(double x) { return __float2bfloat16(static_cast<float>(x)); }
 
-template <class T>
-bool same_bits(const std::vector<T> &x, const std::vector<T> &y) {
+template <class T> bool same_bits(const std::vector<T> &x, const std::vector<T> &y) {
     return x.size() == y.size() && memcmp(x.data(), y.data(), x.size() * sizeof(T)) == 0;
 }
 
@@ -815,27 +823,21 @@ double reduced(int size, size_t i, ncclRedOp_t op, bool integer) {
 }
 
 // An unsigned 8-bit product of eight numbers wraps around.
-template <class T>
-T expected_number(double x) {
-    return sizeof(T) == 1 ? from<T>(fmod(x, 256)) : from<T>(x);
-}
+template <class T> T expected_number(double x) { return sizeof(T) == 1 ? from<T>(fmod(x, 256)) : from<T>(x); }
 
-template <class T>
-std::vector<T> inputs(int rank, size_t count) {
+template <class T> std::vector<T> inputs(int rank, size_t count) {
     std::vector<T> v;
     for (size_t i = 0; i < count; i++) v.push_back(from<T>(input(rank, i)));
     return v;
 }
 
-template <class T>
-std::vector<T> all_reduced(int size, size_t count, ncclRedOp_t op, bool integer) {
+template <class T> std::vector<T> all_reduced(int size, size_t count, ncclRedOp_t op, bool integer) {
     std::vector<T> v;
     for (size_t i = 0; i < count; i++) v.push_back(expected_number<T>(reduced(size, i, op, integer)));
     return v;
 }
 
-template <class T>
-void check_reductions(const Rank &r, ncclDataType_t type, size_t count, ncclRedOp_t op) {
+template <class T> void check_reductions(const Rank &r, ncclDataType_t type, size_t count, ncclRedOp_t op) {
     const bool integer = std::is_integral<T>::value;
     const size_t size = static_cast<size_t>(r.size), mine = static_cast<size_t>(r.rank), total = count * size;
     const std::vector<T> all = all_reduced<T>(r.size, count, op, integer);
@@ -857,8 +859,7 @@ void check_reductions(const Rank &r, ncclDataType_t type, size_t count, ncclRedO
     CHECK(same_bits(out.read(r.stream), r.rank == root ? all : inputs<T>(0, count)));
 }
 
-template <class T>
-void check_movements(const Rank &r, ncclDataType_t type, size_t count) {
+template <class T> void check_movements(const Rank &r, ncclDataType_t type, size_t count) {
     const size_t size = static_cast<size_t>(r.size), mine = static_cast<size_t>(r.rank);
     Buffer<T> in(inputs<T>(r.rank, count)), gathered(count * size), out(count);
     std::vector<T> expected;
@@ -879,8 +880,7 @@ void check_movements(const Rank &r, ncclDataType_t type, size_t count) {
     CHECK(same_bits(in.read(r.stream), inputs<T>(root, count)));
 }
 
-template <class T>
-void test_type(const char *name, ncclDataType_t type) {
+template <class T> void test_type(const char *name, ncclDataType_t type) {
     for (int size : {1, 2, 4, 8}) {
         run_case("nccl collectives of " + std::string(name) + " on " + std::to_string(size) + " ranks", [&] {
             on_ranks(size, [&](Rank &r) {
@@ -904,7 +904,7 @@ void test_collectives() {
     test_type<double>("f64", ncclFloat64);
 }
 
-// ---- NCCL: orders, groups, pairs -------------------------------------------------------------------------------------
+// ---- NCCL: orders, groups, pairs ------------------------------------------------------------------------------------
 
 // The order of a sum: the same bits on all ranks and again, but not those of the ranks in order.
 void check_sum_order() {
@@ -1004,7 +1004,8 @@ void check_one_thread(int size) {
     }
     CHECK(ncclGroupStart() == ncclSuccess && ncclGroupStart() == ncclSuccess);
     for (size_t i = 0; i < comms.size(); i++)
-        CHECK(ncclAllReduce(buffers[i]->p, buffers[i]->p, count, ncclFloat, ncclSum, comms[i], streams[i]) == ncclSuccess);
+        CHECK(ncclAllReduce(buffers[i]->p, buffers[i]->p, count, ncclFloat, ncclSum, comms[i], streams[i]) ==
+              ncclSuccess);
     CHECK(ncclGroupEnd() == ncclSuccess && ncclGroupEnd() == ncclSuccess);
     for (size_t i = 0; i < comms.size(); i++)
         CHECK(same_bits(buffers[i]->read(streams[i]), all_reduced<float>(size, count, ncclSum, false)));
@@ -1054,7 +1055,7 @@ void test_groups() {
     run_case("nccl split into rows and columns, both in one group", [] { on_ranks(4, check_split); });
 }
 
-// ---- NCCL: non-blocking, refusals, faults ----------------------------------------------------------------------------
+// ---- NCCL: non-blocking, refusals, faults ---------------------------------------------------------------------------
 
 // Asks until the communicator is no longer busy; returns its state and how often it was busy.
 ncclResult_t settle(ncclComm_t comm, int *busy) {
@@ -1155,9 +1156,11 @@ void check_memory(const Rank &r) {
     CHECK(ncclCommWindowRegister(r.comm, memory, 5000, &window, 6) == ncclInvalidArgument);
     CHECK(ncclCommWindowRegister(r.comm, memory, 5000, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
     CHECK(mte::nccl_counts().windows >= 1 && mte::nccl_counts().alive >= 1);
-    CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess && ncclCommWindowDeregister(r.comm, nullptr) == ncclSuccess);
+    CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess &&
+          ncclCommWindowDeregister(r.comm, nullptr) == ncclSuccess);
     CHECK(ncclCommRegister(r.comm, plain, 8192, &handle) == ncclSuccess);
-    CHECK(ncclCommDeregister(r.comm, handle) == ncclSuccess && ncclCommDeregister(r.comm, handle) == ncclInvalidArgument);
+    CHECK(ncclCommDeregister(r.comm, handle) == ncclSuccess &&
+          ncclCommDeregister(r.comm, handle) == ncclInvalidArgument);
     CHECK(ncclCommRegister(r.comm, &handle, 8, &handle) == ncclInvalidArgument);
     CHECK(ncclMemFree(memory) == ncclSuccess && cudaFree(plain) == cudaSuccess);
 }
@@ -1238,7 +1241,8 @@ void check_async_error() {
         r.destroy = false;
         CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
         CHECK(stays_blocked(r.stream));
-        CHECK(ncclCommGetAsyncError(r.comm, &state) == ncclSuccess && state == (r.rank == 1 ? ncclRemoteError : ncclSuccess));
+        CHECK(ncclCommGetAsyncError(r.comm, &state) == ncclSuccess &&
+              state == (r.rank == 1 ? ncclRemoteError : ncclSuccess));
         if (r.rank == 0) mte::nccl_fail(r.comm, ncclSystemError);
         const ncclResult_t expected = r.rank == 0 ? ncclSystemError : ncclRemoteError;
         CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == expected);
@@ -1263,7 +1267,8 @@ void check_init_abort() {
 
 void test_states() {
     for (int size : {1, 2, 4})
-        run_case("nccl non-blocking on " + std::to_string(size) + " ranks", [&] { on_ranks(size, check_non_blocking, false); });
+        run_case("nccl non-blocking on " + std::to_string(size) + " ranks",
+                 [&] { on_ranks(size, check_non_blocking, false); });
     run_case("nccl bad arguments", [] { on_ranks(2, check_bad_arguments); });
     run_case("nccl bad initialisation", check_bad_init);
     run_case("nccl two ranks on one device", check_shared_device);
@@ -1403,7 +1408,7 @@ void test_mismatches() {
     });
 }
 
-// ---- order between the libraries, which only the checker sees ---------------------------------------------------------
+// ---- order between the libraries, which only the checker sees -------------------------------------------------------
 
 #ifdef MTE_CHECK
 
@@ -1430,8 +1435,8 @@ void check_order(Rank &r, bool wait) {
     const size_t count = g.d.ld * g.d.cols;
     CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking) == cudaSuccess);
     CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess);
-    CHECK(cublasLtMatmul(g.handle, g.desc, g.alpha, g.pa, g.la, g.pb, g.lb, g.beta, g.pc, g.lc, g.pd, g.ld, nullptr, nullptr, 0,
-                         other) == CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmul(g.handle, g.desc, g.alpha, g.pa, g.la, g.pb, g.lb, g.beta, g.pc, g.lc, g.pd, g.ld, nullptr,
+                         nullptr, 0, other) == CUBLAS_STATUS_SUCCESS);
     CHECK(cudaEventRecord(event, other) == cudaSuccess);
     if (wait) CHECK(cudaStreamWaitEvent(r.stream, event, 0) == cudaSuccess);
     CHECK(ncclAllReduce(g.pd, g.pd, count, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
@@ -1440,12 +1445,10 @@ void check_order(Rank &r, bool wait) {
 }
 
 void test_order() {
-    run_case("a collective that waits for the product it reduces", [] {
-        on_ranks(2, [](Rank &r) { check_order(r, true); });
-    });
-    run_reporting_child("a collective that does not wait for the product it reduces is reported", [] {
-        on_ranks(2, [](Rank &r) { check_order(r, false); });
-    });
+    run_case("a collective that waits for the product it reduces",
+             [] { on_ranks(2, [](Rank &r) { check_order(r, true); }); });
+    run_reporting_child("a collective that does not wait for the product it reduces is reported",
+                        [] { on_ranks(2, [](Rank &r) { check_order(r, false); }); });
     run_reporting_child("a product of unwritten memory is reported", [] {
         Gemm g((Shape()));
         CHECK(cudaFree(g.a.device) == cudaSuccess);
@@ -1456,11 +1459,12 @@ void test_order() {
     run_reporting_child("two products on two streams that share a workspace are reported", [] {
         Gemm g((Shape())), h((Shape()));
         cudaStream_t streams[2];
-        for (cudaStream_t &stream : streams) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+        for (cudaStream_t &stream : streams)
+            CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
         for (int i = 0; i < 2; i++) {
             Gemm &x = i ? h : g;
-            CHECK(cublasLtMatmul(x.handle, x.desc, x.alpha, x.pa, x.la, x.pb, x.lb, x.beta, x.pc, x.lc, x.pd, x.ld, nullptr,
-                                 g.workspace, g.workspace_bytes, streams[i]) == CUBLAS_STATUS_SUCCESS);
+            CHECK(cublasLtMatmul(x.handle, x.desc, x.alpha, x.pa, x.la, x.pb, x.lb, x.beta, x.pc, x.lc, x.pd, x.ld,
+                                 nullptr, g.workspace, g.workspace_bytes, streams[i]) == CUBLAS_STATUS_SUCCESS);
         }
         CHECK(cudaDeviceSynchronize() == cudaSuccess);
         for (cudaStream_t stream : streams) CHECK(cudaStreamDestroy(stream) == cudaSuccess);
@@ -1471,7 +1475,7 @@ void test_order() {
 void test_order() {}
 #endif
 
-}  // namespace
+} // namespace
 
 int main() {
     test_epilogues();

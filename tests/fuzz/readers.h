@@ -1,5 +1,5 @@
-/* readers.h - what fuzz_readers.c and test_safetensors.c share: any bytes, given to every reader of megatron.h as a whole file,
-   and what has to hold of those that are accepted. Include it after the implementation of megatron.h.                 */
+/* readers.h - what fuzz_readers.c and test_safetensors.c share: any bytes, given to every reader of megatron.h as a
+   whole file, and what has to hold of those that are accepted. Include it after the implementation of megatron.h. */
 
 #ifndef MT_FUZZ_READERS_H
 #define MT_FUZZ_READERS_H
@@ -42,7 +42,8 @@ static inline void readers_tensors(mt_context *ctx, const mt_safetensors *s, con
     READERS_HOLD(sum == s->data_bytes);
 }
 
-/* What a file says of a run: whoever goes on with it has counters that count and a scale that scales. 1 when it says it. */
+/* What a file says of a run: whoever goes on with it has counters that count and a scale that scales. 1 when it says
+ * it. */
 static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     mti_source source;
     mt_training_state state;
@@ -110,7 +111,8 @@ static inline int readers_index(mt_context *ctx, const unsigned char *bytes, siz
 
 /* Bit i of the result: reader i took it; the last one is that of a run's state. */
 static inline int readers_all(mt_context *ctx, const unsigned char *bytes, size_t size) {
-    return readers_safetensors(ctx, bytes, size) | readers_config(ctx, bytes, size) << 1 | readers_index(ctx, bytes, size) << 2;
+    return readers_safetensors(ctx, bytes, size) | readers_config(ctx, bytes, size) << 1 |
+           readers_index(ctx, bytes, size) << 2;
 }
 
 #endif /* MT_FUZZ_READERS_H */

@@ -1,9 +1,9 @@
-/* faulty - a program whose ranks do the same collectives again and again, until one of them does not: what the others say, and
-   how they end, is what tests/mpi.sh looks at.
+/* faulty - a program whose ranks do the same collectives again and again, until one of them does not: what the others
+   say, and how they end, is what tests/mpi.sh looks at.
 
-   faulty FAULT RANK CALL TIMEOUT: in round 5 the rank dies (kill), stands still (stop), sleeps (sleep), returns (return), fails
-   (fail), or does nothing of the kind (none). CALL: all_reduce, large, all_gather, reduce_scatter, broadcast, barrier, ring, or
-   group for an all_reduce among the even and among the odd ranks. */
+   faulty FAULT RANK CALL TIMEOUT: in round 5 the rank dies (kill), stands still (stop), sleeps (sleep), returns
+   (return), fails (fail), or does nothing of the kind (none). CALL: all_reduce, large, all_gather, reduce_scatter,
+   broadcast, barrier, ring, or group for an all_reduce among the even and among the odd ranks. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -23,7 +23,7 @@ static mt_status misbehave(mt_context *ctx, const plan *p) {
     if (strcmp(p->fault, "kill") == 0) raise(SIGKILL);
     if (strcmp(p->fault, "stop") == 0) raise(SIGSTOP);
     if (strcmp(p->fault, "sleep") == 0) nanosleep(&long_time, NULL);
-    if (strcmp(p->fault, "fail") == 0) return mti_fail(ctx, MT_ERR_DATA, "loss is 17, which is no good");
+    if (strcmp(p->fault, "fail") == 0) return mt_fail(ctx, MT_ERR_DATA, "loss is 17, which is no good");
     return MT_SUCCESS;
 }
 

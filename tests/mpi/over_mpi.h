@@ -1,6 +1,7 @@
-/* over_mpi.h - a test program written for ranks that are threads, run by processes: included by mt_test.h when MT_TEST_OVER_MPI
-   is defined. Every process runs the whole program, under an mpirun with at least as many ranks as the program launches; only
-   what test_run starts is spread over them, and afterwards every process knows what all of them have found out. */
+/* over_mpi.h - a test program written for ranks that are threads, run by processes: included by mt_test.h when
+   MT_TEST_OVER_MPI is defined. Every process runs the whole program, under an mpirun with at least as many ranks as
+   the program launches; only what test_run starts is spread over them, and afterwards every process knows what all of
+   them have found out. */
 
 #ifndef OVER_MPI_H
 #define OVER_MPI_H

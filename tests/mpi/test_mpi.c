@@ -1,6 +1,6 @@
-/* test_mpi.c - what only communicators over MPI have: the caller's MPI_Comm, messages too large for one piece, many groups,
-   grids, two worlds at once, the end. The rest is in test_comm.c, test_faults.c and test_comm_stress.c, run over MPI.
-   Started with 4 ranks; every rank is a process, and asserts by itself. */
+/* test_mpi.c - what only communicators over MPI have: the caller's MPI_Comm, messages too large for one piece, many
+   groups, grids, two worlds at once, the end. The rest is in test_comm.c, test_faults.c and test_comm_stress.c, run
+   over MPI. Started with 4 ranks; every rank is a process, and asserts by itself. */
 
 #include <stdlib.h>
 
@@ -30,11 +30,11 @@ static void counting_free(void *memory) {
 #define MT_TEST_OVER_MPI
 #include "mt_test.h"
 
-/* ---- between the library and MPI, by MPI's profiling interface --------------------------------------------------------- */
+/* ---- between the library and MPI, by MPI's profiling interface --------------------------------------------------- */
 
-static double slow;     /* seconds that this rank is away when its messages of a call are on their way */
-static int pretends;    /* that MPI has not begun, and allows no threads */
-static int finalized;   /* how often, since */
+static double slow;   /* seconds that this rank is away when its messages of a call are on their way */
+static int pretends;  /* that MPI has not begun, and allows no threads */
+static int finalized; /* how often, since */
 
 int MPI_Testsome(int count, MPI_Request requests[], int *done, int indices[], MPI_Status statuses[]) {
     struct timespec nap = mti_timespec(slow);
@@ -57,7 +57,7 @@ int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
 
 int MPI_Finalize(void) { return pretends ? finalized++, MPI_SUCCESS : PMPI_Finalize(); }
 
-/* ------------------------------------------------------------------------------------------------------------------- */
+/* ------------------------------------------------------------------------------------------------------------------ */
 
 static int me, ranks;
 
@@ -75,7 +75,7 @@ static mt_comm *new_world(MPI_Comm theirs, double timeout_s) {
     return world;
 }
 
-/* ---- the caller's communicator ------------------------------------------------------------------------------------ */
+/* ---- the caller's communicator ----------------------------------------------------------------------------------- */
 
 /* Its ranks, not those of MPI_COMM_WORLD; its messages and ours do not meet; it is as it was. */
 static void test_callers(void **state) {
@@ -172,7 +172,7 @@ static void test_device(void **state) {
     mt_comm_destroy(world);
 }
 
-/* ---- more than fits into one piece, or one message ------------------------------------------------------------------ */
+/* ---- more than fits into one piece, or one message --------------------------------------------------------------- */
 
 static uint32_t element(int rank, size_t i) { return (uint32_t)((i + 1) * 2654435761u) ^ (uint32_t)(rank * 40503); }
 
@@ -209,7 +209,8 @@ static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t 
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_send_recv(ctx, world, a, n, next, b, n, last, MT_I32));
     for (size_t i = 0; i < n; i++)
         if (b[i] != element(last, i)) fail_msg("send_recv: element %zu of %zu", i, n);
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_send_recv(ctx, world, a, n, me ^ 1, b, n, me ^ 1, MT_I32)); /* one peer for both */
+    ASSERT_STATUS(ctx, MT_SUCCESS,
+                  mt_send_recv(ctx, world, a, n, me ^ 1, b, n, me ^ 1, MT_I32)); /* one peer for both */
     for (size_t i = 0; i < n; i++)
         if (b[i] != element(me ^ 1, i)) fail_msg("exchange: element %zu of %zu", i, n);
     n /= (size_t)ranks;
@@ -257,7 +258,7 @@ static void test_small(void **state) {
     mt_comm_destroy(world);
 }
 
-/* ---- groups ------------------------------------------------------------------------------------------------------- */
+/* ---- groups ------------------------------------------------------------------------------------------------------ */
 
 /* What the ranks of a group say, against the description of the grid. */
 static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group group, mt_comm *comm) {
@@ -272,8 +273,12 @@ static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group gro
 }
 
 static void test_grids(void **state) {
-    static const mt_grid_desc shapes[] = {{.tensor = 4}, {.tensor = 2}, {.tensor = 1}, {.tensor = 2, .pipeline = 2},
-                                          {.tensor = 1, .pipeline = 4}, {.tensor = 1, .pipeline = 2}};
+    static const mt_grid_desc shapes[] = {{.tensor = 4},
+                                          {.tensor = 2},
+                                          {.tensor = 1},
+                                          {.tensor = 2, .pipeline = 2},
+                                          {.tensor = 1, .pipeline = 4},
+                                          {.tensor = 1, .pipeline = 2}};
     mt_comm *world = new_world(MPI_COMM_WORLD, 60);
     mt_context *ctx = new_context(world);
     (void)state;
@@ -369,7 +374,7 @@ static mt_status other_group(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
-/* ---- ends --------------------------------------------------------------------------------------------------------- */
+/* ---- ends -------------------------------------------------------------------------------------------------------- */
 
 static void quiet(void *user, mt_log_level level, const char *message) { (void)user, (void)level, (void)message; }
 
@@ -464,18 +469,29 @@ static void test_threads_not_allowed(void **state) {
     assert_int_equal(mti_mpi_world(&d, slow_end, NULL), MT_ERR_UNSUPPORTED);
     pretends = 0;
     assert_string_equal(text, "mt_world_from_env: this MPI allows no threads: MPI_Init_thread provides 0, not "
-                        "MPI_THREAD_FUNNELED (1)");
+                              "MPI_THREAD_FUNNELED (1)");
     assert_int_equal(finalized, 1);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_callers),      cmocka_unit_test(test_arguments),    cmocka_unit_test(test_alone),
-        cmocka_unit_test(test_nobody_comes), cmocka_unit_test(test_device),       cmocka_unit_test(test_large),
-        cmocka_unit_test(test_small),        cmocka_unit_test(test_grids),        cmocka_unit_test(test_many_groups),
-        cmocka_unit_test(test_last_group),   cmocka_unit_test(test_two_worlds),   cmocka_unit_test(test_many_worlds),
-        cmocka_unit_test(test_leaves_early), cmocka_unit_test(test_slow_end),     cmocka_unit_test(test_other_group),
-        cmocka_unit_test(test_slow_split),   cmocka_unit_test(test_threads_not_allowed),
+        cmocka_unit_test(test_callers),
+        cmocka_unit_test(test_arguments),
+        cmocka_unit_test(test_alone),
+        cmocka_unit_test(test_nobody_comes),
+        cmocka_unit_test(test_device),
+        cmocka_unit_test(test_large),
+        cmocka_unit_test(test_small),
+        cmocka_unit_test(test_grids),
+        cmocka_unit_test(test_many_groups),
+        cmocka_unit_test(test_last_group),
+        cmocka_unit_test(test_two_worlds),
+        cmocka_unit_test(test_many_worlds),
+        cmocka_unit_test(test_leaves_early),
+        cmocka_unit_test(test_slow_end),
+        cmocka_unit_test(test_other_group),
+        cmocka_unit_test(test_slow_split),
+        cmocka_unit_test(test_threads_not_allowed),
     };
     MPI_Comm_rank(MPI_COMM_WORLD, &me);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);

@@ -22,7 +22,7 @@ int main(void) {
     memset(&desc, 0, sizeof desc);
     desc.ranks = 2;
     status = mt_launch(&desc, rank_main, sums);
-    printf("megatron %s, GEMM %s: %s, sums %g %g\n", MT_VERSION, mt_gemm_library(), mt_status_name(status), (double)sums[0],
-           (double)sums[1]);
+    printf("megatron %s, GEMM %s: %s, sums %g %g\n", MT_VERSION, mt_gemm_library(), mt_status_name(status),
+           (double)sums[0], (double)sums[1]);
     return status == MT_SUCCESS && sums[0] > 7.5f && sums[0] < 8.5f && sums[1] > 7.5f && sums[1] < 8.5f ? 0 : 1;
 }

@@ -40,7 +40,7 @@ sub bodies {
     return if index($text{$header}, $name) < 0;
     pos($text{$header}) = 0;
     push @bodies, [$-[0], index $text{$header}, "\n}", $-[0]]
-        while $text{$header} =~ /^[^\s#\/][^\n]*\b\Q$name\E(\([^;{}]*)? ?\{/mg;
+        while $text{$header} =~ /^(?:[^\s#\/][^\n]*\b| {4})\Q$name\E(\([^;{}]*)? ?\{/mg;
     return @bodies;
 }
 
