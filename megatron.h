@@ -309,8 +309,8 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
 /* The same of one stage of a pipeline, for mt_pipeline_run: with it every stage sees the same batch, ids and targets.
    input, output and their gradients are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the
    model's type, and mt_none() where mt_pipeline_run gives none; input must stay as it is until backward. loss is
-   written by the last stage and may be mt_none() on the others. Of a GPT with `slots` of `saved`: mt_status
-   forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+   written by the last stage and may be mt_none() on the others. Of a GPT with `slots` of `saved`:
+       mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
            ... batch, ids, targets and loss of micro-batch a->micro_batch, unchanged until its backward ...
            return mt_gpt_stage_forward(ctx, &gpt, &batch, ids, targets, input, output, loss, &saved[a->slot]);
        }

@@ -177,8 +177,7 @@ typedef struct mt_attention_shape {
     float scale;            /* 0: 1 / sqrt(head_dim) */
     const int32_t *lengths; /* key padding: [batch], keys at positions >= lengths[b] are masked; NULL: all valid. A
                                sequence of length 0 gives zeros. */
-    mt_dropout
-        dropout; /* of the probabilities; here at.first_row = global index of the first sequence, at.first_col =
+    mt_dropout dropout; /* of the probabilities; here at.first_row = global index of the first sequence, at.first_col =
                     global index of the first head, at.global_cols = heads of the whole model: probability (b, a,
                     i, j) is global element (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
 } mt_attention_shape;
@@ -1185,7 +1184,8 @@ static void mti_cpu_norm_backward(mt_norm_kind kind, mt_tensor x, mt_tensor gain
 #define MTI_COUNTERS 64 /* Philox blocks computed together, at most */
 #define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
 #define MTI_WORDS                                                                                                      \
-    (MTI_WORDS_ROOM - 4) /* random words a caller takes at a time: the first may be any lane of a block                \
+    (MTI_WORDS_ROOM -                                                                                                  \
+     4) /* random words a caller takes at a time: the first may be any lane of a block                \
                           */
 
 /* `count` <= MTI_COUNTERS consecutive blocks: out[4 * l + lane]. Loops over counters, so that they vectorise. */

@@ -85,8 +85,8 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
      - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
        mt_invariant_micro_batch says which;
      - a rank's features are those of its virtual shards one after the other: with two parts (SwiGLU) the columns
-   between a column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own between the two
-   once for each shard, on mt_shard_cols;
+       between a column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own between the two
+       once for each shard, on mt_shard_cols;
      - GEMMs are V times narrower, and the registry holds log2(V_d / data ranks) more gradients.
    It covers the layers of mt_parallel.h and the blocks of megatron.h, each used once between two
    mt_accumulate_gradients. A block that multiplies with mt_gemm itself, or sums over tokens (mt_bias_backward,
@@ -365,14 +365,17 @@ MT_API float mt_clip_coefficient(float norm, float max_norm);
 
 /* ---- loss scaling ------------------------------------------------------------------------------------------------ */
 
-/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504: the loss is multiplied by a scale, as
-   large as goes well (arXiv 1710.03740, section 3.2). It grows after so many good steps in a row and shrinks when a
-   gradient is not finite, as Megatron's DynamicGradScaler: MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens,
-   &saved)); MT_TRY(mt_sync_gradients(ctx, params)); MT_TRY(mt_grad_norm(ctx, params, &norm)); float unscale =
-   mt_loss_scaler_update(&scaler, &norm); if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale *
-   mt_clip_coefficient(norm, 1.0f))); Every rank has the same norm, and so the same scale: all take the step, or none,
-   and one that is left out changes nothing. MT_BF16 and MT_F32 need no scale: initial_scale 1 and growth 1 leave out
-   what is not finite, and count it. */
+/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a large
+   scale (arXiv 1710.03740, section 3.2). The scale grows after so many good steps in a row and shrinks when a gradient
+   is not finite, as Megatron's DynamicGradScaler:
+       MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
+       MT_TRY(mt_sync_gradients(ctx, params));
+       MT_TRY(mt_grad_norm(ctx, params, &norm));
+       float unscale = mt_loss_scaler_update(&scaler, &norm);
+       if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
+   Every rank has the same norm, and so the same scale: all take the step, or none, and a step that is left out changes
+   nothing. MT_BF16 and MT_F32 need no scale: initial_scale 1 and growth 1 only leave out the steps that are not finite,
+   and count them. */
 typedef struct mt_loss_scaler_desc {
     float initial_scale;   /* 0: 2^32 */
     float min_scale;       /* 0: 1 */
@@ -465,7 +468,7 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
    mt_pipeline_schedule or by hand. Names are those of Megatron (core/pipeline_parallel/schedules.py). In all schedules
    micro-batches are taken in their order, forward as well as backward.
      1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): first as many forwards as there are stages
-   behind, then one forward, one backward: at most min(stages - stage, micro_batches) are in flight
+                    behind, then one forward, one backward: at most min(stages - stage, micro_batches) are in flight
      GPIPE          all forwards, then all backwards (arXiv 1811.06965): all are in flight
      FORWARD_ONLY   evaluation
    With equal stages both of the others take the time of micro_batches + stages - 1 forwards and backwards: the bubble
