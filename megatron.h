@@ -13,7 +13,7 @@
     #include <stdio.h>
     static mt_status train(mt_comm *world, void *tokens) {    // every rank runs this: here, a thread
         mt_context *ctx; mt_grid grid; mt_params *params; mt_gpt gpt; mt_gpt_saved saved; mt_optimizer adam;
-        mt_grid_desc shape = {.tensor = 2};                   // 2-way tensor parallel; data parallel over the rest
+        mt_grid_desc shape = {.tp = 2};                   // 2-way tensor parallel; data parallel over the rest
         mt_gpt_desc model = {.vocab = 10, .layers = 2, .max_seq = 4, .layer = {.hidden = 64, .heads = 4}};
         mt_batch batch = {.sequences = 1, .seq = 4}; int32_t *ids = tokens; float loss[4];
         MT_TRY(mt_context_create(world, NULL, &ctx));         // NULL: on the CPU, with the defaults
@@ -212,7 +212,7 @@ typedef struct mt_norm {
     mt_param *weight, *bias; /* bias is NULL for RMSNorm */
     mt_norm_kind kind;
     float eps;
-    mt_comm *tensor;
+    mt_comm *tp;
 } mt_norm;
 
 typedef struct mt_transformer_layer {
@@ -220,7 +220,7 @@ typedef struct mt_transformer_layer {
     mt_norm input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
     mt_self_attention attention;  /* NAME.self_attention.* */
     mt_mlp mlp;                   /* NAME.mlp.* */
-    mt_comm *tensor;
+    mt_comm *tp;
 } mt_transformer_layer;
 
 /* One of the layer's two halves: norm, attention or MLP, dropout, residual. */
@@ -364,7 +364,7 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
 
 /* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. MT_ERR_IO: they
    cannot be read, or the file was truncated since it was opened; the content of out is undefined then. */
-MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out);
 
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
@@ -580,7 +580,7 @@ static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tenso
 /* y is mt_none() where only `saved` is wanted. */
 static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
                                  int training) {
-    int64_t tokens = mti_tokens(mlp->fc1.tensor, mlp->desc.sequence_parallel, x.rows);
+    int64_t tokens = mti_tokens(mlp->fc1.tp, mlp->desc.sequence_parallel, x.rows);
     mt_tensor act;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
@@ -605,7 +605,7 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     size_t mark;
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_mlp_forward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mti_expect_travel(ctx, "mt_mlp_forward", mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
@@ -652,7 +652,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
     MT_TRY(
         mti_expect_like(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
-    MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tensor, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -770,7 +770,7 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
     MT_TRY(mti_join_name(ctx, full, name, "linear_proj"));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, full, &proj, &out->proj));
     out->groups = out->qkv.local_features / qkv.unit;
-    out->first_group = params->grid->tensor_rank * out->groups;
+    out->first_group = params->grid->tp_rank * out->groups;
     return mti_attention_rotary(ctx, params, out);
 }
 
@@ -781,7 +781,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     MT_TRY(mti_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
-    MT_TRY(mti_attention_check(ctx, name, &d, mti_shards(ctx, params->grid->tensor) * params->grid->tensor_size));
+    MT_TRY(mti_attention_check(ctx, name, &d, mti_shards(ctx, params->grid->tp) * params->grid->tp_size));
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = d;
@@ -923,7 +923,7 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     int64_t rows = 0;
     MT_TRY(mti_expect_weight(ctx, function, a->qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
-    MT_TRY(mti_rows(ctx, function, a->qkv.tensor, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
+    MT_TRY(mti_rows(ctx, function, a->qkv.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
     MT_TRY(mti_expect_like(ctx, function, a->qkv.weight, in_name, in, rows, a->desc.hidden));
     return mti_expect_like(ctx, function, a->qkv.weight, out_name, out, rows, a->desc.hidden);
 }
@@ -938,7 +938,7 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "x", x, "y", y));
     shape = mti_attention_shape(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
@@ -978,8 +978,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
-    MT_TRY(
-        mti_expect_travel(ctx, function, attention->qkv.tensor, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     shape = mti_attention_shape(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
@@ -1034,7 +1033,7 @@ static mt_status mti_norm_create(mt_context *ctx, mt_params *params, const char 
     memset(out, 0, sizeof *out);
     out->kind = d->norm;
     out->eps = mti_default(d->norm_eps, 1e-5f);
-    out->tensor = params->grid->tensor;
+    out->tp = params->grid->tp;
     memset(&p, 0, sizeof p);
     p.rows = 1;
     p.cols = d->hidden;
@@ -1078,7 +1077,7 @@ static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tens
     call.dy = dy;
     call.dresidual = dresidual;
     call.dx = dx;
-    MT_TRY(mti_sum_over_tokens(ctx, norm->tensor, norm->weight->desc.sequence_partial, mti_norm_rows, &call, x.rows,
+    MT_TRY(mti_sum_over_tokens(ctx, norm->tp, norm->weight->desc.sequence_partial, mti_norm_rows, &call, x.rows,
                                norm->weight->grad, mti_bias_grad(norm->bias)));
     return mti_log(ctx, norm->weight->name, 1, "input_grad", dx, norm->weight->desc.sequence_partial, NULL);
 }
@@ -1131,15 +1130,15 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     count = params->count;
     memset(out, 0, sizeof *out);
     out->desc = *desc;
-    out->tensor = params->grid->tensor;
+    out->tp = params->grid->tp;
     return mti_params_keep(params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
 /* The dropout of a half's output, whose rows are tokens of the global batch. */
 static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
-                                  mt_comm *tensor, int64_t rows, int64_t hidden) {
+                                  mt_comm *tp, int64_t rows, int64_t hidden) {
     mt_dropout d = mti_dropout(batch, p, layer, site);
-    d.at.first_row = batch->first_sequence * batch->seq + (sequence_parallel ? mt_comm_rank(tensor) * rows : 0);
+    d.at.first_row = batch->first_sequence * batch->seq + (sequence_parallel ? mt_comm_rank(tp) * rows : 0);
     d.at.global_cols = hidden;
     return d;
 }
@@ -1163,7 +1162,7 @@ static mti_half mti_layer_half(const mt_transformer_layer *layer, const mt_batch
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
     h.dropout = mti_row_dropout(batch, training ? layer->desc.hidden_dropout : 0.0f, layer->desc.layer, 1 + index,
-                                layer->desc.sequence_parallel, layer->tensor, rows, layer->desc.hidden);
+                                layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
     return h;
 }
 
@@ -1234,8 +1233,8 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
     if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
     *dblock = call.dblock;
     if (h->bias)
-        return mti_sum_over_tokens(ctx, h->layer->tensor, h->layer->desc.sequence_parallel, mti_drop_rows, &call,
-                                   dy.rows, h->bias->grad, mt_none());
+        return mti_sum_over_tokens(ctx, h->layer->tp, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
+                                   h->bias->grad, mt_none());
     return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
 }
 
@@ -1264,7 +1263,7 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
     MT_TRY(mti_block_check(ctx, function, &layer->attention, batch, in_name, in, out_name, out));
-    return mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, in_name, in, out_name, out);
+    return mti_expect_travel(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
 /* y is mt_none() where only `saved` is wanted. */
@@ -1353,19 +1352,19 @@ static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gp
                        "label_smoothing %g, recompute_layers %lld",
                        (long long)d->vocab, (long long)d->layers, (long long)d->max_seq, (double)d->embedding_dropout,
                        (double)d->label_smoothing, (long long)d->recompute_layers);
-    if (d->layers % grid->pipeline_size != 0)
+    if (d->layers % grid->pp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
-                       (long long)d->layers, grid->pipeline_size);
-    if (grid->pipeline_size > 1 && ctx->arena_symmetric)
+                       (long long)d->layers, grid->pp_size);
+    if (grid->pp_size > 1 && ctx->arena_symmetric)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_gpt_create: %d pipeline stages do not use their arenas alike, as "
                        "mt_context_desc.arena_symmetric promises",
-                       grid->pipeline_size);
+                       grid->pp_size);
     return MT_SUCCESS;
 }
 
-static int mti_gpt_is_first(const mt_gpt *gpt) { return gpt->grid->pipeline_rank == 0; }
-static int mti_gpt_is_last(const mt_gpt *gpt) { return gpt->grid->pipeline_rank + 1 == gpt->grid->pipeline_size; }
+static int mti_gpt_is_first(const mt_gpt *gpt) { return gpt->grid->pp_rank == 0; }
+static int mti_gpt_is_last(const mt_gpt *gpt) { return gpt->grid->pp_rank + 1 == gpt->grid->pp_size; }
 
 static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
     const mt_transformer_layer_desc *l = &gpt->desc.layer;
@@ -1438,8 +1437,8 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
     out->loss.label_smoothing = desc->label_smoothing;
     out->loss.ignore_index = desc->ignore_index;
     out->grid = params->grid;
-    out->local_layers = desc->layers / params->grid->pipeline_size;
-    out->first_layer = params->grid->pipeline_rank * out->local_layers;
+    out->local_layers = desc->layers / params->grid->pp_size;
+    out->first_layer = params->grid->pp_rank * out->local_layers;
     return mti_params_keep(params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
 }
 
@@ -1463,14 +1462,14 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved) {
 
 static mt_dropout mti_gpt_dropout(const mt_gpt *gpt, const mt_batch *batch, int64_t rows, int training) {
     return mti_row_dropout(batch, training ? gpt->desc.embedding_dropout : 0.0f, gpt->desc.layers, 3,
-                           gpt->desc.layer.sequence_parallel, gpt->grid->tensor, rows, gpt->desc.layer.hidden);
+                           gpt->desc.layer.sequence_parallel, gpt->grid->tp, rows, gpt->desc.layer.hidden);
 }
 
 /* Position of each of this rank's rows. */
 static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, int64_t rows,
                                    int32_t **out) {
     mt_tensor ids = mt_none();
-    int64_t first = gpt->desc.layer.sequence_parallel ? gpt->grid->tensor_rank * rows : 0;
+    int64_t first = gpt->desc.layer.sequence_parallel ? gpt->grid->tp_rank * rows : 0;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
     *out = (int32_t *)ids.data;
     return mt_position_ids(ctx, first, batch->seq, *out, rows);
@@ -1500,7 +1499,7 @@ static mt_status mti_gpt_room(mt_context *ctx, const mt_gpt *gpt, mt_tensor spar
 
 /* This rank's rows of a call, known to come out even. */
 static int64_t mti_gpt_rows(const mt_gpt *gpt, const mt_batch *batch) {
-    return batch->sequences * batch->seq / (gpt->desc.layer.sequence_parallel ? gpt->grid->tensor_size : 1);
+    return batch->sequences * batch->seq / (gpt->desc.layer.sequence_parallel ? gpt->grid->tp_size : 1);
 }
 
 /* Embedding or input, layers, final norm: y [rows, hidden] is output, or in the arena. */
@@ -1536,7 +1535,7 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
     if (!gpt || !gpt->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
     MT_TRY(mti_expect_weight(ctx, function, gpt->layers[0].attention.qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
-    return mti_rows(ctx, function, gpt->grid->tensor, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq,
+    return mti_rows(ctx, function, gpt->grid->tp, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq,
                     &rows);
 }
 
@@ -1548,7 +1547,7 @@ static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const m
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: stage %d of %d %s %s; mt_gpt_stage_forward and mt_gpt_stage_backward are "
                        "for pipelines",
-                       function, gpt->grid->pipeline_rank, gpt->grid->pipeline_size, none ? "takes no" : "needs", name);
+                       function, gpt->grid->pp_rank, gpt->grid->pp_size, none ? "takes no" : "needs", name);
     if (none) return MT_SUCCESS;
     return mti_expect_like(ctx, function, gpt->layers[0].attention.qkv.weight, name, t, mti_gpt_rows(gpt, batch),
                            gpt->desc.layer.hidden);
@@ -1566,8 +1565,8 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     MT_TRY(MT_RANGE("head forward",
                     mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
     MT_TRY(
-        MT_RANGE("loss forward", mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tensor, &gpt->loss, logits,
-                                                                         targets, loss, saved ? &saved->loss : NULL)));
+        MT_RANGE("loss forward", mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tp, &gpt->loss, logits, targets,
+                                                                         loss, saved ? &saved->loss : NULL)));
     return saved ? mti_log(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
@@ -1640,7 +1639,7 @@ static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, cons
         mti_position_call call;
         MT_TRY(mti_gpt_positions(ctx, gpt, batch, dx.rows, &call.positions));
         call.dx = dx;
-        MT_TRY(mti_sum_over_tokens(ctx, gpt->grid->tensor, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
+        MT_TRY(mti_sum_over_tokens(ctx, gpt->grid->tp, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
                                    dx.rows, mt_tensor_rows(gpt->positions->grad, 0, batch->seq), mt_none()));
     }
     return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
@@ -1693,7 +1692,7 @@ static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, con
     mark = mt_arena_mark(ctx);
     ctx->ids_checked = 1;
     if (mti_gpt_is_last(gpt))
-        status = MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tensor, &gpt->loss,
+        status = MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tp, &gpt->loss,
                                                                                     mt_none(), scale, &saved->loss));
     if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, doutput, dinput, saved);
     ctx->ids_checked = 0;
@@ -1737,31 +1736,30 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
                                      mt_tensor logits) {
     int gather = !mti_is_whole(gpt->head.weight);
     mt_tensor local = logits;
-    MT_TRY(mti_all_tokens(ctx, gpt->head.tensor, gpt->desc.layer.sequence_parallel, x, &x));
+    MT_TRY(mti_all_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
     if (gather) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, gpt->head.local_features, &local));
     MT_TRY(mti_column_product(ctx, gpt->head.weight, NULL, x, local));
-    return gather ? mti_gather_features(ctx, gpt->head.tensor, gpt->head.weight, local, logits) : MT_SUCCESS;
+    return gather ? mti_gather_features(ctx, gpt->head.tp, gpt->head.weight, local, logits) : MT_SUCCESS;
 }
 
 /* From stage to stage, and the last one's logits to all of them. */
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor logits) {
-    int stage = gpt->grid->pipeline_rank, stages = gpt->grid->pipeline_size;
+    int stage = gpt->grid->pp_rank, stages = gpt->grid->pp_size;
     mt_tensor input = mt_none(), output = mt_none(), all = logits, x;
     size_t n = (size_t)(mti_gpt_rows(gpt, batch) * gpt->desc.layer.hidden);
     if (!mti_gpt_is_first(gpt)) {
         MT_TRY(mti_gpt_room(ctx, gpt, input, mti_gpt_rows(gpt, batch), &input));
-        MT_TRY(mt_recv(ctx, gpt->grid->pipeline, input.data, n, input.dtype, stage - 1));
+        MT_TRY(mt_recv(ctx, gpt->grid->pp, input.data, n, input.dtype, stage - 1));
     }
     if (!mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_room(ctx, gpt, output, mti_gpt_rows(gpt, batch), &output));
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, NULL, &x));
-    if (!mti_gpt_is_last(gpt)) MT_TRY(mt_send(ctx, gpt->grid->pipeline, x.data, n, x.dtype, stage + 1));
+    if (!mti_gpt_is_last(gpt)) MT_TRY(mt_send(ctx, gpt->grid->pp, x.data, n, x.dtype, stage + 1));
     if (stages > 1) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, logits.cols, &all)); /* contiguous */
     if (mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, all));
     if (stages == 1) return MT_SUCCESS;
-    MT_TRY(mt_broadcast(ctx, gpt->grid->pipeline, all.data, all.data, (size_t)(all.rows * all.cols), all.dtype,
-                        stages - 1));
+    MT_TRY(mt_broadcast(ctx, gpt->grid->pp, all.data, all.data, (size_t)(all.rows * all.cols), all.dtype, stages - 1));
     return mt_copy(ctx, all, logits);
 }
 
@@ -2623,28 +2621,28 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
     return found ? found->value : NULL;
 }
 
-MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out) {
     const mti_mapped *map;
     unsigned char *from = (unsigned char *)out;
     uint16_t halves[256];
     int64_t elements, i, n;
     int type;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensor || !out || !tensor->file)
+    if (!tp || !out || !tp->file)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
-                       !tensor ? "tensor"
-                       : !out  ? "out"
-                               : "tensor->file");
-    type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
+                       !tp    ? "tensor"
+                       : !out ? "out"
+                              : "tensor->file");
+    type = mti_safetensors_dtypes[mti_safetensors_dtype(tp->dtype)].dtype;
     if (type < 0)
-        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
-                       tensor->dtype);
-    if (type != MT_F32) from += tensor->bytes; /* the second half of out: what is widened never overtakes it */
-    map = &tensor->file->map;
-    MT_TRY(mti_mapped_read(ctx, tensor->file->path, map,
-                           (size_t)((const unsigned char *)tensor->data - (const unsigned char *)map->data),
-                           (size_t)tensor->bytes, from));
-    elements = type == MT_F32 ? 0 : tensor->bytes / 2;
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tp->name,
+                       tp->dtype);
+    if (type != MT_F32) from += tp->bytes; /* the second half of out: what is widened never overtakes it */
+    map = &tp->file->map;
+    MT_TRY(mti_mapped_read(ctx, tp->file->path, map,
+                           (size_t)((const unsigned char *)tp->data - (const unsigned char *)map->data),
+                           (size_t)tp->bytes, from));
+    elements = type == MT_F32 ? 0 : tp->bytes / 2;
     for (i = 0; i < elements; i += n) {
         n = mt_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
         memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
@@ -3199,7 +3197,7 @@ static const char *mti_file_name(const char *path) {
 }
 
 /* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
-static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *directory, const char *tensor,
+static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *directory, const char *tp,
                                   const char *file) {
     int i;
     for (i = 0; i < b->count && strcmp(mti_file_name(b->files[i]->path), file) != 0; i++) continue;
@@ -3208,8 +3206,8 @@ static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *di
             return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
         MT_TRY(mti_bundle_add(ctx, b, directory, file));
     }
-    if (mt_safetensors_find(b->files[i], tensor)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tensor, file);
+    if (mt_safetensors_find(b->files[i], tp)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tp, file);
 }
 
 /* text: room for any string of the index. */
@@ -3482,7 +3480,7 @@ MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char
 
 /* A parameter that several stages share is written by the first. */
 static int mti_param_is_ours(const mt_params *params, const mt_param *p) {
-    return !p->desc.shared_embedding || params->grid->pipeline_rank == 0;
+    return !p->desc.shared_embedding || params->grid->pp_rank == 0;
 }
 
 /* What a file holds of every parameter: its value, or one after the other what the optimizer keeps. */
@@ -3597,7 +3595,7 @@ static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_par
                                 const char *directory) {
     char name[64];
     uint64_t header;
-    mti_part_name(name, sizeof name, part->stem, c->params->grid->pipeline_rank, c->params->grid->pipeline_size);
+    mti_part_name(name, sizeof name, part->stem, c->params->grid->pp_rank, c->params->grid->pp_size);
     MT_TRY(mti_file_begin(ctx, &c->file, NULL, NULL));
     mti_put_header(c, part, state, &c->file);
     header = (uint64_t)c->file.bytes;
@@ -3682,7 +3680,7 @@ static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_par
 static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
                                const char *directory, mt_status *io) {
     const mt_grid *g = c->params->grid;
-    int writes = g->tensor_rank == 0 && g->data_rank == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_device(ctx) != MT_DEVICE_META;
     mt_status status;
     if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
     status = mti_part_write(ctx, c, part, writes, io);
@@ -3785,7 +3783,7 @@ static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *d
     char name[64];
     mti_bundle b;
     mt_status status = MT_SUCCESS;
-    int i, stages = c->params->grid->pipeline_size;
+    int i, stages = c->params->grid->pp_size;
     memset(&b, 0, sizeof b);
     for (i = 0; i < stages && status == MT_SUCCESS; i++) {
         mti_part_name(name, sizeof name, stem, i, stages);
@@ -3972,7 +3970,7 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
 
 /* Collective over the pipeline: the files hold as many tensors as the stages have parameters. */
 static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
-    mt_comm *pipeline = c->params->grid->pipeline;
+    mt_comm *pipeline = c->params->grid->pp;
     int32_t wanted = 0;
     int64_t has = b->tensors;
     int i, k;

@@ -2,7 +2,7 @@
    cross-entropy, gradient sync and norm, loss scaling, AdamW.
 
    Do this (every rank; ctx from mt_comm.h):
-       mt_grid grid;        mt_grid_desc shape = {.tensor = 8};             // data parallel over the rest
+       mt_grid grid;        mt_grid_desc shape = {.tp = 8};             // data parallel over the rest
        mt_params *params;   MT_TRY(mt_grid_create(world, &shape, &grid));
                             MT_TRY(mt_params_create(ctx, &grid, &params));
        mt_column_parallel_linear fc; mt_linear_desc d = {.in_features = 1024, .out_features = 4096};
@@ -40,11 +40,11 @@ extern "C" {
 
 /* ---- process grid ------------------------------------------------------------------------------------------------ */
 
-/* Megatron's rank order, tensor fastest, then data, then pipeline: rank = t + tensor * (d + data * p). */
+/* Megatron's rank order, tensor fastest, then data, then pipeline: rank = t + tp * (d + dp * p). */
 typedef struct mt_grid_desc {
-    int tensor;   /* 0: 1 */
-    int data;     /* 0: what the other two leave of the world */
-    int pipeline; /* 0: 1 */
+    int tp; /* tensor parallel ranks; 0: 1 */
+    int dp; /* data parallel ranks; 0: what the other two leave of the world */
+    int pp; /* pipeline stages; 0: 1 */
 } mt_grid_desc;
 
 typedef enum mt_group {
@@ -58,9 +58,9 @@ typedef enum mt_group {
 /* The communicators of one rank. embedding is NULL on the stages between. Filled by mt_grid_create; read freely. */
 typedef struct mt_grid {
     mt_comm *world; /* the caller's */
-    mt_comm *tensor, *data, *pipeline, *model, *embedding;
-    int tensor_size, data_size, pipeline_size;
-    int tensor_rank, data_rank, pipeline_rank;
+    mt_comm *tp, *dp, *pp, *model, *embedding;
+    int tp_size, dp_size, pp_size;
+    int tp_rank, dp_rank, pp_rank;
 } mt_grid;
 
 /* The ranks of `rank`'s group, in order, without communicating: ranks [world_size] is filled, *count set.
@@ -142,8 +142,8 @@ typedef struct mt_param {
     mt_tensor value, grad;
     mt_tensor lookup_grad; /* of a shared embedding in invariant mode: what its lookup contributes, where that is on the
                               same stage as the head; mt_sync_gradients adds it to grad. Else none */
-    int tensor_rank, tensor_size;
-    int shards;             /* V / tensor_size in invariant mode when the parameter is split, else 1 */
+    int tp_rank, tp_size;
+    int shards;             /* V / tp_size in invariant mode when the parameter is split, else 1 */
     int64_t local_features; /* of the split dimension, padding included; rows when it is not split */
     struct mt_params *registry;
     int index; /* in the registry, see mt_params_at */
@@ -224,7 +224,7 @@ typedef struct mt_column_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
     mt_param *weight, *bias; /* bias is NULL with no_bias */
-    mt_comm *tensor;
+    mt_comm *tp;
     int64_t local_features;
 } mt_column_parallel_linear;
 
@@ -232,7 +232,7 @@ typedef struct mt_row_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
     mt_param *weight, *bias;
-    mt_comm *tensor;
+    mt_comm *tp;
     int64_t local_features;
 } mt_row_parallel_linear;
 
@@ -274,7 +274,7 @@ typedef struct mt_embedding_desc {
 typedef struct mt_vocab_parallel_embedding {
     mt_embedding_desc desc;
     mt_param *weight; /* [vocab, features], rows split */
-    mt_comm *tensor;
+    mt_comm *tp;
     int64_t first_row; /* of this rank's shard */
 } mt_vocab_parallel_embedding;
 
@@ -300,19 +300,19 @@ typedef struct mt_cross_entropy_saved {
 
 /* logits [tokens, local vocabulary], of any float type, as an output head without gather_output leaves them; targets
    [tokens]; loss [1, tokens], MT_F32 as all between the two.
-   One collective over `tensor`: an all-gather of four scalars per token (and virtual shard). backward turns the saved
+   One collective over `tp`: an all-gather of four scalars per token (and virtual shard). backward turns the saved
    logits, in place, into scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
-MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor,
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                          const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved);
-MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tensor,
+MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tp,
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss,
                                                           float scale, const mt_cross_entropy_saved *saved);
 
 /* Both in one call, for a loop that knows dloss and scale beforehand: loss, and the logits' gradient in their place.
    Where one rank has the whole vocabulary, the logits are read once. */
-MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tensor,
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tp,
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
                                                                   mt_tensor loss);
@@ -516,7 +516,7 @@ typedef struct mt_pipeline_stage {
 } mt_pipeline_stage;
 
 /* Runs the actions of this rank's stage. Every rank of the pipeline group runs those of its own; each boundary between
-   two stages sees one send of [rows, cols] forward and one backward for each micro-batch, in grid->pipeline's ledger.
+   two stages sees one send of [rows, cols] forward and one backward for each micro-batch, in grid->pp's ledger.
 
    What forward allocates from the arena and leaves there is kept for the micro-batch's backward, and gone after it. It
    is kept in the slot: every micro-batch must allocate what the first one did, in the same order (MT_ERR_SHAPE), the
@@ -586,20 +586,20 @@ extern "C" {
 /* sizes[0..2] = tensor, data, pipeline with the zeros of desc resolved. Writes a sentence into text when they do not
  * fit. */
 static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
-    int tensor = desc->tensor ? desc->tensor : 1, pipeline = desc->pipeline ? desc->pipeline : 1, data = desc->data;
-    int64_t model = (int64_t)tensor * pipeline;
-    if (desc->tensor < 0 || desc->data < 0 || desc->pipeline < 0 || world < 1) {
+    int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
+    int64_t model = (int64_t)tp * pipeline;
+    if (desc->tp < 0 || desc->dp < 0 || desc->pp < 0 || world < 1) {
         snprintf(text, text_bytes, "mt_grid: tensor %d, data %d, pipeline %d on %d ranks: sizes must not be negative",
-                 desc->tensor, desc->data, desc->pipeline, world);
+                 desc->tp, desc->dp, desc->pp, world);
         return MT_ERR_ARGUMENT;
     }
     if (!data && world % model == 0) data = (int)(world / model);
     if (!data || model > world || model * data != world) {
-        snprintf(text, text_bytes, "mt_grid: tensor %d x data %d x pipeline %d does not make %d ranks", tensor, data,
+        snprintf(text, text_bytes, "mt_grid: tensor %d x data %d x pipeline %d does not make %d ranks", tp, data,
                  pipeline, world);
         return MT_ERR_SHAPE;
     }
-    sizes[0] = tensor;
+    sizes[0] = tp;
     sizes[1] = data;
     sizes[2] = pipeline;
     return MT_SUCCESS;
@@ -659,9 +659,9 @@ static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group gro
 }
 
 static mt_status mti_grid_groups(mt_grid *grid, const int sizes[3]) {
-    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_TENSOR, "tensor", &grid->tensor));
-    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_DATA, "data", &grid->data));
-    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_PIPELINE, "pipeline", &grid->pipeline));
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_TENSOR, "tensor", &grid->tp));
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_DATA, "data", &grid->dp));
+    MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_PIPELINE, "pipeline", &grid->pp));
     MT_TRY(mti_grid_group(grid->world, sizes, MT_GROUP_MODEL, "model", &grid->model));
     return mti_grid_group(grid->world, sizes, MT_GROUP_EMBEDDING, "embedding", &grid->embedding);
 }
@@ -678,12 +678,12 @@ MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_gri
     if (status != MT_SUCCESS) return mt_comm_fail(world, status, text);
     mti_grid_coordinates(sizes, mt_comm_rank(world), at);
     out->world = world;
-    out->tensor_size = sizes[0];
-    out->data_size = sizes[1];
-    out->pipeline_size = sizes[2];
-    out->tensor_rank = at[0];
-    out->data_rank = at[1];
-    out->pipeline_rank = at[2];
+    out->tp_size = sizes[0];
+    out->dp_size = sizes[1];
+    out->pp_size = sizes[2];
+    out->tp_rank = at[0];
+    out->dp_rank = at[1];
+    out->pp_rank = at[2];
     status = mti_grid_groups(out, sizes);
     if (status != MT_SUCCESS) mt_grid_destroy(out);
     return status;
@@ -693,24 +693,24 @@ MT_API void mt_grid_destroy(mt_grid *grid) {
     if (!grid) return;
     mt_comm_destroy(grid->embedding);
     mt_comm_destroy(grid->model);
-    mt_comm_destroy(grid->pipeline);
-    mt_comm_destroy(grid->data);
-    mt_comm_destroy(grid->tensor);
+    mt_comm_destroy(grid->pp);
+    mt_comm_destroy(grid->dp);
+    mt_comm_destroy(grid->tp);
     memset(grid, 0, sizeof *grid);
 }
 
 /* ---- >>invariant ------------------------------------------------------------------------------------------------- */
 
 /* Virtual shards that this rank of the tensor group holds. */
-static int mti_shards(const mt_context *ctx, const mt_comm *tensor) {
-    return ctx->invariant ? ctx->invariant / mt_comm_size(tensor) : 1;
+static int mti_shards(const mt_context *ctx, const mt_comm *tp) {
+    return ctx->invariant ? ctx->invariant / mt_comm_size(tp) : 1;
 }
 
-static mt_status mti_expect_shards(mt_context *ctx, const char *function, const mt_comm *tensor) {
-    if (!ctx->invariant || ctx->invariant % mt_comm_size(tensor) == 0) return MT_SUCCESS;
+static mt_status mti_expect_shards(mt_context *ctx, const char *function, const mt_comm *tp) {
+    if (!ctx->invariant || ctx->invariant % mt_comm_size(tp) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %d virtual shards (mt_context_desc.invariant) cannot be split over %d tensor ranks", function,
-                   ctx->invariant, mt_comm_size(tensor));
+                   ctx->invariant, mt_comm_size(tp));
 }
 
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
@@ -809,9 +809,9 @@ static mt_status mti_token_leaf(mt_context *ctx, const void *arg, int shard, mt_
 
 /* Gradients that are sums over tokens: V virtual shards of the tokens, of which a rank has V / t under sequence
    parallelism, and all without. Otherwise one pass, straight into the gradients. */
-static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mti_token_operator op,
+static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mti_token_operator op,
                                      const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
-    int shards = sequence_parallel ? mti_shards(ctx, tensor) : ctx->invariant;
+    int shards = sequence_parallel ? mti_shards(ctx, tp) : ctx->invariant;
     mti_token_sum sum;
     mt_tensor out;
     size_t mark = mt_arena_mark(ctx);
@@ -900,15 +900,15 @@ static void mti_params_free_buffers(mt_params *params) {
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out) {
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!grid || !grid->tensor || !out)
+    if (!grid || !grid->tp || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
-    MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tensor));
-    if (ctx->invariant && ctx->invariant_data % grid->data_size != 0)
+    MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tp));
+    if (ctx->invariant && ctx->invariant_data % grid->dp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
                        "be split over %d data ranks",
-                       ctx->invariant_data, grid->data_size);
+                       ctx->invariant_data, grid->dp_size);
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = (mt_params *)memory;
@@ -1066,9 +1066,9 @@ static void mti_param_shape(const mt_params *params, mt_param *p) {
     const mt_param_desc *d = &p->desc;
     int split = d->placement != MT_REPLICATED;
     int64_t rows, cols;
-    p->shards = split ? mti_shards(params->ctx, params->grid->tensor) : 1;
+    p->shards = split ? mti_shards(params->ctx, params->grid->tp) : 1;
     p->local_features =
-        split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit, p->shards * p->tensor_size)
+        split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit, p->shards * p->tp_size)
               : d->rows;
     rows = d->placement != MT_SPLIT_COLS ? p->local_features : d->rows > 1 ? p->shards * d->rows : 1;
     cols = d->placement != MT_SPLIT_COLS ? d->cols : d->rows > 1 ? p->local_features / p->shards : p->local_features;
@@ -1090,8 +1090,8 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     p->desc.name = p->name;
     if (!p->desc.parts) p->desc.parts = 1;
     if (!p->desc.unit) p->desc.unit = 1;
-    p->tensor_rank = params->grid->tensor_rank;
-    p->tensor_size = params->grid->tensor_size;
+    p->tp_rank = params->grid->tp_rank;
+    p->tp_size = params->grid->tp_size;
     p->registry = params;
     p->index = params->count;
     mti_param_shape(params, p);
@@ -1119,7 +1119,7 @@ static int64_t mti_param_slot(const mt_param *p) {
 /* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant
  * mode. */
 static int mti_has_lookup_grad(const mt_params *params, const mt_param *p) {
-    return params->ctx->invariant && p->desc.shared_embedding && params->grid->pipeline_size == 1;
+    return params->ctx->invariant && p->desc.shared_embedding && params->grid->pp_size == 1;
 }
 
 /* The slots of all parameters together, and, as params->gradients, of what is behind theirs. */
@@ -1141,7 +1141,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t el
     size_t bytes = (size_t)params->gradients * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL;
     mt_status status;
-    while (params->grid->data_size << params->levels < ctx->invariant_data) params->levels++;
+    while (params->grid->dp_size << params->levels < ctx->invariant_data) params->levels++;
     more = bytes * (size_t)params->levels;
     status = mt_context_alloc(ctx, value_bytes, &values);
     if (status == MT_SUCCESS) status = mt_context_alloc(ctx, bytes, &grads);
@@ -1162,9 +1162,9 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t el
 static void mti_params_cut(mt_params *params, int64_t *elements) {
     mti_buckets *b = &params->buckets;
     int64_t size = (int64_t)(b->desc.bucket_bytes / sizeof(float)), unit;
-    b->ranks = b->desc.sharded_optimizer ? params->grid->data_size : 1;
+    b->ranks = b->desc.sharded_optimizer ? params->grid->dp_size : 1;
     unit = mti_param_unit(params->dtype) * b->ranks;
-    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)params->grid->data_size * 1000000);
+    if (b->desc.bucket_bytes == 0) size = mt_max(40000000, (int64_t)params->grid->dp_size * 1000000);
     *elements = mt_round_up(*elements, unit);
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
@@ -1193,9 +1193,9 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
         if (pass == 0) params->partial = at;
         if (pass == 1) params->buckets.early = at;
     }
-    MT_TRY(mt_comm_register(ctx, params->grid->data, params->grads, (size_t)params->elements * sizeof(float)));
+    MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
     if (params->buckets.ranks == 1) return MT_SUCCESS;
-    return mt_comm_register(ctx, params->grid->data, params->values, mti_params_bytes(params, params->elements));
+    return mt_comm_register(ctx, params->grid->dp, params->values, mti_params_bytes(params, params->elements));
 }
 
 /* FNV-1a, so that a parameter's random stream depends on its name and not on what was created before it. */
@@ -1219,7 +1219,7 @@ static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed,
 static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t seed) {
     int64_t i;
     for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, p->tensor_rank, i);
+        mti_block b = mti_param_block(p, p->tp_rank, i);
         mt_tensor view = mti_param_block_view(p, p->value, b);
         mt_random at = mti_param_random(p, b, seed, 0);
         if (b.count == 0) continue;
@@ -1307,7 +1307,7 @@ static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, ui
     mti_told_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
     mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
     for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
-    return mti_told_end(ctx, params, function, params->grid->pipeline_rank, &t);
+    return mti_told_end(ctx, params, function, params->grid->pp_rank, &t);
 }
 
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed) {
@@ -1430,7 +1430,7 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
     MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
     mark = mt_arena_mark(ctx);
     memcpy(&host, &global, sizeof host); /* only read: mti_shard_copy serves both directions */
-    status = mti_shard_copy(ctx, param, param->tensor_rank, shard, host, 0);
+    status = mti_shard_copy(ctx, param, param->tp_rank, shard, host, 0);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -1439,11 +1439,10 @@ static mt_status mti_param_gather(mt_context *ctx, mt_params *params, const mt_p
                                   float *global) {
     mt_tensor all;
     int r;
-    if (p->desc.placement == MT_REPLICATED || p->tensor_size == 1) return mti_shard_copy(ctx, p, 0, shard, global, 1);
-    MT_TRY(mt_arena_tensor(ctx, shard.dtype, shard.rows * p->tensor_size, shard.cols, &all));
-    MT_TRY(
-        mt_all_gather(ctx, params->grid->tensor, shard.data, all.data, (size_t)(shard.rows * shard.cols), shard.dtype));
-    for (r = 0; r < p->tensor_size; r++)
+    if (p->desc.placement == MT_REPLICATED || p->tp_size == 1) return mti_shard_copy(ctx, p, 0, shard, global, 1);
+    MT_TRY(mt_arena_tensor(ctx, shard.dtype, shard.rows * p->tp_size, shard.cols, &all));
+    MT_TRY(mt_all_gather(ctx, params->grid->tp, shard.data, all.data, (size_t)(shard.rows * shard.cols), shard.dtype));
+    for (r = 0; r < p->tp_size; r++)
         MT_TRY(mti_shard_copy(ctx, p, r, mt_tensor_rows(all, r * shard.rows, shard.rows), global, 1));
     return MT_SUCCESS;
 }
@@ -1488,7 +1487,7 @@ MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_has
     void *memory;
     if (out) *out = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!grid || !grid->tensor || !out || ctx->hash_log)
+    if (!grid || !grid->tp || !out || ctx->hash_log)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_create: %s",
                        !out            ? "out is NULL"
                        : ctx->hash_log ? "the context has a hash log"
@@ -1552,17 +1551,17 @@ static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *
     snprintf(full, sizeof full, "%.*s.%s", length, name, what);
     MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
     entry->order = strstr(what, "_grad") != NULL;
-    row_split = sequence_parallel && log->grid->tensor_size > 1;
+    row_split = sequence_parallel && log->grid->tp_size > 1;
     entry->split[0] = cols != NULL || row_split;
     entry->split[1] = 1;
-    row = row_split ? log->grid->tensor_rank * t.rows : 0;
+    row = row_split ? log->grid->tp_rank * t.rows : 0;
     if (log->first_token > INT64_MAX - row)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_tokens: first_token is %lld, and its row %lld has no number",
                        (long long)log->first_token, (long long)row);
     row += log->first_token;
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
     for (i = 0; i < mti_param_blocks(cols); i++) {
-        mti_block b = mti_param_block(cols, cols->tensor_rank, i);
+        mti_block b = mti_param_block(cols, cols->tp_rank, i);
         MT_TRY(mt_hash(ctx, mti_block_cols(cols, t, b), row, b.global, mti_split_dimension(cols), &entry->hash));
     }
     return MT_SUCCESS;
@@ -1584,7 +1583,7 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
     entry->split[0] = param->desc.placement != MT_REPLICATED;
     entry->order = 2 + 2 * log->values;
     for (i = 0; i < mti_param_blocks(param); i++) {
-        mti_block b = mti_param_block(param, param->tensor_rank, i);
+        mti_block b = mti_param_block(param, param->tp_rank, i);
         int by_cols = param->desc.placement == MT_SPLIT_COLS;
         MT_TRY(mt_hash(ctx, mti_param_block_view(param, shard, b), by_cols ? 0 : b.global, by_cols ? b.global : 0,
                        param->desc.cols, &entry->hash));
@@ -1657,14 +1656,14 @@ static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, 
 /* The entries of all stages, `each` of every one; those that a stage does not have are without a name. */
 static mt_status mti_log_gather(mt_context *ctx, const mt_hash_log *log, int each, mti_log_entry *all) {
     int64_t words = MTI_LOG_ROUND * (int64_t)(sizeof *all / sizeof(int32_t));
-    int rank = log->grid->pipeline_rank, stages = log->grid->pipeline_size, first, stage;
+    int rank = log->grid->pp_rank, stages = log->grid->pp_size, first, stage;
     mt_tensor own, every;
     memcpy(all + rank * each, log->entries, (size_t)log->count * sizeof *all);
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, words, &own));
     MT_TRY(mt_arena_tensor(ctx, MT_I32, stages, words, &every));
     for (first = 0; first < each; first += MTI_LOG_ROUND) {
         MT_TRY(mt_upload(ctx, all + rank * each + first, own));
-        MT_TRY(mt_all_gather(ctx, log->grid->pipeline, own.data, every.data, (size_t)words, MT_I32));
+        MT_TRY(mt_all_gather(ctx, log->grid->pp, own.data, every.data, (size_t)words, MT_I32));
         for (stage = 0; stage < stages; stage++)
             MT_TRY(mt_download(ctx, mt_tensor_rows(every, stage, 1), all + stage * each + first));
     }
@@ -1698,13 +1697,13 @@ static void mti_log_lines(mti_log_entry *all, int stages, int each, mt_hash_line
 }
 
 static mt_status mti_log_stages(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user) {
-    int stages = log->grid->pipeline_size, each = log->count;
+    int stages = log->grid->pp_size, each = log->count;
     mt_tensor most;
     void *memory;
     mt_status status;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, 1, &most));
     MT_TRY(mt_upload(ctx, &each, most));
-    MT_TRY(mt_all_reduce(ctx, log->grid->pipeline, most.data, most.data, 1, MT_I32, MT_MAX));
+    MT_TRY(mt_all_reduce(ctx, log->grid->pp, most.data, most.data, 1, MT_I32, MT_MAX));
     MT_TRY(mt_download(ctx, most, &each));
     if (each < log->count) each = log->count; /* META */
     each = (int)mt_round_up(each, MTI_LOG_ROUND);
@@ -1723,9 +1722,9 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
     if (!line) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_flush: line is NULL");
     if (log->count == 0) return MT_SUCCESS;
     mark = mt_arena_mark(ctx);
-    status = mti_log_join(ctx, log, log->grid->tensor, 0);
-    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->data, 1);
-    if (status == MT_SUCCESS && log->grid->pipeline_size > 1) status = mti_log_stages(ctx, log, line, user);
+    status = mti_log_join(ctx, log, log->grid->tp, 0);
+    if (status == MT_SUCCESS) status = mti_log_join(ctx, log, log->grid->dp, 1);
+    if (status == MT_SUCCESS && log->grid->pp_size > 1) status = mti_log_stages(ctx, log, line, user);
     else
         for (i = 0; status == MT_SUCCESS && i < log->count; i++)
             line(user, log->entries[i].name, log->entries[i].hash, log->entries[i].differs);
@@ -1738,15 +1737,15 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 
 /* What a layer sends or receives must be contiguous, which is found out before anything is computed: `in` travels under
    sequence parallelism, `out`, which may be mt_none(), always. */
-static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_comm *tensor, int sequence_parallel,
+static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                    const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int in_ok = !sequence_parallel || in.rows <= 1 || mt_tensor_ld(in) == in.cols;
     mt_tensor bad = in_ok ? out : in;
-    if (mt_comm_size(tensor) == 1 || (in_ok && (out.rows <= 1 || mt_tensor_ld(out) == out.cols))) return MT_SUCCESS;
+    if (mt_comm_size(tp) == 1 || (in_ok && (out.rows <= 1 || mt_tensor_ld(out) == out.cols))) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %s [%lld, %lld] has ld %lld; it is sent between %d ranks and must be contiguous", function,
                    in_ok ? out_name : in_name, (long long)bad.rows, (long long)bad.cols, (long long)bad.ld,
-                   mt_comm_size(tensor));
+                   mt_comm_size(tp));
 }
 
 /* A view of exactly [rows, cols], in the type of the layer's weight: an activation or its gradient. */
@@ -1831,13 +1830,13 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
 
 /* Whether local features are the global ones, in their order and without padding. */
 static int mti_is_whole(const mt_param *p) {
-    return p->tensor_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
+    return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
 }
 
 /* Columns of x [tokens, n] that belong to this rank: a view where that is one piece, else a copy in the arena. */
 static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x, mt_tensor *out) {
     int64_t i, blocks = mti_param_blocks(p);
-    mti_block first = mti_param_block(p, p->tensor_rank, 0), last = mti_param_block(p, p->tensor_rank, blocks - 1);
+    mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
     if (mti_is_whole(p) || (p->desc.parts == 1 && last.count == last.size)) {
         *out = mt_tensor_cols(x, first.global, p->local_features);
         return MT_SUCCESS;
@@ -1845,21 +1844,20 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < blocks; i++) {
-        mti_block b = mti_param_block(p, p->tensor_rank, i);
+        mti_block b = mti_param_block(p, p->tp_rank, i);
         MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
     }
     return MT_SUCCESS;
 }
 
 /* The inverse: local [tokens, local features], contiguous, of every rank -> y [tokens, n], padding left out. */
-static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_param *p, mt_tensor local,
-                                     mt_tensor y) {
+static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_param *p, mt_tensor local, mt_tensor y) {
     mt_tensor all;
     int64_t i;
     int r;
-    MT_TRY(mt_arena_tensor(ctx, local.dtype, local.rows * p->tensor_size, local.cols, &all));
-    MT_TRY(mt_all_gather(ctx, tensor, local.data, all.data, (size_t)(local.rows * local.cols), local.dtype));
-    for (r = 0; r < p->tensor_size; r++)
+    MT_TRY(mt_arena_tensor(ctx, local.dtype, local.rows * p->tp_size, local.cols, &all));
+    MT_TRY(mt_all_gather(ctx, tp, local.data, all.data, (size_t)(local.rows * local.cols), local.dtype));
+    for (r = 0; r < p->tp_size; r++)
         for (i = 0; i < mti_param_blocks(p); i++) {
             mti_block b = mti_param_block(p, r, i);
             mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
@@ -1869,19 +1867,18 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tensor, const mt_
 }
 
 /* x of all tokens: x itself, or under sequence parallelism gathered into the arena. */
-static mt_status mti_all_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor x, mt_tensor *out) {
+static mt_status mti_all_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *out) {
     *out = x;
-    if (!sequence_parallel || mt_comm_size(tensor) == 1) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tensor), x.cols, out));
-    return mt_gather_from_sequence_region(ctx, tensor, x, *out);
+    if (!sequence_parallel || mt_comm_size(tp) == 1) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, out));
+    return mt_gather_from_sequence_region(ctx, tp, x, *out);
 }
 
 /* Where partial sums [tokens, n] go before mti_reduce_tokens: y itself, or the arena under sequence parallelism, and
    for 16-bit types in invariant mode: there sums stay f32 until the last one, since ranks and virtual shards must meet
    in the same way. */
-static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor y,
-                                    mt_tensor *out) {
-    int ranks = sequence_parallel ? mt_comm_size(tensor) : 1;
+static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor y, mt_tensor *out) {
+    int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
     *out = y;
     if (ranks == 1 && (!ctx->invariant || y.dtype == MT_F32)) return MT_SUCCESS;
     return mt_arena_tensor(ctx, ctx->invariant ? MT_F32 : y.dtype, y.rows * ranks, y.cols, out);
@@ -1899,9 +1896,8 @@ typedef struct mti_chunks {
     int64_t rows; /* of a piece, in all chunks */
 } mti_chunks;
 
-static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tensor, int sequence_parallel, int travel,
-                                int64_t rows) {
-    int ranks = mt_comm_size(tensor), pieces = sequence_parallel ? ranks : 1;
+static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence_parallel, int travel, int64_t rows) {
+    int ranks = mt_comm_size(tp), pieces = sequence_parallel ? ranks : 1;
     int64_t count = ctx->overlap_chunks;
     mti_chunks c;
     if (count == 0) count = ctx->planned == MT_DEVICE_CUDA ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
@@ -1923,50 +1919,50 @@ static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piec
 }
 
 /* The rows of all ranks into `all`, a chunk for each ticket; x itself where there is nothing to gather. */
-static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c,
+static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c,
                                    mt_tensor x, mt_tensor *all) {
     int i;
-    if (c->count == 1) return mti_all_tokens(ctx, tensor, sequence_parallel, x, all);
+    if (c->count == 1) return mti_all_tokens(ctx, tp, sequence_parallel, x, all);
     *all = x;
     if (!sequence_parallel) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tensor), x.cols, all));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, all));
     for (i = 0; i < c->count; i++) {
         int64_t first = mti_chunk_first(c, i), rows = mti_chunk_rows(c, i);
-        MT_TRY(mt_overlap_begin(ctx, tensor, MT_OVERLAP_ALL_GATHER));
-        MT_TRY(mt_overlap_end(ctx, i, mt_gather_rows_from_sequence_region(ctx, tensor, x, *all, first, rows)));
+        MT_TRY(mt_overlap_begin(ctx, tp, MT_OVERLAP_ALL_GATHER));
+        MT_TRY(mt_overlap_end(ctx, i, mt_gather_rows_from_sequence_region(ctx, tp, x, *all, first, rows)));
     }
     return MT_SUCCESS;
 }
 
 /* Sums the partial results of all ranks into y: all-reduce, or reduce-scatter under sequence parallelism. */
-static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tensor, int sequence_parallel, mt_tensor partial,
+static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor partial,
                                    mt_tensor y) {
     mt_tensor sum = y;
     if (partial.dtype != y.dtype && sequence_parallel) MT_TRY(mt_arena_tensor(ctx, MT_F32, y.rows, y.cols, &sum));
     else if (partial.dtype != y.dtype) sum = partial;
-    if (sequence_parallel) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, tensor, partial, sum));
-    else MT_TRY(mt_reduce_from_tensor_region_forward(ctx, tensor, sum));
+    if (sequence_parallel) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, tp, partial, sum));
+    else MT_TRY(mt_reduce_from_tensor_region_forward(ctx, tp, sum));
     return sum.dtype != y.dtype ? mt_convert(ctx, sum, y) : MT_SUCCESS;
 }
 
 /* The same for one of several chunks. */
-static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tensor, int sequence_parallel, const mti_chunks *c,
-                                  int chunk, mt_tensor partial, mt_tensor y) {
+static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c, int chunk,
+                                  mt_tensor partial, mt_tensor y) {
     int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
-    if (c->count == 1) return mti_reduce_tokens(ctx, tensor, sequence_parallel, partial, y);
-    if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tensor, partial, y, first, rows);
-    return mt_reduce_rows_from_tensor_region(ctx, tensor, y, first, rows);
+    if (c->count == 1) return mti_reduce_tokens(ctx, tp, sequence_parallel, partial, y);
+    if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tp, partial, y, first, rows);
+    return mt_reduce_rows_from_tensor_region(ctx, tp, y, first, rows);
 }
 
 /* -1, which is no shape, when there are more than int64_t counts. */
-static int64_t mti_tokens(mt_comm *tensor, int sequence_parallel, int64_t rows) {
-    return sequence_parallel ? mt_size_mul(rows, mt_comm_size(tensor)) : rows;
+static int64_t mti_tokens(mt_comm *tp, int sequence_parallel, int64_t rows) {
+    return sequence_parallel ? mt_size_mul(rows, mt_comm_size(tp)) : rows;
 }
 
 /* The inverse: the rows that a rank holds of so many tokens. */
-static mt_status mti_rows(mt_context *ctx, const char *function, mt_comm *tensor, int sequence_parallel, int64_t tokens,
+static mt_status mti_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel, int64_t tokens,
                           int64_t *rows) {
-    int ranks = sequence_parallel ? mt_comm_size(tensor) : 1;
+    int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
     *rows = tokens / ranks;
     if (tokens >= 0 && tokens % ranks == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
@@ -1995,7 +1991,7 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
     MT_TRY(mti_params_keep(params, count, out, sizeof *out,
                            mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
     out->desc = *desc;
-    out->tensor = params->grid->tensor;
+    out->tp = params->grid->tp;
     out->local_features = out->weight->local_features;
     snprintf(out->name, sizeof out->name, "%s", name);
     return MT_SUCCESS;
@@ -2068,8 +2064,8 @@ static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_li
                                     const mti_activation_after *act) {
     mt_tensor all, local = y;
     int gather = layer->desc.gather_output && !mti_is_whole(layer->weight), sp = layer->desc.sequence_parallel, i, j;
-    mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, x.rows);
-    MT_TRY(mti_gather_chunks(ctx, layer->tensor, sp, &c, x, &all));
+    mti_chunks c = mti_chunks_of(ctx, layer->tp, sp, sp, x.rows);
+    MT_TRY(mti_gather_chunks(ctx, layer->tp, sp, &c, x, &all));
     if (gather) MT_TRY(mt_arena_tensor(ctx, y.dtype, all.rows, layer->local_features, &local));
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
@@ -2077,7 +2073,7 @@ static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_li
             MT_TRY(mti_column_piece(ctx, layer, act, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j),
                                     act ? mti_piece(&c, act->out, i, j) : mt_none()));
     }
-    return gather ? mti_gather_features(ctx, layer->tensor, layer->weight, local, y) : MT_SUCCESS;
+    return gather ? mti_gather_features(ctx, layer->tp, layer->weight, local, y) : MT_SUCCESS;
 }
 
 /* Checked, act may be NULL. */
@@ -2097,15 +2093,15 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
     MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
     return mti_expect_like(ctx, function, layer->weight, out_name, out,
-                           mti_tokens(layer->tensor, layer->desc.sequence_parallel, in.rows),
+                           mti_tokens(layer->tp, layer->desc.sequence_parallel, in.rows),
                            layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
 }
 
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    mt_tensor y, mt_linear_saved *saved) {
     MT_TRY(mti_column_check(ctx, "mt_column_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_column_parallel_linear_forward", layer->tensor, layer->desc.sequence_parallel,
-                             "x", x, "y", mt_none()));
+    MT_TRY(mti_expect_travel(ctx, "mt_column_parallel_linear_forward", layer->tp, layer->desc.sequence_parallel, "x", x,
+                             "y", mt_none()));
     MT_TRY(mti_column_run(ctx, layer, x, y, NULL));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
@@ -2130,10 +2126,10 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mt_column_para
                                            mt_tensor dx) {
     int sp = layer->desc.sequence_parallel;
     mt_tensor partial;
-    MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, dx, &partial));
+    MT_TRY(mti_partial_tokens(ctx, layer->tp, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, dy, partial));
-    MT_TRY(mt_overlap_begin(ctx, layer->tensor, MT_OVERLAP_COLUMN_BACKWARD));
-    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, layer->tensor, sp, partial, dx)); /* f backward */
+    MT_TRY(mt_overlap_begin(ctx, layer->tp, MT_OVERLAP_COLUMN_BACKWARD));
+    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, layer->tp, sp, partial, dx)); /* f backward */
 }
 
 /* The input is gathered, ticket 1, under the GEMM of its gradient; that is reduced under the GEMM of the weight's
@@ -2142,8 +2138,8 @@ static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_l
                                      mt_tensor dx, mt_tensor x) {
     mt_tensor local = dy, all;
     if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
-    MT_TRY(mt_overlap_begin(ctx, layer->tensor, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
-    MT_TRY(mt_overlap_end(ctx, 1, mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, x, &all)));
+    MT_TRY(mt_overlap_begin(ctx, layer->tp, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
+    MT_TRY(mt_overlap_end(ctx, 1, mti_all_tokens(ctx, layer->tp, layer->desc.sequence_parallel, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, layer, local, dx));
     MT_TRY(mt_overlap_wait(ctx, 1));
     return mti_column_weight_gradient(ctx, layer->weight, mti_column_own_bias(layer), local, all);
@@ -2159,8 +2155,7 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data)
         MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
-    MT_TRY(
-        mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
+    MT_TRY(mti_expect_travel(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
     MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
@@ -2182,7 +2177,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
     MT_TRY(mti_params_keep(params, count, out, sizeof *out,
                            mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
     out->desc = *desc;
-    out->tensor = params->grid->tensor;
+    out->tp = params->grid->tp;
     out->local_features = out->weight->local_features;
     snprintf(out->name, sizeof out->name, "%s", name);
     return MT_SUCCESS;
@@ -2193,7 +2188,7 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
     MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in,
-                           mti_tokens(layer->tensor, layer->desc.sequence_parallel, out.rows),
+                           mti_tokens(layer->tp, layer->desc.sequence_parallel, out.rows),
                            layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
     return mti_expect_like(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
 }
@@ -2201,16 +2196,16 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
 /* A chunk is reduced under the GEMM of the next one. */
 static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     int sp = layer->desc.sequence_parallel, i, j;
-    mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, 1, y.rows);
+    mti_chunks c = mti_chunks_of(ctx, layer->tp, sp, 1, y.rows);
     mt_tensor local = x, partial;
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &local));
-    MT_TRY(mti_partial_tokens(ctx, layer->tensor, sp, y, &partial));
+    MT_TRY(mti_partial_tokens(ctx, layer->tp, sp, y, &partial));
     for (i = 0; i < c.count; i++) {
         for (j = 0; j < c.pieces; j++)
             MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, mti_piece(&c, local, i, j),
                                        mti_piece(&c, partial, i, j)));
-        MT_TRY(mt_overlap_begin(ctx, layer->tensor, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
-        MT_TRY(mt_overlap_end(ctx, i, mti_reduce_chunk(ctx, layer->tensor, sp, &c, i, partial, y)));
+        MT_TRY(mt_overlap_begin(ctx, layer->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, i, mti_reduce_chunk(ctx, layer->tp, sp, &c, i, partial, y)));
     }
     MT_TRY(mt_overlap_wait_all(ctx));
     return layer->bias && !layer->desc.skip_bias_add ? mt_bias_forward(ctx, y, layer->bias->value) : MT_SUCCESS;
@@ -2221,7 +2216,7 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     size_t mark;
     mt_status status;
     MT_TRY(mti_row_check(ctx, "mt_row_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_row_parallel_linear_forward", layer->tensor, 0, "x", x, "y", y));
+    MT_TRY(mti_expect_travel(ctx, "mt_row_parallel_linear_forward", layer->tp, 0, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = mti_row_forward(ctx, layer, x, y);
     MT_KEEP(status, mt_overlap_wait_all(ctx));
@@ -2268,12 +2263,12 @@ static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear 
                                   mt_tensor x, const mti_activation_before *act) {
     int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight), i,
         j;
-    mti_chunks c = mti_chunks_of(ctx, layer->tensor, sp, sp, dy.rows);
+    mti_chunks c = mti_chunks_of(ctx, layer->tp, sp, sp, dy.rows);
     mt_tensor all, local = dx;
-    MT_TRY(mti_gather_chunks(ctx, layer->tensor, sp, &c, dy, &all));
+    MT_TRY(mti_gather_chunks(ctx, layer->tp, sp, &c, dy, &all));
     if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(mti_sum_over_tokens(ctx, layer->tensor, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad,
-                                   mt_none()));
+        MT_TRY(
+            mti_sum_over_tokens(ctx, layer->tp, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
     if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, dx.dtype, all.rows, layer->local_features, &local));
     MT_TRY(mti_canonical(ctx, all, &all)); /* once for all shards */
@@ -2284,7 +2279,7 @@ static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear 
                                           act ? mti_piece(&c, act->h, i, j) : mt_none(), mti_piece(&c, local, i, j)));
     }
     MT_TRY(mti_row_weight_gradient(ctx, layer->weight, all, x));
-    return gather && dx.data ? mti_gather_features(ctx, layer->tensor, layer->weight, local, dx) : MT_SUCCESS;
+    return gather && dx.data ? mti_gather_features(ctx, layer->tp, layer->weight, local, dx) : MT_SUCCESS;
 }
 
 /* Checked, act may be NULL. */
@@ -2304,10 +2299,9 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data) MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
-    MT_TRY(mti_expect_travel(ctx, function, layer->tensor, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
+    MT_TRY(mti_expect_travel(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(
-            mti_expect_token_shards(ctx, function, mti_tokens(layer->tensor, layer->desc.sequence_parallel, dy.rows)));
+        MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     MT_TRY(mti_row_run_backward(ctx, layer, dy, dx, saved->x, NULL));
     return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);
 }
@@ -2333,8 +2327,8 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     w.shared_embedding = desc->shared;
     MT_TRY(mti_add_param(ctx, params, name, "weight", w, &out->weight));
     out->desc = *desc;
-    out->tensor = params->grid->tensor;
-    out->first_row = params->grid->tensor_rank * out->weight->value.rows;
+    out->tp = params->grid->tp;
+    out->first_row = params->grid->tp_rank * out->weight->value.rows;
     return MT_SUCCESS;
 }
 
@@ -2343,7 +2337,7 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     int64_t rows = 0;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_rows(ctx, function, layer->tensor, layer->desc.sequence_parallel, tokens, &rows));
+    MT_TRY(mti_rows(ctx, function, layer->tp, layer->desc.sequence_parallel, tokens, &rows));
     MT_TRY(mti_expect_like(ctx, function, layer->weight, what, y, rows, layer->desc.features));
     return ctx->ids_checked ? MT_SUCCESS : mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
@@ -2362,11 +2356,11 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     mt_tensor partial;
     mt_status status;
     MT_TRY(mti_embedding_check(ctx, "mt_vocab_parallel_embedding_forward", layer, ids, tokens, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_forward", layer->tensor, 0, "", y, "y", y));
+    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_forward", layer->tp, 0, "", y, "y", y));
     mark = mt_arena_mark(ctx);
-    status = mti_partial_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, y, &partial);
+    status = mti_partial_tokens(ctx, layer->tp, layer->desc.sequence_parallel, y, &partial);
     if (status == MT_SUCCESS) status = mti_embedding_lookup(ctx, layer, ids, partial);
-    if (status == MT_SUCCESS) status = mti_reduce_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, partial, y);
+    if (status == MT_SUCCESS) status = mti_reduce_tokens(ctx, layer->tp, layer->desc.sequence_parallel, partial, y);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2377,10 +2371,10 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     mt_tensor all;
     mt_status status;
     MT_TRY(mti_embedding_check(ctx, "mt_vocab_parallel_embedding_backward", layer, ids, tokens, "dy", dy));
-    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_backward", layer->tensor, layer->desc.sequence_parallel,
+    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_backward", layer->tp, layer->desc.sequence_parallel,
                              "dy", dy, "", mt_none()));
     mark = mt_arena_mark(ctx);
-    status = mti_all_tokens(ctx, layer->tensor, layer->desc.sequence_parallel, dy, &all);
+    status = mti_all_tokens(ctx, layer->tp, layer->desc.sequence_parallel, dy, &all);
     if (status == MT_SUCCESS)
         status =
             mt_embedding_backward(ctx, all, layer->first_row, ids,
@@ -2390,63 +2384,63 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 }
 
 /* Of virtual shard `shard` of this rank. */
-static mt_cross_entropy_shape mti_cross_entropy_shape(mt_comm *tensor, const mt_cross_entropy_desc *desc,
+static mt_cross_entropy_shape mti_cross_entropy_shape(mt_comm *tp, const mt_cross_entropy_desc *desc,
                                                       int64_t shard_cols, int shard, int shards) {
     mt_cross_entropy_shape shape;
     shape.vocab = desc->vocab;
-    shape.first_col = ((int64_t)mt_comm_rank(tensor) * shards + shard) * shard_cols;
+    shape.first_col = ((int64_t)mt_comm_rank(tp) * shards + shard) * shard_cols;
     shape.label_smoothing = desc->label_smoothing;
     shape.ignore_index = desc->ignore_index;
     return shape;
 }
 
-static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tensor,
+static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tp,
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensor || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensor ? "desc" : "tensor");
+    if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tensor");
     if (desc->vocab < 1 || desc->vocab > INT32_MAX || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
                        (double)desc->label_smoothing);
-    MT_TRY(mti_expect_shards(ctx, function, tensor));
-    shards = mti_shards(ctx, tensor);
+    MT_TRY(mti_expect_shards(ctx, function, tp));
+    shards = mti_shards(ctx, tp);
     MT_TRY(mti_expect_float_shape(ctx, function, "logits", logits, logits.rows,
-                                  shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tensor))));
-    if (mt_size_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tensor)) >= 0) return MT_SUCCESS;
+                                  shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tp))));
+    if (mt_size_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tp)) >= 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
-                   function, (long long)logits.rows, (long long)shards * mt_comm_size(tensor));
+                   function, (long long)logits.rows, (long long)shards * mt_comm_size(tp));
 }
 
 /* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum).
  */
-static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
+static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tp, const mt_cross_entropy_desc *desc,
                                            mt_tensor logits, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    int s, shards = mti_shards(ctx, tensor), all_shards = shards * mt_comm_size(tensor);
+    int s, shards = mti_shards(ctx, tp), all_shards = shards * mt_comm_size(tp);
     int64_t rows = logits.rows, cols = logits.cols / shards;
     mt_cross_entropy_shape shape;
     mt_tensor all, own;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, rows * all_shards, 4, &all));
-    own = mt_tensor_rows(all, mt_comm_rank(tensor) * shards * rows, shards * rows);
+    own = mt_tensor_rows(all, mt_comm_rank(tp) * shards * rows, shards * rows);
     for (s = 0; s < shards; s++) {
-        shape = mti_cross_entropy_shape(tensor, desc, cols, s, shards);
+        shape = mti_cross_entropy_shape(tp, desc, cols, s, shards);
         MT_TRY(mt_cross_entropy_stats(ctx, &shape, mt_shard_cols(logits, s, shards), targets,
                                       mt_tensor_rows(own, s * rows, rows)));
     }
-    MT_TRY(mt_all_gather(ctx, tensor, own.data, all.data, (size_t)(shards * rows) * 4, MT_F32));
+    MT_TRY(mt_all_gather(ctx, tp, own.data, all.data, (size_t)(shards * rows) * 4, MT_F32));
     return mt_cross_entropy_combine(ctx, &shape, all, all_shards, targets, loss, lse);
 }
 
 /* What forward is given. */
-static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function, mt_comm *tensor,
+static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function, mt_comm *tp,
                                           const mt_cross_entropy_desc *desc, mt_tensor logits, const int32_t *targets,
                                           mt_tensor loss) {
-    MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, logits));
+    MT_TRY(mti_cross_entropy_check(ctx, function, tp, desc, logits));
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
     if (ctx->ids_checked) return MT_SUCCESS;
     return mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mt_ignore_index(desc->ignore_index));
 }
 
-MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tensor,
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                          const int32_t *targets, mt_tensor loss,
                                                          mt_cross_entropy_saved *saved) {
@@ -2454,11 +2448,11 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     mt_tensor lse;
     size_t keep, mark;
     mt_status status;
-    MT_TRY(mti_cross_entropy_expect(ctx, function, tensor, desc, logits, targets, loss));
+    MT_TRY(mti_cross_entropy_expect(ctx, function, tp, desc, logits, targets, loss));
     keep = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     mark = mt_arena_mark(ctx);
-    status = mti_cross_entropy_forward(ctx, tensor, desc, logits, targets, loss, lse);
+    status = mti_cross_entropy_forward(ctx, tp, desc, logits, targets, loss, lse);
     mt_arena_release(ctx, saved && status == MT_SUCCESS ? mark : keep);
     if (status != MT_SUCCESS || !saved) return status;
     saved->logits = logits;
@@ -2467,28 +2461,28 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     return MT_SUCCESS;
 }
 
-static mt_status mti_cross_entropy_backward(mt_context *ctx, mt_comm *tensor, const mt_cross_entropy_desc *desc,
+static mt_status mti_cross_entropy_backward(mt_context *ctx, mt_comm *tp, const mt_cross_entropy_desc *desc,
                                             mt_tensor logits, const int32_t *targets, mt_tensor lse, mt_tensor dloss,
                                             float scale) {
-    int s, shards = mti_shards(ctx, tensor);
+    int s, shards = mti_shards(ctx, tp);
     for (s = 0; s < shards; s++) {
-        mt_cross_entropy_shape shape = mti_cross_entropy_shape(tensor, desc, logits.cols / shards, s, shards);
+        mt_cross_entropy_shape shape = mti_cross_entropy_shape(tp, desc, logits.cols / shards, s, shards);
         MT_TRY(mt_cross_entropy_backward(ctx, &shape, mt_shard_cols(logits, s, shards), targets, lse, dloss, scale));
     }
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tensor,
+MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_comm *tp,
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss,
                                                           float scale, const mt_cross_entropy_saved *saved) {
     static const char *const function = "mt_vocab_parallel_cross_entropy_backward";
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_cross_entropy_check(ctx, function, tensor, desc, saved->logits));
-    return mti_cross_entropy_backward(ctx, tensor, desc, saved->logits, saved->targets, saved->lse, dloss, scale);
+    MT_TRY(mti_cross_entropy_check(ctx, function, tp, desc, saved->logits));
+    return mti_cross_entropy_backward(ctx, tp, desc, saved->logits, saved->targets, saved->lse, dloss, scale);
 }
 
-MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tensor,
+MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tp,
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
                                                                   mt_tensor loss) {
@@ -2496,17 +2490,16 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     mt_tensor lse;
     size_t mark;
     mt_status status;
-    MT_TRY(mti_cross_entropy_expect(ctx, function, tensor, desc, logits, targets, loss));
+    MT_TRY(mti_cross_entropy_expect(ctx, function, tp, desc, logits, targets, loss));
     if (dloss.data) MT_TRY(mti_expect_shape(ctx, function, "dloss", dloss, 1, logits.rows));
-    if (mt_comm_size(tensor) == 1 && mti_shards(ctx, tensor) == 1) {
-        mt_cross_entropy_shape whole = mti_cross_entropy_shape(tensor, desc, logits.cols, 0, 1);
+    if (mt_comm_size(tp) == 1 && mti_shards(ctx, tp) == 1) {
+        mt_cross_entropy_shape whole = mti_cross_entropy_shape(tp, desc, logits.cols, 0, 1);
         return mt_cross_entropy_forward_backward(ctx, &whole, logits, targets, dloss, scale, loss);
     }
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
-    status = mti_cross_entropy_forward(ctx, tensor, desc, logits, targets, loss, lse);
-    if (status == MT_SUCCESS)
-        status = mti_cross_entropy_backward(ctx, tensor, desc, logits, targets, lse, dloss, scale);
+    status = mti_cross_entropy_forward(ctx, tp, desc, logits, targets, loss, lse);
+    if (status == MT_SUCCESS) status = mti_cross_entropy_backward(ctx, tp, desc, logits, targets, lse, dloss, scale);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -2523,11 +2516,11 @@ static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_m
 static int mti_is_scattered(const mt_params *params) { return params->buckets.ranks > 1 && !params->ctx->invariant; }
 
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
-    mt_comm *data = params->grid->data;
+    mt_comm *data = params->grid->dp;
     float *grads = params->grads + lo;
     int64_t share = (hi - lo) / params->buckets.ranks;
     if (!mti_is_scattered(params)) return mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM);
-    return mt_reduce_scatter(ctx, data, grads, grads + share * params->grid->data_rank, (size_t)share, MT_F32, MT_SUM);
+    return mt_reduce_scatter(ctx, data, grads, grads + share * params->grid->dp_rank, (size_t)share, MT_F32, MT_SUM);
 }
 
 /* The buckets that begin at `from` or behind, as far as they are not on their way. */
@@ -2536,7 +2529,7 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
-        MT_TRY(mt_overlap_begin(ctx, params->grid->data, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mt_overlap_begin(ctx, params->grid->dp, MT_OVERLAP_GRADIENTS));
         MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_BUCKETS, mti_bucket_reduce(ctx, params, b->sent, hi)));
     }
     return MT_SUCCESS;
@@ -2550,8 +2543,8 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, vo
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
         to = (char *)memory + lo * size;
-        MT_TRY(mt_all_gather(ctx, params->grid->data, to + share * params->grid->data_rank * size, to, (size_t)share,
-                             dtype));
+        MT_TRY(
+            mt_all_gather(ctx, params->grid->dp, to + share * params->grid->dp_rank * size, to, (size_t)share, dtype));
     }
     return MT_SUCCESS;
 }
@@ -2569,7 +2562,7 @@ static mti_stretch mti_share_next(const mt_params *params, int64_t at, int64_t e
         int64_t hi =
             b->ranks > 1 ? params->elements - (params->elements - 1 - at) / b->size * b->size : params->elements;
         int64_t lo = b->ranks > 1 ? mti_bucket_low(params, hi) : 0, share = (hi - lo) / b->ranks;
-        int64_t first = lo + (b->ranks > 1 ? share * params->grid->data_rank : 0);
+        int64_t first = lo + (b->ranks > 1 ? share * params->grid->dp_rank : 0);
         s.at = mt_max(at, first);
         s.count = mt_min(end, first + share) - s.at;
         s.state = lo / b->ranks + s.at - first;
@@ -2600,8 +2593,7 @@ static mt_tensor mti_gradient_level(const mt_params *params, int level) {
 /* Sums of each tensor rank's own tokens become sums of all. */
 static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
     if (params->partial == 0) return MT_SUCCESS;
-    return mt_all_reduce(ctx, params->grid->tensor, params->grads, params->grads, (size_t)params->partial, MT_F32,
-                         MT_SUM);
+    return mt_all_reduce(ctx, params->grid->tp, params->grads, params->grads, (size_t)params->partial, MT_F32, MT_SUM);
 }
 
 /* A binary counter: micro-batch n joins as many finished subtrees as n has trailing ones, so that at most log2(n) wait.
@@ -2615,7 +2607,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
                        "mt_context_desc.invariant_data is %d",
-                       (long long)n, params->grid->data_size, ctx->invariant_data);
+                       (long long)n, params->grid->dp_size, ctx->invariant_data);
     MT_TRY(mti_sync_partial(ctx, params));
     for (level = 0; n >> level & 1; level++)
         MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
@@ -2710,7 +2702,7 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *behind = params->grads + params->elements;
     size_t lookups = (size_t)(params->gradients - params->elements);
-    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->data, behind, behind, lookups, MT_F32, MT_SUM));
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, behind, behind, lookups, MT_F32, MT_SUM));
     return mti_sync_embeddings(ctx, params);
 }
 
@@ -2733,8 +2725,8 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
 
 /* Whether this rank's copy of a parameter is the one that counts towards the norm. */
 static int mti_counts_in_norm(const mt_grid *grid, const mt_param *p) {
-    if (p->desc.placement == MT_REPLICATED && grid->tensor_rank != 0) return 0;
-    return !(p->desc.shared_embedding && grid->pipeline_size > 1 && grid->pipeline_rank == grid->pipeline_size - 1);
+    if (p->desc.placement == MT_REPLICATED && grid->tp_rank != 0) return 0;
+    return !(p->desc.shared_embedding && grid->pp_size > 1 && grid->pp_rank == grid->pp_size - 1);
 }
 
 /* Adds the squares of a gradient, or of this rank's share of it, to sum [1, 1]. */
@@ -2753,19 +2745,18 @@ static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor s
     for (i = 0; i < params->count; i++)
         MT_TRY(mti_sum_param_squares(ctx, params->list[i],
                                      mt_tensor_cols(sums, !mti_counts_in_norm(params->grid, params->list[i]), 1)));
-    if (mti_is_scattered(params))
-        MT_TRY(mt_all_reduce(ctx, params->grid->data, sums.data, sums.data, 2, MT_F32, MT_SUM));
+    if (mti_is_scattered(params)) MT_TRY(mt_all_reduce(ctx, params->grid->dp, sums.data, sums.data, 2, MT_F32, MT_SUM));
     return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
 }
 
 /* Adds x [1, n] to sum, one after the other, stage by stage: as if one stage had all of them. */
 static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_tensor x, mt_tensor sum) {
     int64_t i;
-    int stage = grid->pipeline_rank, last = grid->pipeline_size - 1;
-    if (stage > 0) MT_TRY(mt_recv(ctx, grid->pipeline, sum.data, 1, MT_F32, stage - 1));
+    int stage = grid->pp_rank, last = grid->pp_size - 1;
+    if (stage > 0) MT_TRY(mt_recv(ctx, grid->pp, sum.data, 1, MT_F32, stage - 1));
     for (i = 0; i < x.cols; i++) MT_TRY(mt_add(ctx, sum, mt_tensor_cols(x, i, 1), sum));
-    if (stage < last) MT_TRY(mt_send(ctx, grid->pipeline, sum.data, 1, MT_F32, stage + 1));
-    return mt_broadcast(ctx, grid->pipeline, sum.data, sum.data, 1, MT_F32, last);
+    if (stage < last) MT_TRY(mt_send(ctx, grid->pp, sum.data, 1, MT_F32, stage + 1));
+    return mt_broadcast(ctx, grid->pp, sum.data, sum.data, 1, MT_F32, last);
 }
 
 /* The same in invariant mode: a number for every parameter and each of the V virtual shards, which only one rank of the
@@ -2780,17 +2771,15 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
         const mt_param *p = params->list[i];
         int column = mti_counts_in_norm(params->grid, p) ? i : params->count;
         for (s = 0; s < p->shards; s++)
-            MT_TRY(
-                mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
-                                  mt_tensor_cols(mt_tensor_rows(all, p->tensor_rank * p->shards + s, 1), column, 1)));
+            MT_TRY(mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
+                                     mt_tensor_cols(mt_tensor_rows(all, p->tp_rank * p->shards + s, 1), column, 1)));
     }
-    MT_TRY(mt_all_reduce(ctx, params->grid->tensor, all.data, all.data, (size_t)v * (size_t)columns, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, params->grid->tp, all.data, all.data, (size_t)v * (size_t)columns, MT_F32, MT_SUM));
     MT_TRY(mt_tree_sum(ctx, all));
     MT_TRY(mt_sum(ctx, mt_tensor_cols(mt_tensor_rows(all, 0, 1), params->count, 1), mt_tensor_cols(sums, 1, 1)));
     MT_TRY(mti_sum_over_stages(ctx, params->grid, mt_tensor_cols(mt_tensor_rows(all, 0, 1), 0, params->count),
                                mt_tensor_cols(sums, 0, 1)));
-    return mt_all_reduce(ctx, params->grid->pipeline, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32,
-                         MT_SUM);
+    return mt_all_reduce(ctx, params->grid->pp, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32, MT_SUM);
 }
 
 /* What is not counted still must be finite, or one copy of a parameter would go its own way: 0 times it is 0, or NaN.
@@ -3050,7 +3039,7 @@ static mt_status mti_optimizer_whole(mt_context *ctx, const mt_param *p, float *
     MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
     MT_TRY(mti_optimizer_copy(ctx, p, memory, *out, 1));
-    return mt_all_reduce(ctx, params->grid->data, out->data, out->data, count, MT_I32, MT_SUM);
+    return mt_all_reduce(ctx, params->grid->dp, out->data, out->data, count, MT_I32, MT_SUM);
 }
 
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
@@ -3163,7 +3152,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optim
     mti_stretch s;
     int64_t i;
     for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, p->tensor_rank, i);
+        mti_block b = mti_param_block(p, p->tp_rank, i);
         mt_tensor block = mti_param_block_view(p, p->grad, b);
         int64_t first = (const float *)block.data - params->grads,
                 end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
@@ -3328,12 +3317,12 @@ static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const 
                                     const mt_action *actions, int count) {
     static const char *const function = "mt_pipeline_run";
     int i, forwards = 0;
-    if (!grid || !grid->pipeline || !stage || !stage->forward || !actions)
+    if (!grid || !grid->pp || !stage || !stage->forward || !actions)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
-                       !grid || !grid->pipeline ? "the grid was not created"
-                       : !stage                 ? "stage is NULL"
-                       : actions                ? "stage->forward is NULL"
-                                                : "actions is NULL");
+                       !grid || !grid->pp ? "the grid was not created"
+                       : !stage           ? "stage is NULL"
+                       : actions          ? "stage->forward is NULL"
+                                          : "actions is NULL");
     if (stage->rows < 1 || stage->cols < 1 || !mt_dtype_is_float(stage->dtype))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in %s cannot travel between stages", function,
                        (long long)stage->rows, (long long)stage->cols, mt_dtype_name(stage->dtype));
@@ -3359,11 +3348,11 @@ static mt_status mti_pipeline_buffers(mt_context *ctx, mti_pipeline *p) {
     mt_dtype dtype = p->stage->dtype;
     int backward = p->stage->backward != NULL;
     p->inputs = p->output = p->doutput = p->dinput = mt_none();
-    if (p->grid->pipeline_rank > 0) {
+    if (p->grid->pp_rank > 0) {
         MT_TRY(mt_arena_tensor(ctx, dtype, p->slots * rows, cols, &p->inputs));
         if (backward) MT_TRY(mt_arena_tensor(ctx, dtype, rows, cols, &p->dinput));
     }
-    if (p->grid->pipeline_rank + 1 < p->grid->pipeline_size) {
+    if (p->grid->pp_rank + 1 < p->grid->pp_size) {
         MT_TRY(mt_arena_tensor(ctx, dtype, rows, cols, &p->output));
         if (backward) MT_TRY(mt_arena_tensor(ctx, dtype, rows, cols, &p->doutput));
     }
@@ -3408,8 +3397,8 @@ static mt_status mti_pipeline_backward(mt_context *ctx, mti_pipeline *p, const m
 }
 
 static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
-    mt_comm *comm = p->grid->pipeline;
-    int next = p->grid->pipeline_rank + 1, before = p->grid->pipeline_rank - 1;
+    mt_comm *comm = p->grid->pp;
+    int next = p->grid->pp_rank + 1, before = p->grid->pp_rank - 1;
     mt_tensor input = mti_pipeline_input(p, a->recv_slot);
     size_t n = (size_t)(p->stage->rows * p->stage->cols);
     mt_dtype dtype = p->stage->dtype;

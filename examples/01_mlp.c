@@ -74,7 +74,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_context *ctx = NULL;
     mt_params *params = NULL;
     mt_grid grid = {0};
-    mt_grid_desc shape = {.tensor = mt_comm_size(world)};
+    mt_grid_desc shape = {.tp = mt_comm_size(world)};
     mt_mlp_desc desc = {.hidden = HIDDEN}; /* ffn 4 x hidden, GeLU, bias */
     mt_mlp mlp;
     (void)user;
@@ -87,7 +87,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0)
         printf("%d ranks, %lld of %lld parameters here, %llu all-reduces in %d steps\n", mt_comm_size(world),
                (long long)mt_params_elements(params), (long long)mt_params_global_elements(params),
-               (unsigned long long)mt_comm_ledger(grid.tensor).calls[MT_ALL_REDUCE], STEPS);
+               (unsigned long long)mt_comm_ledger(grid.tp).calls[MT_ALL_REDUCE], STEPS);
     mt_params_destroy(params);
     mt_grid_destroy(&grid);
     mt_context_destroy(ctx);

@@ -16,7 +16,7 @@ typedef struct block {
     mt_column_parallel_linear qkv, fc1;
     mt_row_parallel_linear proj, fc2; /* their weights; the reduction they share is done here */
     mt_attention_shape attention;
-    mt_comm *tensor;
+    mt_comm *tp;
 } block;
 
 typedef struct block_saved {
@@ -44,7 +44,7 @@ static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc1", &fc1, &b->fc1));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->proj));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->fc2));
-    b->tensor = mt_params_grid(params)->tensor;
+    b->tp = mt_params_grid(params)->tp;
     b->attention = (mt_attention_shape){.batch = SEQUENCES,
                                         .seq = SEQ,
                                         .groups = b->qkv.local_features / qkv.unit,
@@ -63,14 +63,14 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
     MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, b->fc1.local_features, &s->h));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, b->fc2.local_features, &s->act));
     MT_TRY(mt_norm_forward(ctx, MT_LAYER_NORM, x, b->gain->value, b->bias->value, 1e-5f, s->norm, s->stats));
-    MT_TRY(mt_copy_to_tensor_region_forward(ctx, b->tensor, s->norm)); /* f: identity */
+    MT_TRY(mt_copy_to_tensor_region_forward(ctx, b->tp, s->norm)); /* f: identity */
     MT_TRY(mt_column_parallel_linear_forward(ctx, &b->qkv, s->norm, s->qkv, &s->qkv_in));
     MT_TRY(mt_attention_forward(ctx, &b->attention, s->qkv, s->out, s->lse));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &b->fc1, s->norm, s->h, &s->fc1_in));
     MT_TRY(mt_activation_forward(ctx, MT_GELU_TANH, s->h, b->fc1.bias->value, s->act));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, s->out, b->proj.weight->value, 0, y));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, s->act, b->fc2.weight->value, 1, y)); /* both partial sums */
-    MT_TRY(mt_reduce_from_tensor_region_forward(ctx, b->tensor, y));                    /* g: the one all-reduce */
+    MT_TRY(mt_reduce_from_tensor_region_forward(ctx, b->tp, y));                        /* g: the one all-reduce */
     return mt_add(ctx, x, y, y);
 }
 
@@ -81,7 +81,7 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
     MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, s->qkv.cols, &dqkv));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, s->act.cols, &dact));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &dnorm));
-    MT_TRY(mt_reduce_from_tensor_region_backward(ctx, b->tensor, dy)); /* g: identity */
+    MT_TRY(mt_reduce_from_tensor_region_backward(ctx, b->tp, dy)); /* g: identity */
     MT_TRY(mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1, dy, s->out, 1, b->proj.weight->grad));
     MT_TRY(mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1, dy, s->act, 1, b->fc2.weight->grad));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dy, b->proj.weight->value, 0, dout));
@@ -92,7 +92,7 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
     MT_TRY(mt_column_parallel_linear_backward(ctx, &b->fc1, s->h, mt_none(), &s->fc1_in));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dqkv, b->qkv.weight->value, 0, dnorm));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, s->h, b->fc1.weight->value, 1, dnorm));
-    MT_TRY(mt_copy_to_tensor_region_backward(ctx, b->tensor, dnorm)); /* f: the one all-reduce */
+    MT_TRY(mt_copy_to_tensor_region_backward(ctx, b->tp, dnorm)); /* f: the one all-reduce */
     return mt_norm_backward(ctx, MT_LAYER_NORM, s->x, b->gain->value, s->stats, dnorm, dy, dx, b->gain->grad,
                             b->bias->grad);
 }
@@ -128,14 +128,14 @@ static mt_status run(mt_comm *world, mt_context *ctx, mt_params *params, mt_opti
     MT_TRY(mt_params_init(ctx, params, 1234));
     MT_TRY(mt_optimizer_create(ctx, params, NULL, adamw));
     for (int step = 0; step < STEPS; step++) {
-        mt_comm_ledger_reset(b.tensor);
+        mt_comm_ledger_reset(b.tp);
         MT_TRY(train_step(ctx, &b, params, adamw, &loss));
         if (mt_comm_rank(world) == 0 && (step % 10 == 0 || step == STEPS - 1))
             printf("step %2d  loss %.5f\n", step, (double)loss);
     }
     if (mt_comm_rank(world) == 0)
         printf("%d ranks, %llu all-reduces per step\n", mt_comm_size(world),
-               (unsigned long long)mt_comm_ledger(b.tensor).calls[MT_ALL_REDUCE]);
+               (unsigned long long)mt_comm_ledger(b.tp).calls[MT_ALL_REDUCE]);
     return MT_SUCCESS;
 }
 
@@ -144,7 +144,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_params *params = NULL;
     mt_optimizer adamw = {0};
     mt_grid grid = {0};
-    mt_grid_desc shape = {.tensor = mt_comm_size(world)};
+    mt_grid_desc shape = {.tp = mt_comm_size(world)};
     (void)user;
     mt_status status = mt_context_create(world, NULL, &ctx);
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);

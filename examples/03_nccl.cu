@@ -121,7 +121,7 @@ static void worker(gpu *g, int *failed) {
     desc.hidden = HIDDEN;                                     /* ffn 4 x hidden, GeLU, bias */
     mt_status status = mt_context_create(NULL, &where, &ctx); /* (1) in the program's stream */
     if (status == MT_SUCCESS) status = mt_comm_create_nccl(ctx, g->comm, 60.0, &world); /* (2) its communicator, 60 s */
-    shape.tensor = mt_comm_size(world);
+    shape.tp = mt_comm_size(world);
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (3) who splits with whom */
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
     if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp); /* (4) this rank's shard */
@@ -130,7 +130,7 @@ static void worker(gpu *g, int *failed) {
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0)
         printf("%d ranks, %lld of %lld parameters here, %llu all-reduces in %d steps\n", mt_comm_size(world),
                (long long)mt_params_elements(params), (long long)mt_params_global_elements(params),
-               (unsigned long long)mt_comm_ledger(grid.tensor).calls[MT_ALL_REDUCE], STEPS);
+               (unsigned long long)mt_comm_ledger(grid.tp).calls[MT_ALL_REDUCE], STEPS);
     *failed = status != MT_SUCCESS;
     if (*failed) fprintf(stderr, "03_nccl: GPU %d: %s: %s\n", g->device, mt_status_name(status), mt_last_error(ctx));
     mt_params_destroy(params);

@@ -85,7 +85,7 @@ static mt_status speak(mt_context *ctx, const mt_gpt *gpt, const job *j, int spe
 
 static mt_status rank_main(mt_comm *world, void *user) {
     const job *j = (const job *)user;
-    mt_grid_desc shape = {.tensor = mt_comm_size(world)};
+    mt_grid_desc shape = {.tp = mt_comm_size(world)};
     mt_grid grid = {0};
     mt_context *ctx = NULL;
     mt_params *params = NULL;

@@ -477,7 +477,7 @@ typedef struct trainer {
 } trainer;
 
 static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
-static int is_last_stage(const trainer *t) { return t->grid.pipeline_rank + 1 == t->grid.pipeline_size; }
+static int is_last_stage(const trainer *t) { return t->grid.pp_rank + 1 == t->grid.pp_size; }
 
 /* origin: whose positions and epsilon a model has that begins with its weights. */
 static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
@@ -512,8 +512,8 @@ static mt_status create_slots(trainer *t) {
     t->max_actions = 6 * (int)totals;
     t->actions = (mt_action *)malloc((size_t)t->max_actions * sizeof *t->actions);
     if (!t->actions) return MT_ERR_MEMORY;
-    MT_TRY(mt_pipeline_schedule((mt_schedule)o->schedule, t->grid.pipeline_size, t->grid.pipeline_rank, (int)per_rank,
-                                t->actions, t->max_actions, &count));
+    MT_TRY(mt_pipeline_schedule((mt_schedule)o->schedule, t->grid.pp_size, t->grid.pp_rank, (int)per_rank, t->actions,
+                                t->max_actions, &count));
     t->slots = mt_pipeline_slots(t->actions, count);
     t->saved = (mt_gpt_saved *)calloc((size_t)t->slots, sizeof *t->saved);
     if (!t->saved) return MT_ERR_MEMORY;
@@ -584,7 +584,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
                              .invariant_data = (int)o->invariant_data,
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
-    mt_grid_desc shape = {.tensor = (int)o->tp, .data = (int)o->dp, .pipeline = (int)o->pp};
+    mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp};
     mt_gpt_desc model = model_of(o, &job->origin);
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = (float)o->weight_decay};
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
@@ -697,8 +697,8 @@ static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_te
 
 /* This rank's part of `sequences` sequences, `micro` at a time; *loss is the mean over those of all data ranks. */
 static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
-    int64_t ranks = t->grid.data_size, first = sequences * t->grid.data_rank / ranks;
-    pass p = {t, step, first, sequences * (t->grid.data_rank + 1) / ranks, micro, sequences, training};
+    int64_t ranks = t->grid.dp_size, first = sequences * t->grid.dp_rank / ranks;
+    pass p = {t, step, first, sequences * (t->grid.dp_rank + 1) / ranks, micro, sequences, training};
     mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, micro),
                                .cols = (int64_t)t->job->o.hidden,
                                .dtype = mt_params_dtype(t->params),
@@ -707,13 +707,13 @@ static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int6
                                .user = &p};
     int n = (int)((p.end - first + micro - 1) / micro), count = 0;
     float *total = (float *)t->totals.data;
-    MT_TRY(mt_pipeline_schedule(training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY,
-                                t->grid.pipeline_size, t->grid.pipeline_rank, n, t->actions, t->max_actions, &count));
+    MT_TRY(mt_pipeline_schedule(training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY, t->grid.pp_size,
+                                t->grid.pp_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
     MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
-    MT_TRY(mt_all_reduce(t->ctx, t->grid.data, total, total, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_broadcast(t->ctx, t->grid.pipeline, total, total, 1, MT_F32, t->grid.pipeline_size - 1)); /* who has it */
+    MT_TRY(mt_all_reduce(t->ctx, t->grid.dp, total, total, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_broadcast(t->ctx, t->grid.pp, total, total, 1, MT_F32, t->grid.pp_size - 1)); /* who has it */
     MT_TRY(mt_download(t->ctx, mt_tensor_rows(t->totals, 0, 1), loss));
     *loss /= (float)((double)sequences * t->job->o.seq);
     return MT_SUCCESS;
@@ -721,7 +721,7 @@ static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int6
 
 /* Some are missing on some ranks. */
 static mt_comm *group(const trainer *t, int i) {
-    mt_comm *const all[GROUPS] = {t->grid.tensor, t->grid.data, t->grid.pipeline, t->grid.model, t->grid.embedding};
+    mt_comm *const all[GROUPS] = {t->grid.tp, t->grid.dp, t->grid.pp, t->grid.model, t->grid.embedding};
     return all[i];
 }
 
@@ -962,7 +962,7 @@ static void print_ledger(const char *name, int ranks, const mt_ledger *l) {
 }
 
 static void print_ledgers(const trainer *t) {
-    printf("communication of one step, per rank%s%s:\n", t->grid.pipeline_size > 1 ? " of stage 0" : "",
+    printf("communication of one step, per rank%s%s:\n", t->grid.pp_size > 1 ? " of stage 0" : "",
            rank_count(&t->job->o) == 1 ? ": none" : "");
     for (int i = 0; i < GROUPS; i++) print_ledger(mt_comm_name(group(t, i)), mt_comm_size(group(t, i)), &t->ledgers[i]);
 }
@@ -1083,7 +1083,7 @@ static mt_status sample(trainer *t) {
     int32_t *history;
     float *logits;
     mt_status status;
-    if (o->sample == 0 || t->grid.data_rank != 0) return MT_SUCCESS;
+    if (o->sample == 0 || t->grid.dp_rank != 0) return MT_SUCCESS;
     /* padding reads past the end */
     history =
         (int32_t *)calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
@@ -1130,7 +1130,7 @@ static mt_status train(trainer *t) {
 /* Parameters of this stage, but for the second copy of a shared embedding. */
 static int64_t stage_parameters(const trainer *t) {
     int64_t n = mt_params_global_elements(t->params);
-    for (int i = 0; t->grid.pipeline_rank > 0 && i < mt_params_count(t->params); i++) {
+    for (int i = 0; t->grid.pp_rank > 0 && i < mt_params_count(t->params); i++) {
         const mt_param_desc *d = &mt_params_at(t->params, i)->desc;
         if (d->shared_embedding) n -= d->rows * d->cols;
     }

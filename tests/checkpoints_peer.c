@@ -19,7 +19,7 @@ static mt_status fill(mt_context *ctx, mt_params *params) {
 }
 
 static mt_status save_rank(mt_comm *world, void *user) {
-    mt_grid_desc shape = {.tensor = 2};
+    mt_grid_desc shape = {.tp = 2};
     mt_gpt_desc d = {.vocab = 11, .layers = 2, .max_seq = 6, .layer = {.hidden = 8, .heads = 2, .ffn = 12}};
     mt_training_state state = {.step = 5, .note = "a \"note\"\n\xc3\xa9"};
     mt_grid grid;

@@ -33,7 +33,7 @@ typedef struct gpt_result {
 typedef struct gpt_run {
     mt_device device;
     mt_dtype dtype;
-    int tensor, data, sequence_parallel, invariant;
+    int tp, data, sequence_parallel, invariant;
     int llama; /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals; 3:
                   like GPT-2, residuals behind the norms */
     int stochastic;
@@ -118,7 +118,7 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
 static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
                                     mt_tensor output) {
     gpt_worker *w = (gpt_worker *)user;
-    int64_t sequence = w->grid.data_rank * (GPT_BATCH / w->grid.data_size) + a->micro_batch;
+    int64_t sequence = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size) + a->micro_batch;
     mt_batch batch = gpt_batch_of(w, sequence);
     mt_tensor loss = mt_tensor_rows(w->losses, a->slot, 1);
     int32_t ids[GPT_SEQ + 1], *on_device = w->ids + 2 * GPT_SEQ * a->slot;
@@ -129,7 +129,7 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
     MT_TRY(mt_upload(ctx, ids + 1, mt_tensor_make(on_device + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
     MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, on_device, on_device + GPT_SEQ, input, output, loss,
                                 &w->saved[a->slot]));
-    if (w->grid.pipeline_rank + 1 < w->grid.pipeline_size) return MT_SUCCESS;
+    if (w->grid.pp_rank + 1 < w->grid.pp_size) return MT_SUCCESS;
     return mt_sum(ctx, loss, mt_tensor_rows(w->totals, a->micro_batch, 1));
 }
 
@@ -142,7 +142,7 @@ static inline mt_status gpt_backward_of(gpt_worker *w, int slot, mt_tensor doutp
 static inline mt_status gpt_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput,
                                      mt_tensor dinput) {
     gpt_worker *w = (gpt_worker *)user;
-    if (w->r->begins && a->micro_batch == GPT_BATCH / w->grid.data_size - 1)
+    if (w->r->begins && a->micro_batch == GPT_BATCH / w->grid.dp_size - 1)
         MT_TRY(mt_sync_gradients_begin(ctx, w->params));
     return gpt_backward_of(w, a->slot, doutput, dinput);
 }
@@ -166,31 +166,31 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     mt_action actions[6 * GPT_BATCH];
     int count = 0;
     memset(&stage, 0, sizeof stage);
-    stage.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tensor_size : 1);
+    stage.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tp_size : 1);
     stage.cols = w->gpt.desc.layer.hidden;
     stage.dtype = w->r->dtype;
     stage.forward = w->forward ? w->forward : gpt_forward;
     stage.backward = w->backward ? w->backward : gpt_backward;
     stage.user = w;
-    MT_TRY(mt_pipeline_schedule(w->r->schedule, w->grid.pipeline_size, w->grid.pipeline_rank,
-                                GPT_BATCH / w->grid.data_size, actions, 6 * GPT_BATCH, &count));
+    MT_TRY(mt_pipeline_schedule(w->r->schedule, w->grid.pp_size, w->grid.pp_rank, GPT_BATCH / w->grid.dp_size, actions,
+                                6 * GPT_BATCH, &count));
     return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
 }
 
 static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
-    mt_comm *pipeline = w->grid.pipeline;
+    mt_comm *pipeline = w->grid.pp;
     void *total;
     size_t mark = mt_arena_mark(w->ctx);
     w->step = step;
-    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH / w->grid.data_size, 1, &w->totals));
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH / w->grid.dp_size, 1, &w->totals));
     MT_TRY(mt_fill(w->ctx, w->totals, 0.0f));
     MT_TRY(mt_params_zero_grad(w->ctx, w->params));
     if (w->spoil) *w->spoil = w->bad;
     MT_TRY(gpt_run_schedule(w));
     MT_TRY(mt_tree_sum(w->ctx, w->totals));
     total = w->totals.data;
-    MT_TRY(mt_all_reduce(w->ctx, w->grid.data, total, total, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_broadcast(w->ctx, pipeline, total, total, 1, MT_F32, w->grid.pipeline_size - 1));
+    MT_TRY(mt_all_reduce(w->ctx, w->grid.dp, total, total, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_broadcast(w->ctx, pipeline, total, total, 1, MT_F32, w->grid.pp_size - 1));
     MT_TRY(mt_download(w->ctx, mt_tensor_rows(w->totals, 0, 1), loss));
     *loss /= GPT_BATCH * GPT_SEQ;
     MT_TRY(mt_sync_gradients(w->ctx, w->params));
@@ -217,7 +217,7 @@ static inline mt_status gpt_step(gpt_worker *w, int step) {
 
 /* Floats of the parameters of this stage, but for a second copy of a shared embedding. */
 static inline int gpt_is_copy(const gpt_worker *w, const mt_param *p) {
-    return w->grid.pipeline_rank > 0 && p->desc.shared_embedding;
+    return w->grid.pp_rank > 0 && p->desc.shared_embedding;
 }
 
 /* Ranks are threads of one process: each stage puts its own behind those of the stages before. The first stage has rank
@@ -226,7 +226,7 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
     gpt_result *all = (gpt_result *)malloc(sizeof *all);
     int64_t n = 0, first = 0;
     int32_t before = 0, behind;
-    int stage = w->grid.pipeline_rank, writes = w->grid.tensor_rank == 0 && w->grid.data_rank == 0;
+    int stage = w->grid.pp_rank, writes = w->grid.tp_rank == 0 && w->grid.dp_rank == 0;
     mt_tensor number;
     mt_status status = all ? MT_SUCCESS : MT_ERR_MEMORY;
     for (int i = 0; status == MT_SUCCESS && i < mt_params_count(w->params); i++) {
@@ -238,19 +238,18 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
         n += p->desc.rows * p->desc.cols;
     }
     if (status == MT_SUCCESS) status = mt_arena_tensor(w->ctx, MT_I32, 1, 1, &number);
-    if (status == MT_SUCCESS && stage > 0)
-        status = mt_recv(w->ctx, w->grid.pipeline, number.data, 1, MT_I32, stage - 1);
+    if (status == MT_SUCCESS && stage > 0) status = mt_recv(w->ctx, w->grid.pp, number.data, 1, MT_I32, stage - 1);
     if (status == MT_SUCCESS && stage > 0) status = mt_download(w->ctx, number, &before);
     first = before;
     behind = (int32_t)(first + n);
     if (status == MT_SUCCESS) status = mt_upload(w->ctx, &behind, number);
-    if (status == MT_SUCCESS && stage + 1 < w->grid.pipeline_size)
-        status = mt_send(w->ctx, w->grid.pipeline, number.data, 1, MT_I32, stage + 1);
+    if (status == MT_SUCCESS && stage + 1 < w->grid.pp_size)
+        status = mt_send(w->ctx, w->grid.pp, number.data, 1, MT_I32, stage + 1);
     if (status == MT_SUCCESS && writes && first + n <= GPT_MAX_FLOATS) {
         memcpy(w->r->out->weights + first, all->weights, (size_t)n * sizeof(float));
         memcpy(w->r->out->masters + first, all->masters, (size_t)n * sizeof(float));
     }
-    if (status == MT_SUCCESS && writes && stage + 1 == w->grid.pipeline_size) {
+    if (status == MT_SUCCESS && writes && stage + 1 == w->grid.pp_size) {
         w->r->out->count = first + n;
         w->r->out->steps = w->optimizer.step;
         w->r->out->scaler = w->scaler;
@@ -260,7 +259,7 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
 }
 
 static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
-    mt_grid_desc shape = {r->tensor, r->data, r->pipeline ? r->pipeline : 1};
+    mt_grid_desc shape = {r->tp, r->data, r->pipeline ? r->pipeline : 1};
     mt_context_desc where;
     mt_optimizer_desc adamw;
     mt_loss_scaler_desc scale;
@@ -316,8 +315,8 @@ static inline mt_status gpt_rank(mt_comm *world, void *user) {
     int steps = r->device == MT_DEVICE_META ? 1 : GPT_STEPS;
     for (int step = 0; status == MT_SUCCESS && step < steps; step++) status = gpt_step(&w, step);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) r->out->arena_peak = mt_arena_peak(w.ctx);
-    if (status == MT_SUCCESS && w.grid.tensor_rank == 0 && w.grid.data_rank == 0)
-        r->out->stage_peaks[w.grid.pipeline_rank] = mt_arena_peak(w.ctx);
+    if (status == MT_SUCCESS && w.grid.tp_rank == 0 && w.grid.dp_rank == 0)
+        r->out->stage_peaks[w.grid.pp_rank] = mt_arena_peak(w.ctx);
     if (status == MT_SUCCESS) status = gpt_keep_weights(&w);
     gpt_close(&w);
     return status;
@@ -328,7 +327,7 @@ static inline const char *gpt_name(const gpt_run *r) {
     static const char *const recompute[] = {"", ", selective recomputation", ", full recomputation"};
     static char text[192];
     snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s", names[r->llama],
-             mt_dtype_name(r->dtype), r->tensor, r->data, r->pipeline ? r->pipeline : 1,
+             mt_dtype_name(r->dtype), r->tp, r->data, r->pipeline ? r->pipeline : 1,
              r->schedule == MT_SCHEDULE_GPIPE ? ", GPipe" : "", r->sequence_parallel ? ", sequence parallel" : "",
              r->invariant ? ", invariant" : "", recompute[r->recompute]);
     return text;
@@ -339,7 +338,7 @@ static inline void gpt_launch(const gpt_run *r, mt_rank_function f, void *user) 
     mt_launch_desc d;
     mt_status status;
     memset(&d, 0, sizeof d);
-    d.ranks = r->tensor * r->data * (r->pipeline ? r->pipeline : 1);
+    d.ranks = r->tp * r->data * (r->pipeline ? r->pipeline : 1);
     d.no_pinning = 1;
     d.timeout_s = 120;
     status = mt_launch(&d, f, user);

@@ -197,8 +197,8 @@ static mt_status check_padding(const mt_param *p) {
         for (int64_t j = 0; j < p->value.cols; j++) {
             int by_rows = d->placement == MT_SPLIT_ROWS;
             if (d->placement == MT_REPLICATED) continue;
-            if (test_global(by_rows ? d->rows : d->cols, d->parts, d->unit, p->tensor_size, p->tensor_rank,
-                            by_rows ? i : j) >= 0)
+            if (test_global(by_rows ? d->rows : d->cols, d->parts, d->unit, p->tp_size, p->tp_rank, by_rows ? i : j) >=
+                0)
                 continue;
             CHECK(((const float *)p->value.data)[i * p->value.cols + j] == 0.0f);
             CHECK(((const float *)p->grad.data)[i * p->value.cols + j] == 0.0f);
@@ -237,14 +237,13 @@ static mt_status check_block_ledger(const block *b) {
     expected plain = {2 * n, 0, 0, 0}, sequence = {0, 3 * n, 2 * n, 0};
     mt_ledger world = mt_comm_ledger(b->r->world);
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) CHECK(world.calls[k] == 0);
-    return check_ledger(b->r->grid.tensor, "training step", b->sequence_parallel ? sequence : plain, TOKENS * b->hidden,
-                        0);
+    return check_ledger(b->r->grid.tp, "training step", b->sequence_parallel ? sequence : plain, TOKENS * b->hidden, 0);
 }
 
 static mt_status block_against_serial(const block *b, outcome *serial) {
     test_rank *r = b->r;
-    int ranks = r->grid.tensor_size, shards = b->sequence_parallel ? ranks : 1;
-    int64_t rows = TOKENS / shards, n = rows * b->hidden, first = shards > 1 ? n * r->grid.tensor_rank : 0, params;
+    int ranks = r->grid.tp_size, shards = b->sequence_parallel ? ranks : 1;
+    int64_t rows = TOKENS / shards, n = rows * b->hidden, first = shards > 1 ? n * r->grid.tp_rank : 0, params;
     mt_tensor x = mt_tensor_f32(test_noise(r, TOKENS * b->hidden, 1, 1.5f) + first, rows, b->hidden);
     mt_tensor dy = mt_tensor_f32(test_noise(r, TOKENS * b->hidden, 2, 0.5f) + first, rows, b->hidden);
     mt_tensor y = test_tensor(r, rows, b->hidden, NAN), dx = test_tensor(r, rows, b->hidden, NAN);
@@ -252,7 +251,7 @@ static mt_status block_against_serial(const block *b, outcome *serial) {
     double tolerance = case_tolerance(b->c);
     block_saved saved;
     size_t mark = mt_arena_mark(r->ctx);
-    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->grid.tp);
     mt_comm_ledger_reset(r->world);
     MT_TRY(block_forward(b, x, y, &saved));
     MT_TRY(block_backward(b, dy, dx, &saved));
@@ -278,7 +277,7 @@ typedef struct split_run {
 
 static mt_status split_rank(mt_comm *world, void *user) {
     split_run *run = (split_run *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     block b;
     mt_status status = test_rank_open(world, all, NULL, &r);
@@ -665,7 +664,7 @@ static void check_activation_bytes(int ranks, int sequence_parallel) {
     mt_tensor x, y;
     test_rank r;
     block b;
-    test_paper_rank(ranks, ranks - 1, (mt_grid_desc){.tensor = ranks}, &meta, &r);
+    test_paper_rank(ranks, ranks - 1, (mt_grid_desc){.tp = ranks}, &meta, &r);
     memset(&b, 0, sizeof b);
     b.c = &c;
     b.r = &r;
@@ -746,7 +745,7 @@ static const gpt_case gpt_cases[] = {
 #define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
 
 typedef struct gpt_split {
-    int tensor, data, sequence_parallel;
+    int tp, data, sequence_parallel;
     int micro; /* sequences of a micro-batch; all micro-batches are in flight, backwards run last first */
 } gpt_split;
 
@@ -759,7 +758,7 @@ typedef struct gpt_outcome {
 /* What a rank needed and sent: compared between the real device and the meta device. */
 typedef struct gpt_needs {
     size_t peak, allocated, mark;
-    mt_ledger tensor, data, model;
+    mt_ledger tp, data, model;
 } gpt_needs;
 
 typedef struct gpt_run {
@@ -796,7 +795,7 @@ static mt_status gpt_open(test_rank *r, const gpt_case *c, int sequence_parallel
 /* Forward of every micro-batch of this rank, then backward, last first. loss: of this rank's sequences. */
 static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, gpt_split s, float *loss) {
     int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
-    int64_t per = BATCH / s.data, first = per * r->grid.data_rank, n = per / s.micro, k;
+    int64_t per = BATCH / s.data, first = per * r->grid.dp_rank, n = per / s.micro, k;
     mt_gpt_saved saved[BATCH] = {{0}};
     mt_status status = MT_SUCCESS;
     size_t mark = mt_arena_mark(r->ctx);
@@ -823,10 +822,10 @@ static mt_status check_gpt_ledger(test_rank *r, const gpt_case *c, gpt_split s) 
     expected plain = {micro * (4 * layers + 2), 0, 0, micro};
     expected sequence = {0, micro * (6 * layers + 3), micro * (4 * layers + 2), micro};
     int64_t tokens = s.micro * GPT_SEQ;
-    mt_ledger data = mt_comm_ledger(r->grid.data), model = mt_comm_ledger(r->grid.model);
+    mt_ledger data = mt_comm_ledger(r->grid.dp), model = mt_comm_ledger(r->grid.model);
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) CHECK(data.calls[k] == 0 && model.calls[k] == 0);
-    return check_ledger(r->grid.tensor, "gpt", s.sequence_parallel ? sequence : plain, tokens * c->desc.layer.hidden,
-                        4 * tokens * s.tensor);
+    return check_ledger(r->grid.tp, "gpt", s.sequence_parallel ? sequence : plain, tokens * c->desc.layer.hidden,
+                        4 * tokens * s.tp);
 }
 
 static mt_status gpt_train(test_rank *r, gpt_run *run) {
@@ -841,33 +840,32 @@ static mt_status gpt_train(test_rank *r, gpt_run *run) {
     MT_TRY(disturb_params(r, 0.2f));
     loss = test_floats(r, per, NAN);
     grads = test_floats(r, PARAMS_MAX, NAN);
-    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->grid.tp);
     MT_TRY(gpt_passes(r, &gpt, c, s, loss));
     MT_TRY(check_gpt_ledger(r, c, s));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
     MT_TRY(gather_grads(r, grads, PARAMS_MAX, &params));
     for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(check_padding(mt_params_at(r->params, i)));
-    if (s.tensor * s.data == 1 && s.micro == BATCH && !s.sequence_parallel) {
+    if (s.tp * s.data == 1 && s.micro == BATCH && !s.sequence_parallel) {
         memcpy(run->serial.loss, loss, sizeof run->serial.loss);
         memcpy(run->serial.grads, grads, (size_t)params * sizeof *grads);
         run->serial.norm = norm;
     }
-    MT_TRY(test_near_f32("loss", loss, run->serial.loss + per * r->grid.data_rank, per, tolerance));
+    MT_TRY(test_near_f32("loss", loss, run->serial.loss + per * r->grid.dp_rank, per, tolerance));
     MT_TRY(test_near_f32("gradients", grads, run->serial.grads, params, tolerance));
     return test_near_f32("norm", &norm, &run->serial.norm, 1, tolerance * (double)run->serial.norm);
 }
 
 static mt_status gpt_rank(mt_comm *world, void *user) {
     gpt_run *run = (gpt_run *)user;
-    mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    mt_grid_desc shape = {.tp = run->split.tp, .dp = run->split.data};
     test_rank r;
     mt_status status = test_rank_open(world, shape, NULL, &r);
     if (status == MT_SUCCESS) status = gpt_train(&r, run);
     if (status != MT_SUCCESS)
         fprintf(stderr, "%s, tensor %d, data %d, sequence parallelism %d, micro-batches of %d: %s\n", run->c->name,
-                run->split.tensor, run->split.data, run->split.sequence_parallel, run->split.micro,
-                mt_last_error(r.ctx));
+                run->split.tp, run->split.data, run->split.sequence_parallel, run->split.micro, mt_last_error(r.ctx));
     test_rank_close(&r);
     return status;
 }
@@ -884,7 +882,7 @@ static void test_gpt_does_not_depend_on_the_split(void **state) {
         for (size_t k = 0; k < GPT_SPLITS; k++) {
             run.c = &gpt_cases[i];
             run.split = gpt_splits[k];
-            test_launch(run.split.tensor * run.split.data, gpt_rank, &run);
+            test_launch(run.split.tp * run.split.data, gpt_rank, &run);
         }
 }
 
@@ -902,7 +900,7 @@ static double loss_of_logits(const gpt_case *c, const float *x, int32_t target) 
 static mt_status gpt_evaluate(test_rank *r, gpt_run *run) {
     int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
     gpt_outcome *o = &run->serial;
-    int alone = run->split.tensor == 1;
+    int alone = run->split.tp == 1;
     mt_gpt gpt;
     mt_batch b;
     float *all, *last, *loss;
@@ -936,11 +934,11 @@ static mt_status gpt_evaluate(test_rank *r, gpt_run *run) {
 
 static mt_status gpt_evaluate_rank(mt_comm *world, void *user) {
     gpt_run *run = (gpt_run *)user;
-    mt_grid_desc shape = {.tensor = run->split.tensor};
+    mt_grid_desc shape = {.tp = run->split.tp};
     test_rank r;
     mt_status status = test_rank_open(world, shape, NULL, &r);
     if (status == MT_SUCCESS) status = gpt_evaluate(&r, run);
-    if (status == MT_ERR_DATA) fprintf(stderr, "%s on %d ranks\n", run->c->name, run->split.tensor);
+    if (status == MT_ERR_DATA) fprintf(stderr, "%s on %d ranks\n", run->c->name, run->split.tp);
     test_rank_close(&r);
     return status;
 }
@@ -952,7 +950,7 @@ static void test_gpt_logits_and_evaluation(void **state) {
         for (int k = 0; k < 6; k++) {
             run.c = &gpt_cases[i];
             run.split = (gpt_split){1 << k % 3, 1, k / 3, BATCH};
-            test_launch(run.split.tensor, gpt_evaluate_rank, &run);
+            test_launch(run.split.tp, gpt_evaluate_rank, &run);
         }
 }
 
@@ -1093,7 +1091,7 @@ static mt_status gpt_step(test_rank *r, gpt_run *run, gpt_needs *needs) {
     MT_TRY(gpt_open(r, run->c, run->split.sequence_parallel, &gpt));
     MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, &o));
     mt_arena_reset_peak(r->ctx);
-    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->grid.tp);
     status = gpt_passes(r, &gpt, run->c, run->split, loss);
     if (status == MT_SUCCESS) status = mt_sync_gradients(r->ctx, r->params);
     if (status == MT_SUCCESS) status = mt_grad_norm(r->ctx, r->params, &norm);
@@ -1101,8 +1099,8 @@ static mt_status gpt_step(test_rank *r, gpt_run *run, gpt_needs *needs) {
     needs->peak = mt_arena_peak(r->ctx);
     needs->allocated = mt_context_allocated(r->ctx);
     needs->mark = mt_arena_mark(r->ctx);
-    needs->tensor = mt_comm_ledger(r->grid.tensor);
-    needs->data = mt_comm_ledger(r->grid.data);
+    needs->tp = mt_comm_ledger(r->grid.tp);
+    needs->data = mt_comm_ledger(r->grid.dp);
     needs->model = mt_comm_ledger(r->grid.model);
     mt_optimizer_destroy(r->ctx, &o);
     return status;
@@ -1110,7 +1108,7 @@ static mt_status gpt_step(test_rank *r, gpt_run *run, gpt_needs *needs) {
 
 static mt_status gpt_step_rank(mt_comm *world, void *user) {
     gpt_run *run = (gpt_run *)user;
-    mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    mt_grid_desc shape = {.tp = run->split.tp, .dp = run->split.data};
     test_rank r;
     mt_status status = test_rank_open(world, shape, NULL, &r);
     if (status == MT_SUCCESS) status = gpt_step(&r, run, &run->needs[mt_comm_rank(world)]);
@@ -1125,20 +1123,19 @@ static void test_meta_device_knows_what_a_step_needs(void **state) {
     (void)state;
     for (int i = 0; i < GPT_CASES; i++)
         for (size_t k = 0; k < sizeof splits / sizeof *splits; k++) {
-            int ranks = splits[k].tensor * splits[k].data;
+            int ranks = splits[k].tp * splits[k].data;
             run.c = &gpt_cases[i];
             run.split = splits[k];
             test_launch(ranks, gpt_step_rank, &run);
             for (int rank = 0; rank < ranks; rank++) {
                 gpt_needs needs;
                 test_rank r;
-                test_paper_rank(ranks, rank, (mt_grid_desc){.tensor = splits[k].tensor, .data = splits[k].data}, &meta,
-                                &r);
+                test_paper_rank(ranks, rank, (mt_grid_desc){.tp = splits[k].tp, .dp = splits[k].data}, &meta, &r);
                 ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &needs));
                 assert_int_equal(needs.peak, run.needs[rank].peak);
                 assert_int_equal(needs.allocated, run.needs[rank].allocated);
                 assert_int_equal(needs.mark, 0);
-                assert_memory_equal(&needs.tensor, &run.needs[rank].tensor, sizeof needs.tensor);
+                assert_memory_equal(&needs.tp, &run.needs[rank].tp, sizeof needs.tp);
                 assert_memory_equal(&needs.data, &run.needs[rank].data, sizeof needs.data);
                 assert_memory_equal(&needs.model, &run.needs[rank].model, sizeof needs.model);
                 assert_true(needs.peak > 0 && needs.allocated > 0);
@@ -1203,7 +1200,7 @@ static mt_status frugal_step(test_rank *r, gpt_run *run, counting_allocator *a) 
 
 static mt_status frugal_rank(mt_comm *world, void *user) {
     gpt_run *run = (gpt_run *)user;
-    mt_grid_desc shape = {.tensor = run->split.tensor};
+    mt_grid_desc shape = {.tp = run->split.tp};
     counting_allocator a = {0, 0};
     mt_context_desc where = {.arena_bytes = run->needs[0].peak, .allocator = {counting_alloc, counting_free, &a}};
     test_rank r;
@@ -1220,14 +1217,14 @@ static void test_nothing_is_allocated_after_creation(void **state) {
     static gpt_run run;
     (void)state;
     for (int i = 0; i < GPT_CASES; i++)
-        for (int tensor = 1; tensor <= 4; tensor *= 2) {
+        for (int tp = 1; tp <= 4; tp *= 2) {
             test_rank r;
             run.c = &gpt_cases[i];
-            run.split = (gpt_split){tensor, 1, tensor == 4, BATCH};
-            test_paper_rank(tensor, 0, (mt_grid_desc){.tensor = tensor}, &meta, &r);
+            run.split = (gpt_split){tp, 1, tp == 4, BATCH};
+            test_paper_rank(tp, 0, (mt_grid_desc){.tp = tp}, &meta, &r);
             ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &run.needs[0]));
             test_paper_rank_close(&r);
-            test_launch(tensor, frugal_rank, &run);
+            test_launch(tp, frugal_rank, &run);
         }
 }
 
@@ -1308,7 +1305,7 @@ static void test_qkv_refuses(void **state) {
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
 /* On rank 1 of a tensor group of 4 that exists on paper: whatever is refused is refused before it communicates. */
-static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, r); }
+static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
 
 #define HUGE_SIZE (INT64_MAX / 2)
 
@@ -1596,7 +1593,7 @@ static void test_block_calls_refuse(void **state) {
             mt_tensor g = mt_params_at(r.params, i)->grad;
             test_untouched("gradient", (const float *)g.data, g.rows * g.cols, 0.0f);
         }
-        ledger = mt_comm_ledger(r.grid.tensor);
+        ledger = mt_comm_ledger(r.grid.tp);
         for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) assert_int_equal(ledger.calls[i], 0);
         assert_int_equal(mt_arena_mark(r.ctx), 0);
         test_paper_rank_close(&r);
@@ -1613,7 +1610,7 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
         block_saved s;
         test_rank r;
         block b;
-        test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, &meta, &r);
+        test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, &meta, &r);
         memset(&b, 0, sizeof b);
         b.c = &plain_cases[k / 2];
         b.r = &r;
@@ -1625,11 +1622,11 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, k % 2 ? 3 : 12, 16, &t));
         strided = with(t, t.rows, 16, 20, MT_F32);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, t, t, &s));
-        mt_comm_ledger_reset(r.grid.tensor);
+        mt_comm_ledger_reset(r.grid.tp);
         REFUSED(r.ctx, MT_ERR_SHAPE, "dx|ld 20|contiguous", block_backward(&b, t, strided, &s));
         if (k % 2) REFUSED(r.ctx, MT_ERR_SHAPE, "dy|ld 20|contiguous", block_backward(&b, strided, t, &s));
         if (k % 2) REFUSED(r.ctx, MT_ERR_SHAPE, "x|ld 20|contiguous", block_forward(&b, strided, t, &s));
-        ledger = mt_comm_ledger(r.grid.tensor);
+        ledger = mt_comm_ledger(r.grid.tp);
         for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) assert_int_equal(ledger.calls[i], 0);
         test_paper_rank_close(&r);
     }
@@ -1701,13 +1698,13 @@ static void test_gpt_create_refuses(void **state) {
             mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(x, 1, 4), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_saved_create(r.ctx, &gpt, &saved));
     test_paper_rank_close(&r);
-    test_paper_rank(4, 1, (mt_grid_desc){.pipeline = 2}, NULL, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){.pp = 2}, NULL, &r);
     d.layer = layer;
     d.layers = 3;
     REFUSED(r.ctx, MT_ERR_SHAPE, "3 layers|2 pipeline stages", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
     test_paper_rank_close(&r);
-    test_paper_rank(4, 1, (mt_grid_desc){.pipeline = 2}, &symmetric, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){.pp = 2}, &symmetric, &r);
     d.layers = 2;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "2 pipeline stages|arena_symmetric", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     test_paper_rank_close(&r);
@@ -1812,7 +1809,7 @@ static void test_gpt_calls_refuse(void **state) {
         mt_tensor g = mt_params_at(r.params, i)->grad;
         test_untouched("gradient", (const float *)g.data, g.rows * g.cols, 0.0f);
     }
-    ledger = mt_comm_ledger(r.grid.tensor);
+    ledger = mt_comm_ledger(r.grid.tp);
     for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) assert_int_equal(ledger.calls[i], 0);
     assert_int_equal(mt_arena_mark(r.ctx), 0);
     mt_gpt_saved_destroy(&saved);

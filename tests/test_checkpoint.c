@@ -261,7 +261,7 @@ enum { GPT2, LLAMA, LAYERS = 4, VOCAB = 37, HIDDEN = 24, SEQ = 8, ARENA = 1 << 2
 
 /* What a job is to do on each rank, and what came of it. */
 typedef struct job {
-    int model, tensor, data, pipeline;
+    int model, tp, data, pipeline;
     mt_dtype dtype;
     int stochastic, no_optimizer, sharded, invariant,
         fill; /* fill: numbers that are nowhere the same, and their seed */
@@ -335,7 +335,7 @@ static void count_warnings(void *user, mt_log_level level, const char *text) {
 }
 
 static mt_status replica_open(mt_comm *world, const job *j, replica *m) {
-    mt_grid_desc shape = {j->tensor, j->data, j->pipeline};
+    mt_grid_desc shape = {j->tp, j->data, j->pipeline};
     mt_context_desc where = {.arena_bytes = ARENA,
                              .invariant = j->invariant,
                              .logger = {.log = count_warnings},
@@ -423,10 +423,10 @@ static mt_status job_rank(mt_comm *world, void *user) {
 
 /* Runs the job; its dump is to be freed. */
 static void run(job *j) {
-    if (!j->tensor) j->tensor = 1;
+    if (!j->tp) j->tp = 1;
     if (!j->data) j->data = 1;
     if (!j->pipeline) j->pipeline = 1;
-    test_launch(j->tensor * j->data * j->pipeline, job_rank, j);
+    test_launch(j->tp * j->data * j->pipeline, job_rank, j);
 }
 
 static void run_quietly(job *j) {
@@ -436,14 +436,14 @@ static void run_quietly(job *j) {
 }
 
 static void expect_success(const job *j) {
-    for (int r = 0; r < j->tensor * j->data * j->pipeline; r++)
+    for (int r = 0; r < j->tp * j->data * j->pipeline; r++)
         if (j->status[r] != MT_SUCCESS) fail_msg("rank %d: %s: %s", r, mt_status_name(j->status[r]), j->sentence[r]);
 }
 
 /* Every rank has the same status and sentence, which holds these words, and what it had before. */
 static void expect_refusal(const job *j, mt_status status, const char *words) {
     char text[256], *word, *rest = NULL;
-    for (int r = 0; r < j->tensor * j->data * j->pipeline; r++) {
+    for (int r = 0; r < j->tp * j->data * j->pipeline; r++) {
         if (j->status[r] != status)
             fail_msg("rank %d: %s: '%s', must be %s", r, mt_status_name(j->status[r]), j->sentence[r],
                      mt_status_name(status));
@@ -459,7 +459,7 @@ static void same_dump(const job *want, const job *got) {
     assert_int_equal(want->dumped, got->dumped);
     for (int64_t i = 0; i < want->dumped; i++)
         if (memcmp(&want->dump[i], &got->dump[i], sizeof(float)) != 0)
-            fail_msg("tensor %d x data %d: element %lld of %lld is %.9g, must be %.9g", got->tensor, got->data,
+            fail_msg("tensor %d x data %d: element %lld of %lld is %.9g, must be %.9g", got->tp, got->data,
                      (long long)i, (long long)want->dumped, (double)got->dump[i], (double)want->dump[i]);
 }
 
@@ -480,7 +480,7 @@ static mt_training_state some_state(int64_t step) {
 
 /* ---- the same on every split ------------------------------------------------------------------------------------- */
 
-static const struct { int tensor, data; } splits[] = {{1, 1}, {2, 1}, {1, 2}, {4, 1}, {3, 2}};
+static const struct { int tp, data; } splits[] = {{1, 1}, {2, 1}, {1, 2}, {4, 1}, {3, 2}};
 #define SPLITS (int)(sizeof splits / sizeof *splits)
 
 /* Saved on every split, into files of the same bytes; loaded on every other one. */
@@ -494,7 +494,7 @@ static void round_trips(job kind) {
     expect_success(&first);
     for (int i = 0; i < SPLITS; i++) {
         job again = first, load = kind;
-        again.tensor = splits[i].tensor;
+        again.tp = splits[i].tp;
         again.data = splits[i].data;
         again.directory = "b";
         run_quietly(&again);
@@ -504,7 +504,7 @@ static void round_trips(job kind) {
         load.action = LOAD;
         load.directory = "a";
         load.step = 7;
-        load.tensor = splits[i].tensor;
+        load.tp = splits[i].tp;
         load.data = splits[i].data;
         run(&load);
         expect_success(&load);
@@ -535,16 +535,16 @@ static void invariant_mode(void **state) {
     (void)state;
     run_quietly(&plain);
     expect_success(&plain);
-    for (int tensor = 1; tensor <= 4; tensor *= 2) {
+    for (int tp = 1; tp <= 4; tp *= 2) {
         job sharded = plain, load = {.model = LLAMA, .action = LOAD, .directory = "b", .step = 1};
         sharded.invariant = 4;
-        sharded.tensor = tensor;
+        sharded.tp = tp;
         sharded.directory = "b";
         run(&sharded);
         expect_success(&sharded);
         shell("diff -r '%s' '%s'", in_scratch("a"), in_scratch("b"));
         load.invariant = 4;
-        load.tensor = 4 / tensor;
+        load.tp = 4 / tp;
         run(&load);
         expect_success(&load);
         same_dump(&sharded, &load);
@@ -564,21 +564,21 @@ static void other_types(void **state) {
     run(&whole);
     expect_success(&half);
     expect_success(&whole);
-    load = (job){.model = GPT2, .action = LOAD, .directory = "a", .step = 1, .tensor = 2};
+    load = (job){.model = GPT2, .action = LOAD, .directory = "a", .step = 1, .tp = 2};
     run(&load); /* bf16 with masters becomes f32 */
     expect_success(&load);
     assert_memory_equal(load.dump, half.dump + 3 * half.dumped / 4, (size_t)half.dumped / 4 * sizeof(float));
     assert_memory_equal(load.dump + load.dumped / 4, half.dump + half.dumped / 4,
                         (size_t)half.dumped / 2 * sizeof(float));
     free(load.dump);
-    load = (job){.model = GPT2, .dtype = MT_BF16, .action = LOAD, .directory = "b", .step = 1, .tensor = 2};
+    load = (job){.model = GPT2, .dtype = MT_BF16, .action = LOAD, .directory = "b", .step = 1, .tp = 2};
     run(&load); /* f32 becomes bf16, and its masters */
     expect_success(&load);
     assert_memory_equal(load.dump + 3 * load.dumped / 4, whole.dump, (size_t)whole.dumped / 4 * sizeof(float));
     assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * sizeof(float));
     free(load.dump);
-    load = (job){
-        .model = GPT2, .dtype = MT_BF16, .stochastic = 1, .action = LOAD, .directory = "a", .step = 1, .tensor = 2};
+    load =
+        (job){.model = GPT2, .dtype = MT_BF16, .stochastic = 1, .action = LOAD, .directory = "a", .step = 1, .tp = 2};
     run(&load); /* no masters are kept */
     expect_success(&load);
     assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * 3 * sizeof(float));
@@ -605,7 +605,7 @@ static void stages_of(int model) {
     expect_success(&whole);
     for (int i = 0; i < 4; i++) {
         job cut = whole, load = whole;
-        cut.tensor = shapes[i][0];
+        cut.tp = shapes[i][0];
         cut.data = shapes[i][1];
         cut.pipeline = shapes[i][2];
         cut.directory = "cut";
@@ -616,7 +616,7 @@ static void stages_of(int model) {
         load.action = LOAD;
         load.directory = "cut";
         load.step = 1;
-        load.tensor = 2;
+        load.tp = 2;
         run(&load);
         expect_success(&load);
         same_dump(&whole, &load);
@@ -674,7 +674,7 @@ static void indices(void **state) {
     snprintf(index, sizeof index, "%s", in_scratch("cut/step-00000001/model.safetensors.index.json"));
     shell("cp '%s' '%s'", index, in_scratch("index"));
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        job load = {.model = GPT2, .action = LOAD, .directory = "cut", .step = 1, .tensor = 2};
+        job load = {.model = GPT2, .action = LOAD, .directory = "cut", .step = 1, .tp = 2};
         shell("sed '%s' '%s' > '%s'", wrong[i].edit, in_scratch("index"), index);
         run_quietly(&load);
         expect_refusal(&load, wrong[i].status, wrong[i].words);
@@ -688,7 +688,7 @@ static void indices(void **state) {
 typedef struct golden_run {
     const char *directory;
     const mt_safetensors *expected;
-    int tensor;
+    int tp;
 } golden_run;
 
 static mt_status expected(mt_context *ctx, const mt_safetensors *s, const char *name, float *out) {
@@ -724,7 +724,7 @@ static mt_status golden_compare(const golden_run *g, replica *m) {
 
 static mt_status golden_rank(mt_comm *world, void *user) {
     const golden_run *g = (const golden_run *)user;
-    mt_grid_desc shape = {.tensor = g->tensor};
+    mt_grid_desc shape = {.tp = g->tp};
     mt_checkpoint_desc c = {.directory = in_scratch("unused")};
     mt_gpt_desc d;
     replica m;
@@ -751,9 +751,9 @@ static void hugging_face(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/gpt2_hf/expected.safetensors", &values));
     for (int i = 0; i < 2; i++)
-        for (int tensor = 1; tensor <= 4; tensor *= 2) {
-            golden_run g = {directories[i], values, tensor};
-            test_launch(tensor, golden_rank, &g);
+        for (int tp = 1; tp <= 4; tp *= 2) {
+            golden_run g = {directories[i], values, tp};
+            test_launch(tp, golden_rank, &g);
         }
     mt_safetensors_close(values);
     mt_context_destroy(ctx);
@@ -767,7 +767,7 @@ static mt_status rewrite_rank(mt_comm *world, void *user) {
     replica m;
     (void)user;
     memset(&m, 0, sizeof m);
-    MT_TRY(test_rank_open(world, (mt_grid_desc){.tensor = 2}, NULL, &m.r));
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &m.r));
     MT_TRY(mt_gpt_desc_read(m.r.ctx, "tests/golden/gpt2_hf", &d));
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
@@ -864,24 +864,23 @@ static void goes_on_as_if_never_stopped(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
         for (int llama = 0; llama <= 1; llama++) {
-            gpt_run one = {.dtype = (mt_dtype)dtype, .tensor = 1, .data = 1, .llama = llama}, split = one, sharded;
+            gpt_run one = {.dtype = (mt_dtype)dtype, .tp = 1, .data = 1, .llama = llama}, split = one, sharded;
             if (dtype == MT_F16) one.loss_scale = split.loss_scale = 268435456.0f; /* some steps are left out */
-            split.tensor = split.data = 2;
+            split.tp = split.data = 2;
             split.sequence_parallel = 1;
             goes_on(one, one);
             goes_on(split, split);
             sharded = one;
             one.invariant = split.invariant = sharded.invariant = 4;
-            sharded.tensor = 4;
+            sharded.tp = 4;
             goes_on(sharded, split);
             goes_on(split, one);
         }
-    gpt_run stochastic = {.dtype = MT_BF16, .tensor = 2, .data = 1, .stochastic = 1};
+    gpt_run stochastic = {.dtype = MT_BF16, .tp = 2, .data = 1, .stochastic = 1};
     goes_on(stochastic, stochastic);
-    gpt_run shared = {
-        .dtype = MT_BF16, .tensor = 1, .data = 2, .share = {.sharded_optimizer = 1, .bucket_bytes = 4096}};
+    gpt_run shared = {.dtype = MT_BF16, .tp = 1, .data = 2, .share = {.sharded_optimizer = 1, .bucket_bytes = 4096}};
     goes_on(shared, shared);
-    gpt_run stages = {.tensor = 2, .data = 1, .pipeline = 2, .share = {.sharded_optimizer = 1}};
+    gpt_run stages = {.tp = 2, .data = 1, .pipeline = 2, .share = {.sharded_optimizer = 1}};
     goes_on(stages, stages);
     stages.dtype = MT_BF16;
     stages.data = 2;
@@ -891,12 +890,11 @@ static void goes_on_as_if_never_stopped(void **state) {
 /* ---- files that are not what they should be ---------------------------------------------------------------------- */
 
 static job a_save(const char *directory, int64_t step, int fill) {
-    return (job){
-        .model = GPT2, .tensor = 2, .action = SAVE, .fill = fill, .directory = directory, .state = {.step = step}};
+    return (job){.model = GPT2, .tp = 2, .action = SAVE, .fill = fill, .directory = directory, .state = {.step = step}};
 }
 
 static job a_load(const char *directory, int64_t step) {
-    return (job){.model = GPT2, .tensor = 2, .action = LOAD, .directory = directory, .step = step};
+    return (job){.model = GPT2, .tp = 2, .action = LOAD, .directory = directory, .step = step};
 }
 
 static void save_one(const char *directory, int64_t step, int fill) {
@@ -1393,13 +1391,13 @@ static void small_arenas(void **state) {
 
 /* GPT-2 files with one tensor too many, too few, in another shape or type, made with the library's own writer of
  * headers. */
-static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes) {
+static void write_tensors(const char *name, const char *tp, const char *dtype, const char *shape, int64_t bytes) {
     static mti_file f;
     mt_context *ctx;
     uint64_t header;
     char text[512];
-    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tensor, dtype,
-             shape, (long long)bytes);
+    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tp, dtype, shape,
+             (long long)bytes);
     header = strlen(text);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_begin(ctx, &f, in_scratch("w"), name));
@@ -1421,7 +1419,7 @@ static mt_status small_rank(mt_comm *world, void *user) {
     test_rank r;
     float before[24], after[24];
     mt_status status;
-    MT_TRY(test_rank_open(world, (mt_grid_desc){.tensor = 2}, NULL, &r));
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &r));
     MT_TRY(mt_params_add(r.ctx, r.params, &d, &p));
     if (!words) MT_TRY(mt_params_add(r.ctx, r.params, &bias, &b));
     MT_TRY(mt_params_init(r.ctx, r.params, 5));
@@ -1453,7 +1451,7 @@ static mt_status small_rank(mt_comm *world, void *user) {
 static void small_models(void **state) {
     static char words[128];
     static const struct {
-        const char *tensor, *dtype, *shape;
+        const char *tp, *dtype, *shape;
         int64_t bytes;
         const char *words;
     } files[] = {{"w", "F32", "[4,6]", 96, ""},
@@ -1470,7 +1468,7 @@ static void small_models(void **state) {
     shell("test -s '%s' && test ! -e '%s'", in_scratch("w/step-00000003/model.safetensors"),
           in_scratch("w/step-00000003/config.json"));
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
-        write_tensors("model.safetensors", files[i].tensor, files[i].dtype, files[i].shape, files[i].bytes);
+        write_tensors("model.safetensors", files[i].tp, files[i].dtype, files[i].shape, files[i].bytes);
         snprintf(words, sizeof words, "%s", files[i].words);
         test_launch(2, small_rank, words);
         shell("rm '%s'", in_scratch("w/model.safetensors"));
@@ -1545,7 +1543,7 @@ static void every_open_of_a_load_fails(void **state) {
     int calls;
     (void)state;
     save_one("f", 1, 1);
-    load.tensor = 1; /* the same order each time */
+    load.tp = 1; /* the same order each time */
     plan.fault = NO_FAULT;
     plan.calls = 0;
     run_quietly(&load);
@@ -1694,7 +1692,7 @@ static void another_run(void **state) {
     assert_true(child >= 0);
     if (child == 0) {
         job mine = a_save("f", 5, 5);
-        mine.tensor = mine.data = mine.pipeline = 1;
+        mine.tp = mine.data = mine.pipeline = 1;
         mine.stays = ready[1];
         mt_launch(NULL, job_rank, &mine);
         _exit(1);
@@ -1774,7 +1772,7 @@ static void every_call_is_the_last(void **state) {
         assert_true(child >= 0);
         if (child == 0) {
             job save = a_save("f", 3, 3);
-            save.tensor = 1;
+            save.tp = 1;
             plan.fault = DIE;
             plan.at = k;
             plan.calls = 0;
@@ -1841,13 +1839,8 @@ static void a_stage_fails(void **state) {
     int refused = 0;
     (void)state;
     for (int k = 0; k < 24; k += 2) {
-        job save = {.model = GPT2,
-                    .tensor = 2,
-                    .pipeline = 2,
-                    .action = SAVE,
-                    .fill = 1,
-                    .directory = "f",
-                    .state = {.step = 1}};
+        job save = {
+            .model = GPT2, .tp = 2, .pipeline = 2, .action = SAVE, .fill = 1, .directory = "f", .state = {.step = 1}};
         run_failing(&save, k, 0);
         expect_refusal(&save, MT_ERR_IO, "No space left");
         refused++;
@@ -1887,7 +1880,7 @@ static void in_the_way(void **state) {
 
 static void save_or_exit(const char *directory, int64_t step) {
     job save = a_save(directory, step, (int)(step % 5) + 1);
-    save.tensor = save.data = save.pipeline = 1;
+    save.tp = save.data = save.pipeline = 1;
     if (mt_launch(NULL, job_rank, &save) != MT_SUCCESS || save.status[0] != MT_SUCCESS) _exit(1);
     free(save.dump);
 }
@@ -1996,7 +1989,7 @@ static void every_rank_is_told_the_latest(void **state) {
 }
 
 static void arguments(void **state) {
-    job j = {.model = GPT2, .tensor = 1, .data = 1, .pipeline = 1}, other = j;
+    job j = {.model = GPT2, .tp = 1, .data = 1, .pipeline = 1}, other = j;
     mt_comm *world, *world2;
     mt_checkpoint_desc d = {.directory = "x"};
     mt_training_state s = {.step = -1};
@@ -2048,7 +2041,7 @@ static void arguments(void **state) {
 
 /* What a save needs is planned without touching a file. */
 static void meta(void **state) {
-    job j = {.model = GPT2, .tensor = 4, .data = 1, .pipeline = 1, .directory = "m"};
+    job j = {.model = GPT2, .tp = 4, .data = 1, .pipeline = 1, .directory = "m"};
     mt_comm *world;
     mt_training_state s = {.step = 1};
     replica m;
@@ -2058,7 +2051,7 @@ static void meta(void **state) {
     ASSERT_STATUS(m.r.ctx, MT_SUCCESS, mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
     assert_int_equal(entries(in_scratch("m")), -1);
     assert_true(mt_arena_peak(m.r.ctx) >= 44 * HIDDEN * sizeof(float));
-    assert_true(mt_comm_ledger(m.r.grid.tensor).calls[MT_ALL_GATHER] == 3 * (1 + 6 * LAYERS));
+    assert_true(mt_comm_ledger(m.r.grid.tp).calls[MT_ALL_GATHER] == 3 * (1 + 6 * LAYERS));
     REFUSED(m.r.ctx, MT_ERR_UNSUPPORTED, "META", mt_checkpoint_load(m.r.ctx, m.checkpoint, 1, &s));
     replica_close(&m);
     mt_comm_destroy(world);

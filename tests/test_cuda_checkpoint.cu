@@ -31,12 +31,12 @@ static void shell(const char *command, const char *a, const char *b) {
 
 static void forget(const char *name) { shell("rm -r", in_scratch(name), NULL); }
 
-static gpt_run run_of(mt_device device, int dtype, int tensor, int data, int llama) {
+static gpt_run run_of(mt_device device, int dtype, int tp, int data, int llama) {
     gpt_run r;
     memset(&r, 0, sizeof r);
     r.device = device;
     r.dtype = (mt_dtype)dtype;
-    r.tensor = tensor;
+    r.tp = tp;
     r.data = data;
     r.llama = llama;
     r.loss_scale = dtype == MT_F16 ? 1024.0f : 0.0f;

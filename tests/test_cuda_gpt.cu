@@ -32,7 +32,7 @@ static gpt_run run_of(mt_device device, mt_dtype dtype, size_t split, int invari
     memset(&r, 0, sizeof r);
     r.device = device;
     r.dtype = dtype;
-    r.tensor = splits[split][0];
+    r.tp = splits[split][0];
     r.data = splits[split][1];
     r.sequence_parallel = splits[split][2];
     r.invariant = invariant;
@@ -50,7 +50,7 @@ static void assert_planned(gpt_run r, const gpt_result *found) {
     r.planned = r.device;
     r.device = MT_DEVICE_META;
     r.out = &plan;
-    assert_int_equal(mt_comm_create_meta(r.tensor * r.data * (r.pipeline ? r.pipeline : 1), 0, &world), MT_SUCCESS);
+    assert_int_equal(mt_comm_create_meta(r.tp * r.data * (r.pipeline ? r.pipeline : 1), 0, &world), MT_SUCCESS);
     status = gpt_rank(world, &r);
     if (status != MT_SUCCESS) fail_msg("a plan for %s: %s", gpt_name(&r), mt_comm_last_error(world));
     mt_comm_destroy(world);
@@ -106,7 +106,7 @@ static void test_epilogues(void **state) {
 static double backend_error(const gpt_run *r) {
     double u = gpt_roundoff(r->dtype), gap = 2 * u, error = sqrt(GPT_ROUNDINGS * ldexp(1, -22) / gap) * gap;
 #if defined(MT_USE_NCCL)
-    if (r->tensor > 1) error = sqrt(error * error + 10 * r->tensor * u * u);
+    if (r->tp > 1) error = sqrt(error * error + 10 * r->tp * u * u);
 #endif
     return error;
 }

@@ -484,8 +484,8 @@ static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
     mt_grid grid;
     (void)ctx;
     MT_TRY(mt_grid_create(comm, &shape, &grid));
-    CHECK(grid.pipeline->on_nccl == 0 && grid.embedding->on_nccl == 0);
-    CHECK(grid.tensor->on_nccl == (grid.tensor_size > 1) && grid.data->on_nccl == (grid.data_size > 1));
+    CHECK(grid.pp->on_nccl == 0 && grid.embedding->on_nccl == 0);
+    CHECK(grid.tp->on_nccl == (grid.tp_size > 1) && grid.dp->on_nccl == (grid.dp_size > 1));
     mt_grid_destroy(&grid);
     return MT_SUCCESS;
 }
@@ -497,11 +497,11 @@ static void test_no_communicator_for_one(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         job j = job_make(FOR_DEVICE, cases[i][0], make_grid);
-        int tensor = cases[i][1];
+        int tp = cases[i][1];
 #if defined(MT_CUDA_ENGINE)
         int before = mte::nccl_counts().created;
 #endif
-        j.result = &tensor;
+        j.result = &tp;
         job_run(&j);
 #if defined(MT_CUDA_ENGINE)
         assert_int_equal(mte::nccl_counts().created - before, cases[i][0] * cases[i][2]);
@@ -890,7 +890,7 @@ static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_sync_gradients(ctx, params));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 64, &x));
     MT_TRY(mt_fill(ctx, x, 1.0f));
-    MT_TRY(mt_all_reduce(ctx, grid.tensor, x.data, x.data, 64, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, grid.tp, x.data, x.data, 64, MT_F32, MT_SUM));
     mt_params_destroy(params); /* frees what is registered, with the sum in the stream */
     CHECK(mte::nccl_counts().windows <= r->windows);
     mt_grid_destroy(&grid);

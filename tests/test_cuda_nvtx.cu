@@ -73,7 +73,7 @@ static mt_status step(mt_comm *world, mt_context *ctx, mt_params **params, mt_gp
     model.vocab = 16, model.layers = 1, model.max_seq = 8;
     model.layer.hidden = 16, model.layer.heads = 2;
     batch.sequences = 1, batch.seq = 8;
-    shape.tensor = mt_comm_size(world);
+    shape.tp = mt_comm_size(world);
     MT_TRY(mt_grid_create(world, &shape, grid));
     MT_TRY(mt_params_create(ctx, grid, params));
     MT_TRY(mt_gpt_create(ctx, *params, &model, gpt));

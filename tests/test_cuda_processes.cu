@@ -149,7 +149,7 @@ static int gpus(void) {
 
 typedef struct rank_state {
     mt_context *ctx;
-    mt_comm *all, *tensor, *data; /* groups of neighbours, and across them */
+    mt_comm *all, *tp, *data; /* groups of neighbours, and across them */
     float *a, *b;
 } rank_state;
 
@@ -168,9 +168,9 @@ static mt_status open_rank(mt_comm *world, rank_state *s) {
     MT_TRY(mt_comm_create_for(s->ctx, world, &s->all));
     CHECK(mt_comm_rank(s->all) == rank && mt_comm_size(s->all) == mt_comm_size(world));
     CHECK(mt_comm_local_rank(s->all) == mt_comm_local_rank(world) && strcmp(mt_comm_name(s->all), "world") == 0);
-    MT_TRY(mt_comm_split(s->all, rank / (half ? half : 1), 0, &s->tensor));
+    MT_TRY(mt_comm_split(s->all, rank / (half ? half : 1), 0, &s->tp));
     MT_TRY(mt_comm_split(s->all, rank % (half ? half : 1), -rank, &s->data));
-    mt_comm_set_name(s->tensor, "tensor");
+    mt_comm_set_name(s->tp, "tensor");
     mt_comm_set_name(s->data, "data");
     MT_TRY(mt_context_alloc(s->ctx, 2 * MAX_RANKS * COUNT * sizeof(float), &memory));
     s->a = (float *)memory;
@@ -180,7 +180,7 @@ static mt_status open_rank(mt_comm *world, rank_state *s) {
 
 static void close_rank(rank_state *s) {
     mt_context_free(s->ctx, s->a, 2 * MAX_RANKS * COUNT * sizeof(float));
-    mt_comm_destroy(s->tensor);
+    mt_comm_destroy(s->tp);
     mt_comm_destroy(s->data);
     mt_comm_destroy(s->all);
     mt_context_destroy(s->ctx);
@@ -238,7 +238,7 @@ static mt_status compute(mt_comm *world, void *user) {
     (void)user;
     for (int i = 0; i < 2 && status == MT_SUCCESS; i++) {
         status = every_collective(&s, s.all, 0, 1);
-        if (status == MT_SUCCESS) status = every_collective(&s, s.tensor, rank / half * half, 1);
+        if (status == MT_SUCCESS) status = every_collective(&s, s.tp, rank / half * half, 1);
         /* whose order is the other way round: ranks come by key */
         if (status == MT_SUCCESS) status = every_collective(&s, s.data, rank % half + (size / half - 1) * half, -half);
     }
@@ -344,7 +344,7 @@ static mt_status one_collective(rank_state *s, int kind) {
     case SEND_RECV:
         return mt_send_recv(s->ctx, s->all, s->a, COUNT, (rank + 1) % 4, s->b, COUNT, (rank + 3) % 4, MT_F32);
     default:
-        MT_TRY(mt_all_reduce(s->ctx, s->tensor, s->a, s->b, COUNT, MT_F32, MT_SUM));
+        MT_TRY(mt_all_reduce(s->ctx, s->tp, s->a, s->b, COUNT, MT_F32, MT_SUM));
         return mt_all_reduce(s->ctx, s->data, s->a, s->b, COUNT, MT_F32, MT_SUM);
     }
 }

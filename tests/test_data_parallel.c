@@ -87,12 +87,12 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     mt_context *ctx = d->r->ctx;
     int begins = test_below(seed, 4) != 0, skips = (int)test_below(seed, 3), i, first;
     MT_TRY(mt_params_zero_grad(ctx, d->r->params));
-    mt_comm_ledger_reset(d->r->grid.data);
+    mt_comm_ledger_reset(d->r->grid.dp);
     for (int micro = 0; micro < 2; micro++)
         for (i = 0; i < d->count; i++) add_gradient(d, i, micro);
     for (i = 0; i < d->count; i += 2)
         MT_TRY(mt_gradients_final(ctx, d->list[i], d->list[i])); /* not begun: nobody listens */
-    CHECK(mt_comm_ledger(d->r->grid.data).calls[kind] == 0);
+    CHECK(mt_comm_ledger(d->r->grid.dp).calls[kind] == 0);
     if (begins) MT_TRY(mt_sync_gradients_begin(ctx, d->r->params));
     for (i = d->count - 1; i >= 0; i = first - 1) { /* ranges of parameters, from the last to the first */
         first = i - (int)test_below(seed, (size_t)(i < 2 ? i + 1 : 3));
@@ -100,19 +100,18 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
         if (skips == 1 && test_below(seed, 3) == 0) continue;
         MT_TRY(mt_gradients_final(ctx, d->list[first], d->list[i]));
         for (int j = first; j <= i; j++) d->said[j] = 1;
-        if (mt_comm_size(d->r->grid.data) > 1)
-            CHECK(mt_comm_ledger(d->r->grid.data).calls[kind] == (begins ? (uint64_t)buckets_gone(d) : 0));
+        if (mt_comm_size(d->r->grid.dp) > 1)
+            CHECK(mt_comm_ledger(d->r->grid.dp).calls[kind] == (begins ? (uint64_t)buckets_gone(d) : 0));
     }
     return mt_sync_gradients(ctx, d->r->params);
 }
 
 /* Every rank whose part belongs into the sum that rank `me` of the world is to have. */
 static int is_summed(const test_rank *r, const mt_param *p, int rank) {
-    int t = rank % r->grid.tensor_size, s = rank / r->grid.tensor_size / r->grid.data_size,
-        stages = r->grid.pipeline_size;
-    int ends = (s == 0 || s == stages - 1) && (r->grid.pipeline_rank == 0 || r->grid.pipeline_rank == stages - 1);
-    if (s != r->grid.pipeline_rank && !(p->desc.shared_embedding && ends)) return 0;
-    return t == r->grid.tensor_rank || p->desc.sequence_partial;
+    int t = rank % r->grid.tp_size, s = rank / r->grid.tp_size / r->grid.dp_size, stages = r->grid.pp_size;
+    int ends = (s == 0 || s == stages - 1) && (r->grid.pp_rank == 0 || r->grid.pp_rank == stages - 1);
+    if (s != r->grid.pp_rank && !(p->desc.shared_embedding && ends)) return 0;
+    return t == r->grid.tp_rank || p->desc.sequence_partial;
 }
 
 static mt_status drawn_sums(const drawn *d) {
@@ -133,12 +132,12 @@ static mt_status drawn_sums(const drawn *d) {
 static mt_status drawn_ledger(const drawn *d, mt_collective kind) {
     const mt_params *params = d->r->params;
     int64_t unit = 64 / (int64_t)mt_dtype_size(params->dtype), asked = (int64_t)(params->buckets.desc.bucket_bytes / 4);
-    mt_ledger l = mt_comm_ledger(d->r->grid.data);
-    if (params->buckets.desc.sharded_optimizer) unit *= d->r->grid.data_size;
+    mt_ledger l = mt_comm_ledger(d->r->grid.dp);
+    if (params->buckets.desc.sharded_optimizer) unit *= d->r->grid.dp_size;
     if (asked == 0) asked = params->buckets.desc.bucket_bytes ? 1 : params->elements;
     asked = test_ceil(asked < params->elements ? asked : params->elements, unit) * unit;
     CHECK(params->buckets.size == asked && params->elements % unit == 0);
-    if (mt_comm_size(d->r->grid.data) == 1) return MT_SUCCESS;
+    if (mt_comm_size(d->r->grid.dp) == 1) return MT_SUCCESS;
     CHECK(l.calls[kind] == (uint64_t)test_ceil(params->elements, asked) &&
           l.bytes[kind] == (uint64_t)params->elements * 4);
     CHECK(l.calls[MT_ALL_REDUCE] + l.calls[MT_REDUCE_SCATTER] == l.calls[kind]);
@@ -152,7 +151,7 @@ static mt_status bucket_body(test_rank *r) {
         drawn d;
         MT_TRY(draw_model(r, &seed, &d));
         kind = r->params->buckets.desc.sharded_optimizer ? MT_REDUCE_SCATTER : MT_ALL_REDUCE;
-        if (r->grid.data_size == 1) kind = MT_ALL_REDUCE;
+        if (r->grid.dp_size == 1) kind = MT_ALL_REDUCE;
         MT_TRY(drawn_backward(&d, &seed, kind));
         MT_TRY(drawn_ledger(&d, kind));
         MT_TRY(mt_gather_gradients(r->ctx, r->params));
@@ -263,13 +262,13 @@ static mt_status training_rank(mt_comm *world, void *user) {
     run.out = &unused;
     status = gpt_open(world, &run, &w);
     for (int step = 0; status == MT_SUCCESS && step < steps; step++) {
-        if (step == steps - 1) mt_comm_ledger_reset(w.grid.data);
+        if (step == steps - 1) mt_comm_ledger_reset(w.grid.dp);
         status = t->event && step == t->step ? eventful_step(&w, t, rank == t->rank) : gpt_step(&w, step);
     }
     if (rank == 0) {
         memcpy(t->out->loss, unused.loss, sizeof t->out->loss);
         memcpy(t->out->norm, unused.norm, sizeof t->out->norm);
-        t->out->data = mt_comm_ledger(w.grid.data);
+        t->out->data = mt_comm_ledger(w.grid.dp);
     }
     if (status == MT_SUCCESS) status = keep_raw(&w, t->out, rank);
     gpt_close(&w);
@@ -289,7 +288,7 @@ static const size_t bucket_sizes[] = {0, 4, 4096, 20000};
 /* clip: a norm that is far from every gradient's, so that no coefficient depends on how the norm was added up. ffn: 4
    ranks do not divide it, so that there is padding between the rows of a matrix. */
 static gpt_run run_of(int split, mt_dtype dtype, int llama) {
-    gpt_run r = {.tensor = splits[split][0],
+    gpt_run r = {.tp = splits[split][0],
                  .data = splits[split][1],
                  .sequence_parallel = splits[split][2],
                  .dtype = dtype,
@@ -341,7 +340,7 @@ static sized size_of(const gpt_run *r) {
     mt_comm *world = NULL;
     gpt_worker w;
     s.run.device = MT_DEVICE_META;
-    assert_int_equal(mt_comm_create_meta(r->tensor * r->data, 0, &world), MT_SUCCESS);
+    assert_int_equal(mt_comm_create_meta(r->tp * r->data, 0, &world), MT_SUCCESS);
     if (gpt_open(world, &s.run, &w) != MT_SUCCESS) fail_msg("%s: %s", gpt_name(r), mt_comm_last_error(world));
     s.elements = w.params->elements;
     s.lookups = w.params->gradients - s.elements;
@@ -419,14 +418,14 @@ static void test_same_bits_invariant(void **state) {
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
         for (int stochastic = 0; stochastic <= (dtype != MT_F32); stochastic++) {
             training one = {.run = run_of(0, (mt_dtype)dtype, stochastic)};
-            one.run.tensor = one.run.data = 1;
+            one.run.tp = one.run.data = 1;
             one.run.invariant = 4;
             one.run.clip = 0.1f;
             one.run.stochastic = stochastic;
             train(one, &want);
             for (int split = 0; split < SPLITS; split++) {
                 gpt_run r = one.run;
-                r.tensor = splits[split][0];
+                r.tp = splits[split][0];
                 r.data = splits[split][1];
                 r.sequence_parallel = splits[split][2];
                 assert_variant(&r, &want, bucket_sizes[split % 4], 1, split % 2);
@@ -438,7 +437,7 @@ static void test_same_bits_invariant(void **state) {
 /* ---- when buckets go out ----------------------------------------------------------------------------------------- */
 
 /* Buckets that hold nothing but gradients that are final when mt_gpt_backward ends: of all but the embeddings, and of
-   what is not summed over tensor ranks first. */
+   what is not summed over tp ranks first. */
 static int64_t gpt_buckets_gone(const gpt_worker *w) {
     int64_t from = 0, gone = 0, size = w->params->buckets.size;
     for (int i = 0; i < mt_params_count(w->params); i++) {
@@ -455,17 +454,17 @@ static mt_status timely_body(gpt_worker *w, mt_collective kind) {
     mt_ledger l = {{0}, {0}};
     int64_t gone = gpt_buckets_gone(w), all = test_ceil(w->params->elements, w->params->buckets.size);
     MT_TRY(mt_params_zero_grad(w->ctx, w->params));
-    mt_comm_ledger_reset(w->grid.data);
+    mt_comm_ledger_reset(w->grid.dp);
     for (int i = 0; i < 4; i++) {
-        l = mt_comm_ledger(w->grid.data);
+        l = mt_comm_ledger(w->grid.dp);
         CHECK(l.calls[kind] == 0 && l.bytes[kind] == 0);
         MT_TRY(gpt_micro_batch(w, i, i == 3));
     }
-    l = mt_comm_ledger(w->grid.data);
+    l = mt_comm_ledger(w->grid.dp);
     CHECK(gone >= 3 && gone < all && l.calls[kind] == (uint64_t)gone);
     CHECK(l.bytes[kind] == (uint64_t)(gone * w->params->buckets.size * 4));
     MT_TRY(mt_sync_gradients(w->ctx, w->params));
-    l = mt_comm_ledger(w->grid.data);
+    l = mt_comm_ledger(w->grid.dp);
     CHECK(l.calls[kind] == (uint64_t)all && l.bytes[kind] == (uint64_t)w->params->elements * 4);
     return MT_SUCCESS;
 }
@@ -509,7 +508,7 @@ static mt_status stranger_rank(mt_comm *world, void *user) {
     MT_TRY(mt_gpt_create(w.ctx, w.params, &model, &w.gpt));
     MT_TRY(mt_params_add(w.ctx, w.params, &d, &stranger));
     MT_TRY(mt_params_init(w.ctx, w.params, 1));
-    mt_comm_ledger_reset(w.grid.data);
+    mt_comm_ledger_reset(w.grid.dp);
     if (*says) {
         run.begins = 0;
         MT_TRY(mt_sync_gradients_begin(w.ctx, w.params));
@@ -517,7 +516,7 @@ static mt_status stranger_rank(mt_comm *world, void *user) {
         MT_TRY(mt_gradients_final(w.ctx, stranger, stranger));
     }
     MT_TRY(gpt_micro_batch(&w, 0, 1));
-    CHECK((int64_t)mt_comm_ledger(w.grid.data).calls[MT_ALL_REDUCE] == (*says ? gpt_buckets_gone(&w) : 0));
+    CHECK((int64_t)mt_comm_ledger(w.grid.dp).calls[MT_ALL_REDUCE] == (*says ? gpt_buckets_gone(&w) : 0));
     MT_TRY(mt_fill(w.ctx, stranger->grad, *says ? 2.0f : 1.0f)); /* after it was said, it has the sum already */
     MT_TRY(mt_sync_gradients(w.ctx, w.params));
     CHECK(((float *)stranger->grad.data)[14] == 2.0f);
@@ -657,7 +656,7 @@ static void test_state_moves_between_splits(void **state) {
             second.out = &rest;
             for (int other = 0; other < 2; other++) {
                 int to = (split + 1 + other) % SPLITS;
-                second.run.tensor = splits[to][0];
+                second.run.tp = splits[to][0];
                 second.run.data = splits[to][1];
                 second.run.sequence_parallel = splits[to][2];
                 second.run.share.sharded_optimizer = !other;
@@ -722,7 +721,7 @@ static void test_state_is_read_as_written(void **state) {
     static mt_grid_desc grids[] = {{1, 1, 1}, {1, 2, 1}, {1, 3, 1}, {2, 2, 1}, {3, 2, 1}, {1, 8, 1}};
     (void)state;
     for (size_t i = 0; i < sizeof grids / sizeof *grids; i++)
-        test_launch(grids[i].tensor * grids[i].data, read_rank, &grids[i]);
+        test_launch(grids[i].tp * grids[i].dp, read_rank, &grids[i]);
 }
 
 /* ---- steps that are not finite ----------------------------------------------------------------------------------- */
@@ -731,7 +730,7 @@ static void test_state_is_read_as_written(void **state) {
 static void assert_left_out(training t) {
     static found want, got;
     training without = t;
-    int ranks = t.run.tensor * t.run.data;
+    int ranks = t.run.tp * t.run.data;
     without.event = LEFT_OUT;
     train(without, &want);
     train(t, &got);
@@ -809,7 +808,7 @@ static void test_refusals(void **state) {
             mt_optimizer_read(r.ctx, &o, a, MT_EXP_AVG, mt_tensor_rows(t, 0, 1)));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr is nan", mt_optimizer_step(r.ctx, &o, NAN, 1.0f));
     assert_int_equal(o.step, 0);
-    assert_int_equal(mt_comm_ledger(r.grid.data).calls[MT_ALL_GATHER], 0);
+    assert_int_equal(mt_comm_ledger(r.grid.dp).calls[MT_ALL_GATHER], 0);
 
     assert_int_equal(mt_gradients_final(NULL, a, b), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'(NULL)' to 'b'", mt_gradients_final(r.ctx, NULL, b));
@@ -882,7 +881,7 @@ typedef struct told {
 } told;
 
 static mt_status told_body(const told *t, test_rank *r, mt_optimizer *o) {
-    int odd = mt_comm_rank(r->world) == t->rank || (t->stages_differ && r->grid.pipeline_rank > 0) ? t->what : 0;
+    int odd = mt_comm_rank(r->world) == t->rank || (t->stages_differ && r->grid.pp_rank > 0) ? t->what : 0;
     mt_data_parallel_desc share = {.bucket_bytes = odd == 3 ? 200 : 100, .sharded_optimizer = odd == 4};
     mt_param_desc d[] = {{.name = odd == 6 ? "v" : "w",
                           .rows = 8,
@@ -922,8 +921,8 @@ static mt_status told_rank(mt_comm *world, void *user) {
 /* rank -1: nobody is told something else, or whole stages are */
 static void told_check(mt_grid_desc grid, int what, int rank, int stages_differ) {
     static told t;
-    int ranks = grid.tensor * grid.data * grid.pipeline;
-    int passes = what == 0 || (differences[what].of_a_stage && (stages_differ || grid.pipeline == ranks));
+    int ranks = grid.tp * grid.dp * grid.pp;
+    int passes = what == 0 || (differences[what].of_a_stage && (stages_differ || grid.pp == ranks));
     memset(&t, 0, sizeof t);
     t.grid = grid;
     t.what = what;
@@ -933,8 +932,8 @@ static void told_check(mt_grid_desc grid, int what, int rank, int stages_differ)
     for (int r = 0; r < ranks; r++) {
         char words[128], *word, *rest = NULL;
         if (t.status[r] != (passes ? MT_SUCCESS : MT_ERR_MISMATCH) || strcmp(t.text[r], t.text[0]) != 0)
-            fail_msg("%d x %d x %d, difference %d on rank %d: rank %d has %s, %s", grid.tensor, grid.data,
-                     grid.pipeline, what, rank, r, mt_status_name(t.status[r]), t.text[r]);
+            fail_msg("%d x %d x %d, difference %d on rank %d: rank %d has %s, %s", grid.tp, grid.dp, grid.pp, what,
+                     rank, r, mt_status_name(t.status[r]), t.text[r]);
         snprintf(words, sizeof words, "%s", passes ? "" : differences[what].words);
         for (word = strtok_r(words, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
             if (!strstr(t.text[r], word)) fail_msg("'%s' is not in '%s'", word, t.text[r]);
@@ -947,11 +946,11 @@ static void test_ranks_that_were_told_different_things(void **state) {
     static const mt_grid_desc grids[] = {{1, 2, 1}, {2, 1, 1}, {2, 2, 1}, {1, 1, 2}, {2, 2, 2}};
     (void)state;
     for (size_t i = 0; i < sizeof grids / sizeof *grids; i++) {
-        int ranks = grids[i].tensor * grids[i].data * grids[i].pipeline;
+        int ranks = grids[i].tp * grids[i].dp * grids[i].pp;
         told_check(grids[i], 0, -1, 0);
         for (int what = 1; what < (int)(sizeof differences / sizeof *differences); what++) {
             told_check(grids[i], what, (what + (int)i) % ranks, 0);
-            if (grids[i].pipeline > 1) told_check(grids[i], what, -1, 1);
+            if (grids[i].pp > 1) told_check(grids[i], what, -1, 1);
         }
     }
 }

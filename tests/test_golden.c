@@ -152,7 +152,7 @@ typedef enum micro_batches {
 
 typedef struct run {
     const golden *g;
-    int tensor, data, sequence_parallel;
+    int tp, data, sequence_parallel;
     int invariant; /* mt_context_desc.invariant */
     micro_batches micro;
     pthread_mutex_t lock;
@@ -352,7 +352,7 @@ static mt_status mean_loss(rank *r, float *mean) {
     double sum = 0;
     for (int64_t i = 0; i < r->count * r->seq; i++) sum += r->loss[i];
     *mean = (float)(sum / number(r->run->g, "valid"));
-    return mt_all_reduce(r->ctx, r->grid.data, mean, mean, 1, MT_F32, MT_SUM);
+    return mt_all_reduce(r->ctx, r->grid.dp, mean, mean, 1, MT_F32, MT_SUM);
 }
 
 static mt_status train(rank *r) {
@@ -380,7 +380,7 @@ static mt_status train(rank *r) {
 static mt_status build(rank *r) {
     const golden *g = r->run->g;
     mt_gpt_desc model = describe(g, r->run->sequence_parallel);
-    mt_grid_desc shape = {r->run->tensor, r->run->data, 1};
+    mt_grid_desc shape = {r->run->tp, r->run->data, 1};
     mt_context_desc where;
     mt_optimizer_desc adam = {(float)number(g, "beta1"),
                               (float)number(g, "beta2"),
@@ -400,7 +400,7 @@ static mt_status build(rank *r) {
     MT_TRY(mt_optimizer_create(r->ctx, r->params, &adam, &r->optimizer));
     r->seq = integer(g, "seq");
     r->count = integer(g, "sequences") / r->run->data;
-    r->first = r->count * r->grid.data_rank;
+    r->first = r->count * r->grid.dp_rank;
     return MT_SUCCESS;
 }
 
@@ -439,7 +439,7 @@ static void execute(run *run) {
     mt_launch_desc launch;
     mt_status status;
     memset(&launch, 0, sizeof launch);
-    launch.ranks = run->tensor * run->data;
+    launch.ranks = run->tp * run->data;
     launch.timeout_s = 60;
     launch.logger.log = silent;
     pthread_mutex_init(&run->lock, NULL);
@@ -461,9 +461,9 @@ static const char *micro_name(micro_batches micro) {
 static int possible(const golden *g, const run *run) {
     int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1,
             tokens = sequences * integer(g, "seq");
-    if (run->tensor > integer(g, "kv_heads")) return 0;
-    if (run->invariant && (run->invariant % run->tensor != 0 || tokens % run->invariant != 0)) return 0;
-    return !run->sequence_parallel || (run->tensor > 1 && tokens % run->tensor == 0);
+    if (run->tp > integer(g, "kv_heads")) return 0;
+    if (run->invariant && (run->invariant % run->tp != 0 || tokens % run->invariant != 0)) return 0;
+    return !run->sequence_parallel || (run->tp > 1 && tokens % run->tp == 0);
 }
 
 static int execute_and_print(run *run, double worst[4]) {
@@ -472,7 +472,7 @@ static int execute_and_print(run *run, double worst[4]) {
         if (!(run->worst[i] <= worst[i])) worst[i] = run->worst[i];
     if (run->failures)
         print_message("   %s, tensor %d, data %d, sequence parallel %d, invariant %d, %s: %d wrong%s\n",
-                      run->g->variant, run->tensor, run->data, run->sequence_parallel, run->invariant,
+                      run->g->variant, run->tp, run->data, run->sequence_parallel, run->invariant,
                       micro_name(run->micro), run->failures, run->message);
     return run->failures != 0;
 }
@@ -490,7 +490,7 @@ static void check_variant(const char *variant) {
             run run;
             memset(&run, 0, sizeof run);
             run.g = &g;
-            run.tensor = tensors[t];
+            run.tp = tensors[t];
             run.data = 1 + variation % 2;
             run.sequence_parallel = variation / 2 % 2;
             run.micro = (micro_batches)(variation / 4 % 3);
@@ -570,7 +570,7 @@ static void check_planted(const char *name, int64_t element, const char *expecte
         largest = fmaxf(largest, fabsf(values[i]));
     values[element] += 1e-3f * largest;
     run.g = &g;
-    run.tensor = 2;
+    run.tp = 2;
     run.data = 1;
     execute(&run);
     golden_free(&g);

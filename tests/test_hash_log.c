@@ -51,7 +51,7 @@ static uint64_t hash_again(uint64_t element, float x) {
 static void test_hash_of_views_is_hash_of_the_whole(void **state) {
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, NULL, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, NULL, &r);
     mt_tensor x = mt_tensor_f32(test_noise(&r, 6 * 10, 1, 1.0f), 6, 10);
     uint64_t whole = 0, sum = 0, views = 0;
     for (int i = 0; i < 60; i++) sum += hash_again(1000 + (uint64_t)i, ((float *)x.data)[i]);
@@ -72,7 +72,7 @@ static void test_hash_of_views_is_hash_of_the_whole(void **state) {
 static void test_hash_sees_every_bit(void **state) {
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, NULL, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, NULL, &r);
     for (int i = 0; i < 64; i++)
         for (int bit = 0; bit < 33; bit++) {
             float *x = test_noise(&r, 64, 1, 1.0f), kept;
@@ -123,7 +123,7 @@ static mt_status step(logger *l, const job *job) {
         .embedding_dropout = 0.1f,
         .layer = {
             .hidden = 16, .heads = 4, .ffn = 20, .hidden_dropout = 0.1f, .sequence_parallel = job->sequence_parallel}};
-    int64_t share = BATCH / l->rank.grid.data_size;
+    int64_t share = BATCH / l->rank.grid.dp_size;
     int32_t ids[SEQ], targets[SEQ];
     MT_TRY(mt_gpt_create(ctx, l->rank.params, &d, &l->gpt));
     MT_TRY(mt_gpt_saved_create(ctx, &l->gpt, &l->saved));
@@ -131,7 +131,7 @@ static mt_status step(logger *l, const job *job) {
     if (job->spoil && mt_comm_rank(l->rank.world) == job->spoil)
         ((float *)l->gpt.layers[0].mlp.fc2.bias->value.data)[3] = 1.0f;
     MT_TRY(mt_hash_log_create(ctx, &l->rank.grid, &l->log));
-    for (int64_t i = l->rank.grid.data_rank * share; i < (l->rank.grid.data_rank + 1) * share; i++) {
+    for (int64_t i = l->rank.grid.dp_rank * share; i < (l->rank.grid.dp_rank + 1) * share; i++) {
         mt_batch batch = {.sequences = 1, .seq = SEQ, .first_sequence = i, .seed = 1};
         mt_tensor loss = test_tensor(&l->rank, 1, SEQ, 0.0f);
         size_t mark = mt_arena_mark(ctx);
@@ -171,7 +171,7 @@ static mt_status log_rank(mt_comm *world, void *user) {
     return status;
 }
 
-static void run_job(job *job) { test_launch(job->shape.tensor * job->shape.data, log_rank, job); }
+static void run_job(job *job) { test_launch(job->shape.tp * job->shape.dp, log_rank, job); }
 
 /* The names in their order: forward, backward, and what the loop added. */
 static void test_lines_of_a_step(void **state) {
@@ -201,7 +201,7 @@ static void test_lines_of_a_step(void **state) {
                                            "decoder.layers.0.self_attention.linear_qkv.input_grad",
                                            "decoder.layers.0.input_layernorm.input_grad",
                                            "embedding.word_embeddings.weight.grad"};
-    static job one = {.shape = {.tensor = 1, .data = 1}};
+    static job one = {.shape = {.tp = 1, .dp = 1}};
     (void)state;
     run_job(&one);
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
@@ -214,15 +214,15 @@ static void test_lines_of_a_step(void **state) {
 }
 
 static void test_lines_do_not_depend_on_the_split(void **state) {
-    static job one = {.shape = {.tensor = 1, .data = 1}};
+    static job one = {.shape = {.tp = 1, .dp = 1}};
     static const int splits[][3] = {{2, 1, 0}, {4, 1, 1}, {1, 4, 0}, {2, 2, 1}, {4, 2, 0}};
     (void)state;
     run_job(&one);
     for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
         static job other;
         memset(&other, 0, sizeof other);
-        other.shape.tensor = splits[i][0];
-        other.shape.data = splits[i][1];
+        other.shape.tp = splits[i][0];
+        other.shape.dp = splits[i][1];
         other.sequence_parallel = splits[i][2];
         run_job(&other);
         assert_int_equal(other.lines.count, one.lines.count);
@@ -238,7 +238,7 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
 
 /* Copies that are not: of a tensor rank, and of a data rank. What comes before is the same, and says so. */
 static void test_ranks_that_differ(void **state) {
-    static const mt_grid_desc shapes[] = {{.tensor = 2, .data = 1}, {.tensor = 1, .data = 2}, {.tensor = 2, .data = 2}};
+    static const mt_grid_desc shapes[] = {{.tp = 2, .dp = 1}, {.tp = 1, .dp = 2}, {.tp = 2, .dp = 2}};
     static job good;
     (void)state;
     for (int i = 0; i < 3; i++) {
@@ -267,7 +267,7 @@ static void test_refusals(void **state) {
     mt_param_desc d = {.name = "p", .rows = 2, .cols = 3};
     mt_param *p;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, NULL, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, NULL, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_hash_log_create(r.ctx, &r.grid, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "grid", mt_hash_log_create(r.ctx, NULL, &log));

@@ -193,7 +193,7 @@ static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_cross_entropy_desc d = {.vocab = size_of(h, b), .label_smoothing = 0.1f};
     mt_cross_entropy_saved saved;
     int shards = int_of(h, 2);
-    mt_comm *tensor = h->rank.grid.tensor;
+    mt_comm *tp = h->rank.grid.tp;
     (void)c;
     said(h, mt_cross_entropy_stats(h->ctx, &s, view(h, a, b), ids(h, a), view32(h, a, 4)));
     said(h, mt_cross_entropy_combine(h->ctx, &s, view32(h, times(shards, a), 4), shards, ids(h, a), view32(h, 1, a),
@@ -202,19 +202,18 @@ static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
                                       1.0f));
     said(h, mt_cross_entropy_forward_backward(h->ctx, &s, view(h, a, b), ids(h, a), maybe(h, view32(h, 1, a)), 1.0f,
                                               view32(h, 1, a)));
-    said(h, mt_vocab_parallel_cross_entropy_forward(h->ctx, tensor, &d, view(h, a, b), ids(h, a), view32(h, 1, a),
-                                                    &saved));
-    said(h, mt_vocab_parallel_cross_entropy_forward_backward(h->ctx, tensor, &d, view(h, a, b), ids(h, a),
+    said(h, mt_vocab_parallel_cross_entropy_forward(h->ctx, tp, &d, view(h, a, b), ids(h, a), view32(h, 1, a), &saved));
+    said(h, mt_vocab_parallel_cross_entropy_forward_backward(h->ctx, tp, &d, view(h, a, b), ids(h, a),
                                                              maybe(h, view32(h, 1, a)), 1.0f, view32(h, 1, a)));
     saved.logits = view(h, a, b), saved.lse = view32(h, 2, a), saved.targets = ids(h, a);
-    said(h, mt_vocab_parallel_cross_entropy_backward(h->ctx, tensor, &d, maybe(h, view32(h, 1, a)), 1.0f, &saved));
+    said(h, mt_vocab_parallel_cross_entropy_backward(h->ctx, tp, &d, maybe(h, view32(h, 1, a)), 1.0f, &saved));
 }
 
 /* ---- collectives and pipelines
  * --------------------------------------------------------------------------------------- */
 
 static void call_collectives(hostile *h, int64_t a, int64_t b, int64_t c) {
-    mt_comm *comm = h->rank.grid.tensor;
+    mt_comm *comm = h->rank.grid.tp;
     int ranks = mt_comm_size(comm);
     int64_t all = times(a, ranks), wide = times(b, ranks);
     size_t count = h->meta || (c >= 0 && c <= SIDE) ? (size_t)c : 0;
@@ -262,9 +261,9 @@ static void call_pipeline(hostile *h, int64_t a, int64_t b, int64_t c) {
     if (mt_pipeline_schedule(MT_SCHEDULE_1F1B, 3, 1, (int)test_below(&h->random, 5), actions, 64, &count) != MT_SUCCESS)
         fail_msg("a schedule of 64 actions");
     if (h->meta && mt_comm_create_meta(3, 1, &pipeline) == MT_SUCCESS) {
-        grid.pipeline = pipeline;
-        grid.pipeline_size = 3;
-        grid.pipeline_rank = 1;
+        grid.pp = pipeline;
+        grid.pp_size = 3;
+        grid.pp_rank = 1;
         said(h, mt_pipeline_run(h->ctx, &grid, &stage, actions, count));
         mt_comm_destroy(pipeline);
     }
@@ -329,7 +328,7 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
     mt_linear_saved saved;
-    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tensor) : 1;
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tp) : 1;
     mt_status first = mt_column_parallel_linear_create(h->ctx, h->rank.params, "column", &d, &column), second;
     said(h, first);
     d.input_is_parallel = 1;
@@ -357,7 +356,7 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
 static void call_embedding(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_embedding_desc d = {.vocab = a, .features = b, .sequence_parallel = test_below(&h->random, 2) == 0};
     mt_vocab_parallel_embedding e;
-    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tensor) : 1;
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tp) : 1;
     mt_status status = mt_vocab_parallel_embedding_create(h->ctx, h->rank.params, "e", &d, &e);
     said(h, status);
     if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
@@ -403,7 +402,7 @@ static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_transformer_layer_saved saved;
     mt_transformer_layer layer;
     mt_batch batch = batch_of(h, a, b);
-    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tensor) : 1;
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tp) : 1;
     int64_t rows = times(a, b) / ranks;
     mt_status status = mt_transformer_layer_create(h->ctx, h->rank.params, "layer", &d, &layer);
     (void)c;
@@ -486,7 +485,7 @@ static void call_all(const mt_context_desc *where, int ranks) {
     memset(&h, 0, sizeof h);
     h.random = 7;
     h.meta = where->device == MT_DEVICE_META;
-    test_paper_rank(ranks, ranks / 2, (mt_grid_desc){.tensor = ranks}, where, &h.rank);
+    test_paper_rank(ranks, ranks / 2, (mt_grid_desc){.tp = ranks}, where, &h.rank);
     h.ctx = h.rank.ctx;
     for (size_t f = 0; f < sizeof all_calls / sizeof *all_calls; f++) {
         now_testing = all_calls[f].name;

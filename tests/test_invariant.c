@@ -157,7 +157,7 @@ static int steps_of(const model *m) { return SANITIZED ? 2 : test_all() ? m->ste
 /* ---- one run ----------------------------------------------------------------------------------------------------- */
 
 typedef struct split {
-    int tensor, data, sequence_parallel;
+    int tp, data, sequence_parallel;
 } split;
 
 /* What one rank has computed, float by float; the other splits are compared with it. */
@@ -204,8 +204,8 @@ static mt_status complain(const run *run, const char *what, const char *name, in
     int64_t i = 0;
     while (memcmp(want + i, x + i, sizeof *x) == 0) i++;
     fprintf(stderr, "%s, tensor %d x data %d%s: step %d: %s%s[%lld] is %.9g (%a), on one rank %.9g (%a)\n", run->name,
-            run->split.tensor, run->split.data, run->split.sequence_parallel ? ", sequence parallel" : "", step, what,
-            name, (long long)i, (double)x[i], (double)x[i], (double)want[i], (double)want[i]);
+            run->split.tp, run->split.data, run->split.sequence_parallel ? ", sequence parallel" : "", step, what, name,
+            (long long)i, (double)x[i], (double)x[i], (double)want[i], (double)want[i]);
     return MT_ERR_DATA;
 }
 
@@ -272,16 +272,16 @@ static mt_status micro_batches(worker *w, int step, float *loss) {
     const model *m = w->run->model;
     mt_context *ctx = w->rank.ctx;
     int64_t each = mt_invariant_micro_batch(m->invariant_data, m->sequences),
-            share = m->sequences / w->rank.grid.data_size;
+            share = m->sequences / w->rank.grid.dp_size;
     int64_t n = share / each;
     mt_tensor losses;
     size_t mark = mt_arena_mark(ctx);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, n, 1, &losses));
     MT_TRY(mt_fill(ctx, losses, 0.0f));
     for (int64_t i = 0; i < n; i++)
-        MT_TRY(micro_batch(w, step, w->rank.grid.data_rank * share + i * each, each, mt_tensor_rows(losses, i, 1)));
+        MT_TRY(micro_batch(w, step, w->rank.grid.dp_rank * share + i * each, each, mt_tensor_rows(losses, i, 1)));
     MT_TRY(mt_tree_sum(ctx, losses));
-    MT_TRY(mt_all_reduce(ctx, w->rank.grid.data, losses.data, losses.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, w->rank.grid.dp, losses.data, losses.data, 1, MT_F32, MT_SUM));
     MT_TRY(mt_download(ctx, mt_tensor_rows(losses, 0, 1), loss));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -314,13 +314,13 @@ static mt_status train_step(worker *w, int step) {
 static mt_status infer(worker *w) {
     const model *m = w->run->model;
     mt_context *ctx = w->rank.ctx;
-    int64_t tensor = w->run->split.sequence_parallel ? w->rank.grid.tensor_size : 1, lengths[] = {1, 2, m->seq};
+    int64_t tp = w->run->split.sequence_parallel ? w->rank.grid.tp_size : 1, lengths[] = {1, 2, m->seq};
     size_t mark = mt_arena_mark(ctx);
     for (int i = 0; i < 3; i++) {
         mt_batch batch = {.sequences = 1, .seq = lengths[i]};
         int64_t n = lengths[i] * m->gpt.vocab;
         mt_tensor ids, logits;
-        if (lengths[i] % tensor != 0) {
+        if (lengths[i] % tp != 0) {
             w->at += w->run->compares ? n : 0; /* sequence parallelism cannot split so few */
             continue;
         }
@@ -365,7 +365,7 @@ static mt_status train(worker *w) {
 static mt_status in_rank(mt_comm *world, const run *run, mt_context_desc where, mt_status (*f)(worker *),
                          size_t *peak) {
     worker w = {.run = run};
-    mt_grid_desc shape = {.tensor = run->split.tensor, .data = run->split.data};
+    mt_grid_desc shape = {.tp = run->split.tp, .dp = run->split.data};
     where.invariant = run->invariant;
     where.invariant_data = run->invariant ? run->model ? run->model->invariant_data : 0 : 0;
     mt_status status = test_rank_open(world, shape, &where, &w.rank);
@@ -385,7 +385,7 @@ static mt_status train_rank(mt_comm *world, void *user) {
 /* The arena that rank 0 needs on the meta device has to do for every rank. */
 static void plan(run *run) {
     mt_comm *world = NULL;
-    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_meta(run->split.tensor * run->split.data, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_meta(run->split.tp * run->split.data, 0, &world));
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,
                   in_rank(world, run, (mt_context_desc){.device = MT_DEVICE_META}, train, &run->arena_bytes));
     mt_comm_destroy(world);
@@ -395,9 +395,9 @@ static void plan(run *run) {
 static int list_splits(const model *m, split *list) {
     int n = 0;
     int64_t most = m->sequences / mt_invariant_micro_batch(m->invariant_data, m->sequences);
-    for (int tensor = 1; tensor <= m->invariant; tensor *= 2)
-        for (int data = 1; data <= most && tensor * data <= RANKS; data *= 2)
-            for (int sp = 0; sp <= (tensor > 1); sp++) list[n++] = (split){tensor, data, sp};
+    for (int tp = 1; tp <= m->invariant; tp *= 2)
+        for (int data = 1; data <= most && tp * data <= RANKS; data *= 2)
+            for (int sp = 0; sp <= (tp > 1); sp++) list[n++] = (split){tp, data, sp};
     return n;
 }
 
@@ -414,7 +414,7 @@ static void check_model(const model *m) {
                  .reference = &reference,
                  .compares = s > 0};
         plan(&r);
-        test_launch(list[s].tensor * list[s].data, train_rank, &r);
+        test_launch(list[s].tp * list[s].data, train_rank, &r);
     }
     printf("      %s: %d splits, %d steps, %lld floats each\n", m->name, n, steps_of(m), (long long)reference.count);
     free(reference.data);
@@ -440,7 +440,7 @@ static void test_default_mode_differs(void **state) {
                  .compares = i > 0,
                  .differs = &differs};
         plan(&r);
-        test_launch(splits[i].tensor * splits[i].data, train_rank, &r);
+        test_launch(splits[i].tp * splits[i].data, train_rank, &r);
         assert_true(i == 0 || differs > 5 * steps_of(&models[0]));
     }
     free(reference.data);
@@ -455,8 +455,8 @@ static void test_default_mode_differs(void **state) {
 /* This rank's part of the rows of noise [TOKENS, cols]. */
 static mt_tensor input(worker *w, int64_t cols, uint64_t seed, int sequence_parallel) {
     mt_tensor x = mt_tensor_f32(test_noise(&w->rank, TOKENS * cols, seed, 1.0f), TOKENS, cols);
-    int64_t rows = TOKENS / (sequence_parallel ? w->rank.grid.tensor_size : 1);
-    return mt_tensor_rows(x, sequence_parallel ? w->rank.grid.tensor_rank * rows : 0, rows);
+    int64_t rows = TOKENS / (sequence_parallel ? w->rank.grid.tp_size : 1);
+    return mt_tensor_rows(x, sequence_parallel ? w->rank.grid.tp_rank * rows : 0, rows);
 }
 
 static mt_tensor output_like(worker *w, mt_tensor x) { return test_tensor(&w->rank, x.rows, x.cols, NAN); }
@@ -465,7 +465,7 @@ static mt_tensor output_like(worker *w, mt_tensor x) { return test_tensor(&w->ra
 static mt_status record_rows(worker *w, const char *what, mt_tensor t) {
     mt_tensor all = test_tensor(&w->rank, TOKENS, t.cols, NAN);
     if (t.rows == TOKENS) return record(w, what, "", 0, (const float *)t.data, TOKENS * t.cols);
-    MT_TRY(mt_all_gather(w->rank.ctx, w->rank.grid.tensor, t.data, all.data, (size_t)(t.rows * t.cols), MT_F32));
+    MT_TRY(mt_all_gather(w->rank.ctx, w->rank.grid.tp, t.data, all.data, (size_t)(t.rows * t.cols), MT_F32));
     return record(w, what, "", 0, (const float *)all.data, TOKENS * t.cols);
 }
 
@@ -523,7 +523,7 @@ static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_row_parallel_linear layer;
     mt_linear_desc d = {.in_features = 48, .out_features = HIDDEN, .input_is_parallel = 1, .sequence_parallel = sp};
-    int64_t local = 48 / w->rank.grid.tensor_size, first = local * w->rank.grid.tensor_rank;
+    int64_t local = 48 / w->rank.grid.tp_size, first = local * w->rank.grid.tp_rank;
     mt_tensor wide = input(w, 50, 1, 0), dwide = test_tensor(&w->rank, TOKENS, 50, 0.0f), dy = input(w, HIDDEN, 2, sp);
     mt_tensor y = output_like(w, dy);
     mt_linear_saved saved;
@@ -532,8 +532,7 @@ static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, mt_tensor_cols(wide, 1 + first, local), y, &saved));
     MT_TRY(record_rows(w, "y", y));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, mt_tensor_cols(dwide, 1 + first, local), &saved));
-    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tensor, dwide.data, dwide.data, TOKENS * 50, MT_F32,
-                         MT_SUM)); /* others are 0 */
+    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tp, dwide.data, dwide.data, TOKENS * 50, MT_F32, MT_SUM)); /* others are 0 */
     return record_rows(w, "dx", dwide);
 }
 
@@ -591,8 +590,8 @@ static mt_status attention(worker *w, int sp) {
 
 /* The mode changes what ranks compute, not what they send. */
 static mt_status same_communication(const test_rank *r, int sp) {
-    mt_ledger ledger = mt_comm_ledger(r->grid.tensor);
-    int many = r->grid.tensor_size > 1;
+    mt_ledger ledger = mt_comm_ledger(r->grid.tp);
+    int many = r->grid.tp_size > 1;
     CHECK(ledger.calls[MT_ALL_REDUCE] == (many && !sp ? 4 : 0));
     CHECK(ledger.calls[MT_ALL_GATHER] == (many && sp ? 6 : 0));
     CHECK(ledger.calls[MT_REDUCE_SCATTER] == (many && sp ? 4 : 0));
@@ -609,7 +608,7 @@ static mt_status transformer_layer(worker *w, int sp) {
     mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
     MT_TRY(mt_transformer_layer_create(ctx, w->rank.params, "layer", &d, &layer));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
-    mt_comm_ledger_reset(w->rank.grid.tensor);
+    mt_comm_ledger_reset(w->rank.grid.tp);
     MT_TRY(mt_transformer_layer_forward(ctx, &layer, &batch, x, y, &saved));
     MT_TRY(mt_transformer_layer_backward(ctx, &layer, dy, dx, &saved));
     MT_TRY(same_communication(&w->rank, sp));
@@ -651,9 +650,9 @@ static mt_status cross_entropy(worker *w, int sp) {
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
     logits = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
     MT_TRY(mt_column_parallel_linear_forward(ctx, &head, x, logits, &x_saved));
-    MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, w->rank.grid.tensor, &loss_of, logits, targets, loss, &saved));
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, w->rank.grid.tp, &loss_of, logits, targets, loss, &saved));
     MT_TRY(record(w, "loss", "", 0, (const float *)loss.data, TOKENS));
-    MT_TRY(mt_vocab_parallel_cross_entropy_backward(ctx, w->rank.grid.tensor, &loss_of, mt_none(), 0.3f, &saved));
+    MT_TRY(mt_vocab_parallel_cross_entropy_backward(ctx, w->rank.grid.tp, &loss_of, mt_none(), 0.3f, &saved));
     MT_TRY(mt_column_parallel_linear_backward(ctx, &head, logits, dx, &x_saved));
     return record_rows(w, "dx", dx);
 }
@@ -691,15 +690,15 @@ static void test_layers(void **state) {
     (void)state;
     for (int i = 0; i < LAYERS; i++) {
         trace reference = {0};
-        for (int tensor = 1; tensor <= RANKS; tensor *= 2)
-            for (int sp = 0; sp <= (tensor > 1); sp++) {
+        for (int tp = 1; tp <= RANKS; tp *= 2)
+            for (int sp = 0; sp <= (tp > 1); sp++) {
                 run r = {.name = layers[i].name,
                          .layer = i,
-                         .split = {tensor, 1, sp},
+                         .split = {tp, 1, sp},
                          .invariant = 8,
                          .reference = &reference,
-                         .compares = tensor > 1};
-                test_launch(tensor, layer_rank, &r);
+                         .compares = tp > 1};
+                test_launch(tp, layer_rank, &r);
             }
         assert_true(reference.count > TOKENS);
         free(reference.data);
@@ -736,7 +735,7 @@ static void refuse_grid(int invariant, mt_grid_desc shape, const char *words) {
     mt_context *ctx = NULL;
     mt_grid grid;
     mt_params *params = NULL;
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_create_meta(shape.tensor * shape.data, 0, &world));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_create_meta(shape.tp * shape.dp, 0, &world));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_create(world, &where, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_grid_create(world, &shape, &grid));
     REFUSED(ctx, MT_ERR_SHAPE, words, mt_params_create(ctx, &grid, &params));
@@ -748,10 +747,10 @@ static void refuse_grid(int invariant, mt_grid_desc shape, const char *words) {
 
 static void test_refused_grids(void **state) {
     (void)state;
-    refuse_grid(8, (mt_grid_desc){.tensor = 3, .data = 1}, "8 virtual shards|3 tensor ranks");
-    refuse_grid(4, (mt_grid_desc){.tensor = 8, .data = 1}, "4 virtual shards|8 tensor ranks");
-    refuse_grid(8, (mt_grid_desc){.tensor = 2, .data = 3}, "8 virtual data shards|3 data ranks");
-    refuse_grid(2, (mt_grid_desc){.tensor = 1, .data = 4}, "2 virtual data shards|4 data ranks");
+    refuse_grid(8, (mt_grid_desc){.tp = 3, .dp = 1}, "8 virtual shards|3 tensor ranks");
+    refuse_grid(4, (mt_grid_desc){.tp = 8, .dp = 1}, "4 virtual shards|8 tensor ranks");
+    refuse_grid(8, (mt_grid_desc){.tp = 2, .dp = 3}, "8 virtual data shards|3 data ranks");
+    refuse_grid(2, (mt_grid_desc){.tp = 1, .dp = 4}, "2 virtual data shards|4 data ranks");
 }
 
 static void test_refused_calls(void **state) {
@@ -767,7 +766,7 @@ static void test_refused_calls(void **state) {
     mt_batch batch = {.sequences = 1, .seq = 12};
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
     mt_tensor x = test_tensor(&r, 12, 16, 1.0f), y = test_tensor(&r, 12, 16, 2.0f);
     mt_tensor small = test_tensor(&r, 12, 8, 1.0f), dsmall = test_tensor(&r, 12, 8, 2.0f);
     mt_tensor ysmall = test_tensor(&r, 12, 8, 0.0f);
@@ -795,7 +794,7 @@ static void test_refused_micro_batches(void **state) {
     mt_param *p;
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     for (int count = 1; count <= 5; count++) {
@@ -825,7 +824,7 @@ static void test_refused_context_of_another_mode(void **state) {
     test_rank r;
     float norm;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &other));
@@ -852,7 +851,7 @@ static void test_tree_sum(void **state) {
     static const mt_context_desc where = {0};
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1, .data = 1}, &where, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
     for (int n = 1; n <= 9; n++) {
         float x[9];
         uint64_t seed = 11;
@@ -876,7 +875,7 @@ static void test_memory(void **state) {
         mt_param *p;
         test_rank r;
         int more = data == 1 ? 3 : data == 2 ? 2 : data == 4 ? 1 : 0;
-        test_paper_rank(data, 0, (mt_grid_desc){.tensor = 1, .data = data}, &where, &r);
+        test_paper_rank(data, 0, (mt_grid_desc){.tp = 1, .dp = data}, &where, &r);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         assert_int_equal(mt_context_allocated(r.ctx), (2 + more) * 64 * 16 * (int)sizeof(float));

@@ -445,13 +445,13 @@ static void test_stopped_process(void **state) {
 static mt_status grid_rank(mt_comm *world, void *user) {
     loss *l = (loss *)user;
     mt_context *ctx = new_context(world);
-    mt_comm *tensor = NULL, *data = NULL;
+    mt_comm *tp = NULL, *data = NULL;
     int rank = mt_comm_rank(world), step;
     float x[COUNT] = {0};
     double start;
     mt_status status;
     meet(l);
-    status = mt_comm_split(world, rank / 2, 0, &tensor);
+    status = mt_comm_split(world, rank / 2, 0, &tp);
     MT_KEEP(status, mt_comm_split(world, rank % 2, 0, &data));
     start = mti_now();
     for (step = 0; step < 3 && status == MT_SUCCESS; step++) {
@@ -460,13 +460,13 @@ static mt_status grid_rank(mt_comm *world, void *user) {
             mt_context_destroy(ctx);
             return status; /* the groups are left behind */
         }
-        status = mt_all_reduce(ctx, tensor, x, x, COUNT, MT_F32, MT_SUM);
+        status = mt_all_reduce(ctx, tp, x, x, COUNT, MT_F32, MT_SUM);
         if (status == MT_SUCCESS) status = mt_all_reduce(ctx, data, x, x, COUNT, MT_F32, MT_SUM);
         if (status == MT_SUCCESS) status = mt_barrier(ctx, world);
     }
     note(l, rank, world, status, start);
     mt_comm_destroy(data);
-    mt_comm_destroy(tensor);
+    mt_comm_destroy(tp);
     mt_context_destroy(ctx);
     return status;
 }

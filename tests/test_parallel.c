@@ -21,7 +21,7 @@ static const int splits[] = {1, 2, 3, 4, 8};
 /* The 16 GPUs of the docstring of Megatron-LM's initialize_model_parallel: tensor 2, pipeline 4, so data 2. Its groups:
  */
 #define WORLD 16
-static const mt_grid_desc megatron_grid = {.tensor = 2, .pipeline = 4};
+static const mt_grid_desc megatron_grid = {.tp = 2, .pp = 4};
 static const int groups_of_megatron[5][8][9] = {
     {{0, 1, -1}, {2, 3, -1}, {4, 5, -1}, {6, 7, -1}, {8, 9, -1}, {10, 11, -1}, {12, 13, -1}, {14, 15, -1}},
     {{0, 2, -1}, {1, 3, -1}, {4, 6, -1}, {5, 7, -1}, {8, 10, -1}, {9, 11, -1}, {12, 14, -1}, {13, 15, -1}},
@@ -57,7 +57,7 @@ static void test_grid_ranks_are_megatrons(void **state) {
 }
 
 static void test_grid_ranks_of_one_stage_and_defaults(void **state) {
-    static const mt_grid_desc one = {.tensor = 4}, none = {0};
+    static const mt_grid_desc one = {.tp = 4}, none = {0};
     int ranks[8], count = -1;
     (void)state;
     for (int r = 0; r < 8; r++) { /* one stage is first and last: an embedding group of one */
@@ -74,9 +74,9 @@ static void test_grid_ranks_of_one_stage_and_defaults(void **state) {
 
 static mt_comm *grid_comm(const mt_grid *grid, int group) {
     mt_comm *comms[5];
-    comms[0] = grid->tensor;
-    comms[1] = grid->data;
-    comms[2] = grid->pipeline;
+    comms[0] = grid->tp;
+    comms[1] = grid->dp;
+    comms[2] = grid->pp;
     comms[3] = grid->model;
     comms[4] = grid->embedding;
     return comms[group];
@@ -85,8 +85,8 @@ static mt_comm *grid_comm(const mt_grid *grid, int group) {
 /* Sizes, places and coordinates of the grid of `rank`. */
 static mt_status check_grid(const mt_grid *grid, int rank) {
     static const char *const names[] = {"tensor", "data", "pipeline", "model", "embedding"};
-    CHECK(grid->tensor_size == 2 && grid->data_size == 2 && grid->pipeline_size == 4);
-    CHECK(grid->tensor_rank + 2 * (grid->data_rank + 2 * grid->pipeline_rank) == rank);
+    CHECK(grid->tp_size == 2 && grid->dp_size == 2 && grid->pp_size == 4);
+    CHECK(grid->tp_rank + 2 * (grid->dp_rank + 2 * grid->pp_rank) == rank);
     for (int group = 0; group < 5; group++) {
         const int *want = golden_group(group, rank);
         mt_comm *comm = grid_comm(grid, group);
@@ -96,8 +96,8 @@ static mt_status check_grid(const mt_grid *grid, int rank) {
         CHECK(want[mt_comm_rank(comm)] == rank);
         CHECK(strcmp(mt_comm_name(comm), names[group]) == 0);
     }
-    CHECK(mt_comm_rank(grid->tensor) == grid->tensor_rank && mt_comm_rank(grid->data) == grid->data_rank);
-    CHECK(mt_comm_rank(grid->pipeline) == grid->pipeline_rank);
+    CHECK(mt_comm_rank(grid->tp) == grid->tp_rank && mt_comm_rank(grid->dp) == grid->dp_rank);
+    CHECK(mt_comm_rank(grid->pp) == grid->pp_rank);
     return MT_SUCCESS;
 }
 
@@ -167,7 +167,7 @@ static void test_grids_that_do_not_fit(void **state) {
         for (int w = 0; w < 3; w++)
             if (!strstr(mt_comm_last_error(world), bad[i].words[w]))
                 fail_msg("'%s' is not in '%s'", bad[i].words[w], mt_comm_last_error(world));
-        assert_null(grid.tensor);
+        assert_null(grid.tp);
         assert_int_equal(mt_grid_ranks(&bad[i].desc, 8, MT_GROUP_TENSOR, 0, ranks, &count), bad[i].status);
         assert_int_equal(count, 0);
     }
@@ -178,7 +178,7 @@ static void test_grids_that_do_not_fit(void **state) {
 }
 
 static void test_grid_ranks_refuses(void **state) {
-    static const mt_grid_desc d = {.tensor = 2};
+    static const mt_grid_desc d = {.tp = 2};
     int ranks[8], count = 0;
     (void)state;
     assert_int_equal(mt_grid_ranks(NULL, 8, MT_GROUP_TENSOR, 0, ranks, &count), MT_ERR_ARGUMENT);
@@ -235,7 +235,7 @@ static mt_status check_shard_shape(const mt_param *p, const mt_param_desc *d, in
     CHECK(p->value.cols == (d->placement == MT_SPLIT_COLS ? test_local(d->cols, parts, unit, ranks) : d->cols));
     CHECK(p->grad.rows == p->value.rows && p->grad.cols == p->value.cols);
     CHECK(((uintptr_t)p->value.data & 63) == 0 && ((uintptr_t)p->grad.data & 63) == 0);
-    CHECK(p->tensor_size == ranks);
+    CHECK(p->tp_size == ranks);
     CHECK(p->desc.name == p->name && strcmp(p->name, d->name) == 0 && p->desc.rows == d->rows &&
           p->desc.cols == d->cols);
     return MT_SUCCESS;
@@ -246,7 +246,7 @@ static mt_status check_shard(const mt_param *p, const mt_param_desc *d, const fl
     const float *x = (const float *)shard.data;
     for (int64_t i = 0; i < shard.rows; i++)
         for (int64_t j = 0; j < shard.cols; j++) {
-            int64_t e = global_element(d, p->tensor_size, p->tensor_rank, i, j);
+            int64_t e = global_element(d, p->tp_size, p->tp_rank, i, j);
             CHECK(x[i * shard.cols + j] == (e < 0 ? 0.0f : global[e]));
         }
     return MT_SUCCESS;
@@ -259,9 +259,9 @@ static mt_status check_param(test_rank *r, params_test *t, int index) {
     float *x = test_floats(r, n, NAN), *mine = test_noise(r, n, 77 + (uint64_t)index, 1.0f);
     mt_tensor shard;
     CHECK(p != NULL);
-    MT_TRY(check_shard_shape(p, d, r->grid.tensor_size));
+    MT_TRY(check_shard_shape(p, d, r->grid.tp_size));
     MT_TRY(mt_param_gather(r->ctx, r->params, p, p->value, x));
-    if (r->grid.tensor_size == 1) memcpy(t->serial[index], x, (size_t)n * sizeof *x);
+    if (r->grid.tp_size == 1) memcpy(t->serial[index], x, (size_t)n * sizeof *x);
     CHECK(memcmp(t->serial[index], x, (size_t)n * sizeof *x) == 0);
     MT_TRY(check_shard(p, d, x, p->value));
     shard = test_tensor(r, p->value.rows, p->value.cols, 0.0f);
@@ -298,7 +298,7 @@ static mt_status check_counts(test_rank *r) {
 
 /* Odd worlds create in the other order: names decide, not order. Values are spoilt, and init is asked again. */
 static mt_status params_body(test_rank *r, params_test *t) {
-    MT_TRY(add_some_params(r, r->grid.tensor_size % 2 == 0));
+    MT_TRY(add_some_params(r, r->grid.tp_size % 2 == 0));
     MT_TRY(check_counts(r));
     MT_TRY(mt_params_init(r->ctx, r->params, 42));
     for (int i = 0; i < SOME_PARAMS; i++) MT_TRY(check_param(r, t, i));
@@ -312,7 +312,7 @@ static mt_status params_body(test_rank *r, params_test *t) {
 }
 
 static mt_status params_rank(mt_comm *world, void *user) {
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status;
     MT_TRY(test_rank_open(world, all, NULL, &r));
@@ -614,10 +614,10 @@ typedef struct share {
 } share;
 
 static share share_of(const linear_run *l, int64_t n, int split, int by_tokens) {
-    int ranks = l->r->grid.tensor_size;
+    int ranks = l->r->grid.tp_size;
     share s = {0, TOKENS, n, split ? l->local : n, split};
     if (by_tokens) s.rows = TOKENS / ranks;
-    if (by_tokens) s.first = s.rows * l->r->grid.tensor_rank;
+    if (by_tokens) s.first = s.rows * l->r->grid.tp_rank;
     return s;
 }
 
@@ -634,7 +634,7 @@ static share output_share(const linear_run *l) {
 /* Element of the global tensor, or -1 for padding. */
 static int64_t share_element(const linear_run *l, share s, int64_t i, int64_t j) {
     const mt_param_desc *w = &l->weight->desc;
-    if (s.split) j = test_global(s.n, w->parts, w->unit, l->r->grid.tensor_size, l->r->grid.tensor_rank, j);
+    if (s.split) j = test_global(s.n, w->parts, w->unit, l->r->grid.tp_size, l->r->grid.tp_rank, j);
     return j < 0 ? -1 : (s.first + i) * s.n + j;
 }
 
@@ -658,7 +658,7 @@ static mt_status share_check(linear_run *l, share s, const char *what, mt_tensor
             double zero = 0.0, serial;
             MT_TRY(test_near(what, got, e < 0 ? &zero : &want[e], 1, e < 0 ? 0.0 : 1e-6));
             if (e < 0) continue;
-            if (l->r->grid.tensor_size == 1) all[e] = *got;
+            if (l->r->grid.tp_size == 1) all[e] = *got;
             serial = (double)all[e];
             MT_TRY(test_near("against one rank", got, &serial, 1, 1e-6));
         }
@@ -677,8 +677,8 @@ static mt_status linear_backward(linear_run *l, mt_tensor dy, mt_tensor dx, cons
 
 /* The ledger of the tensor group holds exactly these and nothing else. */
 static mt_status check_ledger(test_rank *r, const char *what, mt_ledger want) {
-    mt_ledger got = mt_comm_ledger(r->grid.tensor);
-    if (r->grid.tensor_size == 1) memset(&want, 0, sizeof want);
+    mt_ledger got = mt_comm_ledger(r->grid.tp);
+    if (r->grid.tp_size == 1) memset(&want, 0, sizeof want);
     for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) {
         if (got.calls[k] == want.calls[k] && got.bytes[k] == want.bytes[k]) continue;
         fprintf(stderr, "%s: %s: %llu calls of %llu bytes, expected %llu of %llu\n", what,
@@ -686,7 +686,7 @@ static mt_status check_ledger(test_rank *r, const char *what, mt_ledger want) {
                 (unsigned long long)got.bytes[k], (unsigned long long)want.calls[k], (unsigned long long)want.bytes[k]);
         return MT_ERR_DATA;
     }
-    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->grid.tp);
     return MT_SUCCESS;
 }
 
@@ -697,7 +697,7 @@ static void count(mt_ledger *ledger, mt_collective kind, int64_t floats) {
 
 static mt_ledger forward_ledger(const linear_run *l) {
     const mt_linear_desc *d = &l->c->desc;
-    int ranks = l->r->grid.tensor_size;
+    int ranks = l->r->grid.tp_size;
     mt_ledger want = {{0}, {0}};
     if (l->c->row) {
         count(&want, d->sequence_parallel ? MT_REDUCE_SCATTER : MT_ALL_REDUCE, TOKENS * l->out);
@@ -710,7 +710,7 @@ static mt_ledger forward_ledger(const linear_run *l) {
 
 static mt_ledger backward_ledger(const linear_run *l, int with_dx) {
     const mt_linear_desc *d = &l->c->desc;
-    int ranks = l->r->grid.tensor_size;
+    int ranks = l->r->grid.tp_size;
     mt_ledger want = {{0}, {0}};
     if (l->c->row) {
         if (d->sequence_parallel) count(&want, MT_ALL_GATHER, TOKENS * l->out);
@@ -732,12 +732,12 @@ static mt_status linear_check_gradients(linear_run *l, linear_results *serial) {
         mt_sync_gradients(r->ctx, r->params)); /* the bias of a sequence-parallel row layer saw its own tokens only */
     MT_TRY(mt_param_gather(r->ctx, r->params, l->weight, l->weight->grad, dw));
     MT_TRY(test_near("dw", dw, l->dw, l->in * l->out, 1e-6));
-    if (r->grid.tensor_size == 1) memcpy(serial->dw, dw, (size_t)(l->in * l->out) * sizeof *dw);
+    if (r->grid.tp_size == 1) memcpy(serial->dw, dw, (size_t)(l->in * l->out) * sizeof *dw);
     MT_TRY(test_near_f32("dw against one rank", dw, serial->dw, l->in * l->out, 1e-6));
     if (!l->bias) return MT_SUCCESS;
     MT_TRY(mt_param_gather(r->ctx, r->params, l->bias, l->bias->grad, db));
     MT_TRY(test_near("db", db, l->db, l->out, 1e-6));
-    if (r->grid.tensor_size == 1) memcpy(serial->db, db, (size_t)l->out * sizeof *db);
+    if (r->grid.tp_size == 1) memcpy(serial->db, db, (size_t)l->out * sizeof *db);
     return test_near_f32("db against one rank", db, serial->db, l->out, 1e-6);
 }
 
@@ -747,18 +747,18 @@ static mt_status linear_check(linear_run *l, linear_results *serial) {
     mt_tensor y = test_tensor(l->r, out.rows, out.cols, NAN), dx = test_tensor(l->r, in.rows, in.cols, NAN);
     mt_linear_saved saved;
     size_t mark = mt_arena_mark(l->r->ctx);
-    mt_comm_ledger_reset(l->r->grid.tensor);
+    mt_comm_ledger_reset(l->r->grid.tp);
     MT_TRY(linear_forward(l, x, y, &saved));
     MT_TRY(check_ledger(l->r, "forward", forward_ledger(l)));
     MT_TRY(share_check(l, out, "y", y, l->y, serial->y));
     MT_TRY(linear_forward(l, x, y, NULL));
     MT_TRY(share_check(l, out, "y of inference", y, l->y, serial->y));
-    mt_comm_ledger_reset(l->r->grid.tensor);
+    mt_comm_ledger_reset(l->r->grid.tp);
     MT_TRY(linear_backward(l, dy, dx, &saved));
     MT_TRY(check_ledger(l->r, "backward", backward_ledger(l, 1)));
     MT_TRY(linear_backward(l, dy, dx, &saved)); /* writes dx again */
     MT_TRY(share_check(l, in, "dx", dx, l->dx, serial->dx));
-    mt_comm_ledger_reset(l->r->grid.tensor);
+    mt_comm_ledger_reset(l->r->grid.tp);
     MT_TRY(linear_backward(l, dy, mt_none(), &saved));
     MT_TRY(check_ledger(l->r, "backward without dx", backward_ledger(l, 0)));
     CHECK(mt_arena_mark(l->r->ctx) == mark);
@@ -772,7 +772,7 @@ typedef struct linear_runs {
 
 static mt_status linear_rank(mt_comm *world, void *user) {
     const linear_runs *runs = (const linear_runs *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     mt_context_desc where = {.arena_bytes = (size_t)16 << 20, .overlap_chunks = runs->chunks};
     linear_run *l = (linear_run *)calloc(1, sizeof *l);
     test_rank r;
@@ -828,7 +828,7 @@ static mt_status shared_weight_body(test_rank *r) {
 }
 
 static mt_status shared_weight_rank(mt_comm *world, void *user) {
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status;
     (void)user;
@@ -856,8 +856,8 @@ typedef struct embedding_case {
 
 static mt_status embedding_check(test_rank *r, embedding_case *c) {
     mt_embedding_desc d = {.vocab = c->vocab, .features = FEATURES, .sequence_parallel = c->sequence_parallel};
-    int ranks = c->sequence_parallel ? r->grid.tensor_size : 1, alone = r->grid.tensor_size == 1;
-    int64_t rows = TOKENS / ranks, first = ranks > 1 ? rows * r->grid.tensor_rank : 0, n = c->vocab * FEATURES;
+    int ranks = c->sequence_parallel ? r->grid.tp_size : 1, alone = r->grid.tp_size == 1;
+    int64_t rows = TOKENS / ranks, first = ranks > 1 ? rows * r->grid.tp_rank : 0, n = c->vocab * FEATURES;
     mt_vocab_parallel_embedding e;
     mt_ledger want = {{0}, {0}};
     int32_t ids[TOKENS];
@@ -866,7 +866,7 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
     float *table = test_noise(r, n, 1, 1.0f), *dy = test_noise(r, TOKENS * FEATURES, 2, 0.25f), *got;
     mt_tensor out, dout = mt_tensor_f32(dy + first * FEATURES, rows, FEATURES);
     MT_TRY(mt_vocab_parallel_embedding_create(r->ctx, r->params, "words", &d, &e));
-    CHECK(strcmp(e.weight->name, "words.weight") == 0 && e.first_row == r->grid.tensor_rank * e.weight->value.rows);
+    CHECK(strcmp(e.weight->name, "words.weight") == 0 && e.first_row == r->grid.tp_rank * e.weight->value.rows);
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     MT_TRY(mt_param_scatter(r->ctx, e.weight, table, e.weight->value));
     for (int i = 0; i < TOKENS; i++) {
@@ -877,7 +877,7 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
         }
     }
     out = test_tensor(r, rows, FEATURES, NAN);
-    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->grid.tp);
     MT_TRY(mt_vocab_parallel_embedding_forward(r->ctx, &e, ids, TOKENS, out));
     count(&want, c->sequence_parallel ? MT_REDUCE_SCATTER : MT_ALL_REDUCE, TOKENS * FEATURES);
     MT_TRY(check_ledger(r, "embedding forward", want));
@@ -905,7 +905,7 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
 
 static mt_status embedding_rank(mt_comm *world, void *user) {
     embedding_case *cases = (embedding_case *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status = test_rank_open(world, all, NULL, &r);
     for (int i = 0; status == MT_SUCCESS && i < EMBEDDING_CASES; i++) {
@@ -983,11 +983,11 @@ static mt_status loss_at_once(test_rank *r, const mt_cross_entropy_desc *d, mt_t
     mt_tensor value = test_tensor(r, 1, TOKENS, NAN);
     mt_ledger want = {{0}, {0}};
     size_t mark = mt_arena_mark(r->ctx);
-    mt_comm_ledger_reset(r->grid.tensor);
-    MT_TRY(mt_vocab_parallel_cross_entropy_forward_backward(r->ctx, r->grid.tensor, d, logits, targets, dloss, 0.5f,
-                                                            value));
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(
+        mt_vocab_parallel_cross_entropy_forward_backward(r->ctx, r->grid.tp, d, logits, targets, dloss, 0.5f, value));
     CHECK(mt_arena_mark(r->ctx) == mark);
-    count(&want, MT_ALL_GATHER, r->grid.tensor_size * TOKENS * 4);
+    count(&want, MT_ALL_GATHER, r->grid.tp_size * TOKENS * 4);
     MT_TRY(check_ledger(r, "cross-entropy at once", want));
     CHECK(memcmp(value.data, loss.data, TOKENS * sizeof(float)) == 0);
     CHECK(memcmp(logits.data, gradient.data, (size_t)(logits.rows * logits.cols) * sizeof(float)) == 0);
@@ -996,8 +996,8 @@ static mt_status loss_at_once(test_rank *r, const mt_cross_entropy_desc *d, mt_t
 
 static mt_status loss_check(test_rank *r, loss_case *c) {
     mt_cross_entropy_desc d = {.vocab = c->vocab, .label_smoothing = c->smoothing, .ignore_index = c->ignore};
-    int ranks = r->grid.tensor_size;
-    int64_t local = test_ceil(c->vocab, ranks), first = local * r->grid.tensor_rank;
+    int ranks = r->grid.tp_size;
+    int64_t local = test_ceil(c->vocab, ranks), first = local * r->grid.tp_rank;
     float *logits = test_floats(r, TOKENS * c->vocab, 0.0f), *dloss = test_noise(r, TOKENS, 3, 1.0f);
     mt_tensor mine = test_tensor(r, TOKENS, local, 1e30f); /* padding may hold anything */
     mt_tensor loss = test_tensor(r, 1, TOKENS, NAN), again = test_tensor(r, TOKENS, local, NAN);
@@ -1015,20 +1015,20 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     }
     loss_reference_of(c, logits, targets, factor, ref);
     MT_TRY(mt_copy(r->ctx, mine, again));
-    mt_comm_ledger_reset(r->grid.tensor);
-    MT_TRY(mt_vocab_parallel_cross_entropy_forward(r->ctx, r->grid.tensor, &d, mine, targets, loss, NULL));
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward(r->ctx, r->grid.tp, &d, mine, targets, loss, NULL));
     CHECK(mt_arena_mark(r->ctx) == mark);
     count(&want, MT_ALL_GATHER, ranks * TOKENS * 4);
     MT_TRY(check_ledger(r, "cross-entropy forward", want));
     MT_TRY(test_near("loss of evaluation", (const float *)loss.data, ref->loss, TOKENS, c->loss_tolerance));
     MT_TRY(mt_fill(r->ctx, loss, NAN));
-    MT_TRY(mt_vocab_parallel_cross_entropy_forward(r->ctx, r->grid.tensor, &d, mine, targets, loss, &saved));
+    MT_TRY(mt_vocab_parallel_cross_entropy_forward(r->ctx, r->grid.tp, &d, mine, targets, loss, &saved));
     MT_TRY(test_near("loss", (const float *)loss.data, ref->loss, TOKENS, c->loss_tolerance));
     if (ranks == 1) memcpy(c->loss, loss.data, sizeof c->loss);
     MT_TRY(test_near_f32("loss against one rank", (const float *)loss.data, c->loss, TOKENS,
                          c->smoothing > 0 ? c->loss_tolerance : 1e-6)); /* the mean is rounded per shard */
-    mt_comm_ledger_reset(r->grid.tensor);
-    MT_TRY(mt_vocab_parallel_cross_entropy_backward(r->ctx, r->grid.tensor, &d, mt_tensor_f32(dloss, 1, TOKENS), 0.5f,
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(mt_vocab_parallel_cross_entropy_backward(r->ctx, r->grid.tp, &d, mt_tensor_f32(dloss, 1, TOKENS), 0.5f,
                                                     &saved));
     memset(&want, 0, sizeof want);
     MT_TRY(check_ledger(r, "cross-entropy backward", want));
@@ -1050,7 +1050,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
 
 static mt_status loss_rank(mt_comm *world, void *user) {
     loss_case *cases = (loss_case *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status = test_rank_open(world, all, NULL, &r);
     for (int i = 0; status == MT_SUCCESS && i < LOSS_CASES; i++) {
@@ -1096,8 +1096,8 @@ static mt_status expect_all(mt_tensor t, float value) {
 }
 
 /* Every rank's gradient is a power of two of its own, so a sum says whose gradients are in it. */
-static float rank_bit(const mt_grid *g, int tensor, int data, int pipeline) {
-    return (float)(1 << (tensor + g->tensor_size * (data + g->data_size * pipeline)));
+static float rank_bit(const mt_grid *g, int tp, int data, int pipeline) {
+    return (float)(1 << (tp + g->tp_size * (data + g->dp_size * pipeline)));
 }
 
 static mt_status sync_body(test_rank *r) {
@@ -1109,15 +1109,15 @@ static mt_status sync_body(test_rank *r) {
     mt_param *words = add_or_null(
         r, (mt_param_desc){.name = "words", .rows = 8, .cols = 2, .placement = MT_SPLIT_ROWS, .shared_embedding = 1});
     mt_param *more = add_or_null(r, (mt_param_desc){.name = "more", .rows = 2, .cols = 20, .sequence_partial = 1});
-    float own = rank_bit(g, g->tensor_rank, g->data_rank, g->pipeline_rank), data = 0, both = 0, ends = 0;
-    int last = g->pipeline_size - 1, is_end = g->pipeline_rank == 0 || g->pipeline_rank == last;
+    float own = rank_bit(g, g->tp_rank, g->dp_rank, g->pp_rank), data = 0, both = 0, ends = 0;
+    int last = g->pp_size - 1, is_end = g->pp_rank == 0 || g->pp_rank == last;
     CHECK(split && whole && partial && words && more);
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(mt_fill(r->ctx, mt_params_at(r->params, i)->grad, own));
-    for (int d = 0; d < g->data_size; d++) {
-        data += rank_bit(g, g->tensor_rank, d, g->pipeline_rank);
-        for (int t = 0; t < g->tensor_size; t++) both += rank_bit(g, t, d, g->pipeline_rank);
-        ends += rank_bit(g, g->tensor_rank, d, 0) + (last > 0 ? rank_bit(g, g->tensor_rank, d, last) : 0.0f);
+    for (int d = 0; d < g->dp_size; d++) {
+        data += rank_bit(g, g->tp_rank, d, g->pp_rank);
+        for (int t = 0; t < g->tp_size; t++) both += rank_bit(g, t, d, g->pp_rank);
+        ends += rank_bit(g, g->tp_rank, d, 0) + (last > 0 ? rank_bit(g, g->tp_rank, d, last) : 0.0f);
     }
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(expect_all(split->grad, data));
@@ -1125,8 +1125,8 @@ static mt_status sync_body(test_rank *r) {
     MT_TRY(expect_all(partial->grad, both));
     MT_TRY(expect_all(more->grad, both));
     MT_TRY(expect_all(words->grad, is_end ? ends : data));
-    CHECK(mt_comm_ledger(g->tensor).calls[MT_ALL_REDUCE] == (g->tensor_size > 1));
-    CHECK(mt_comm_ledger(g->data).calls[MT_ALL_REDUCE] == (g->data_size > 1));
+    CHECK(mt_comm_ledger(g->tp).calls[MT_ALL_REDUCE] == (g->tp_size > 1));
+    CHECK(mt_comm_ledger(g->dp).calls[MT_ALL_REDUCE] == (g->dp_size > 1));
     MT_TRY(mt_params_zero_grad(r->ctx, r->params));
     for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(expect_all(mt_params_at(r->params, i)->grad, 0.0f));
     return MT_SUCCESS;
@@ -1162,7 +1162,7 @@ static mt_status norm_stage(test_rank *r, int stage, double *square) {
     for (int i = 0; i < 4; i++) snprintf(name[i], sizeof name[i], "%s.%d", kinds[i], stage);
     for (int i = 0; i < 5; i++) {
         uint64_t seed = test_name_seed(d[i].name);
-        if (stage == r->grid.pipeline_rank) CHECK(add_or_null(r, d[i]) != NULL);
+        if (stage == r->grid.pp_rank) CHECK(add_or_null(r, d[i]) != NULL);
         for (int64_t k = 0; k < d[i].rows * d[i].cols && !(d[i].shared_embedding && stage > 0); k++) {
             double x = (double)(3 * test_float(&seed));
             *square += x * x;
@@ -1193,7 +1193,7 @@ static mt_status norm_finds(test_rank *r) {
 static mt_status norm_body(test_rank *r) {
     double square = 0, want;
     float norm = NAN, again = NAN;
-    for (int s = 0; s < r->grid.pipeline_size; s++) MT_TRY(norm_stage(r, s, &square));
+    for (int s = 0; s < r->grid.pp_size; s++) MT_TRY(norm_stage(r, s, &square));
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     for (int i = 0; i < mt_params_count(r->params); i++) {
         mt_param *p = mt_params_at(r->params, i);
@@ -1300,7 +1300,7 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
     MT_TRY(mt_param_gather(r->ctx, r->params, p[0], p[0]->value, got));
     CHECK(memcmp(got, test_noise(r, 65, 7u + MT_MASTER, 1.0f), 65 * sizeof *got) == 0);
     for (int64_t i = 0; i < p[0]->value.rows * p[0]->value.cols; i++) /* padding stays zero */
-        if (global_element(&p[0]->desc, r->grid.tensor_size, r->grid.tensor_rank, i / 5, i % 5) < 0)
+        if (global_element(&p[0]->desc, r->grid.tp_size, r->grid.tp_rank, i / 5, i % 5) < 0)
             CHECK(((const float *)p[0]->value.data)[i] == 0.0f);
     mt_optimizer_destroy(r->ctx, &o);
     CHECK(!o.params && !o.m);
@@ -1309,7 +1309,7 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
 }
 
 static mt_status adam_rank(mt_comm *world, void *user) {
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status;
     MT_TRY(test_rank_open(world, all, NULL, &r));
@@ -1428,7 +1428,7 @@ static void test_linear_create_refuses(void **state) {
     test_rank r;
     (void)state;
     memset(name, 'n', MT_NAME_MAX - 6); /* NAME.bias fits, NAME.weight does not */
-    test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         REFUSED(r.ctx, bad[i].status, bad[i].words,
                 mt_column_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &column));
@@ -1559,7 +1559,7 @@ static void test_linear_calls_refuse(void **state) {
         any_linear l = {&column, is_row ? &row : NULL, NULL};
         mt_tensor x, y, gx, gy;
         test_rank r;
-        test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, &r);
+        test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
         l.ctx = r.ctx;
         d.sequence_parallel = kind >> 2;
         d.input_is_parallel = is_row && split;
@@ -1585,9 +1585,9 @@ static void test_linear_calls_refuse(void **state) {
         test_untouched("y", (const float *)y.data, y.rows * y.cols, 7.0f);
         test_untouched("dw", (const float *)gx.data, gx.rows * gx.cols, 0.0f);
         test_untouched("db", (const float *)gy.data, gy.rows * gy.cols, 0.0f);
-        assert_int_equal(mt_comm_ledger(r.grid.tensor).calls[MT_ALL_GATHER], 0);
-        assert_int_equal(mt_comm_ledger(r.grid.tensor).calls[MT_ALL_REDUCE], 0);
-        assert_int_equal(mt_comm_ledger(r.grid.tensor).calls[MT_REDUCE_SCATTER], 0);
+        assert_int_equal(mt_comm_ledger(r.grid.tp).calls[MT_ALL_GATHER], 0);
+        assert_int_equal(mt_comm_ledger(r.grid.tp).calls[MT_ALL_REDUCE], 0);
+        assert_int_equal(mt_comm_ledger(r.grid.tp).calls[MT_REDUCE_SCATTER], 0);
         test_paper_rank_close(&r);
     }
 }
@@ -1601,7 +1601,7 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
     mt_linear_saved saved;
     test_rank r;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "row", &d, &row));
     d.input_is_parallel = 0;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "column", &d, &column));
@@ -1637,7 +1637,7 @@ static void test_embedding_refuses(void **state) {
     mt_tensor y, dw;
     test_rank r;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         REFUSED(r.ctx, bad[i].status, bad[i].words,
                 mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad[i].desc, &e));
@@ -1694,7 +1694,7 @@ static void test_sizes_that_cannot_be(void **state) {
     mt_tensor x;
     test_rank r;
     (void)state;
-    test_paper_rank(64, 0, (mt_grid_desc){.tensor = 64}, &(mt_context_desc){.device = MT_DEVICE_META}, &r);
+    test_paper_rank(64, 0, (mt_grid_desc){.tp = 64}, &(mt_context_desc){.device = MT_DEVICE_META}, &r);
     x = test_tensor(&r, 3, 4, 7.0f);
     REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 0, 0), 0.0f));
     REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 2, 2), 0.0f));
@@ -1730,12 +1730,12 @@ static void test_cross_entropy_refuses(void **state) {
     mt_cross_entropy_saved saved = {0}, good;
     int32_t targets[3] = {0, -100, 9}, worse[3] = {0, -100, 10};
     mt_tensor x, loss;
-    mt_comm *tensor;
+    mt_comm *tp;
     size_t mark;
     test_rank r;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, NULL, &r);
-    tensor = r.grid.tensor;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+    tp = r.grid.tp;
     mark = mt_arena_mark(r.ctx);
     x = test_tensor(&r, 3, 3, 7.0f);
     loss = test_tensor(&r, 1, 3, 7.0f);
@@ -1744,49 +1744,47 @@ static void test_cross_entropy_refuses(void **state) {
     good.targets = targets;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words,
-                mt_vocab_parallel_cross_entropy_forward(r.ctx, tensor, &bad[i].desc, x, targets, loss, &saved));
+                mt_vocab_parallel_cross_entropy_forward(r.ctx, tp, &bad[i].desc, x, targets, loss, &saved));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words,
-                mt_vocab_parallel_cross_entropy_backward(r.ctx, tensor, &bad[i].desc, mt_none(), 1.0f, &good));
+                mt_vocab_parallel_cross_entropy_backward(r.ctx, tp, &bad[i].desc, mt_none(), 1.0f, &good));
     }
 #define FORWARD(...) mt_vocab_parallel_cross_entropy_forward(__VA_ARGS__, &saved)
-    assert_int_equal(FORWARD(NULL, tensor, &d, x, targets, loss), MT_ERR_ARGUMENT);
+    assert_int_equal(FORWARD(NULL, tp, &d, x, targets, loss), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "tensor is NULL", FORWARD(r.ctx, NULL, &d, x, targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", FORWARD(r.ctx, tensor, NULL, x, targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "ids is NULL", FORWARD(r.ctx, tensor, &d, x, NULL, loss));
-    REFUSED(r.ctx, MT_ERR_DATA, "target 10|index 2|[0, 10)", FORWARD(r.ctx, tensor, &d, x, worse, loss));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", FORWARD(r.ctx, tp, NULL, x, targets, loss));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "ids is NULL", FORWARD(r.ctx, tp, &d, x, NULL, loss));
+    REFUSED(r.ctx, MT_ERR_DATA, "target 10|index 2|[0, 10)", FORWARD(r.ctx, tp, &d, x, worse, loss));
     worse[2] = -1;
-    REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", FORWARD(r.ctx, tensor, &d, x, worse, loss));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "logits|[3, 2]|[3, 3]",
-            FORWARD(r.ctx, tensor, &d, with_shape(x, 3, 2, 0), targets, loss));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[1, 2]|[1, 3]",
-            FORWARD(r.ctx, tensor, &d, x, targets, with_shape(loss, 1, 2, 0)));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[3, 1]", FORWARD(r.ctx, tensor, &d, x, targets, with_shape(loss, 3, 1, 0)));
+    REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", FORWARD(r.ctx, tp, &d, x, worse, loss));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "logits|[3, 2]|[3, 3]", FORWARD(r.ctx, tp, &d, with_shape(x, 3, 2, 0), targets, loss));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[1, 2]|[1, 3]", FORWARD(r.ctx, tp, &d, x, targets, with_shape(loss, 1, 2, 0)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[3, 1]", FORWARD(r.ctx, tp, &d, x, targets, with_shape(loss, 3, 1, 0)));
     REFUSED(r.ctx, MT_ERR_SHAPE, "-1",
-            FORWARD(r.ctx, tensor, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
-    REFUSED(r.ctx, MT_ERR_DTYPE, "logits|i32", FORWARD(r.ctx, tensor, &d, with_dtype(x, MT_I32), targets, loss));
-    REFUSED(r.ctx, MT_ERR_DTYPE, "loss|bf16", FORWARD(r.ctx, tensor, &d, x, targets, with_dtype(loss, MT_BF16)));
+            FORWARD(r.ctx, tp, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "logits|i32", FORWARD(r.ctx, tp, &d, with_dtype(x, MT_I32), targets, loss));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "loss|bf16", FORWARD(r.ctx, tp, &d, x, targets, with_dtype(loss, MT_BF16)));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits is|data is NULL",
-            FORWARD(r.ctx, tensor, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
+            FORWARD(r.ctx, tp, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss is|data is NULL",
-            FORWARD(r.ctx, tensor, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
+            FORWARD(r.ctx, tp, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
 #undef FORWARD
 #define BACKWARD(...) mt_vocab_parallel_cross_entropy_backward(__VA_ARGS__)
-    assert_int_equal(BACKWARD(NULL, tensor, &d, mt_none(), 1.0f, &good), MT_ERR_ARGUMENT);
+    assert_int_equal(BACKWARD(NULL, tp, &d, mt_none(), 1.0f, &good), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "tensor is NULL", BACKWARD(r.ctx, NULL, &d, mt_none(), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", BACKWARD(r.ctx, tensor, NULL, mt_none(), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", BACKWARD(r.ctx, tensor, &d, mt_none(), 1.0f, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[0, 0]", BACKWARD(r.ctx, tensor, &d, mt_none(), 1.0f, &saved));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(r.ctx, tensor, &d, with_shape(loss, 1, 2, 0), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(r.ctx, tensor, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", BACKWARD(r.ctx, tp, NULL, mt_none(), 1.0f, &good));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", BACKWARD(r.ctx, tp, &d, mt_none(), 1.0f, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[0, 0]", BACKWARD(r.ctx, tp, &d, mt_none(), 1.0f, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(r.ctx, tp, &d, with_shape(loss, 1, 2, 0), 1.0f, &good));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(r.ctx, tp, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
 #undef BACKWARD
 #define AT_ONCE(targets, dloss)                                                                                        \
-    mt_vocab_parallel_cross_entropy_forward_backward(r.ctx, tensor, &d, x, targets, dloss, 1.0f, loss)
+    mt_vocab_parallel_cross_entropy_forward_backward(r.ctx, tp, &d, x, targets, dloss, 1.0f, loss)
     REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", AT_ONCE(worse, mt_none()));
     REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", AT_ONCE(targets, with_shape(loss, 1, 2, 0)));
 #undef AT_ONCE
     assert_null(saved.targets);
     assert_int_equal(mt_arena_mark(r.ctx), mark);
-    assert_int_equal(mt_comm_ledger(tensor).calls[MT_ALL_GATHER], 0);
+    assert_int_equal(mt_comm_ledger(tp).calls[MT_ALL_GATHER], 0);
     test_untouched("logits", (const float *)x.data, 9, 7.0f);
     test_untouched("loss", (const float *)loss.data, 3, 7.0f);
     test_paper_rank_close(&r);
@@ -1840,7 +1838,7 @@ static void test_memory_that_runs_out(void **state) {
     test_rank r;
     int n;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tensor = 4}, &where, &r);
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, &where, &r);
     for (n = 0; n < 10; n++) {
         a.left = n;
         if (mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &l) == MT_SUCCESS) break;

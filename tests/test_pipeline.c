@@ -260,9 +260,9 @@ static float toy_gradient(int stage, int stages, int micro_batch) { /* with resp
 
 static mt_status toy_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
     toy *t = (toy *)user;
-    int stage = t->grid.pipeline_rank, b = a->micro_batch;
+    int stage = t->grid.pp_rank, b = a->micro_batch;
     void *kept;
-    CHECK((input.data == NULL) == (stage == 0) && (output.data == NULL) == (stage + 1 == t->grid.pipeline_size));
+    CHECK((input.data == NULL) == (stage == 0) && (output.data == NULL) == (stage + 1 == t->grid.pp_size));
     if (input.data) MT_TRY(is_filled(input, toy_output(stage - 1, b)));
     MT_TRY(mt_arena_alloc(ctx, 100, &kept));
     memset(kept, b, 100);
@@ -278,7 +278,7 @@ static mt_status toy_forward(mt_context *ctx, void *user, const mt_action *a, mt
 
 static mt_status toy_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
     toy *t = (toy *)user;
-    int stage = t->grid.pipeline_rank, stages = t->grid.pipeline_size, b = a->micro_batch;
+    int stage = t->grid.pp_rank, stages = t->grid.pp_size, b = a->micro_batch;
     void *left;
     if (t->fails && t->fails == b) return MT_ERR_DATA;
     CHECK((dinput.data == NULL) == (stage == 0) && (doutput.data == NULL) == (stage + 1 == stages));
@@ -300,7 +300,7 @@ typedef struct toy_job {
 
 static mt_status toy_rank(mt_comm *world, void *user) {
     toy_job *job = (toy_job *)user;
-    mt_grid_desc shape = {.pipeline = job->stages, .data = 1};
+    mt_grid_desc shape = {.pp = job->stages, .dp = 1};
     mt_action list[ACTIONS];
     toy *t = &job->toys[mt_comm_rank(world)];
     mt_pipeline_stage stage = {
@@ -318,12 +318,12 @@ static mt_status toy_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = mt_arena_alloc(r.ctx, 77, &own);
     mark = mt_arena_mark(r.ctx);
     if (status == MT_SUCCESS)
-        status = mt_pipeline_schedule(job->schedule, job->stages, r.grid.pipeline_rank, job->micro_batches, list,
-                                      ACTIONS, &count);
+        status =
+            mt_pipeline_schedule(job->schedule, job->stages, r.grid.pp_rank, job->micro_batches, list, ACTIONS, &count);
     if (status == MT_SUCCESS) status = mt_pipeline_run(r.ctx, &r.grid, &stage, list, count);
     if (status == MT_SUCCESS && mt_arena_mark(r.ctx) != mark) status = MT_ERR_DATA;
     t->peak = mt_arena_peak(r.ctx);
-    t->ledger = mt_comm_ledger(r.grid.pipeline);
+    t->ledger = mt_comm_ledger(r.grid.pp);
     job->results[mt_comm_rank(world)] = status;
     test_rank_close(&r);
     return status;
@@ -418,14 +418,14 @@ static void test_lists_made_by_hand(void **state) {
         {"F00 F11 B11 y11 B00 F11 y10 B10", "action 7 of 8"},
         {"F01 B01", "action 0 of 2|first forward must be in slot 0"},
     };
-    toy t = {.grid = {.pipeline_size = 1}};
+    toy t = {.grid = {.pp_size = 1}};
     mt_pipeline_stage stage = {
         .rows = ROWS, .cols = COLS, .dtype = MT_F32, .forward = toy_forward, .backward = toy_backward, .user = &t};
     mt_action list[ACTIONS];
     int count;
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1}, NULL, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         count = by_hand(list, wrong[i][0]);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, wrong[i][1], mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
@@ -448,7 +448,7 @@ static void test_lists_made_by_hand(void **state) {
 
 /* What a later micro-batch keeps would lie in the next slot. */
 static void test_executor_refuses(void **state) {
-    toy t = {.grid = {.pipeline_size = 1}};
+    toy t = {.grid = {.pp_size = 1}};
     mt_pipeline_stage stage = {.rows = ROWS,
                                .cols = COLS,
                                .dtype = MT_F32,
@@ -460,7 +460,7 @@ static void test_executor_refuses(void **state) {
     int count;
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1}, NULL, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     assert_int_equal(mt_pipeline_schedule(MT_SCHEDULE_GPIPE, 1, 0, 3, list, ACTIONS, &count), MT_SUCCESS);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "grid", mt_pipeline_run(r.ctx, NULL, &stage, list, count));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage is NULL", mt_pipeline_run(r.ctx, &r.grid, NULL, list, count));
@@ -507,9 +507,9 @@ static gpt_run run_of(int split, mt_dtype dtype, int llama, int invariant) {
     r.llama = llama;
     r.invariant = invariant;
     r.layers = 8;
-    r.tensor = r.data = 1;
+    r.tp = r.data = 1;
     if (split < 0) return r;
-    r.tensor = splits[split][0];
+    r.tp = splits[split][0];
     r.data = splits[split][1];
     r.pipeline = splits[split][2];
     r.sequence_parallel = splits[split][3];
@@ -604,7 +604,7 @@ static void test_gpt_planned(void **state) {
             p.out = &plan;
             for (int s = 0; s < r.pipeline; s++) {
                 mt_comm *world = NULL;
-                int ranks = r.tensor * r.data;
+                int ranks = r.tp * r.data;
                 assert_int_equal(mt_comm_create_meta(ranks * r.pipeline, s * ranks, &world), MT_SUCCESS);
                 if (gpt_rank(world, &p) != MT_SUCCESS) fail_msg("%s: %s", gpt_name(&r), mt_comm_last_error(world));
                 mt_comm_destroy(world);
@@ -651,7 +651,7 @@ static mt_status parts_rank(mt_comm *world, void *user) {
     int s, last, tied = r->llama != 1, boundaries;
     mt_status status = gpt_open(world, r, &w);
     if (status == MT_SUCCESS) {
-        mt_comm_ledger_reset(w.grid.pipeline);
+        mt_comm_ledger_reset(w.grid.pp);
         status = mt_arena_tensor(w.ctx, MT_F32, GPT_BATCH, 1, &w.totals);
     }
     if (status == MT_SUCCESS) {
@@ -660,11 +660,11 @@ static mt_status parts_rank(mt_comm *world, void *user) {
         status = gpt_run_schedule(&w);
     }
     if (status != MT_SUCCESS) return status;
-    s = w.grid.pipeline_rank;
-    last = s == w.grid.pipeline_size - 1;
+    s = w.grid.pp_rank;
+    last = s == w.grid.pp_size - 1;
     boundaries = (s > 0) + !last;
-    l = mt_comm_ledger(w.grid.pipeline);
-    CHECK(w.gpt.first_layer == s * 8 / w.grid.pipeline_size && w.gpt.local_layers == 8 / w.grid.pipeline_size);
+    l = mt_comm_ledger(w.grid.pp);
+    CHECK(w.gpt.first_layer == s * 8 / w.grid.pp_size && w.gpt.local_layers == 8 / w.grid.pp_size);
     for (int i = 0; i < 8; i++) {
         char name[MT_NAME_MAX];
         snprintf(name, sizeof name, "decoder.layers.%d.mlp.linear_fc1.weight", i);
@@ -675,10 +675,10 @@ static mt_status parts_rank(mt_comm *world, void *user) {
           (s == 0 && tied)); /* else rotary */
     CHECK((mt_params_find(w.params, "decoder.final_layernorm.weight") != NULL) == last);
     CHECK((mt_params_find(w.params, "output_layer.weight") != NULL) == (last && !tied));
-    CHECK(l.calls[MT_SEND] == (uint64_t)(boundaries * GPT_BATCH / w.grid.data_size));
+    CHECK(l.calls[MT_SEND] == (uint64_t)(boundaries * GPT_BATCH / w.grid.dp_size));
     CHECK(l.calls[MT_RECV] == l.calls[MT_SEND]);
     CHECK(l.bytes[MT_SEND] == l.calls[MT_SEND] * GPT_SEQ * (uint64_t)w.gpt.desc.layer.hidden * mt_dtype_size(r->dtype) /
-                                  (r->sequence_parallel ? (uint64_t)w.grid.tensor_size : 1));
+                                  (r->sequence_parallel ? (uint64_t)w.grid.tp_size : 1));
     gpt_close(&w);
     return MT_SUCCESS;
 }
@@ -711,7 +711,7 @@ static mt_status evaluate_forward(mt_context *ctx, void *user, const mt_action *
 }
 
 static mt_status evaluate(gpt_worker *w, evaluation *e) {
-    mt_pipeline_stage stage = {.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tensor_size : 1),
+    mt_pipeline_stage stage = {.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tp_size : 1),
                                .cols = w->gpt.desc.layer.hidden,
                                .dtype = w->r->dtype,
                                .forward = evaluate_forward,
@@ -724,10 +724,10 @@ static mt_status evaluate(gpt_worker *w, evaluation *e) {
     float wide[3 * (GPT_VOCAB + 5)]; /* ld > cols */
     mt_tensor logits = mt_tensor_cols(mt_tensor_f32(wide, 3, GPT_VOCAB + 5), 2, GPT_VOCAB);
     int count;
-    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_FORWARD_ONLY, w->grid.pipeline_size, w->grid.pipeline_rank, GPT_BATCH,
-                                actions, 3 * GPT_BATCH, &count));
+    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_FORWARD_ONLY, w->grid.pp_size, w->grid.pp_rank, GPT_BATCH, actions,
+                                3 * GPT_BATCH, &count));
     MT_TRY(mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count));
-    if (w->grid.pipeline_rank + 1 == w->grid.pipeline_size && w->grid.tensor_rank == 0)
+    if (w->grid.pp_rank + 1 == w->grid.pp_size && w->grid.tp_rank == 0)
         memcpy(e->losses, w->losses.data, sizeof e->losses);
     for (int i = 0; i < 3 * (GPT_VOCAB + 5); i++) wide[i] = 99;
     MT_TRY(mt_gpt_logits(w->ctx, &w->gpt, &batch, ids, logits));
@@ -807,7 +807,7 @@ static mt_status log_rank(mt_comm *world, void *user) {
     gpt_worker w;
     mt_status status = mine ? gpt_open(world, &l->run, &w) : MT_ERR_MEMORY;
     if (status == MT_SUCCESS) status = mt_hash_log_create(w.ctx, &w.grid, &log);
-    if (status == MT_SUCCESS && l->spoil && w.grid.pipeline_rank + 1 == w.grid.pipeline_size)
+    if (status == MT_SUCCESS && l->spoil && w.grid.pp_rank + 1 == w.grid.pp_size)
         ((float *)mt_params_find(w.params, "embedding.word_embeddings.weight")->value.data)[0] = 3.0f;
     for (int step = 0; status == MT_SUCCESS && step < 2; step++) { /* the log is empty again after the first */
         mine->count = 0;
@@ -865,7 +865,7 @@ static void test_gpt_stage_refuses(void **state) {
         mt_gpt_saved saved;
         mt_gpt gpt;
         test_rank r;
-        test_paper_rank(3, stage, (mt_grid_desc){.pipeline = 3}, &meta, &r);
+        test_paper_rank(3, stage, (mt_grid_desc){.pp = 3}, &meta, &r);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &gpt, &saved));

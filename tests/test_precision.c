@@ -97,7 +97,7 @@ static mt_status registry_body(test_rank *r, registry_case *c, mt_optimizer *o) 
 
 static mt_status registry_rank(mt_comm *world, void *user) {
     registry_case *c = (registry_case *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     mt_optimizer o = {0};
     test_rank r;
     mt_status status = registry_open(world, c->dtype, all, &r);
@@ -192,7 +192,7 @@ static mt_status shard_body(test_rank *r, mt_optimizer *o) {
         for (int t = 0; t < 4; t++) {
             int64_t real = 0, n = all[t].rows * all[t].cols, zero = 0;
             for (int64_t b = 0; b < mti_param_blocks(p); b++) {
-                mti_block block = mti_param_block(p, p->tensor_rank, b);
+                mti_block block = mti_param_block(p, p->tp_rank, b);
                 real += block.count * (n / p->local_features);
             }
             for (int64_t i = 0; i < n; i++) zero += element(all[t], i) == 0.0f;
@@ -203,7 +203,7 @@ static mt_status shard_body(test_rank *r, mt_optimizer *o) {
 }
 
 static mt_status shard_rank(mt_comm *world, void *user) {
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     mt_optimizer o = {0};
     test_rank r;
     mt_status status = registry_open(world, *(const mt_dtype *)user, all, &r);
@@ -256,7 +256,7 @@ static mt_status log_body(test_rank *r, log_case *c, mt_optimizer *o, mt_hash_lo
 
 static mt_status log_rank(mt_comm *world, void *user) {
     log_case *c = (log_case *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     mt_hash_log *log = NULL;
     mt_optimizer o = {0};
     test_rank r;
@@ -585,7 +585,7 @@ static mt_status overflow_body(test_rank *r, mt_optimizer *o) {
 }
 
 static mt_status overflow_rank(mt_comm *world, void *user) {
-    mt_grid_desc shape = {.tensor = 2, .data = 2};
+    mt_grid_desc shape = {.tp = 2, .dp = 2};
     mt_optimizer o = {0};
     test_rank r;
     mt_status status = registry_open(world, *(const mt_dtype *)user, shape, &r);
@@ -618,14 +618,14 @@ static mt_transformer_layer_desc layer_desc(int sequence_parallel) {
 typedef struct layer_case {
     mt_dtype dtype;
     int sequence_parallel;
-    size_t saved;     /* arena bytes that a forward leaves */
-    mt_ledger tensor; /* of a forward and a backward */
+    size_t saved; /* arena bytes that a forward leaves */
+    mt_ledger tp; /* of a forward and a backward */
 } layer_case;
 
 static mt_status layer_body(test_rank *r, layer_case *c) {
     mt_transformer_layer_desc d = layer_desc(c->sequence_parallel);
     mt_batch batch = {.sequences = 2, .seq = 16};
-    int64_t rows = 32 / (c->sequence_parallel ? r->grid.tensor_size : 1);
+    int64_t rows = 32 / (c->sequence_parallel ? r->grid.tp_size : 1);
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;
     mt_tensor x, y, dx;
@@ -637,17 +637,17 @@ static mt_status layer_body(test_rank *r, layer_case *c) {
     MT_TRY(mt_arena_tensor(r->ctx, c->dtype, rows, 64, &y));
     MT_TRY(mt_arena_tensor(r->ctx, c->dtype, rows, 64, &dx));
     MT_TRY(mt_fill(r->ctx, x, 0.25f));
-    mt_comm_ledger_reset(r->grid.tensor);
+    mt_comm_ledger_reset(r->grid.tp);
     mark = mt_arena_mark(r->ctx);
     MT_TRY(mt_transformer_layer_forward(r->ctx, &layer, &batch, x, y, &saved));
     if (mt_comm_rank(r->world) == 0) c->saved = mt_arena_mark(r->ctx) - mark;
     MT_TRY(mt_transformer_layer_backward(r->ctx, &layer, y, dx, &saved));
-    if (mt_comm_rank(r->world) == 0) c->tensor = mt_comm_ledger(r->grid.tensor);
+    if (mt_comm_rank(r->world) == 0) c->tp = mt_comm_ledger(r->grid.tp);
     return MT_SUCCESS;
 }
 
 static mt_status layer_rank(mt_comm *world, void *user) {
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status = test_rank_open(world, all, NULL, &r);
     if (status == MT_SUCCESS) status = layer_body(&r, (layer_case *)user);
@@ -669,10 +669,10 @@ static void test_layer_moves_and_saves_half(void **state) {
                 test_launch(ranks, layer_rank, &half);
                 assert_int_equal(half.saved - stats, (f32.saved - stats) / 2);
                 for (int k = 0; k < MT_COLLECTIVE_COUNT; k++) {
-                    assert_int_equal(half.tensor.calls[k], f32.tensor.calls[k]);
-                    assert_int_equal(2 * half.tensor.bytes[k], f32.tensor.bytes[k]);
+                    assert_int_equal(half.tp.calls[k], f32.tp.calls[k]);
+                    assert_int_equal(2 * half.tp.bytes[k], f32.tp.bytes[k]);
                 }
-                assert_true(ranks == 1 || half.tensor.bytes[sp ? MT_REDUCE_SCATTER : MT_ALL_REDUCE] > 0);
+                assert_true(ranks == 1 || half.tp.bytes[sp ? MT_REDUCE_SCATTER : MT_ALL_REDUCE] > 0);
             }
 }
 
@@ -786,7 +786,7 @@ typedef struct linear_case {
 
 static mt_status linear_rank(mt_comm *world, void *user) {
     const linear_case *c = (const linear_case *)user;
-    mt_grid_desc all = {.tensor = mt_comm_size(world)};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
     test_rank r;
     mt_status status = test_rank_open(world, all, NULL, &r);
     if (status == MT_SUCCESS) status = mt_params_set_dtype(r.ctx, r.params, c->dtype);
@@ -893,11 +893,11 @@ static mt_status gradients_rank(mt_comm *world, void *user) {
 #define F16_SCALE 1024.0f /* lifts gradients above f16's smallest numbers and leaves the largest far away */
 
 static void test_gpt_gradients(void **state) {
-    gpt_run r = {.dtype = MT_F32, .tensor = 1, .data = 1};
+    gpt_run r = {.dtype = MT_F32, .tp = 1, .data = 1};
     (void)state;
     for (r.llama = 0; r.llama < 3; r.llama++)
         for (int h = 0; h < 2; h++)
-            for (r.tensor = 1; r.tensor <= 4; r.tensor *= 2)
+            for (r.tp = 1; r.tp <= 4; r.tp *= 2)
                 for (r.sequence_parallel = 0; r.sequence_parallel < 2; r.sequence_parallel++) {
                     r.dtype = halves[h];
                     r.loss_scale = halves[h] == MT_F16 ? F16_SCALE : 0;
@@ -907,7 +907,7 @@ static void test_gpt_gradients(void **state) {
 
 static void test_gpt_trains_as_in_f32(void **state) {
     static gpt_result f32, half;
-    gpt_run r = {.dtype = MT_F32, .tensor = 1, .data = 1}, x;
+    gpt_run r = {.dtype = MT_F32, .tp = 1, .data = 1}, x;
     (void)state;
     for (r.llama = 0; r.llama < 2; r.llama++) {
         gpt_execute(r, &f32);
@@ -917,7 +917,7 @@ static void test_gpt_trains_as_in_f32(void **state) {
                 x = r;
                 x.dtype = halves[h];
                 x.loss_scale = halves[h] == MT_F16 ? F16_SCALE : 0;
-                x.tensor = 1 << i % 3;
+                x.tp = 1 << i % 3;
                 x.data = i < 6 ? 1 : 2;
                 x.sequence_parallel = i / 3 % 2;
                 gpt_execute(x, &half);
@@ -951,10 +951,10 @@ static mt_status logits_rank(mt_comm *world, void *user) {
 }
 
 static void test_logits(void **state) {
-    gpt_run r = {.dtype = MT_F32, .tensor = 1, .data = 1};
+    gpt_run r = {.dtype = MT_F32, .tp = 1, .data = 1};
     (void)state;
     for (int h = 0; h < 2; h++)
-        for (r.tensor = 1; r.tensor <= 4; r.tensor *= 2) {
+        for (r.tp = 1; r.tp <= 4; r.tp *= 2) {
             r.dtype = halves[h];
             r.llama = h;
             gpt_launch(&r, logits_rank, &r);
@@ -965,7 +965,7 @@ static void test_logits(void **state) {
    has the bits of a run that begins there, with that scale. */
 static void test_gpt_finds_its_scale(void **state) {
     static gpt_result all, rest;
-    gpt_run r = {.dtype = MT_F16, .tensor = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 4294967296.0f};
+    gpt_run r = {.dtype = MT_F16, .tp = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 4294967296.0f};
     int first = 0, end, skipped = 0;
     (void)state;
     gpt_execute(r, &all);
@@ -987,14 +987,14 @@ static void test_gpt_finds_its_scale(void **state) {
 /* The same bits on every split, skipped steps and stochastic rounding included. */
 static void test_gpt_invariant(void **state) {
     static const struct {
-        int tensor, data, sequence_parallel;
+        int tp, data, sequence_parallel;
     } splits[] = {{1, 1, 0}, {2, 1, 0}, {2, 1, 1}, {4, 1, 1}, {8, 1, 0}, {4, 2, 0}, {2, 2, 1}, {1, 4, 0}};
     static gpt_result one, many;
     (void)state;
     for (int kind = 0; kind < 4; kind++) /* bf16, f16; each of them also with stochastic rounding */
         for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
             gpt_run r = {.dtype = halves[kind % 2],
-                         .tensor = splits[i].tensor,
+                         .tp = splits[i].tp,
                          .data = splits[i].data,
                          .sequence_parallel = splits[i].sequence_parallel,
                          .invariant = 8,
@@ -1012,10 +1012,10 @@ static void test_gpt_invariant(void **state) {
  * something. */
 static void test_gpt_differs_without_the_mode(void **state) {
     static gpt_result one, two;
-    gpt_run r = {.dtype = MT_BF16, .tensor = 1, .data = 1};
+    gpt_run r = {.dtype = MT_BF16, .tp = 1, .data = 1};
     (void)state;
     gpt_execute(r, &one);
-    r.tensor = 2;
+    r.tp = 2;
     gpt_execute(r, &two);
     assert_memory_not_equal(one.loss, two.loss, sizeof one.loss);
 }

@@ -38,7 +38,7 @@ static void test_same_bits(void **state) {
                     gpt_run r;
                     memset(&r, 0, sizeof r);
                     r.dtype = (mt_dtype)dtype;
-                    r.tensor = splits[i][0];
+                    r.tp = splits[i][0];
                     r.data = splits[i][1];
                     r.sequence_parallel = splits[i][2];
                     r.invariant = invariant;
@@ -53,11 +53,8 @@ static void test_planned(void **state) {
     (void)state;
     for (int how = MT_RECOMPUTE_NONE; how <= MT_RECOMPUTE_FULL; how++)
         for (int llama = 0; llama < 3; llama++) {
-            gpt_run r = {.tensor = 4,
-                         .data = 1,
-                         .sequence_parallel = llama != 2,
-                         .llama = llama,
-                         .recompute = (mt_recompute)how};
+            gpt_run r = {
+                .tp = 4, .data = 1, .sequence_parallel = llama != 2, .llama = llama, .recompute = (mt_recompute)how};
             mt_comm *world = NULL;
             gpt_execute(r, &found);
             r.device = MT_DEVICE_META;
@@ -74,13 +71,13 @@ static void test_planned(void **state) {
 
 typedef struct shape {
     int64_t seq, sequences, hidden, heads;
-    int tensor, sequence_parallel;
+    int tp, sequence_parallel;
     mt_dtype dtype;
 } shape;
 
 /* The formula of mt_recompute, which is the paper's without what flash attention and counted dropout do not keep. */
 static size_t formula(const shape *s, mt_recompute how) {
-    int64_t n = s->seq * s->sequences, t = s->tensor, r = s->sequence_parallel ? n / t : n, h = s->hidden;
+    int64_t n = s->seq * s->sequences, t = s->tp, r = s->sequence_parallel ? n / t : n, h = s->hidden;
     int64_t e = (int64_t)mt_dtype_size(s->dtype), bytes = e * h * r;
     if (how == MT_RECOMPUTE_NONE) bytes = e * h * (4 * r + 12 * n / t) + 16 * r + 4 * n * s->heads / t;
     if (how == MT_RECOMPUTE_SELECTIVE) bytes = e * h * (4 * r + 11 * n / t) + 16 * r;
@@ -98,13 +95,13 @@ static size_t kept_by_layer(const shape *s, mt_recompute how) {
                                    .sequence_parallel = s->sequence_parallel,
                                    .attention_dropout = 0.1f};
     mt_batch batch = {.sequences = s->sequences, .seq = s->seq};
-    int64_t rows = s->seq * s->sequences / (s->sequence_parallel ? s->tensor : 1);
+    int64_t rows = s->seq * s->sequences / (s->sequence_parallel ? s->tp : 1);
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;
     mt_tensor x = mt_none(), y = mt_none();
     size_t before;
     test_rank r;
-    test_paper_rank(s->tensor, 0, (mt_grid_desc){.tensor = s->tensor}, &meta, &r);
+    test_paper_rank(s->tp, 0, (mt_grid_desc){.tp = s->tp}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_set_dtype(r.ctx, r.params, s->dtype));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "layer", &d, &layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
@@ -134,7 +131,7 @@ static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, in
     mt_gpt gpt;
     size_t peak;
     test_rank r;
-    test_paper_rank(s->tensor, 0, (mt_grid_desc){.tensor = s->tensor}, &meta, &r);
+    test_paper_rank(s->tp, 0, (mt_grid_desc){.tp = s->tp}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_set_dtype(r.ctx, r.params, s->dtype));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
@@ -189,7 +186,7 @@ static mt_ledger step_of_layer(mt_recompute how, mt_ln_placement placement, int 
     mt_tensor x;
     mt_ledger ledger;
     test_rank r;
-    test_paper_rank(4, 0, (mt_grid_desc){.tensor = 4}, &meta, &r);
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 4}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "layer", &d, &layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4 * 16, 64, &x));
@@ -199,7 +196,7 @@ static mt_ledger step_of_layer(mt_recompute how, mt_ln_placement placement, int 
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
                   mt_transformer_layer_backward(r.ctx, &layer, mt_tensor_rows(x, 2 * x.rows, x.rows),
                                                 mt_tensor_rows(x, 3 * x.rows, x.rows), &saved));
-    ledger = mt_comm_ledger(r.grid.tensor);
+    ledger = mt_comm_ledger(r.grid.tp);
     test_paper_rank_close(&r);
     return ledger;
 }
@@ -239,7 +236,7 @@ static void keep_line(void *user, const char *name, uint64_t hash, int differs) 
 
 static void log_of(mt_recompute how, lines *out) {
     static gpt_result result;
-    gpt_run run = {.tensor = 1, .data = 1, .recompute = how, .out = &result};
+    gpt_run run = {.tp = 1, .data = 1, .recompute = how, .out = &result};
     mt_hash_log *log = NULL;
     mt_comm *world = NULL;
     float loss, norm;
@@ -278,7 +275,7 @@ static void test_refusals(void **state) {
     mt_gpt gpt;
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tensor = 1}, NULL, &r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute 3", mt_transformer_layer_create(r.ctx, r.params, "layer", &d, &layer));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "layers 2|recompute_layers 3", mt_gpt_create(r.ctx, r.params, &g, &gpt));
     g.recompute_layers = -1;

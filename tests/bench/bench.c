@@ -314,11 +314,11 @@ typedef struct place {
 } place;
 
 /* where: threads, arena and mode of the context */
-static mt_status place_create(worker *w, int tensor, int data, mt_context_desc where, place *out) {
+static mt_status place_create(worker *w, int tp, int data, mt_context_desc where, place *out) {
     mt_comm *world = w->world;
-    mt_grid_desc shape = {.tensor = tensor, .data = data};
+    mt_grid_desc shape = {.tp = tp, .dp = data};
     memset(out, 0, sizeof *out);
-    if (tensor * data == 1) {
+    if (tp * data == 1) {
         MT_TRY(mt_comm_create_local(1, 0, &out->solo));
         world = out->solo;
     }
@@ -400,8 +400,8 @@ static mt_status op_gemm(const ops *s, const op *o) {
     return mt_gemm(s->place.ctx, o->trans_a, o->trans_b, 1.0f, o->a, o->b, o->beta, o->c);
 }
 static mt_status op_all_reduce(const ops *s, const op *o) {
-    return mt_all_reduce(s->place.ctx, s->place.grid.tensor, o->a.data, o->a.data, (size_t)(o->a.rows * o->a.cols),
-                         MT_F32, MT_SUM);
+    return mt_all_reduce(s->place.ctx, s->place.grid.tp, o->a.data, o->a.data, (size_t)(o->a.rows * o->a.cols), MT_F32,
+                         MT_SUM);
 }
 static mt_status op_norm(const ops *s, const op *o) {
     return mt_norm_forward(s->place.ctx, MT_LAYER_NORM, o->a, s->gain, s->bias_h, 1e-5f, o->b, o->c);
@@ -469,7 +469,7 @@ static void ops_view(ops *s, const char *name, int kind, mt_status (*run)(const 
 }
 
 static void ops_reduce(ops *s, const char *name, mt_tensor x) {
-    if (s->place.grid.tensor_size > 1)
+    if (s->place.grid.tp_size > 1)
         ops_view(s, name, ALL_REDUCE, op_all_reduce, 2 * bytes_of(x), x, mt_none(), mt_none(), mt_none());
 }
 
@@ -660,7 +660,7 @@ static void gemm_row(const team *t, const ops *s, const op *o, int c, int refere
     char name[64], shape[48];
     int64_t k = o->trans_a == MT_TRANS ? o->a.rows : o->a.cols;
     snprintf(shape, sizeof shape, "%lldx%lldx%lld", (long long)o->c.rows, (long long)o->c.cols, (long long)k);
-    snprintf(name, sizeof name, "%s TP=%d %s", o->name, s->place.grid.tensor_size, shape);
+    snprintf(name, sizeof name, "%s TP=%d %s", o->name, s->place.grid.tp_size, shape);
     row("gemm", name, case_rate(t, c, 1e-9 * o->flops), "GFLOP/s/core", case_ratio(t, reference, c, 0.5),
         c == reference ? NULL : "TP=1 rate");
 }
@@ -803,14 +803,14 @@ static long minor_faults(void) {
 static mt_status layer_count(worker *w) {
     enum { STEPS = 4 };
     layer_item *l = w->item;
-    mt_comm *tensor = l->layers[LAYER_2].place.grid.tensor;
+    mt_comm *tp = l->layers[LAYER_2].place.grid.tp;
     long before;
     MT_TRY(layer_step(&l->layers[LAYER_2]));
     before = minor_faults();
-    mt_comm_ledger_reset(tensor);
+    mt_comm_ledger_reset(tp);
     for (int i = 0; i < STEPS; i++) MT_TRY(layer_step(&l->layers[LAYER_2]));
     l->faults = (double)(minor_faults() - before) / STEPS;
-    l->all_reduces = mt_comm_ledger(tensor).calls[MT_ALL_REDUCE] / STEPS;
+    l->all_reduces = mt_comm_ledger(tp).calls[MT_ALL_REDUCE] / STEPS;
     return MT_SUCCESS;
 }
 
@@ -983,8 +983,8 @@ static mt_status gpt_build(gpt_model *m, const gpt_size *size) {
     int invariant = mt_context_invariant(ctx);
     m->created = 1;
     m->size = size;
-    m->count = size->batch / m->place.grid.data_size;
-    m->first = m->place.grid.data_rank * m->count;
+    m->count = size->batch / m->place.grid.dp_size;
+    m->first = m->place.grid.dp_rank * m->count;
     m->micro = invariant ? mt_invariant_micro_batch(invariant, size->batch) : m->count;
     m->tokens = gpt_tokens;
     MT_TRY(mt_params_create(ctx, &m->place.grid, &m->params));
@@ -1025,12 +1025,12 @@ static mt_status gpt_step(gpt_model *m) {
 }
 
 /* One step on the meta device tells the arena that a rank of this split needs. */
-static mt_status gpt_plan(int tensor, int data, int invariant, const gpt_size *size, size_t *arena) {
+static mt_status gpt_plan(int tp, int data, int invariant, const gpt_size *size, size_t *arena) {
     gpt_model m = {0};
     mt_context_desc where = {.device = MT_DEVICE_META, .invariant = invariant};
-    mt_grid_desc shape = {.tensor = tensor, .data = data};
+    mt_grid_desc shape = {.tp = tp, .dp = data};
     mt_comm *world = NULL;
-    mt_status status = mt_comm_create_meta(tensor * data, 0, &world);
+    mt_status status = mt_comm_create_meta(tp * data, 0, &world);
     if (status == MT_SUCCESS) status = mt_context_create(world, &where, &m.place.ctx);
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &m.place.grid);
     if (status == MT_SUCCESS) status = gpt_build(&m, size);
@@ -1041,10 +1041,10 @@ static mt_status gpt_plan(int tensor, int data, int invariant, const gpt_size *s
     return status;
 }
 
-static mt_status gpt_create(worker *w, gpt_model *m, int tensor, int data, int invariant, const gpt_size *size) {
+static mt_status gpt_create(worker *w, gpt_model *m, int tp, int data, int invariant, const gpt_size *size) {
     mt_context_desc where = {.threads = 1, .invariant = invariant};
-    MT_TRY(gpt_plan(tensor, data, invariant, size, &where.arena_bytes));
-    MT_TRY(place_create(w, tensor, data, where, &m->place));
+    MT_TRY(gpt_plan(tp, data, invariant, size, &where.arena_bytes));
+    MT_TRY(place_create(w, tp, data, where, &m->place));
     return gpt_build(m, size);
 }
 
@@ -1134,7 +1134,7 @@ static const gpt_size gpt_of_8_heads = {4, 512, 8, 8192, 256, 256, 8};
 typedef struct price {
     const char *name;
     const gpt_size *size;
-    int tensor, invariant;
+    int tp, invariant;
     gpt_model plain, invariant_model;
 } price;
 
@@ -1142,9 +1142,9 @@ static mt_status run_plain(worker *w, int arg) { return gpt_step(&((price *)w->i
 static mt_status run_invariant(worker *w, int arg) { return gpt_step(&((price *)w->item)[arg].invariant_model); }
 
 static mt_status price_create(worker *w, price *p) {
-    if (p->tensor == 1 && rank_of(w) != 0) return MT_SUCCESS;
-    MT_TRY(gpt_create(w, &p->plain, p->tensor, 1, 0, p->size));
-    return gpt_create(w, &p->invariant_model, p->tensor, 1, p->invariant, p->size);
+    if (p->tp == 1 && rank_of(w) != 0) return MT_SUCCESS;
+    MT_TRY(gpt_create(w, &p->plain, p->tp, 1, 0, p->size));
+    return gpt_create(w, &p->invariant_model, p->tp, 1, p->invariant, p->size);
 }
 
 static void price_rows(const team *t, const price *p, int index) {
@@ -1159,7 +1159,7 @@ static void price_rows(const team *t, const price *p, int index) {
 static mt_status prices_measure(worker *w, price *prices, int count) {
     bench_case cases[MAX_CASES];
     for (int i = 0; i < count; i++) {
-        int alone = prices[i].tensor == 1;
+        int alone = prices[i].tp == 1;
         MT_TRY(price_create(w, &prices[i]));
         cases[2 * i] = (bench_case){run_plain, i, alone, 0};
         cases[2 * i + 1] = (bench_case){run_invariant, i, alone, 0};
@@ -1423,7 +1423,7 @@ static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_par
     mt_transformer_layer_desc d = layer_desc(0.1f);
     mt_batch batch = {.sequences = 1, .seq = TOKENS};
     mt_tensor x = mt_none(), y = mt_none();
-    int64_t rows = sequence_parallel ? TOKENS / grid->tensor_size : TOKENS;
+    int64_t rows = sequence_parallel ? TOKENS / grid->tp_size : TOKENS;
     size_t mark = 0;
     mt_status status = mt_params_create(ctx, grid, &params);
     d.sequence_parallel = sequence_parallel;
@@ -1440,7 +1440,7 @@ static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_par
 
 static mt_status memory_of(int split, int sequence_parallel, double *bytes) {
     mt_context_desc where = {.device = MT_DEVICE_META};
-    mt_grid_desc shape = {.tensor = split};
+    mt_grid_desc shape = {.tp = split};
     mt_context *ctx = NULL;
     mt_comm *world = NULL;
     mt_grid grid = {0};

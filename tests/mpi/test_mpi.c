@@ -273,21 +273,17 @@ static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group gro
 }
 
 static void test_grids(void **state) {
-    static const mt_grid_desc shapes[] = {{.tensor = 4},
-                                          {.tensor = 2},
-                                          {.tensor = 1},
-                                          {.tensor = 2, .pipeline = 2},
-                                          {.tensor = 1, .pipeline = 4},
-                                          {.tensor = 1, .pipeline = 2}};
+    static const mt_grid_desc shapes[] = {{.tp = 4},          {.tp = 2},          {.tp = 1},
+                                          {.tp = 2, .pp = 2}, {.tp = 1, .pp = 4}, {.tp = 1, .pp = 2}};
     mt_comm *world = new_world(MPI_COMM_WORLD, 60);
     mt_context *ctx = new_context(world);
     (void)state;
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         mt_grid grid;
         assert_int_equal(mt_grid_create(world, &shapes[i], &grid), MT_SUCCESS);
-        check_group(ctx, &shapes[i], MT_GROUP_TENSOR, grid.tensor);
-        check_group(ctx, &shapes[i], MT_GROUP_DATA, grid.data);
-        check_group(ctx, &shapes[i], MT_GROUP_PIPELINE, grid.pipeline);
+        check_group(ctx, &shapes[i], MT_GROUP_TENSOR, grid.tp);
+        check_group(ctx, &shapes[i], MT_GROUP_DATA, grid.dp);
+        check_group(ctx, &shapes[i], MT_GROUP_PIPELINE, grid.pp);
         check_group(ctx, &shapes[i], MT_GROUP_MODEL, grid.model);
         check_group(ctx, &shapes[i], MT_GROUP_EMBEDDING, grid.embedding);
         mt_grid_destroy(&grid);
