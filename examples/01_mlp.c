@@ -8,6 +8,9 @@
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 enum { TOKENS = 256, HIDDEN = 64, STEPS = 200 };
 

@@ -8,6 +8,9 @@
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 enum { SEQUENCES = 4, SEQ = 32, TOKENS = SEQUENCES * SEQ, HIDDEN = 64, HEADS = 4, FFN = 256, STEPS = 60 };
 

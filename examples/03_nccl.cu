@@ -10,6 +10,10 @@
 #define MEGATRON_IMPLEMENTATION
 #define MT_USE_NCCL
 #include "megatron.h"
+#include <math.h>
+#include <nccl.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 #include <thread>
 #include <vector>

@@ -14,6 +14,10 @@
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 typedef struct job {
     const char *directory, *prompt, *ids;

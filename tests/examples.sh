@@ -36,11 +36,18 @@ run_example() {
     check "$title" sh -c "$compile && exec \"\$@\"" sh "$build/$1" $(example_arguments "$1" "$2")
 }
 
+# Without the implementation, whose includes would serve the example, too.
+includes_what_it_uses() {
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -Wall -Wextra -Werror -I. $DECLARATIONS_ONLY -fsyntax-only "$1"
+}
+
 for source in examples/*.c; do
     case ${1:-} in
     "" | "$(basename "$source" .c)") ;;
     *) continue ;;
     esac
+    check "$(basename "$source" .c) includes what it uses" includes_what_it_uses "$source"
     commands=$(example_commands "$source")
     [ -n "$commands" ] || { echo "  FAIL  $source: its first lines do not build it"; failed=$((failed + 1)); }
     while read -r command; do
