@@ -111,7 +111,8 @@ builds_with_nccl() {
     [ -f "$cuda/include/nccl.h" ] || { echo "no nccl.h in $cuda/include"; return 1; }
     nvcc -O3 -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
             -o "$build/implementation_nccl.o" \
-        && nvcc -O3 -I. -Werror all-warnings -arch=sm_90 examples/03_nccl.cu -o "$build/03_nccl" -lcublasLt -lnccl \
+        && nvcc -O3 -I. -Werror all-warnings -arch=sm_90 $DECLARATIONS_ONLY examples/03_nccl.cu \
+            "$build/implementation_nccl.o" -o "$build/03_nccl" -lcublasLt -lnccl \
         && links_from_c implementation_nccl.o -lnccl
 }
 
