@@ -1,11 +1,9 @@
 /* 04_generate - loads a GPT from a checkpoint, on any number of tensor parallel ranks, and lets it write.
 
-   cc -O3 -march=native -I. examples/04_generate.c -o 04_generate -lm -lpthread && ./04_generate tests/golden/gpt2_hf
-   --ids 1,2,3
+   cc -O3 -march=native -I. examples/04_generate.c -o gen -lm -lpthread && ./gen tests/golden/gpt2_hf --ids 1,2,3
 
-   ./04_generate DIR --prompt "The "        DIR: train_gpt --checkpoint's, of which the newest checkpoint is taken, one
-   of them,
-   ./04_generate DIR --tp 4 --tokens 200    or a GPT-2 of Hugging Face (model.safetensors and config.json)
+   ./gen DIR --prompt "The "        DIR is what train_gpt --checkpoint wrote, or one step-N directory in it,
+   ./gen DIR --tp 4 --tokens 200    or a GPT-2 of Hugging Face (model.safetensors and config.json)
 
    A vocabulary of 256 is bytes: --prompt is text, and text comes out. Of any other, tokens go in and come out as
    numbers; the tokenizer is not this program's business. --temperature 0 always takes the most probable token. The same
