@@ -1,4 +1,4 @@
-/* mt_test_gpt.h - what test_precision.c and test_cuda_gpt.cu share: a small GPT, trained for a few steps on any
+/* mt_test_gpt.h - what test_mixed_precision.c and test_cuda_gpt.cu share: a small GPT, trained for a few steps on any
    device, in any type and on any grid, and what rank 0 found. C and C++. Include it after the implementation of
    megatron.h. */
 

@@ -36,7 +36,7 @@ static float word_f32(uint64_t salt, int rank, size_t i) {
     return test_float(&state);
 }
 
-/* test_half.c compares the library's conversions with the definition of both formats. */
+/* test_kernels_16bit.c compares the library's conversions with the definition of both formats. */
 static uint16_t to_half(mt_dtype dtype, float x) {
     uint16_t h;
     mt_f32_to_16bit(dtype, &x, &h, 1);

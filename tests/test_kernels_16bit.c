@@ -1,5 +1,5 @@
-/* test_half.c - bf16 and f16: the conversions against the formats' definition, and every operator, in every combination
-   of types, against the f32 operator on widened inputs with one rounding at the end: the same bits. */
+/* test_kernels_16bit.c - bf16 and f16: the conversions against the formats' definition, and every operator, in every
+   combination of types, against the f32 operator on widened inputs with one rounding at the end: the same bits. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"

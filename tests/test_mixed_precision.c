@@ -1,5 +1,5 @@
-/* test_precision.c - models in bf16 and f16: masters, AdamW, stochastic rounding, loss scaling, what moves and what
-   is saved, a GPT against its f32 self, and the same bits on every split. */
+/* test_mixed_precision.c - models in bf16 and f16: masters, AdamW, stochastic rounding, loss scaling, what moves and
+   what is saved, a GPT against its f32 self, and the same bits on every split. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -9,7 +9,7 @@
 
 static const mt_dtype halves[2] = {MT_BF16, MT_F16};
 
-static float round16(mt_dtype dtype, float x) { /* the conversions themselves are test_half.c's */
+static float round16(mt_dtype dtype, float x) { /* the conversions themselves are test_kernels_16bit.c's */
     return dtype == MT_BF16  ? mti_bf16_to_f32(mti_f32_to_bf16(x))
            : dtype == MT_F16 ? mti_f16_to_f32(mti_f32_to_f16(x))
                              : x;
