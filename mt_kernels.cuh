@@ -28,9 +28,13 @@
    mt_context_desc.threads).
 
    Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm
-   is declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'. Rooms of the implementation: >>check >>cpu
-   (with >>cpu-math >>cpu-half >>cpu-gemm ...) >>linear >>cuda (with >>cuda-views
-   >>cuda-map ...) >>dispatch */
+   is declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
+
+   Sections of the implementation. Shared by operators: >>check >>math >>views >>vector-loads >>half >>rows >>map
+   >>columns >>random-words >>ptx >>tile >>dispatch. One for each operator, with its checks, its loop on a CPU, its
+   kernels, their launch and its public functions, in this order: >>fill >>copy >>add >>hash >>sum >>gemm >>bias
+   >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids >>embedding >>cross-entropy
+   >>adamw */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -315,7 +319,7 @@ extern "C" {
 
 MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
-/* ---- >>check ---------------------------------------------------------------------------------------------------- */
+/* ---- >>check: what operators ask of their arguments -------------------------------------------------------------- */
 
 static int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -419,44 +423,16 @@ static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char
                    (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows, (long long)in.cols);
 }
 
-static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
-    if (at.first_row < 0 || at.first_col < 0 || at.global_cols < cols || at.first_col > at.global_cols - cols)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: a view [%lld, %lld] at row %lld, column %lld is not inside a tensor of "
-                       "%lld columns",
-                       where, (long long)rows, (long long)cols, (long long)at.first_row, (long long)at.first_col,
-                       (long long)at.global_cols);
-    if (at.first_row > INT64_MAX - rows || mt_size_mul(at.first_row + rows, at.global_cols) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: row %lld + %lld of %lld columns has no 64-bit element number", where,
-                       (long long)at.first_row, (long long)rows, (long long)at.global_cols);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
-    if (!(p >= 0.0f && p < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the dropout probability is %g, must be at least 0 and less than 1",
-                       where, (double)p);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropout dropout, int64_t rows,
-                                    int64_t cols) {
-    MT_TRY(mti_expect_probability(ctx, where, dropout.p));
-    return dropout.p > 0.0f ? mti_expect_random(ctx, where, dropout.at, rows, cols) : MT_SUCCESS;
-}
-
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
     if (!(value - value == 0.0f))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %g, must be finite", where, name, (double)value);
     return MT_SUCCESS;
 }
 
-/* ---- >>cpu-math ------------------------------------------------------------------------------------------------- */
+/* ---- >>math ------------------------------------------------------------------------------------------------------ */
 
 #define MTI_PARTIALS 32 /* partial sums of a reduction: fixed, so that the order is the same on every processor */
 #define MTI_BLOCK 1024  /* columns of a row that several small loops work on while they stay in the L1 cache */
-
-static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mt_tensor_ld(t) : NULL; }
 
 /* e^x. Reduction by ln 2 in two parts (Cody and Waite), exp(r) = 1 + r + r^2 q(r) with q fitted by weighted least
    squares (Lawson) for the smallest relative error, 3.2e-9, on |r| <= 0.348. Adding 1.5 * 2^23 rounds to an integer
@@ -516,6 +492,179 @@ MT_INLINE float mti_sqrt(float x) {
     s = x > 0.0f ? s : x;
     return x <= FLT_MAX ? s : x;
 }
+
+/* ---- >>views: what loops and kernels see of a tensor ------------------------------------------------------------- */
+
+static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mt_tensor_ld(t) : NULL; }
+
+static uint16_t *mti_row16(mt_tensor t, int64_t row) {
+    return t.data ? (uint16_t *)t.data + row * mt_tensor_ld(t) : NULL;
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* The element type is a value, not a template argument: a branch that all threads take alike costs nothing beside
+   memory, and every combination of types is one kernel. */
+struct mti_view {
+    char *data; /* NULL: not there */
+    int64_t ld;
+    int dtype;
+};
+
+static mti_view mti_view_of(mt_tensor t) {
+    mti_view v;
+    v.data = (char *)t.data;
+    v.ld = mt_tensor_ld(t);
+    v.dtype = (int)t.dtype;
+    return v;
+}
+
+/* A thread works on MTI_CHUNK neighbours in a row: 16 bytes of a 16-bit type, twice 16 bytes of a float. Views that are
+   not aligned for that, and the ends of rows, go element by element in the same kernel. */
+#define MTI_CHUNK 8
+
+/* i / n, in 32 bits where both fit: a GPU has no instruction for either, and 64 bits take several times as many. */
+static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
+    return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
+}
+
+/* Elements of the chunk that begins at col < cols. */
+static __device__ __forceinline__ int mti_chunk(int64_t cols, int64_t col) {
+    return (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK);
+}
+
+static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
+    int64_t i = row * v.ld + col;
+    if (v.dtype == MT_F32) return ((const float *)v.data)[i];
+    if (v.dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)v.data)[i]);
+    return __half2float(((const __half *)v.data)[i]);
+}
+
+static __device__ __forceinline__ void mti_put(const mti_view &v, int64_t row, int64_t col, float x) {
+    int64_t i = row * v.ld + col;
+    if (v.dtype == MT_F32) ((float *)v.data)[i] = x;
+    else if (v.dtype == MT_BF16) ((__nv_bfloat16 *)v.data)[i] = __float2bfloat16_rn(x);
+    else ((__half *)v.data)[i] = __float2half_rn(x);
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>vector-loads: eight elements at once, of any float type --------------------------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct __align__(16) mti_words {
+    uint32_t w[4];
+};
+
+static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < 4; j++) {
+        if (dtype == MT_BF16) {
+            x[2 * j] = __uint_as_float(p.w[j] << 16);
+            x[2 * j + 1] = __uint_as_float(p.w[j] & 0xffff0000u);
+        } else {
+            x[2 * j] = __half2float(__ushort_as_half((unsigned short)(p.w[j] & 0xffffu)));
+            x[2 * j + 1] = __half2float(__ushort_as_half((unsigned short)(p.w[j] >> 16)));
+        }
+    }
+}
+
+static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) {
+    mti_words p;
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < 4; j++) {
+        unsigned low, high;
+        if (dtype == MT_BF16) {
+            low = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j]));
+            high = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j + 1]));
+        } else {
+            low = __half_as_ushort(__float2half_rn(x[2 * j]));
+            high = __half_as_ushort(__float2half_rn(x[2 * j + 1]));
+        }
+        p.w[j] = low | high << 16;
+    }
+    return p;
+}
+
+/* n <= MTI_CHUNK elements from (row, col) on; WIDE says that whole chunks are aligned. What is past n is 0. */
+template <bool WIDE>
+static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
+    if (WIDE && n == MTI_CHUNK) {
+        int64_t i = row * v.ld + col;
+        if (v.dtype == MT_F32) {
+            float4 a = *(const float4 *)((const float *)v.data + i),
+                   b = *(const float4 *)((const float *)v.data + i + 4);
+            x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+        } else {
+            mti_unpack(v.dtype, *(const mti_words *)((const uint16_t *)v.data + i), x);
+        }
+        return;
+    }
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < MTI_CHUNK; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
+}
+
+template <bool WIDE>
+static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
+    if (WIDE && n == MTI_CHUNK) {
+        int64_t i = row * v.ld + col;
+        if (v.dtype == MT_F32) {
+            *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
+            *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
+        } else {
+            *(mti_words *)((uint16_t *)v.data + i) = mti_pack(v.dtype, x);
+        }
+        return;
+    }
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < MTI_CHUNK; j++)
+        if (j < n) mti_put(v, row, col + j, x[j]);
+}
+
+/* Whether chunks of a view may be moved 16 bytes at a time. A view that is not there does not mind. */
+static int mti_is_wide(mt_tensor t) {
+    size_t size = mt_dtype_size(t.dtype);
+    if (!t.data) return 1;
+    return (uintptr_t)t.data % 16 == 0 && (t.rows <= 1 || (size_t)mt_tensor_ld(t) * size % 16 == 0);
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>half: 16-bit types on a CPU ------------------------------------------------------------------------------- */
+
+/* One of the neighbours of x in a 16-bit type, see mt_adamw, still as a float. Adding 2^-14 gives a denormal of f16 the
+   places of a normal number. Infinity and NaN stay. */
+static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
+    int drop = dtype == MT_BF16 ? 16 : 13;
+    uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu;
+    float shift = dtype == MT_F16 && size < 0x38800000u ? 6.103515625e-5f : 0.0f;
+    if (size >= 0x7f800000u) return x;
+    size = mt_f32_bits(mt_f32_from_bits(size) + shift) + (word >> (32 - drop));
+    return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
+}
+
+/* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
+static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
+    float room[MTI_BLOCK];
+    int64_t i, j, n;
+    for (i = 0; i < x.rows; i++) {
+        if (x.dtype == MT_F32) mt_f32_to_16bit(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
+        else if (y.dtype == MT_F32) mt_f32_from_16bit(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
+        else
+            for (j = 0; j < x.cols; j += n) {
+                n = mt_min(MTI_BLOCK, x.cols - j);
+                mt_f32_from_16bit(x.dtype, mti_row16(x, i) + j, room, n);
+                mt_f32_to_16bit(y.dtype, room, mti_row16(y, i) + j, n);
+            }
+    }
+}
+
+/* ---- >>rows: one row after the other, and on a GPU one block for each row ---------------------------------------- */
 
 static float mti_lanes_sum(float *lanes) {
     int half, l;
@@ -594,45 +743,656 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
     for (j = 0; j < n; j++) y[j] *= factor;
 }
 
-/* ---- >>cpu-half ------------------------------------------------------------------------------------------------- */
+#if MT_HAS_CUDA
+extern "C++" {
 
-static uint16_t *mti_row16(mt_tensor t, int64_t row) {
-    return t.data ? (uint16_t *)t.data + row * mt_tensor_ld(t) : NULL;
+#define MTI_ROW_THREADS 256 /* at most; narrow rows take fewer */
+
+static unsigned mti_row_threads(int64_t cols) {
+    return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
 }
 
-/* One of the neighbours of x in a 16-bit type, see mt_adamw, still as a float. Adding 2^-14 gives a denormal of f16 the
-   places of a normal number, as above. Infinity and NaN stay. */
-static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
-    int drop = dtype == MT_BF16 ? 16 : 13;
-    uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu;
-    float shift = dtype == MT_F16 && size < 0x38800000u ? 6.103515625e-5f : 0.0f;
-    if (size >= 0x7f800000u) return x;
-    size = mt_f32_bits(mt_f32_from_bits(size) + shift) + (word >> (32 - drop));
-    return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
+static __device__ __forceinline__ float mti_warp_sum(float x) {
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
 }
 
-/* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
-static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
-    float room[MTI_BLOCK];
-    int64_t i, j, n;
-    for (i = 0; i < x.rows; i++) {
-        if (x.dtype == MT_F32) mt_f32_to_16bit(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
-        else if (y.dtype == MT_F32) mt_f32_from_16bit(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
-        else
-            for (j = 0; j < x.cols; j += n) {
-                n = mt_min(MTI_BLOCK, x.cols - j);
-                mt_f32_from_16bit(x.dtype, mti_row16(x, i) + j, room, n);
-                mt_f32_to_16bit(y.dtype, room, mti_row16(y, i) + j, n);
-            }
+static __device__ __forceinline__ float mti_warp_max(float x) {
+    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+}
+
+/* The sums of a and b over all threads of the block, for every thread. shared: 64 floats. */
+static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
+    a = mti_warp_sum(a);
+    b = mti_warp_sum(b);
+    if (lane == 0) {
+        shared[warp] = a;
+        shared[32 + warp] = b;
+    }
+    __syncthreads();
+    a = lane < warps ? shared[lane] : 0.0f;
+    b = lane < warps ? shared[32 + lane] : 0.0f;
+    a = mti_warp_sum(a);
+    b = mti_warp_sum(b);
+    __syncthreads(); /* shared may be used again */
+    return make_float2(a, b);
+}
+
+/* KEPT chunks of the row stay in a thread's registers, so that x is read once; what is wider is read again. */
+#define MTI_KEPT 4
+
+template <bool WIDE>
+static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t row, int64_t cols, int64_t chunk,
+                                                     float *out) {
+    int64_t col = chunk * MTI_CHUNK;
+    mti_load<WIDE>(x, row, col, mti_chunk(cols, col), out);
+}
+
+/* What every GPU from sm_75 on grants a block, and what this one grants, beside what a kernel declares itself. The size
+   of the arena depends on the former only, so that it can be planned. */
+#define MTI_SHARED_LEAST ((size_t)62 << 10)
+
+static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
+    int most = 0;
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx->ordinal));
+    *bytes = (size_t)most - 2048;
+    return MT_SUCCESS;
+}
+
+/* A kernel must say so when it is going to ask for more than 48 KiB. */
+template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
+    if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
+    MT_CUDA_TRY(ctx,
+                cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    return MT_SUCCESS;
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>map: element by element ----------------------------------------------------------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. */
+template <bool WIDE, typename Op>
+static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
+    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
+        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
+        op.template run<WIDE>(row, col, mti_chunk(cols, col));
     }
 }
 
-/* ---- >>cpu-memory ----------------------------------------------------------------------------------------------- */
+/* Kernels walk through what is more than their grid: it has at most so many blocks. */
+#ifndef MTI_GRID_MAX
+#define MTI_GRID_MAX 65535
+#endif
+
+static unsigned mti_grid(int64_t items, int64_t per_block) {
+    int64_t blocks = (items + per_block - 1) / per_block;
+    return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
+}
+
+template <typename Op>
+static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
+    int64_t items = rows * ((cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    unsigned block = (unsigned)mt_min(256, mt_round_up(items, 32)), grid = mti_grid(items, 256);
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide) MT_LAUNCH_KERNEL((mti_map_kernel<true, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    else MT_LAUNCH_KERNEL((mti_map_kernel<false, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    return mt_cuda_launched(ctx, name);
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>columns: element by element, and sums over the rows ------------------------------------------------------- */
+
+/* out [1, n] += column sums of x [rows, n], four rows at a time so that out is seldom touched. */
+static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) out[j] += (x[j] + x[ld + j]) + (x[2 * ld + j] + x[3 * ld + j]);
+}
+
+static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
+    float *sums = mti_row(out, 0);
+    int64_t i = 0;
+    for (; i + 4 <= x.rows; i += 4) mti_add_rows4(mti_row(x, i), mt_tensor_ld(x), sums, x.cols);
+    for (; i < x.rows; i++) mti_row_add(sums, mti_row(x, i), sums, x.cols);
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* A block has MTI_LANES threads next to each other, for MTI_LANES * MTI_CHUNK columns, and MTI_DEEP of them below each
+   other, which share MTI_STRIP rows. Strips depend on the number of rows only, and meet in their order: the same bits
+   on every GPU. */
+#define MTI_LANES 32
+#define MTI_DEEP 8
+#define MTI_STRIP 64
+
+/* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols]. */
+template <bool WIDE, int SUMS, typename Op>
+static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
+    mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
+    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES *MTI_CHUNK);
+    int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
+    int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_CHUNK, first = (int64_t)blockIdx.y * MTI_STRIP;
+    int n = col < cols ? mti_chunk(cols, col) : 0;
+    float sums[SUMS][MTI_CHUNK] = {}, x[SUMS][MTI_CHUNK];
+    for (int r = deep; r < MTI_STRIP && n > 0 && first + r < rows; r += MTI_DEEP) {
+        op.template run<WIDE>(first + r, col, n, x);
+        for (int s = 0; s < SUMS; s++)
+            for (int j = 0; j < MTI_CHUNK; j++) sums[s][j] += x[s][j];
+    }
+    for (int s = 0; s < SUMS; s++) {
+        for (int j = 0; j < MTI_CHUNK; j++) shared[(deep * MTI_LANES + lane) * MTI_CHUNK + j] = sums[s][j];
+        __syncthreads();
+        for (int j = 0; j < n && deep == 0; j++) {
+            float sum = 0.0f;
+            for (int d = 0; d < MTI_DEEP; d++) sum += shared[(d * MTI_LANES + lane) * MTI_CHUNK + j];
+            partial[((int64_t)blockIdx.y * SUMS + s) * cols + col + j] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+/* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d,
+   d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. */
+static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
+    mti_strips_kernel(const float *partial, int64_t strips, int64_t cols, mti_view first, mti_view second) {
+    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES);
+    int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
+    int64_t col = (int64_t)blockIdx.x * MTI_LANES + lane, sums = gridDim.y, s = blockIdx.y;
+    mti_view out = s == 0 ? first : second;
+    float sum = 0.0f, next[8];
+    for (int64_t i = deep; i < strips && col < cols; i += 8 * MTI_DEEP) {
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < 8; j++) {
+            int64_t strip = i + j * MTI_DEEP;
+            next[j] = strip < strips ? partial[(strip * sums + s) * cols + col] : 0.0f;
+        }
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < 8; j++) sum += next[j];
+    }
+    shared[threadIdx.x] = sum;
+    __syncthreads();
+    if (deep != 0 || col >= cols || !out.data) return;
+    for (int d = 1; d < MTI_DEEP; d++) sum += shared[d * MTI_LANES + lane];
+    mti_put(out, 0, col, mti_get(out, 0, col) + sum);
+}
+
+/* The sums, one or two, that kernels left in partial [strips, sums, cols] go to outs[s], where that is there. */
+static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums,
+                            int64_t cols, const mt_tensor *outs) {
+    MT_LAUNCH_KERNEL(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums),
+                     MTI_LANES * MTI_DEEP, 0, ctx->stream, (const float *)partial, strips, cols, mti_view_of(outs[0]),
+                     mti_view_of(outs[sums - 1]));
+    return mt_cuda_launched(ctx, name);
+}
+
+/* Adds the column sums to outs[s] where that is there. Scratch: [strips, SUMS, cols] floats in the arena. */
+template <int SUMS, typename Op>
+static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
+                             const mt_tensor *outs) {
+    int64_t strips = (rows + MTI_STRIP - 1) / MTI_STRIP;
+    dim3 grid((unsigned)((cols + MTI_LANES * MTI_CHUNK - 1) / (MTI_LANES * MTI_CHUNK)), (unsigned)strips);
+    size_t mark = mt_arena_mark(ctx);
+    void *memory = NULL;
+    if (rows == 0 || cols == 0) return MT_SUCCESS;
+    if (strips > 65535)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %lld rows are more than %d on a GPU", name, (long long)rows,
+                       65535 * MTI_STRIP);
+    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * SUMS * cols) * sizeof(float), &memory));
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide)
+        MT_LAUNCH_KERNEL((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
+                         cols, (float *)memory);
+    else
+        MT_LAUNCH_KERNEL((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
+                         cols, (float *)memory);
+    MT_TRY(mt_cuda_launched(ctx, name));
+    MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
+    mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
+    return MT_SUCCESS;
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>random-words: Philox by global element -------------------------------------------------------------------- */
+
+static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
+    if (at.first_row < 0 || at.first_col < 0 || at.global_cols < cols || at.first_col > at.global_cols - cols)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: a view [%lld, %lld] at row %lld, column %lld is not inside a tensor of "
+                       "%lld columns",
+                       where, (long long)rows, (long long)cols, (long long)at.first_row, (long long)at.first_col,
+                       (long long)at.global_cols);
+    if (at.first_row > INT64_MAX - rows || mt_size_mul(at.first_row + rows, at.global_cols) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: row %lld + %lld of %lld columns has no 64-bit element number", where,
+                       (long long)at.first_row, (long long)rows, (long long)at.global_cols);
+    return MT_SUCCESS;
+}
+
+#define MTI_COUNTERS 64 /* Philox blocks computed together, at most */
+#define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
+#define MTI_WORDS                                                                                                      \
+    (MTI_WORDS_ROOM -                                                                                                  \
+     4) /* random words a caller takes at a time: the first may be any lane of a block                \
+                          */
+
+/* `count` <= MTI_COUNTERS consecutive blocks: out[4 * l + lane]. Loops over counters, so that they vectorise. */
+static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
+    uint32_t c0[MTI_COUNTERS], c1[MTI_COUNTERS], c2[MTI_COUNTERS], c3[MTI_COUNTERS];
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    int round, l;
+    for (l = 0; l < count; l++) {
+        c0[l] = (uint32_t)(first + (uint64_t)l);
+        c1[l] = (uint32_t)((first + (uint64_t)l) >> 32);
+        c2[l] = (uint32_t)stream;
+        c3[l] = (uint32_t)(stream >> 32);
+    }
+    for (round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+        for (l = 0; l < count; l++) {
+            uint64_t a = (uint64_t)c0[l] * 0xD2511F53u, b = (uint64_t)c2[l] * 0xCD9E8D57u;
+            uint32_t n0 = (uint32_t)(b >> 32) ^ c1[l] ^ k0, n2 = (uint32_t)(a >> 32) ^ c3[l] ^ k1;
+            c0[l] = n0;
+            c1[l] = (uint32_t)b;
+            c2[l] = n2;
+            c3[l] = (uint32_t)a;
+        }
+    for (l = 0; l < count; l++) {
+        out[4 * l] = c0[l];
+        out[4 * l + 1] = c1[l];
+        out[4 * l + 2] = c2[l];
+        out[4 * l + 3] = c3[l];
+    }
+}
+
+MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
+    mti_philox_blocks(counter[0] | (uint64_t)counter[1] << 32, counter[2] | (uint64_t)counter[3] << 32,
+                      key[0] | (uint64_t)key[1] << 32, 1, out);
+}
+
+/* The words of elements [e, e + n), n <= MTI_WORDS, in room for MTI_WORDS_ROOM. */
+static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
+    int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
+    mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
+    return room + lane;
+}
+
+static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
+    return (at.first_row + row) * at.global_cols + at.first_col + col;
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t stream, uint64_t seed, uint32_t *out) {
+    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    MT_DEVICE_UNROLL
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+/* The words of global elements [e, e + MTI_CHUNK), block by block of four: choosing them by comparison keeps them in
+   registers. */
+static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
+    int skip = (int)(e & 3);
+    MT_DEVICE_UNROLL
+    for (int b = 0; b < 3; b++) {
+        uint32_t block[4] = {0};
+        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, block);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            int lane = j + skip - 4 * b;
+            uint32_t low = lane & 1 ? block[1] : block[0], high = lane & 1 ? block[3] : block[2];
+            if (lane >= 0 && lane < 4) out[j] = lane & 2 ? high : low;
+        }
+    }
+}
+
+static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t row, int64_t col) {
+    return (uint64_t)((at.first_row + row) * at.global_cols + at.first_col + col);
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>ptx: one wrapper for each instruction that C++ has no word for -------------------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+#if !defined(MT_CUDA_ENGINE) /* tests/engine/ has its own */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
+#else
+#define MTI_PTX_SM80(...) __trap() /* never launched there, see mti_flash_fits */
+#endif
+
+static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* 16 bytes from global to shared memory, of which `bytes` are read and the rest is zero. */
+static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
+    MTI_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
+}
+static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
+/* Until all but the last N committed groups of this thread have arrived. */
+template <int N> static __device__ __forceinline__ void mti_cp_async_wait() {
+    MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. */
+static __device__ __forceinline__ void mti_ldmatrix_x4(uint32_t *r, const void *row) {
+    MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(mti_shared_address(row))
+                 : "memory");
+}
+static __device__ __forceinline__ void mti_ldmatrix_x4_trans(uint32_t *r, const void *row) {
+    MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(mti_shared_address(row))
+                 : "memory");
+}
+
+/* d [16, 8] += a [16, 16] b [16, 8] */
+static __device__ __forceinline__ void mti_mma_16816_bf16(float *d, const uint32_t *a, const uint32_t *b) {
+    MTI_PTX_SM80("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+static __device__ __forceinline__ void mti_mma_16816_f16(float *d, const uint32_t *a, const uint32_t *b) {
+    MTI_PTX_SM80("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* 2^x, within 2 units in the last place; subnormal results are 0. */
+static __device__ __forceinline__ float mti_ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#undef MTI_PTX_SM80
+#endif
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>tile: 16-bit tiles in shared memory, and their products on tensor cores ----------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* A tile is [rows, D], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r) would: the
+   eight rows that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64 and of 128
+   elements begin in the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between two banks and
+   it counts pairs. */
+template <int D> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
+    return row * D + (chunk ^ (D % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
+}
+
+/* From mti_tile_at(row, 0 or 1) to the place `chunk` chunks further on, for an even chunk: mostly a constant. */
+template <int D> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
+    return D % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
+}
+
+/* Lanes that move a row piece by piece: in a piece the swizzle is all that differs between rows. */
+template <int D> static __device__ __forceinline__ constexpr int mti_tile_across() { return D % 64 == 0 ? 8 : 4; }
+
+/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become
+ * zero. */
+template <int ROWS, int D, int THREADS>
+static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
+                                                      int end) {
+    constexpr int across = mti_tile_across<D>(), down = THREADS / across;
+    static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
+    int row = (int)threadIdx.x / across, chunk = (int)threadIdx.x % across;
+    tile += mti_tile_at<D>(row, chunk);
+    row += first;
+    from += row * ld + chunk * 8;
+    MT_DEVICE_UNROLL
+    for (int r = 0; r < ROWS; r += down) {
+        MT_DEVICE_UNROLL
+        for (int c = 0; c < D / 8; c += across)
+            mti_cp_async16(tile + r * D + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
+    }
+}
+
+template <bool BF16> static __device__ __forceinline__ void mti_mma(float *d, const uint32_t *a, const uint32_t *b) {
+    if (BF16) mti_mma_16816_bf16(d, a, b);
+    else mti_mma_16816_f16(d, a, b);
+}
+
+template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(float low, float high) {
+    uint32_t pair;
+    if (BF16) {
+        __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+        memcpy(&pair, &v, sizeof pair);
+    } else {
+        __half2 v = __floats2half2_rn(low, high);
+        memcpy(&pair, &v, sizeof pair);
+    }
+    return pair;
+}
+
+/* What a warp accumulates is [M * 16, N8 * 8]: float acc[M][N8][4]. Lane l has, of acc[m][n], rows m * 16 + l / 4
+   (elements 0 and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
+template <int M, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[M][N8][4]) {
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
+}
+
+template <int M, int N8> static __device__ __forceinline__ void mti_tile_scale(float (&acc)[M][N8][4], float factor) {
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
+}
+
+/* acc = a b^T with a tile a [M * 16, D] of the warp and a tile b [N8 * 8, D] of all. */
+template <int D, bool BF16, int M, int N8>
+static __device__ __forceinline__ void mti_tile_scores(float (&acc)[M][N8][4], const uint16_t *a, const uint16_t *b) {
+    int lane = (int)threadIdx.x & 31;
+    int a_at = mti_tile_at<D>(lane & 15, lane >> 4), b_at = mti_tile_at<D>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    mti_tile_zero(acc);
+    MT_DEVICE_UNROLL_2
+    for (int k = 0; k < D / 8; k += 2) {
+        uint32_t x[M][4], y[4];
+        MT_DEVICE_UNROLL
+        for (int m = 0; m < M; m++) mti_ldmatrix_x4(x[m], a + m * 16 * D + mti_tile_on<D>(a_at, k));
+        MT_DEVICE_UNROLL
+        for (int n = 0; n < N8; n += 2) {
+            mti_ldmatrix_x4(y, b + n * 8 * D + mti_tile_on<D>(b_at, k));
+            MT_DEVICE_UNROLL
+            for (int m = 0; m < M; m++) {
+                mti_mma<BF16>(acc[m][n], x[m], y);
+                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
+            }
+        }
+    }
+}
+
+/* acc += p b with p as mti_tile_scores leaves it, rounded to 16 bits, and a tile b [N8 * 8, D] of all: an accumulator's
+   layout is that of a first factor. */
+template <int D, bool BF16, int M, int N8>
+static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 8][4], const float (&p)[M][N8][4],
+                                                            const uint16_t *b) {
+    int lane = (int)threadIdx.x & 31, at = mti_tile_at<D>(lane & 15, lane >> 4);
+    MT_DEVICE_UNROLL
+    for (int k = 0; k < N8; k += 2) {
+        uint32_t x[M][4], y[4];
+        MT_DEVICE_UNROLL
+        for (int i = 0; i < M * 4; i++) {
+            const float *pair = p[i / 4][k + i % 4 / 2] + i % 2 * 2;
+            x[i / 4][i % 4] = mti_round_pair<BF16>(pair[0], pair[1]);
+        }
+        MT_DEVICE_UNROLL
+        for (int n = 0; n < D / 8; n += 2) {
+            mti_ldmatrix_x4_trans(y, b + k * 8 * D + mti_tile_on<D>(at, n));
+            MT_DEVICE_UNROLL
+            for (int m = 0; m < M; m++) {
+                mti_mma<BF16>(acc[m][n], x[m], y);
+                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
+            }
+        }
+    }
+}
+
+/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [M * 16, D] that only this warp uses.
+ */
+template <int D, bool BF16, int M>
+static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 8][4], uint16_t *tile, uint16_t *to,
+                                                      int64_t ld, int rows) {
+    int lane = (int)threadIdx.x & 31, across = mti_tile_across<D>();
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < M * D / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
+        int n = i % (D / 8), half = i / (D / 8);
+        const float *pair = acc[half / 2][n] + half % 2 * 2;
+        *(uint32_t *)(tile + mti_tile_at<D>(half * 8 + lane / 4, n) + lane % 4 * 2) =
+            mti_round_pair<BF16>(pair[0], pair[1]);
+    }
+    __syncwarp();
+    for (int row = lane / across; row < M * 16 && row < rows; row += 32 / across)
+        for (int c = lane % across; c < D / 8; c += across)
+            *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<D>(row, c));
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
+
+/* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA,
+   or the loop of the CPU. A meta context has none; where it plans for CUDA, MTI_ON_CUDA lets the operator take its
+   scratch memory.
+
+   The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands
+   for each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT).
+   An f32 view stands for itself. */
+#if MT_HAS_CUDA
+#define MTI_ON_CUDA(ctx, call)                                                                                         \
+    do {                                                                                                               \
+        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
+        mt_status mti_status;                                                                                          \
+        if ((ctx)->planned != MT_DEVICE_CUDA) break;                                                                   \
+        mti_status = (call);                                                                                           \
+        if (mti_status != MT_PLANNED) return mti_status;                                                               \
+        mt_arena_release(ctx, mti_mark);                                                                               \
+        return MT_SUCCESS;                                                                                             \
+    } while (0)
+#else
+#define MTI_ON_CUDA(ctx, call) ((void)0) /* no context is on MT_DEVICE_CUDA */
+#endif
+
+enum { MTI_IN = 1, MTI_OUT = 2, MTI_IN_OUT = 3 };
+#define MTI_RESULTS 2 /* activations that one operator writes, at most */
+
+typedef struct mti_wide {
+    mt_context *ctx;
+    size_t mark; /* of the arena, before the copies */
+    int results;
+    mt_tensor f32[MTI_RESULTS], given[MTI_RESULTS];
+} mti_wide;
+
+MT_INLINE void mti_wide_begin(mt_context *ctx, mti_wide *w) {
+    w->ctx = ctx;
+    w->mark = mt_arena_mark(ctx);
+    w->results = 0;
+}
+
+static void mti_wide_round(mti_wide *w) {
+    int i;
+    for (i = 0; w->ctx->device == MT_DEVICE_CPU && i < w->results; i++) mti_cpu_convert(w->f32[i], w->given[i]);
+}
+
+/* Gives the arena back, also where the operator itself took from it. */
+MT_INLINE mt_status mti_wide_end(mti_wide *w, mt_status status) {
+    if (status == MT_SUCCESS && w->results > 0) mti_wide_round(w);
+    mt_arena_release(w->ctx, w->mark);
+    return status;
+}
+
+static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
+    mt_tensor given = *t;
+    mt_status status;
+    if (!given.data) return MT_SUCCESS;
+    status = mt_arena_tensor(w->ctx, MT_F32, given.rows, given.cols, t);
+    if (status != MT_SUCCESS) return mti_wide_end(w, status);
+    if ((use & MTI_IN) && w->ctx->device == MT_DEVICE_CPU) mti_cpu_convert(given, *t);
+    if (use & MTI_OUT) {
+        w->f32[w->results] = *t;
+        w->given[w->results++] = given;
+    }
+    return MT_SUCCESS;
+}
+
+/* *t becomes an f32 view; where that fails, nothing is left to end. */
+MT_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
+    return t->dtype == MT_F32 || w->ctx->planned == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
+}
+
+/* ---- >>fill ------------------------------------------------------------------------------------------------------ */
 
 static void mti_cpu_fill(mt_tensor y, float value) {
     int64_t i;
     for (i = 0; i < y.rows; i++) mti_row_fill(mti_row(y, i), value, y.cols);
 }
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_fill_op {
+    mti_view y;
+    float value;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK];
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = value;
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_fill(mt_context *ctx, mt_tensor y, float value) {
+    mti_fill_op op = {mti_view_of(y), value};
+    return mti_map(ctx, "mt_fill", op, mti_is_wide(y), y.rows, y.cols);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_fill", "y", y));
+    if (mti_is_empty(y)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_fill(ctx, y, value)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_fill(y, value);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>copy: also from and to the host --------------------------------------------------------------------------- */
 
 /* memmove, because copying a view onto itself is harmless. */
 static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
@@ -644,10 +1404,134 @@ static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
                 (const char *)x.data + (size_t)(i * mt_tensor_ld(x)) * size, bytes);
 }
 
+#if MT_HAS_CUDA
+extern "C++" {
+
+static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    if (x.data == y.data) return MT_SUCCESS;
+    size_t size = mt_dtype_size(x.dtype);
+    return mt_cuda_copy_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, x.data, (size_t)mt_tensor_ld(x) * size,
+                             (size_t)x.cols * size, x.rows);
+}
+
+/* Between the host and a GPU, done when it returns. The wait for peers comes first: a copy of pageable memory waits,
+   too, but without a timeout. */
+static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                    size_t row_bytes, int64_t rows) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_nccl_wait(ctx));
+    MT_TRY(mt_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
+    return mti_cuda_synchronize(ctx);
+}
+
+static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
+    size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
+    return mti_cuda_host_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, host, row, row, y.rows);
+}
+
+static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
+    size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
+    return mti_cuda_host_rows(ctx, host, row, x.data, (size_t)mt_tensor_ld(x) * size, row, x.rows);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_expect_view(ctx, "mt_copy", "x", x));
+    MT_TRY(mti_expect_view(ctx, "mt_copy", "y", y));
+    if (x.dtype != y.dtype)
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
+                       mt_dtype_name(y.dtype));
+    if (x.rows != y.rows || x.cols != y.cols)
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
+                       (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    MTI_ON_CUDA(ctx, mti_cuda_copy_view(ctx, x, y));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
+    MT_TRY(mti_expect_view(ctx, "mt_upload", "y", y));
+    MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
+    MTI_ON_CUDA(ctx, mti_cuda_upload(ctx, host, y));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
+    size_t bytes;
+    MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
+    MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
+    if (ctx->device == MT_DEVICE_META) memset(host, 0, bytes);
+    MTI_ON_CUDA(ctx, mti_cuda_download(ctx, x, host));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
+    return MT_SUCCESS;
+}
+
+/* ---- >>add: also conversions, which add nothing ------------------------------------------------------------------ */
+
 static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
     int64_t i;
     for (i = 0; i < y.rows; i++) mti_row_add(mti_row(a, i), mti_row(b, i), mti_row(y, i), y.cols);
 }
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* y = a + b; with b not there a conversion */
+struct mti_add_op {
+    mti_view a, b, y;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], z[MTI_CHUNK];
+        mti_load<WIDE>(a, row, col, n, x);
+        if (b.data) {
+            mti_load<WIDE>(b, row, col, n, z);
+            for (int j = 0; j < MTI_CHUNK; j++) x[j] += z[j];
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    mti_add_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y)};
+    return mti_map(ctx, "mt_add", op, mti_is_wide(a) && mti_is_wide(b) && mti_is_wide(y), y.rows, y.cols);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_expect_float(ctx, "mt_convert", "x", x));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_convert", "y", y, x.rows, x.cols));
+    if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    MTI_ON_CUDA(ctx, mti_cuda_add(ctx, x, mt_none(), y));
+    if (ctx->device == MT_DEVICE_CPU && x.dtype == y.dtype) mti_cpu_copy(x, y);
+    else if (ctx->device == MT_DEVICE_CPU) mti_cpu_convert(x, y);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_add", "y", y));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &a));
+    MT_TRY(mti_widen(&w, MTI_IN, &b));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_add(ctx, a, b, y)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>hash ------------------------------------------------------------------------------------------------------ */
 
 /* The finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
 static MT_HOST_DEVICE uint64_t mt_hash_element(uint64_t element, uint32_t bits) {
@@ -669,6 +1553,57 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
     }
     return sum;
 }
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Adds the hashes of the elements; the order does not matter to integers. */
+static __global__ void __launch_bounds__(256)
+    mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
+                    unsigned long long *sum) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    unsigned long long mine = 0;
+    for (; i < rows * cols; i += step) {
+        int64_t row = mti_divide(i, cols), col = i - row * cols, at = row * x.ld + col;
+        uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
+        mine += mt_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
+    }
+    atomicAdd(sum, mine);
+}
+
+static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                               uint64_t *hash) {
+    size_t mark = mt_arena_mark(ctx);
+    void *memory = NULL;
+    unsigned long long sum = 0;
+    if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, sizeof sum, &memory));
+    MT_TRY(mt_cuda_zero(ctx, memory, sizeof sum));
+    MT_LAUNCH_KERNEL(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows,
+                     x.cols, first_row, first_col, global_cols, (unsigned long long *)memory);
+    MT_TRY(mt_cuda_launched(ctx, "mt_hash"));
+    MT_TRY(mt_cuda_fetch(ctx, &sum, memory, sizeof sum));
+    mt_arena_release(ctx, mark);
+    *hash += (uint64_t)sum;
+    return MT_SUCCESS;
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                         uint64_t *hash) {
+    MT_TRY(mti_expect_float(ctx, "mt_hash", "x", x));
+    if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
+                       (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    MTI_ON_CUDA(ctx, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash));
+    if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
+    return MT_SUCCESS;
+}
+
+/* ---- >>sum ------------------------------------------------------------------------------------------------------- */
 
 static double mti_lanes_sum_double(double *lanes) {
     int half, l;
@@ -703,26 +1638,93 @@ static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
     *(float *)out.data = (float)((double)*(float *)out.data + mti_lanes_sum_double(lanes));
 }
 
-/* out [1, n] += column sums of x [rows, n], four rows at a time so that out is seldom touched. */
-static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
-    int64_t j;
-    MT_INDEPENDENT
-    for (j = 0; j < n; j++) out[j] += (x[j] + x[ld + j]) + (x[2 * ld + j] + x[3 * ld + j]);
+#if MT_HAS_CUDA
+extern "C++" {
+
+#define MTI_SUM_BLOCKS 1024 /* at most; as the size says, not the GPU: the same bits on each */
+
+/* The sum over the block in double, for thread 0. */
+static __device__ __forceinline__ double mti_block_sum_double(double x, double *shared) {
+    shared[threadIdx.x] = x;
+    __syncthreads();
+    for (int half = (int)blockDim.x / 2; half > 0; half /= 2) {
+        if ((int)threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        __syncthreads();
+    }
+    return shared[0];
 }
 
-static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
-    float *sums = mti_row(out, 0);
-    int64_t i = 0;
-    for (; i + 4 <= x.rows; i += 4) mti_add_rows4(mti_row(x, i), mt_tensor_ld(x), sums, x.cols);
-    for (; i < x.rows; i++) mti_row_add(sums, mti_row(x, i), sums, x.cols);
+/* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take
+   longer than its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody may
+   contract with an addition has the same bits whether chunks are wide or not. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(256)
+    mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
+    MT_SHARED(double, shared, 256);
+    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
+    double sum = 0.0;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
+        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
+        float c[MTI_CHUNK];
+        mti_load<WIDE>(x, row, col, mti_chunk(cols, col), c);
+        for (int j = 0; j < MTI_CHUNK; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
+        sum += (double)(((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])));
+    }
+    sum = mti_block_sum_double(sum, shared);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-static void mti_cpu_bias_forward(mt_tensor y, mt_tensor bias) {
-    int64_t i;
-    for (i = 0; i < y.rows; i++) mti_row_add(mti_row(y, i), mti_row(bias, 0), mti_row(y, i), y.cols);
+static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
+    MT_SHARED(double, shared, 256);
+    double sum = 0.0;
+    for (int i = (int)threadIdx.x; i < blocks; i += 256) sum += partial[i];
+    sum = mti_block_sum_double(sum, shared);
+    if (threadIdx.x == 0) mti_put(out, 0, 0, (float)((double)mti_get(out, 0, 0) + sum));
 }
 
-/* ---- >>cpu-gemm ------------------------------------------------------------------------------------------------- */
+static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
+    size_t mark = mt_arena_mark(ctx);
+    int64_t chunks = x.rows * ((x.cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    unsigned blocks = (unsigned)mt_min(MTI_SUM_BLOCKS, (chunks + 255) / 256);
+    void *partial = NULL;
+    if (chunks == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
+    MT_TRY(mt_cuda_enter(ctx));
+    if (mti_is_wide(x))
+        MT_LAUNCH_KERNEL(mti_sum_kernel<true>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
+                         (double *)partial);
+    else
+        MT_LAUNCH_KERNEL(mti_sum_kernel<false>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
+                         (double *)partial);
+    MT_TRY(mt_cuda_launched(ctx, "mt_sum"));
+    MT_LAUNCH_KERNEL(mti_sum_end_kernel, 1, 256, 0, ctx->stream, (const double *)partial, (int)blocks,
+                     mti_view_of(out));
+    mt_arena_release(ctx, mark);
+    return mt_cuda_launched(ctx, "mt_sum");
+}
+
+} /* extern "C++" */
+#endif
+
+static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, where, "x", x));
+    MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_sum(ctx, x, squares, out)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_sum(x, squares, out);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
+
+MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) {
+    return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
+}
+
+/* ---- >>gemm ------------------------------------------------------------------------------------------------------ */
 
 /* c [m, n] = alpha op(a) op(b) + beta c, all pointers row-major with leading dimensions. */
 typedef struct mti_matmul {
@@ -733,6 +1735,42 @@ typedef struct mti_matmul {
     float *c;
     int64_t lda, ldb, ldc;
 } mti_matmul;
+
+/* Shapes of a product, and g filled in except for what they do not decide. */
+static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
+                                 mt_tensor c, mti_matmul *g) {
+    int64_t inner_b = trans_b ? b.cols : b.rows;
+    g->m = trans_a ? a.cols : a.rows;
+    g->n = trans_b ? b.rows : b.cols;
+    g->k = trans_a ? a.rows : a.cols;
+    if ((trans_a != MT_NO_TRANS && trans_a != MT_TRANS) || (trans_b != MT_NO_TRANS && trans_b != MT_TRANS))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
+                       (int)trans_b);
+    if (g->k != inner_b)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_gemm: a is [%lld, %lld]%s, b is [%lld, %lld]%s: inner sizes %lld and %lld "
+                       "differ",
+                       (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
+                       (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
+    if (c.rows != g->m || c.cols != g->n)
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gemm: c is [%lld, %lld], must be [%lld, %lld]", (long long)c.rows,
+                       (long long)c.cols, (long long)g->m, (long long)g->n);
+    MT_TRY(mti_expect_apart(ctx, "mt_gemm", "c", c, "a", a));
+    return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
+}
+
+/* CBLAS takes int sizes; the same limit everywhere, so that a program does not depend on the library it was
+   built with. */
+static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+    int64_t size = mt_max(mt_max(g->m, g->n), g->k),
+            ld = mt_max(mt_max(mt_tensor_ld(a), mt_tensor_ld(b)), mt_tensor_ld(c));
+    if (mt_max(size, ld) > INT_MAX)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                       "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
+                       "supported",
+                       (long long)g->m, (long long)g->n, (long long)g->k, (long long)ld, INT_MAX);
+    return MT_SUCCESS;
+}
 
 /* c = beta c: what is left of a product when k or alpha is 0. */
 static void mti_gemm_scale(const mti_matmul *g) {
@@ -996,7 +2034,539 @@ static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratc
     return MT_SUCCESS;
 }
 
-/* ---- >>cpu-activation ------------------------------------------------------------------------------------------- */
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its
+   leading dimensions are ours. */
+typedef struct mti_lt_key {
+    int64_t m, n, k, lda, ldb, ldc, ld_aux;
+    int trans_a, trans_b, a_type, b_type, c_type, epilogue;
+} mti_lt_key;
+
+typedef struct mti_lt_plan {
+    mti_lt_key key;
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c;
+    cublasLtMatmulAlgo_t algo;
+    size_t workspace;         /* bytes that the algorithm wants */
+    int fused;                /* of a key with an epilogue: whether it is used */
+    int stays;                /* never forgotten: measured again, it could be decided otherwise, with other bits */
+    uint64_t used;            /* when it was asked for last */
+    struct mti_lt_plan *next; /* in its bucket */
+} mti_lt_plan;
+
+#define MTI_LT_PLANS 512 /* that are kept; half of them may stay */
+#define MTI_LT_BUCKETS 1024
+#define MTI_LT_WORKSPACE ((size_t)32 << 20)
+#define MTI_LT_CANDIDATES 8 /* algorithms that are looked at */
+#define MTI_LT_RUNS 5       /* times that something is measured */
+#define MTI_LT_LEAST 65536  /* elements of a product by which one sees whether two algorithms round alike */
+
+/* Of one context: made by its first product. */
+typedef struct mti_lt {
+    cublasLtHandle_t handle;
+    void *workspace;
+    cudaEvent_t begin, end;
+    uint64_t clock; /* counts what is asked for */
+    int count, stay;
+    mti_lt_plan plans[MTI_LT_PLANS], *buckets[MTI_LT_BUCKETS];
+} mti_lt;
+
+/* A product to be run. bias and aux are the epilogue's. */
+typedef struct mti_lt_call {
+    mti_lt_key key;
+    float alpha, beta;
+    mt_tensor a, b, c;
+    void *bias, *aux;
+} mti_lt_call;
+
+static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char *call) {
+    if (status == CUBLAS_STATUS_SUCCESS) return MT_SUCCESS;
+    return mt_fail(ctx, status == CUBLAS_STATUS_ALLOC_FAILED ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
+                   "%.200s: cuBLASLt status %d (%s)", call, (int)status, cublasLtGetStatusString(status));
+}
+#define MTI_LT_TRY(ctx, call) MT_TRY(mti_lt_check(ctx, (call), #call))
+
+static void mti_lt_forget(mti_lt_plan *p) {
+    cublasLtMatrixLayoutDestroy(p->c);
+    cublasLtMatrixLayoutDestroy(p->b);
+    cublasLtMatrixLayoutDestroy(p->a);
+    cublasLtMatmulDescDestroy(p->desc);
+}
+
+static void mti_lt_destroy(mt_context *ctx) {
+    mti_lt *lt = (mti_lt *)ctx->gemm;
+    if (!lt) return;
+    for (int i = 0; i < lt->count; i++) mti_lt_forget(&lt->plans[i]);
+    if (lt->begin) cudaEventDestroy(lt->begin);
+    if (lt->end) cudaEventDestroy(lt->end);
+    if (lt->handle) cublasLtDestroy(lt->handle);
+    if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
+    mt_host_free(lt);
+    ctx->gemm = NULL;
+}
+
+static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
+    *out = (mti_lt *)ctx->gemm;
+    if (*out) return MT_SUCCESS;
+    *out = (mti_lt *)mt_host_alloc(sizeof **out);
+    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
+    ctx->gemm = *out;
+    ctx->gemm_destroy = mti_lt_destroy;
+    MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
+    MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
+    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
+    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->end));
+    return MT_SUCCESS;
+}
+
+static cudaDataType_t mti_lt_type(int dtype) {
+    return dtype == MT_F32 ? CUDA_R_32F : dtype == MT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t cols,
+                               int64_t ld) {
+    MTI_LT_TRY(ctx, cublasLtMatrixLayoutCreate(out, mti_lt_type(dtype), (uint64_t)rows, (uint64_t)cols, ld));
+    return MT_SUCCESS;
+}
+
+/* What the heuristic proposes, the best first, as the key says. None where cuBLASLt has no such product. */
+static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p,
+                                cublasLtMatmulHeuristicResult_t *results, int *found) {
+    cublasLtMatmulPreference_t preference;
+    size_t workspace = MTI_LT_WORKSPACE;
+    uint32_t alignment = 16; /* mti_lt_operand sees to it */
+    cublasStatus_t status;
+    int proposed = 0;
+    *found = 0;
+    MTI_LT_TRY(ctx, cublasLtMatmulPreferenceCreate(&preference));
+    status = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                  sizeof workspace);
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < 4; i++) {
+        static const cublasLtMatmulPreferenceAttributes_t which[] = {
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+        status = cublasLtMatmulPreferenceSetAttribute(preference, which[i], &alignment, sizeof alignment);
+    }
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference,
+                                                MTI_LT_CANDIDATES, results, &proposed);
+    for (int i = 0; i < proposed; i++)
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*found)++] = results[i];
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return MT_SUCCESS;
+    MTI_LT_TRY(ctx, status);
+    return MT_SUCCESS;
+}
+
+static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
+    return cublasLtMatmul(lt->handle, p->desc, &g->alpha, g->b.data, p->a, g->a.data, p->b, &g->beta, g->c.data, p->c,
+                          g->c.data, p->c, &p->algo, lt->workspace, p->workspace, ctx->stream);
+}
+
+static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
+    if (g->bias)
+        MTI_LT_TRY(
+            ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    if (g->aux)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
+                                                       sizeof g->aux));
+    MTI_LT_TRY(ctx, mti_lt_enqueue(ctx, lt, p, g));
+    return MT_SUCCESS;
+}
+
+/* Milliseconds that run() takes on the GPU: the median of some, after one that does not count. */
+template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt, const Run &run, float *ms) {
+    float all[MTI_LT_RUNS];
+    MT_TRY(run());
+    for (int i = 0; i < MTI_LT_RUNS; i++) {
+        float x = 0.0f;
+        int at = i;
+        MT_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
+        MT_TRY(run());
+        MT_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
+        MT_TRY(mti_cuda_synchronize(ctx)); /* for peers before it with their timeout */
+        MT_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
+        for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
+        all[at] = x;
+    }
+    *ms = all[MTI_LT_RUNS / 2];
+    return MT_SUCCESS;
+}
+
+/* Measuring waits for the stream, which must not be while one is being captured. */
+static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    MT_CUDA_TRY(ctx, cudaStreamIsCapturing(ctx->stream, &capture));
+    *yes = capture == cudaStreamCaptureStatusNone;
+    return MT_SUCCESS;
+}
+
+struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order of a sum is seen in its bits */
+    mti_view y;
+    uint64_t seed;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK];
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float v = (float)(mt_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
+            x[j] = v * v * v;
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+/* A stand-in for an operand: the same layout, other values; in *t the room for it, while there is any. */
+static mt_status mti_lt_noise(mt_context *ctx, uint64_t seed, mt_tensor *t) {
+    mt_tensor whole;
+    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
+    mti_noise_op op = {mti_view_of(whole), seed};
+    *t = mt_tensor_cols(whole, 0, t->cols);
+    return mti_map(ctx, "mt_gemm", op, mti_is_wide(whole), whole.rows, whole.cols);
+}
+
+static size_t mti_lt_bytes(mt_tensor t) {
+    return mt_align_up((size_t)(t.rows * mt_tensor_ld(t)) * mt_dtype_size(t.dtype));
+}
+
+/* Whether the plan's algorithm runs; the bits of the product of g by it. */
+static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs,
+                            uint64_t *bits) {
+    mti_noise_op op = {mti_view_of(g->c), 3};
+    *bits = 0;
+    MT_TRY(mti_map(ctx, "mt_gemm", op, 0, g->c.rows, g->c.cols));
+    *runs = mti_lt_enqueue(ctx, lt, p, g) == CUBLAS_STATUS_SUCCESS;
+    return *runs ? mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, bits) : MT_SUCCESS;
+}
+
+/* The fastest of the candidates that round as the first one that runs does: all multiply the same noise, since zeros,
+   say, would tell nothing about how they round. If none runs, the first one will say why. */
+static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
+                                const cublasLtMatmulHeuristicResult_t *results, int found) {
+    uint64_t first = 0, bits = 0;
+    float best = 0.0f, ms = 0.0f;
+    int chosen = -1, runs = 0;
+    MT_TRY(mti_lt_noise(ctx, 1, &g.a));
+    MT_TRY(mti_lt_noise(ctx, 2, &g.b));
+    MT_TRY(mti_lt_noise(ctx, 3, &g.c));
+    g.alpha = g.beta = 1.0f;
+    for (int i = 0; i < found; i++) {
+        p->algo = results[i].algo;
+        p->workspace = results[i].workspaceSize;
+        MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &bits));
+        if (chosen < 0) first = bits;
+        if (!runs || bits != first) continue;
+        MT_TRY(mti_lt_time(
+            ctx, lt, [&]() { return mti_lt_matmul(ctx, lt, p, &g); }, &ms));
+        if (chosen >= 0 && ms >= best) continue;
+        best = ms;
+        chosen = i;
+    }
+    p->algo = results[chosen < 0 ? 0 : chosen].algo;
+    p->workspace = results[chosen < 0 ? 0 : chosen].workspaceSize;
+    return MT_SUCCESS;
+}
+
+/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the
+   same product always has the same bits. What is measured takes only room that nobody asked for. */
+static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
+                               const cublasLtMatmulHeuristicResult_t *results, int found) {
+    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
+    size_t bytes =
+        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* the last for the hash */
+    int may_wait = 0;
+    p->algo = results[0].algo;
+    p->workspace = results[0].workspaceSize;
+    if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
+        p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
+        bytes > mt_arena_room(ctx))
+        return MT_SUCCESS;
+    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
+    if (!may_wait) return MT_SUCCESS;
+    MT_TRY(mti_lt_fastest(ctx, lt, p, *g, results, found));
+    mt_arena_release(ctx, mark);
+    ctx->arena_peak = peak;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_call *g) {
+    const mti_lt_key *q = &p->key;
+    uint32_t epilogue = (uint32_t)q->epilogue;
+    if (epilogue == CUBLASLT_EPILOGUE_DEFAULT) return MT_SUCCESS;
+    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    if (g->aux)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &q->ld_aux,
+                                                       sizeof q->ld_aux));
+    if (g->aux)
+        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
+                                                       sizeof g->aux));
+    if (g->bias) /* the heuristic looks at its alignment */
+        MTI_LT_TRY(
+            ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    return MT_SUCCESS;
+}
+
+/* Leaves *found at 0 where cuBLASLt has no such product. */
+static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *found) {
+    const mti_lt_key *q = &p->key;
+    cublasOperation_t first = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtMatmulHeuristicResult_t results[MTI_LT_CANDIDATES];
+    MTI_LT_TRY(ctx, cublasLtMatmulDescCreate(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    MT_TRY(mti_lt_epilogue(ctx, p, g));
+    MT_TRY(mti_lt_layout(ctx, &p->a, q->b_type, q->trans_b ? q->k : q->n, q->trans_b ? q->n : q->k, q->ldb));
+    MT_TRY(mti_lt_layout(ctx, &p->b, q->a_type, q->trans_a ? q->m : q->k, q->trans_a ? q->k : q->m, q->lda));
+    MT_TRY(mti_lt_layout(ctx, &p->c, q->c_type, q->n, q->m, q->ldc));
+    MT_TRY(mti_lt_propose(ctx, lt, p, results, found));
+    return *found ? mti_lt_choose(ctx, lt, p, g, results, *found) : MT_SUCCESS;
+}
+
+static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
+    uint32_t words[sizeof *key / sizeof(uint32_t)];
+    uint64_t hash = 0;
+    memcpy(words, key, sizeof words);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mt_hash_element(hash, words[i]);
+    return &lt->buckets[hash % MTI_LT_BUCKETS];
+}
+
+/* A place for one more plan: the least recently used one of those that need not stay is forgotten for it. */
+static mti_lt_plan *mti_lt_place(mti_lt *lt) {
+    mti_lt_plan *oldest = NULL, **link;
+    if (lt->count < MTI_LT_PLANS) return &lt->plans[lt->count++];
+    for (int i = 0; i < MTI_LT_PLANS; i++)
+        if (!lt->plans[i].stays && (!oldest || lt->plans[i].used < oldest->used)) oldest = &lt->plans[i];
+    for (link = mti_lt_bucket(lt, &oldest->key); *link != oldest; link = &(*link)->next) continue;
+    *link = oldest->next;
+    mti_lt_forget(oldest);
+    return oldest;
+}
+
+/* The plan of a product, made once while it is kept; *made says how many algorithms there are if that was now, else -1.
+   A product with an epilogue may have none. */
+static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
+    mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
+    *made = -1;
+    for (*out = *bucket; *out; *out = (*out)->next)
+        if (memcmp(&(*out)->key, &g->key, sizeof g->key) == 0) {
+            (*out)->used = ++lt->clock;
+            return MT_SUCCESS;
+        }
+    memset(&fresh, 0, sizeof fresh);
+    fresh.key = g->key;
+    mt_status status = mti_lt_plan_make(ctx, lt, &fresh, g, made);
+    if (status != MT_SUCCESS || (*made == 0 && g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT)) {
+        mti_lt_forget(&fresh);
+        if (status != MT_SUCCESS) return status;
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
+                       (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
+    }
+    *out = mti_lt_place(lt);
+    fresh.used = ++lt->clock;
+    fresh.next = *bucket;
+    **out = fresh;
+    *bucket = *out;
+    return MT_SUCCESS;
+}
+
+/* A product without an epilogue. */
+static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
+    mti_lt *lt;
+    mti_lt_plan *p = NULL;
+    int made = 0;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_lt_open(ctx, &lt));
+    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
+    return mti_lt_matmul(ctx, lt, p, g);
+}
+
+static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_tensor c, int epilogue, mti_lt_call *g) {
+    mti_lt_key *key = &g->key;
+    memset(g, 0, sizeof *g);
+    key->m = m->m, key->n = m->n, key->k = m->k;
+    key->trans_a = m->trans_a, key->trans_b = m->trans_b;
+    key->lda = mt_tensor_ld(a), key->ldb = mt_tensor_ld(b), key->ldc = mt_tensor_ld(c);
+    key->a_type = (int)a.dtype, key->b_type = (int)b.dtype, key->c_type = (int)c.dtype;
+    key->epilogue = epilogue;
+    g->alpha = m->alpha, g->beta = m->beta;
+    g->a = a, g->b = b, g->c = c;
+}
+
+/* t in this type, aligned: itself, or room in the arena. */
+static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt_tensor *out) {
+    *out = t;
+    if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
+    int64_t pitch = mt_round_up(t.cols, 8);
+    MT_TRY(mt_arena_tensor(ctx, dtype, t.rows, pitch, out));
+    *out = mt_tensor_cols(*out, 0, t.cols);
+    return MT_SUCCESS;
+}
+
+/* Brings a value from its one place to the other, if these are two. */
+static mt_status mti_lt_fill(mt_context *ctx, mt_tensor from, mt_tensor to) {
+    return from.data == to.data ? MT_SUCCESS : mti_cuda_add(ctx, from, mt_none(), to);
+}
+
+struct mti_scale_op { /* y *= factor; with factor 0, y is not read */
+    mti_view y;
+    float factor;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK] = {};
+        if (factor != 0.0f) mti_load<WIDE>(y, row, col, n, x);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] *= factor;
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_scale(mt_context *ctx, mt_tensor y, float factor) {
+    mti_scale_op op = {mti_view_of(y), factor};
+    return mti_map(ctx, "mt_gemm", op, mti_is_wide(y), y.rows, y.cols);
+}
+
+/* cuBLASLt wants operands of one type, and 16-byte alignment to be fast: what is otherwise goes through the arena. */
+static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
+    mt_dtype c_type = c.dtype == MT_F32 || c.dtype == type ? c.dtype : MT_F32;
+    mti_lt_call call;
+    mt_tensor own_a, own_b, own_c;
+    if (g->m == 0 || g->n == 0) return MT_SUCCESS;
+    if (g->k == 0 || g->alpha == 0.0f) return g->beta == 1.0f ? MT_SUCCESS : mti_cuda_scale(ctx, c, g->beta);
+    MT_TRY(mti_lt_operand(ctx, a, type, &own_a));
+    MT_TRY(mti_lt_operand(ctx, b, type, &own_b));
+    MT_TRY(mti_lt_operand(ctx, c, c_type, &own_c));
+    MT_TRY(mti_lt_fill(ctx, a, own_a));
+    MT_TRY(mti_lt_fill(ctx, b, own_b));
+    if (g->beta != 0.0f) MT_TRY(mti_lt_fill(ctx, c, own_c));
+    mti_lt_call_make(g, own_a, own_b, own_c, CUBLASLT_EPILOGUE_DEFAULT, &call);
+    MT_TRY(mti_lt_run(ctx, &call));
+    MT_TRY(mti_lt_fill(ctx, own_c, c));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+#if MT_HAS_CUDA
+    if (ctx->device == MT_DEVICE_CUDA) {
+        mti_lt *lt;
+        MT_TRY(mt_cuda_enter(ctx));
+        return mti_lt_open(ctx, &lt);
+    }
+#endif
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
+                         mt_tensor b, float beta, mt_tensor c) {
+    mti_matmul g;
+    mti_wide w;
+    void *scratch = NULL;
+    mt_status status;
+    MT_TRY(mti_expect_float(ctx, "mt_gemm", "a", a));
+    MT_TRY(mti_expect_float(ctx, "mt_gemm", "b", b));
+    MT_TRY(mti_expect_float(ctx, "mt_gemm", "c", c));
+    MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
+    MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &a));
+    MT_TRY(mti_widen(&w, MTI_IN, &b));
+    MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &c));
+    g.trans_a = trans_a == MT_TRANS;
+    g.trans_b = trans_b == MT_TRANS;
+    g.alpha = alpha;
+    g.beta = beta;
+    g.a = (const float *)a.data;
+    g.b = (const float *)b.data;
+    g.c = (float *)c.data;
+    g.lda = mt_max(1, mt_tensor_ld(a));
+    g.ldb = mt_max(1, mt_tensor_ld(b));
+    g.ldc = mt_max(1, mt_tensor_ld(c));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_gemm(ctx, &g, a, b, c)));
+    status = mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch);
+    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
+    return mti_wide_end(&w, status);
+}
+
+/* ---- >>bias ------------------------------------------------------------------------------------------------------ */
+
+static void mti_cpu_bias_forward(mt_tensor y, mt_tensor bias) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) mti_row_add(mti_row(y, i), mti_row(bias, 0), mti_row(y, i), y.cols);
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_bias_op { /* y += bias */
+    mti_view y, bias;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], b[MTI_CHUNK];
+        mti_load<WIDE>(y, row, col, n, x);
+        mti_load<WIDE>(bias, 0, col, n, b);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
+    mti_bias_op op = {mti_view_of(y), mti_view_of(bias)};
+    return mti_map(ctx, "mt_bias_forward", op, mti_is_wide(y) && mti_is_wide(bias), y.rows, y.cols);
+}
+
+struct mti_value_op { /* the sums of dy itself */
+    mti_view dy;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+        mti_load<WIDE>(dy, row, col, n, x[0]);
+    }
+};
+
+static mt_status mti_cuda_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    mti_value_op op = {mti_view_of(dy)};
+    return mti_columns<1>(ctx, "mt_bias_backward", op, mti_is_wide(dy), dy.rows, dy.cols, &dbias);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_forward", "y", y));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN_OUT, &y));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_forward(ctx, y, bias)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_forward(y, bias);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_backward", "dy", dy));
+    MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_backward(ctx, dy, dbias)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_column_sums(dy, dbias);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>activation ------------------------------------------------------------------------------------------------ */
+
+/* Also gives the width of h that belongs to y. */
+static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind, mt_tensor y,
+                                       int64_t *width) {
+    if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
+    *width = kind == MT_SWIGLU ? mt_size_mul(2, y.cols) : y.cols;
+    return MT_SUCCESS;
+}
 
 /* Every form is chosen so that nothing overflows into NaN for finite x, and so that 1 - sigmoid keeps its precision. */
 MT_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
@@ -1098,7 +2668,392 @@ static void mti_cpu_activation_backward(mt_activation kind, mt_tensor h, mt_tens
                                           b ? b + j : NULL, dy.cols, mt_min(MTI_BLOCK, dy.cols - j));
 }
 
-/* ---- >>cpu-norm ------------------------------------------------------------------------------------------------- */
+#if MT_HAS_CUDA
+extern "C++" {
+
+static __device__ __forceinline__ float mti_act(int kind, float x) {
+    if (kind == MT_GELU_ERF) return 0.5f * x * erfcf(x * -0.70710678f); /* nothing cancels in the left tail */
+    if (kind == MT_GELU_TANH) return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    return x / (1.0f + expf(-x)); /* SiLU */
+}
+
+static __device__ __forceinline__ float mti_act_slope(int kind, float x) {
+    if (kind == MT_GELU_ERF) return 0.5f * erfcf(x * -0.70710678f) + x * 0.3989422804f * expf(-0.5f * x * x);
+    if (kind == MT_GELU_TANH) {
+        float s = 1.0f / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+        return s + x * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * x * x);
+    }
+    float s = 1.0f / (1.0f + expf(-x));
+    return s * (1.0f + x * (1.0f - s));
+}
+
+struct mti_activation_op { /* h += bias, y = act(h); a gated one has its second half `width` columns further */
+    mti_view h, bias, y;
+    int kind;
+    int64_t width;
+    template <bool WIDE> __device__ void half(int64_t row, int64_t col, int n, float *x) const {
+        float b[MTI_CHUNK];
+        mti_load<WIDE>(h, row, col, n, x);
+        if (!bias.data) return;
+        mti_load<WIDE>(bias, 0, col, n, b);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
+        mti_store<WIDE>(h, row, col, n, x);
+    }
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], up[MTI_CHUNK];
+        half<WIDE>(row, col, n, x);
+        if (kind == MT_SWIGLU) half<WIDE>(row, col + width, n, up);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_act(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias,
+                                             mt_tensor y) {
+    mti_activation_op op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
+    int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_CHUNK == 0);
+    return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
+}
+
+/* x[0] and, for a gated one, x[1]: the gradients of the two halves of h. */
+struct mti_activation_backward_op {
+    mti_view h, dy, dh;
+    int kind;
+    int64_t width;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+        float g[MTI_CHUNK], gate[MTI_CHUNK];
+        mti_load<WIDE>(dy, row, col, n, g);
+        mti_load<WIDE>(h, row, col, n, gate);
+        if (kind == MT_SWIGLU) {
+            float up[MTI_CHUNK];
+            mti_load<WIDE>(h, row, col + width, n, up);
+            for (int j = 0; j < MTI_CHUNK; j++) {
+                x[0][j] = g[j] * up[j] * mti_act_slope(kind, gate[j]);
+                x[1][j] = g[j] * mti_act(kind, gate[j]);
+            }
+            mti_store<WIDE>(dh, row, col + width, n, x[1]);
+        } else {
+            for (int j = 0; j < MTI_CHUNK; j++) x[0][j] = g[j] * mti_act_slope(kind, gate[j]);
+        }
+        mti_store<WIDE>(dh, row, col, n, x[0]);
+    }
+};
+
+static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy,
+                                              mt_tensor dh, mt_tensor dbias) {
+    mti_activation_backward_op op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind, dy.cols};
+    int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_CHUNK == 0);
+    mt_tensor outs[2];
+    outs[0] = dbias.data ? mt_tensor_cols(dbias, 0, dy.cols) : dbias;
+    if (kind != MT_SWIGLU) return mti_columns<1>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
+    outs[1] = dbias.data ? mt_tensor_cols(dbias, dy.cols, dy.cols) : dbias;
+    return mti_columns<2>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
+    mti_wide w;
+    int64_t width = 0;
+    MT_TRY(mti_expect_float(ctx, "mt_activation_forward", "y", y));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind, y, &width));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, "mt_activation_forward", "y", y, "h", h));
+    if (mti_is_empty(y)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, bias.data ? MTI_IN_OUT : MTI_IN, &h));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_forward(ctx, kind, h, bias, y)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_forward(kind, h, bias, y);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
+                                        mt_tensor dbias) {
+    mti_wide w;
+    int64_t width = 0;
+    MT_TRY(mti_expect_float(ctx, "mt_activation_backward", "dy", dy));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind, dy, &width));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "h", h, dy.rows, width));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
+    MT_TRY(mti_expect_optional(ctx, "mt_activation_backward", "dbias", dbias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, "mt_activation_backward", "dh", dh, "dy", dy));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &h));
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dh));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>linear: a product and what goes with it: as operators of their own, or as an epilogue of cuBLASLt --------- */
+
+/* out = x weight^T, or x weight where weight is not transposed. */
+static mt_status mti_expect_linear(mt_context *ctx, const char *where, const char *x_name, mt_tensor x,
+                                   mt_transpose trans, mt_tensor weight, const char *out_name, mt_tensor out) {
+    int64_t inner = trans ? weight.cols : weight.rows, width = trans ? weight.rows : weight.cols;
+    MT_TRY(mti_expect_float(ctx, where, x_name, x));
+    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
+    MT_TRY(mti_expect_size(ctx, where, x_name, x, x.rows, inner));
+    MT_TRY(mti_expect_float_shape(ctx, where, out_name, out, x.rows, width));
+    return mti_expect_apart(ctx, where, out_name, out, x_name, x);
+}
+
+static mt_status mti_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
+    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, y));
+    return bias.data ? mt_bias_forward(ctx, y, bias) : MT_SUCCESS;
+}
+
+static mt_status mti_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                               mt_tensor bias, mt_tensor h, mt_tensor y) {
+    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, h));
+    return mt_activation_forward(ctx, kind, h, bias, y);
+}
+
+static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
+                                                mt_tensor h, mt_tensor dh, mt_tensor dbias) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor dact;
+    mt_status status;
+    MT_TRY(mt_arena_tensor(ctx, dh.dtype, dy.rows, weight.cols, &dact));
+    status = mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, dy, weight, 0.0f, dact);
+    if (status == MT_SUCCESS) status = mt_activation_backward(ctx, kind, h, dact, dh, dbias);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    if (dbias.data) MT_TRY(mt_bias_backward(ctx, dy, dbias));
+    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, dweight);
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Whether cuBLASLt can take these as they are. */
+static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
+    return a.dtype == b.dtype && (c.dtype == MT_F32 || c.dtype == a.dtype) && mti_is_wide(a) && mti_is_wide(b) &&
+           mti_is_wide(c) && a.rows > 0 && a.cols > 0 && b.rows > 0 && b.cols > 0;
+}
+
+/* The leading dimension of an auxiliary matrix; 0 when it cannot be one. */
+static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
+    int64_t ld = aux.rows <= 1 ? mt_round_up(aux.cols, 8) : mt_tensor_ld(aux);
+    return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
+}
+
+/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there;
+   that of a 16-bit C is summed up in fp32 by a kernel instead. */
+static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
+    MT_TRY(mti_lt_matmul(ctx, lt, p, g));
+    if (!dbias.data) return MT_SUCCESS;
+    if (!g->bias) return mti_cuda_bias_backward(ctx, g->c, dbias);
+    return mti_cuda_add(ctx, dbias, mt_tensor_f32((const float *)g->bias, 1, dbias.cols), dbias);
+}
+
+/* Zeros in the arena, of the layout of t. */
+static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
+    mt_tensor whole;
+    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
+    *t = mt_tensor_cols(whole, 0, t->cols);
+    return mti_cuda_fill(ctx, whole, 0.0f);
+}
+
+/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait:
+   separate. What is decided here stays, since a GELU has other bits in the other way; once half of the plans do, new
+   products are separate. */
+template <typename Separate>
+static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
+                               const Separate &separate) {
+    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
+    size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
+    float fused = 0.0f, apart = 0.0f;
+    int may_wait = 0;
+    p->fused = ctx->epilogue == MT_EPILOGUE_FUSED;
+    if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
+    p->stays = 1;
+    lt->stay++;
+    if (bytes > mt_arena_room(ctx)) return MT_SUCCESS;
+    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
+    if (!may_wait) return MT_SUCCESS;
+    if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));
+    if (dbias.data) MT_TRY(mti_lt_zeros(ctx, &dbias));
+    MT_TRY(mti_lt_time(
+        ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias); }, &fused));
+    MT_TRY(mti_lt_time(
+        ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
+    p->fused = fused < apart;
+    mt_arena_release(ctx, mark);
+    ctx->arena_peak = peak;
+    return MT_SUCCESS;
+}
+
+/* The one or the other. separate(c, dbias) writes or adds to what it is given. */
+template <typename Separate>
+static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
+    mti_lt *lt;
+    mti_lt_plan *p = NULL;
+    int made = 0;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_lt_open(ctx, &lt));
+    if (dbias.data && g->c.dtype == MT_F32) MT_TRY(mt_arena_alloc(ctx, (size_t)dbias.cols * sizeof(float), &g->bias));
+    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
+    if (made > 0) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
+    return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
+}
+
+static mti_matmul mti_lt_sizes(int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float beta) {
+    mti_matmul s;
+    memset(&s, 0, sizeof s);
+    s.trans_a = trans_a, s.trans_b = trans_b;
+    s.m = m, s.n = n, s.k = k;
+    s.alpha = 1.0f, s.beta = beta;
+    return s;
+}
+
+static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
+    mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
+    auto separate = [&](mt_tensor c, mt_tensor) { return mti_linear_forward(ctx, x, weight, bias, c); };
+    mti_lt_call g;
+    if (!bias.data || bias.dtype != y.dtype || !mti_is_wide(bias) || !mti_lt_is_direct(x, weight, y))
+        return separate(y, mt_none());
+    mti_lt_call_make(&s, x, weight, y, CUBLASLT_EPILOGUE_BIAS, &g);
+    g.bias = bias.data;
+    return mti_lt_linear(ctx, &g, mt_none(), separate);
+}
+
+/* cuBLASLt's GELU is the one with tanh. */
+static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                                    mt_tensor bias, mt_tensor h, mt_tensor y) {
+    mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
+    auto separate = [&](mt_tensor c, mt_tensor) {
+        return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, c);
+    };
+    int64_t ld_aux = mti_lt_ld_aux(h, y);
+    mti_lt_call g;
+    if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(x, weight, y) ||
+        (bias.data && (bias.dtype != y.dtype || !mti_is_wide(bias))))
+        return separate(y, mt_none());
+    mti_lt_call_make(&s, x, weight, y, bias.data ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX, &g);
+    g.key.ld_aux = ld_aux;
+    g.bias = bias.data;
+    g.aux = h.data;
+    return mti_lt_linear(ctx, &g, mt_none(), separate);
+}
+
+static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy,
+                                                     mt_tensor weight, mt_tensor h, mt_tensor dh, mt_tensor dbias) {
+    mti_matmul s = mti_lt_sizes(0, 0, dy.rows, weight.cols, dy.cols, 0.0f);
+    auto separate = [&](mt_tensor c, mt_tensor db) {
+        return mti_linear_activation_backward(ctx, kind, dy, weight, h, c, db);
+    };
+    int64_t ld_aux = mti_lt_ld_aux(h, dh);
+    int sums = dbias.data && dh.dtype == MT_F32;
+    mti_lt_call g;
+    if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(dy, weight, dh)) return separate(dh, dbias);
+    mti_lt_call_make(&s, dy, weight, dh, sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU, &g);
+    g.key.ld_aux = ld_aux;
+    g.aux = h.data;
+    return mti_lt_linear(ctx, &g, dbias, separate);
+}
+
+static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight,
+                                           mt_tensor dbias) {
+    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, 1.0f);
+    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
+    mti_lt_call g;
+    if (!dbias.data || dweight.dtype != MT_F32 || !mti_lt_is_direct(dy, x, dweight)) return separate(dweight, dbias);
+    mti_lt_call_make(&s, dy, x, dweight, CUBLASLT_EPILOGUE_BGRADB, &g); /* our first operand is cuBLASLt's second */
+    return mti_lt_linear(ctx, &g, dbias, separate);
+}
+
+} /* extern "C++" */
+#endif
+
+/* Where products are fused with what goes with them; what they take from the arena is given back. */
+#if MT_HAS_CUDA
+#define MTI_FUSED(ctx, call)                                                                                           \
+    do {                                                                                                               \
+        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
+        mt_status mti_status;                                                                                          \
+        if ((ctx)->epilogue == MT_EPILOGUE_SEPARATE || (ctx)->device != MT_DEVICE_CUDA) break;                         \
+        mti_status = (call);                                                                                           \
+        mt_arena_release(ctx, mti_mark);                                                                               \
+        return mti_status;                                                                                             \
+    } while (0)
+#else
+#define MTI_FUSED(ctx, call) ((void)0)
+#endif
+
+MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
+    static const char *const where = "mt_linear_forward";
+    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "y", y));
+    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, y.cols));
+    MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y));
+    return mti_linear_forward(ctx, x, weight, bias, y);
+}
+
+MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
+                                              mt_tensor bias, mt_tensor h, mt_tensor y) {
+    static const char *const where = "mt_linear_activation_forward";
+    int64_t width = 0;
+    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "h", h));
+    MT_TRY(mti_expect_float(ctx, where, "y", y));
+    MT_TRY(mti_expect_activation(ctx, where, kind, y, &width));
+    MT_TRY(mti_expect_size(ctx, where, "h", h, y.rows, width));
+    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
+    MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
+    return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y);
+}
+
+MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
+                                               mt_tensor h, mt_tensor dh, mt_tensor dbias) {
+    static const char *const where = "mt_linear_activation_backward";
+    int64_t width = 0;
+    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
+    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
+    MT_TRY(mti_expect_size(ctx, where, "dy", dy, dy.rows, weight.rows));
+    MT_TRY(mti_expect_activation(ctx, where, kind, weight, &width));
+    MT_TRY(mti_expect_float_shape(ctx, where, "h", h, dy.rows, width));
+    MT_TRY(mti_expect_float_shape(ctx, where, "dh", dh, dy.rows, width));
+    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, width));
+    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
+    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "h", h));
+    MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
+    return mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias);
+}
+
+MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
+    static const char *const where = "mt_linear_gradients";
+    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
+    MT_TRY(mti_expect_float(ctx, where, "x", x));
+    MT_TRY(mti_expect_size(ctx, where, "x", x, dy.rows, x.cols));
+    MT_TRY(mti_expect_shape(ctx, where, "dweight", dweight, dy.cols, x.cols));
+    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, dy.cols));
+    MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias));
+    return mti_linear_gradients(ctx, dy, x, dweight, dbias);
+}
+
+/* ---- >>norm ------------------------------------------------------------------------------------------------------ */
+
+static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
+                                 const char *bias_name, mt_tensor bias) {
+    MT_TRY(mti_expect_float(ctx, where, "x", x));
+    if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
+    if (x.cols == 0) return mt_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
+    MT_TRY(mti_expect_float_shape(ctx, where, "gain", gain, 1, x.cols));
+    if (kind == MT_RMS_NORM && bias.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
+                       bias_name, (long long)bias.rows, (long long)bias.cols);
+    return MT_SUCCESS;
+}
 
 /* y = (x - mean) * rstd * gain + bias; mean is 0 for RMSNorm. */
 static void mti_norm_apply(const float *x, float mean, float rstd, const float *gain, const float *bias, float *y,
@@ -1179,58 +3134,287 @@ static void mti_cpu_norm_backward(mt_norm_kind kind, mt_tensor x, mt_tensor gain
     }
 }
 
-/* ---- >>cpu-random ----------------------------------------------------------------------------------------------- */
+#if MT_HAS_CUDA
+extern "C++" {
 
-#define MTI_COUNTERS 64 /* Philox blocks computed together, at most */
-#define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
-#define MTI_WORDS                                                                                                      \
-    (MTI_WORDS_ROOM -                                                                                                  \
-     4) /* random words a caller takes at a time: the first may be any lane of a block                \
-                          */
+struct mti_norm_op {
+    mti_view x, gain, bias, y, stats;
+    float eps;
+    int centered; /* LayerNorm: the mean is taken off */
+};
 
-/* `count` <= MTI_COUNTERS consecutive blocks: out[4 * l + lane]. Loops over counters, so that they vectorise. */
-static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
-    uint32_t c0[MTI_COUNTERS], c1[MTI_COUNTERS], c2[MTI_COUNTERS], c3[MTI_COUNTERS];
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    int round, l;
-    for (l = 0; l < count; l++) {
-        c0[l] = (uint32_t)(first + (uint64_t)l);
-        c1[l] = (uint32_t)((first + (uint64_t)l) >> 32);
-        c2[l] = (uint32_t)stream;
-        c3[l] = (uint32_t)(stream >> 32);
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
+    MT_SHARED(float, shared, 64);
+    int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
+    float kept[MTI_KEPT][MTI_CHUNK], c[MTI_CHUNK], sum = 0.0f, squares = 0.0f, mean = 0.0f;
+    int k = 0;
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
+        mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < MTI_KEPT; q++)
+            for (int j = 0; j < MTI_CHUNK; j++)
+                if (q == k) kept[q][j] = c[j];
+        for (int j = 0; j < MTI_CHUNK; j++) sum += c[j];
     }
-    for (round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
-        for (l = 0; l < count; l++) {
-            uint64_t a = (uint64_t)c0[l] * 0xD2511F53u, b = (uint64_t)c2[l] * 0xCD9E8D57u;
-            uint32_t n0 = (uint32_t)(b >> 32) ^ c1[l] ^ k0, n2 = (uint32_t)(a >> 32) ^ c3[l] ^ k1;
-            c0[l] = n0;
-            c1[l] = (uint32_t)b;
-            c2[l] = n2;
-            c3[l] = (uint32_t)a;
+    if (op.centered) mean = mti_block_sums(sum, 0.0f, shared).x / (float)cols;
+    k = 0;
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
+        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < MTI_KEPT; q++)
+            for (int j = 0; j < MTI_CHUNK; j++)
+                if (q == k) c[j] = kept[q][j];
+        for (int j = 0; j < MTI_CHUNK; j++)
+            if (i * MTI_CHUNK + j < cols) squares += (c[j] - mean) * (c[j] - mean);
+    }
+    float rstd = 1.0f / sqrtf(mti_block_sums(squares, 0.0f, shared).x / (float)cols + op.eps);
+    if (threadIdx.x == 0 && op.stats.data) {
+        mti_put(op.stats, row, 0, mean);
+        mti_put(op.stats, row, 1, rstd);
+    }
+    k = 0;
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
+        float g[MTI_CHUNK], b[MTI_CHUNK];
+        int64_t col = i * MTI_CHUNK;
+        int n = mti_chunk(cols, col);
+        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < MTI_KEPT; q++)
+            for (int j = 0; j < MTI_CHUNK; j++)
+                if (q == k) c[j] = kept[q][j];
+        mti_load<WIDE>(op.gain, 0, col, n, g);
+        if (op.bias.data) mti_load<WIDE>(op.bias, 0, col, n, b);
+        for (int j = 0; j < MTI_CHUNK; j++) c[j] = (c[j] - mean) * rstd * g[j] + (op.bias.data ? b[j] : 0.0f);
+        mti_store<WIDE>(op.y, row, col, n, c);
+    }
+}
+
+static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
+                                       float eps, mt_tensor y, mt_tensor stats) {
+    mti_norm_op op = {mti_view_of(x),       mti_view_of(gain),  mti_view_of(bias),
+                      mti_view_of(y),       mti_view_of(stats), eps,
+                      kind == MT_LAYER_NORM};
+    if (x.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    if (mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(bias) && mti_is_wide(y))
+        MT_LAUNCH_KERNEL(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    else
+        MT_LAUNCH_KERNEL(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+    return mt_cuda_launched(ctx, "mt_norm_forward");
+}
+
+/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then
+   of dbias, each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one
+   thread. */
+struct mti_norm_sums {
+    float4 *data;
+    int chunks;
+    __device__ void add(int part, int i, const float *x) const {
+        float4 *p = data + part * chunks + i, v = *p;
+        *p = make_float4(v.x + x[0], v.y + x[1], v.z + x[2], v.w + x[3]);
+    }
+};
+
+struct mti_norm_means {
+    float mean, rstd;      /* of x */
+    float mean_g, mean_gx; /* of g = dy * gain, and of g * xhat */
+};
+
+struct mti_norm_backward_op {
+    mti_view x, gain, stats, dy, dresidual, dx;
+    int centered;
+
+    /* Adds up g and g * xhat over a chunk of a row; what is past its end is 0. */
+    template <bool WIDE>
+    __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d, float *sum_g,
+                         float *sum_gx) const {
+        float g[MTI_CHUNK];
+        mti_load<WIDE>(gain, 0, col, n, g);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            *sum_g += d[j] * g[j];
+            *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
         }
-    for (l = 0; l < count; l++) {
-        out[4 * l] = c0[l];
-        out[4 * l + 1] = c1[l];
-        out[4 * l + 2] = c2[l];
-        out[4 * l + 3] = c3[l];
+    }
+    /* dx of a chunk of x (v) and dy (d), and what it adds to the sums */
+    template <bool WIDE>
+    __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
+                          const float *d) const {
+        float g[MTI_CHUNK], r[MTI_CHUNK], dg[MTI_CHUNK];
+        mti_load<WIDE>(gain, 0, (int64_t)i * MTI_CHUNK, n, g);
+        if (dresidual.data) mti_load<WIDE>(dresidual, row, (int64_t)i * MTI_CHUNK, n, r);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float xhat = (v[j] - m.mean) * m.rstd;
+            dg[j] = d[j] * xhat;
+            v[j] = m.rstd * (d[j] * g[j] - m.mean_g - xhat * m.mean_gx) + (dresidual.data ? r[j] : 0.0f);
+        }
+        mti_store<WIDE>(dx, row, (int64_t)i * MTI_CHUNK, n, v);
+        sums.add(0, i, dg);
+        sums.add(1, i, dg + 4);
+        sums.add(2, i, d);
+        sums.add(3, i, d + 4);
+    }
+};
+
+#define MTI_NORM_STRIP 16
+#define MTI_NORM_THREADS 512
+#define MTI_NORM_KEPT 2
+
+/* A row: x and dy are read once and stay in registers, except for what is wider than MTI_NORM_KEPT chunks per thread.
+ */
+template <bool WIDE>
+static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row, int64_t cols,
+                                                             const mti_norm_sums &sums, float *shared) {
+    int rest = MTI_NORM_KEPT * (int)blockDim.x + (int)threadIdx.x;
+    float v[MTI_NORM_KEPT][MTI_CHUNK], d[MTI_NORM_KEPT][MTI_CHUNK], wide_v[MTI_CHUNK], wide_d[MTI_CHUNK];
+    float sum_g = 0.0f, sum_gx = 0.0f;
+    mti_norm_means m = {op.centered ? mti_get(op.stats, row, 0) : 0.0f, mti_get(op.stats, row, 1), 0.0f, 0.0f};
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < MTI_NORM_KEPT; q++) {
+        int i = q * (int)blockDim.x + (int)threadIdx.x;
+        if (i >= sums.chunks) continue;
+        mti_row_chunk<WIDE>(op.x, row, cols, i, v[q]);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, d[q]);
+        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q], &sum_g, &sum_gx);
+    }
+    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
+        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
+        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d, &sum_g,
+                      &sum_gx);
+    }
+    float2 total = mti_block_sums(sum_g, sum_gx, shared);
+    m.mean_g = op.centered ? total.x / (float)cols : 0.0f;
+    m.mean_gx = total.y / (float)cols;
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < MTI_NORM_KEPT; q++) {
+        int i = q * (int)blockDim.x + (int)threadIdx.x;
+        if (i < sums.chunks) op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q]);
+    }
+    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
+        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
+        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
+        op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d);
     }
 }
 
-MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
-    mti_philox_blocks(counter[0] | (uint64_t)counter[1] << 32, counter[2] | (uint64_t)counter[3] << 32,
-                      key[0] | (uint64_t)key[1] << 32, 1, out);
+/* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too
+   wide for that; partial [strips, 2, cols]. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_NORM_THREADS)
+    mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
+    MT_SHARED(float, shared, 64);
+    MT_DYN_SHARED(float4, room);
+    int chunks = (int)((cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    int64_t first = (int64_t)blockIdx.x * MTI_NORM_STRIP;
+    mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * chunks : room, chunks};
+    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) sums.data[part * chunks + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int64_t row = first; row < rows && row < first + MTI_NORM_STRIP; row++)
+        mti_norm_backward_row<WIDE>(op, row, cols, sums, shared);
+    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) {
+            float4 v = sums.data[part * chunks + i];
+            float x[4] = {v.x, v.y, v.z, v.w};
+            int64_t col = (int64_t)i * MTI_CHUNK + part % 2 * 4, to = ((int64_t)blockIdx.x * 2 + part / 2) * cols + col;
+            MT_DEVICE_UNROLL
+            for (int j = 0; j < 4; j++)
+                if (col + j < cols) partial[to + j] = x[j];
+        }
 }
 
-/* The words of elements [e, e + n), n <= MTI_WORDS, in room for MTI_WORDS_ROOM. */
-static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
-    int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
-    mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
-    return room + lane;
+/* Two chunks for a thread, so that more blocks fit, but at least 128 threads where the row has work for them. */
+static unsigned mti_norm_threads(int64_t cols) {
+    int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
+    return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((chunks + 1) / MTI_NORM_KEPT, mt_min(chunks, 128))),
+                                 32);
 }
 
-static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
-    return (at.first_row + row) * at.global_cols + at.first_col + col;
+template <bool WIDE>
+static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
+                                          size_t bytes, void *partial, void *spare) {
+    size_t most = 0;
+    MT_TRY(mti_shared_most(ctx, &most));
+    if (bytes <= most) spare = NULL;
+    if (spare) bytes = 0;
+    MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<WIDE>, bytes));
+    MT_LAUNCH_KERNEL(mti_norm_backward_kernel<WIDE>, (unsigned)((rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP),
+                     mti_norm_threads(cols), bytes, ctx->stream, op, rows, cols, (float *)partial, (float4 *)spare);
+    return mt_cuda_launched(ctx, "mt_norm_backward");
 }
+
+static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
+                                        mt_tensor stats, mt_tensor dy, mt_tensor dresidual, mt_tensor dx,
+                                        mt_tensor dgain, mt_tensor dbias) {
+    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mt_round_up(x.cols, MTI_CHUNK) * 2 * sizeof(float);
+    int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
+    int wide = mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(dy) && mti_is_wide(dresidual) && mti_is_wide(dx);
+    mti_norm_backward_op op = {mti_view_of(x),         mti_view_of(gain), mti_view_of(stats),   mti_view_of(dy),
+                               mti_view_of(dresidual), mti_view_of(dx),   kind == MT_LAYER_NORM};
+    mt_tensor outs[2];
+    void *partial = NULL, *spare = NULL;
+    outs[0] = dgain;
+    outs[1] = dbias;
+    if (x.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
+    if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, (size_t)strips * bytes, &spare));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY((wide ? mti_norm_backward_launch<true> : mti_norm_backward_launch<false>)(ctx, op, x.rows, x.cols, bytes,
+                                                                                     partial, spare));
+    MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips, 2, x.cols, outs));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
+                                 float eps, mt_tensor y, mt_tensor stats) {
+    mti_wide w;
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, gain, "bias", bias));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_forward", "bias", bias, 1, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
+    MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
+    if (!(eps >= 0.0f && eps <= FLT_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MT_TRY(mti_widen(&w, MTI_IN, &gain));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
+                                  mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
+    mti_wide w;
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, gain, "dbias", dbias));
+    MT_TRY(mti_expect_optional(ctx, "mt_norm_backward", "dbias", dbias, 1, x.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "stats", stats, x.rows, 2));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dy", dy, x.rows, x.cols));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_backward", "dresidual", dresidual, x.rows, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
+    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dgain", dgain, 1, x.cols));
+    MT_TRY(mti_expect_apart(ctx, "mt_norm_backward", "dx", dx, "x", x));
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MT_TRY(mti_widen(&w, MTI_IN, &gain));
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MT_TRY(mti_widen(&w, MTI_IN, &dresidual));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
+    MTI_ON_CUDA(ctx,
+                mti_wide_end(&w, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>random-normal --------------------------------------------------------------------------------------------- */
 
 /* Words to uniform numbers inside (0, 1): (w + 1/2) / 2^32. Radius from the even word, angle from the odd one. */
 static void mti_normal_pair(uint32_t even, uint32_t odd, double std, float out[2]) {
@@ -1262,7 +3446,65 @@ static void mti_cpu_random_normal(mt_tensor y, float std, mt_random at) {
     for (i = 0; i < y.rows; i++) mti_normal_row(at, mti_random_element(at, i, 0), (double)std, mti_row(y, i), y.cols);
 }
 
-/* ---- >>cpu-dropout ---------------------------------------------------------------------------------------------- */
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_normal_op {
+    mti_view y;
+    mt_random at;
+    double std;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        uint64_t first = mti_element_of(at, row, col);
+        float x[MTI_CHUNK];
+        for (int j = 0; j < n; j++) {
+            uint64_t e = first + (uint64_t)j;
+            uint32_t words[4];
+            mti_philox(e >> 2, at.stream, at.seed, words);
+            uint32_t even = e & 2 ? words[2] : words[0], odd = e & 2 ? words[3] : words[1];
+            const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
+            double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)),
+                   angle = two_pi * ((double)odd + 0.5) * unit;
+            x[j] = (float)(radius * (e & 1 ? sin(angle) : cos(angle)));
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
+    mti_normal_op op = {mti_view_of(y), at, (double)std};
+    return mti_map(ctx, "mt_random_normal", op, mti_is_wide(y), y.rows, y.cols);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_random_normal", "y", y));
+    MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
+    MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
+    if (mti_is_empty(y)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_random_normal(ctx, y, std, at)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_random_normal(y, std, at);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>dropout --------------------------------------------------------------------------------------------------- */
+
+static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
+    if (!(p >= 0.0f && p < 1.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the dropout probability is %g, must be at least 0 and less than 1",
+                       where, (double)p);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropout dropout, int64_t rows,
+                                    int64_t cols) {
+    MT_TRY(mti_expect_probability(ctx, where, dropout.p));
+    return dropout.p > 0.0f ? mti_expect_random(ctx, where, dropout.at, rows, cols) : MT_SUCCESS;
+}
 
 /* word < p * 2^32, exactly: p has 24 bits, so the product is exact in double. */
 static uint32_t mti_dropout_threshold(float p) { return (uint32_t)ceil((double)p * 4294967296.0); }
@@ -1318,12 +3560,158 @@ static void mti_cpu_bias_dropout_add_backward(mt_tensor dy, mt_dropout dropout, 
     if (dbias.data) mti_cpu_column_sums(dx, dbias);
 }
 
-/* ---- >>cpu-attention -------------------------------------------------------------------------------------------- */
+#if MT_HAS_CUDA
+extern "C++" {
 
-/* Query rows whose scores against all visible keys are held at once. A causal panel computes half a square of scores in
-   vain, which pays for its smaller products. */
-#define MTI_PANEL 128
-#define MTI_PANEL_CAUSAL 64
+struct mti_drop {
+    mt_random at;
+    uint32_t threshold;
+    float scale;
+    int on;
+    __device__ void apply(int64_t row, int64_t col, float *x) const {
+        uint32_t words[MTI_CHUNK];
+        if (!on) return;
+        mti_words_of(at, mti_element_of(at, row, col), words);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = words[j] < threshold ? 0.0f : x[j] * scale;
+    }
+};
+
+static mti_drop mti_drop_of(mt_dropout dropout) {
+    mti_drop d = {dropout.at, mti_dropout_threshold(dropout.p), mti_dropout_scale(dropout.p), dropout.p > 0.0f};
+    return d;
+}
+
+struct mti_dropout_op { /* y = residual + dropout(x + bias) */
+    mti_view x, bias, residual, y;
+    mti_drop drop;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float v[MTI_CHUNK], w[MTI_CHUNK];
+        mti_load<WIDE>(x, row, col, n, v);
+        if (bias.data) {
+            mti_load<WIDE>(bias, 0, col, n, w);
+            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
+        }
+        drop.apply(row, col, v);
+        if (residual.data) {
+            mti_load<WIDE>(residual, row, col, n, w);
+            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
+        }
+        mti_store<WIDE>(y, row, col, n, v);
+    }
+};
+
+static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
+                                                   mt_dropout dropout, mt_tensor y) {
+    mti_dropout_op op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y),
+                         mti_drop_of(dropout)};
+    int wide = mti_is_wide(x) && mti_is_wide(bias) && mti_is_wide(residual) && mti_is_wide(y);
+    return mti_map(ctx, "mt_bias_dropout_add_forward", op, wide, x.rows, x.cols);
+}
+
+struct mti_dropout_backward_op {
+    mti_view dy, dx;
+    mti_drop drop;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+        mti_load<WIDE>(dy, row, col, n, x[0]);
+        drop.apply(row, col, x[0]);
+        mti_store<WIDE>(dx, row, col, n, x[0]);
+    }
+};
+
+static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
+                                                    mt_tensor dbias) {
+    mti_dropout_backward_op op = {mti_view_of(dy), mti_view_of(dx), mti_drop_of(dropout)};
+    return mti_columns<1>(ctx, "mt_bias_dropout_add_backward", op, mti_is_wide(dy) && mti_is_wide(dx), dy.rows, dy.cols,
+                          &dbias);
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
+                                             mt_dropout dropout, mt_tensor y) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_forward", "x", x));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "bias", bias, 1, x.cols));
+    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
+    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_forward", dropout, x.rows, x.cols));
+    if (mti_is_empty(x)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &x));
+    MT_TRY(mti_widen(&w, MTI_IN, &bias));
+    MT_TRY(mti_widen(&w, MTI_IN, &residual));
+    MT_TRY(mti_widen(&w, MTI_OUT, &y));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
+                                              mt_tensor dbias) {
+    mti_wide w;
+    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_backward", "dy", dy));
+    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
+    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_backward", "dbias", dbias, 1, dy.cols));
+    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_backward", dropout, dy.rows, dy.cols));
+    if (mti_is_empty(dy)) return MT_SUCCESS;
+    mti_wide_begin(ctx, &w);
+    MT_TRY(mti_widen(&w, MTI_IN, &dy));
+    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
+    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias)));
+    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias);
+    return mti_wide_end(&w, MT_SUCCESS);
+}
+
+/* ---- >>attention ------------------------------------------------------------------------------------------------- */
+
+/* Sizes that exist, and qkv (or dqkv) of the shape they ask for. */
+static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s, const char *name,
+                                  mt_tensor qkv) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
+        mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
+        mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is no "
+                       "shape",
+                       where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
+                       (long long)s->heads_per_group, (long long)s->head_dim);
+    return mti_expect_float_shape(ctx, where, name, qkv, s->batch * s->seq,
+                                  s->groups * (s->heads_per_group + 2) * s->head_dim);
+}
+
+static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
+    int64_t b;
+    if (!s->lengths || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    for (b = 0; b < s->batch; b++)
+        if (s->lengths[b] < 0 || s->lengths[b] > s->seq)
+            return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
+                           (long)s->lengths[b], (long long)s->seq);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s, mt_tensor qkv,
+                                      mt_tensor out) {
+    int64_t heads;
+    MT_TRY(mti_expect_heads(ctx, where, s, "qkv", qkv));
+    heads = s->groups * s->heads_per_group;
+    MT_TRY(mti_expect_float_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
+    if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
+    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
+    MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
+    if (s->dropout.p > 0.0f &&
+        mt_size_mul(mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->seq),
+                    s->seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: sequence %lld + %lld of %lld heads, seq %lld: a probability has no 64-bit "
+                       "element number",
+                       where, (long long)s->dropout.at.first_row, (long long)s->batch,
+                       (long long)s->dropout.at.global_cols, (long long)s->seq);
+    return mti_expect_lengths(ctx, where, s);
+}
 
 /* One call, with everything resolved that its heads share. */
 typedef struct mti_attention {
@@ -1343,6 +3731,24 @@ typedef struct mti_head {       /* one query head of one sequence */
     int64_t token;              /* first row of the sequence */
     int64_t q_col, k_col, v_col, out_col;
 } mti_head;
+
+static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv,
+                                           mt_tensor out, mt_tensor lse) {
+    mti_attention a;
+    memset(&a, 0, sizeof a);
+    a.ctx = ctx;
+    a.shape = shape;
+    a.qkv = qkv;
+    a.out = out;
+    a.lse = lse;
+    a.scale = shape->scale != 0.0f ? shape->scale : (float)(1.0 / sqrt((double)shape->head_dim));
+    return a;
+}
+
+/* Query rows whose scores against all visible keys are held at once. A causal panel computes half a square of scores in
+   vain, which pays for its smaller products. */
+#define MTI_PANEL 128
+#define MTI_PANEL_CAUSAL 64
 
 /* The pitch keeps rows off the same cache sets when seq is a power of two. */
 static mt_status mti_attention_scratch(mti_attention *a, int backward) {
@@ -1573,1594 +3979,10 @@ static mt_status mti_cpu_attention_backward(const mti_attention *a) {
     return MT_SUCCESS;
 }
 
-/* ---- >>cpu-rotary ----------------------------------------------------------------------------------------------- */
-
-static void mti_cpu_rotary_table(float base, mt_tensor table) {
-    int64_t i, j, half = table.cols / 2;
-    for (i = 0; i < table.rows; i++)
-        for (j = 0; j < half; j++) {
-            double angle = (double)i * pow((double)base, -2.0 * (double)j / (double)table.cols);
-            mti_row(table, i)[j] = (float)cos(angle);
-            mti_row(table, i)[half + j] = (float)sin(angle);
-        }
-}
-
-/* sign +1 turns by the angle, -1 turns back. */
-static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
-    int64_t j;
-    MT_INDEPENDENT
-    for (j = 0; j < half; j++) {
-        float low = x[j], high = x[half + j], c = table[j], s = sign * table[half + j];
-        x[j] = low * c - high * s;
-        x[half + j] = high * c + low * s;
-    }
-}
-
-static void mti_cpu_rotary(const mt_attention_shape *shape, mt_tensor table, float sign, mt_tensor qkv) {
-    int64_t i, g, j, d = shape->head_dim;
-    for (i = 0; i < qkv.rows; i++)
-        for (g = 0; g < shape->groups; g++)
-            for (j = 0; j < shape->heads_per_group + 1; j++) /* the queries, then the key */
-                mti_rotary_head(mti_row(qkv, i) + (g * (shape->heads_per_group + 2) + j) * d,
-                                mti_row(table, i % shape->seq), sign, d / 2);
-}
-
-/* ---- >>cpu-embedding -------------------------------------------------------------------------------------------- */
-
-static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
-    int64_t i;
-    for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
-}
-
-static void mti_embedding_row(const float *row, float beta, float *y, int64_t n) {
-    int64_t j;
-    if (beta == 0.0f) {
-        if (row) memcpy(y, row, (size_t)n * sizeof *y);
-        else mti_row_fill(y, 0.0f, n);
-        return;
-    }
-    if (beta != 1.0f) mti_row_scale(y, beta, n);
-    if (row)
-        for (j = 0; j < n; j++) y[j] += row[j];
-}
-
-static void mti_cpu_embedding_forward(mt_tensor table, int64_t first_row, const int32_t *ids, float beta, mt_tensor y) {
-    int64_t i;
-    for (i = 0; i < y.rows; i++) {
-        int64_t row = ids[i] - first_row;
-        mti_embedding_row(row >= 0 && row < table.rows ? mti_row(table, row) : NULL, beta, mti_row(y, i), y.cols);
-    }
-}
-
-static void mti_cpu_embedding_backward(mt_tensor dy, int64_t first_row, const int32_t *ids, mt_tensor dtable) {
-    int64_t i;
-    for (i = 0; i < dy.rows; i++) {
-        int64_t row = ids[i] - first_row;
-        if (row >= 0 && row < dtable.rows)
-            mti_row_add(mti_row(dtable, row), mti_row(dy, i), mti_row(dtable, row), dy.cols);
-    }
-}
-
-/* ---- >>cpu-cross-entropy ---------------------------------------------------------------------------------------- */
-
-/* Columns of a shard that are vocabulary, not padding. */
-static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
-    return mt_max(0, mt_min(cols, s->vocab - s->first_col));
-}
-
-static int32_t mt_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
-
-/* The target's column in this shard, or -1. */
-static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
-    int64_t col = (int64_t)target - s->first_col;
-    return target != mt_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
-}
-
-/* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
-   maximum so far (Milakov and Gimelshein, arXiv 1805.02867), with the rare rescaling in double. */
-static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
-    float room[MTI_BLOCK], top = -(float)INFINITY;
-    double exps = 0.0, sum = 0.0;
-    int64_t j;
-    for (j = 0; j < n; j += MTI_BLOCK) {
-        int64_t count = mt_min(MTI_BLOCK, n - j);
-        float block_top = mti_row_max(x + j, count);
-        if (!(block_top <= top)) {
-            exps = exps > 0.0 ? exps * exp((double)top - (double)block_top) : exps;
-            top = block_top;
-        }
-        if (top != -(float)INFINITY) exps += (double)mti_row_exp(x + j, top, room, count);
-        sum += (double)mti_row_sum(x + j, count);
-    }
-    out[0] = top;
-    out[1] = (float)exps;
-    out[3] = (float)sum;
-}
-
-static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
-                                        mt_tensor stats) {
-    int64_t i, real = mti_real_columns(s, logits.cols);
-    for (i = 0; i < logits.rows; i++) {
-        const float *x = mti_row(logits, i);
-        float *out = mti_row(stats, i);
-        int64_t target = mti_target_column(s, targets[i], real);
-        mti_row_softmax_stats(x, real, out);
-        out[2] = target >= 0 ? x[target] : 0.0f;
-    }
-}
-
-/* a = a and b together: the exponentials are rescaled to the larger maximum. A shard of padding only has none. */
-static void mti_stats_join(float a[4], const float b[4]) {
-    float top = a[0] > b[0] ? a[0] : b[0];
-    a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
-    a[0] = top;
-    a[2] += b[2];
-    a[3] += b[3];
-}
-
-/* Shards [first, first + span) of a token, joined as mt_all_reduce joins ranks: ((0+1)+(2+3))+... span is a power of
-   two. */
-static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
-                           int64_t shards, float out[4]) {
-    float right[4];
-    if (span == 1) {
-        memcpy(out, mti_row(gathered, first * tokens + token), 4 * sizeof *out);
-        return;
-    }
-    mti_stats_tree(gathered, tokens, token, first, span / 2, shards, out);
-    if (first + span / 2 >= shards) return;
-    mti_stats_tree(gathered, tokens, token, first + span / 2, span / 2, shards, right);
-    mti_stats_join(out, right);
-}
-
-/* loss = log(s) + (m - target) rather than lse - target: the big part of the logits cancels before log(s) is added. */
-static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_tensor gathered, int64_t shards,
-                                          const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    float a = s->label_smoothing, all[4];
-    int64_t i, span = 1;
-    while (span < shards) span *= 2;
-    for (i = 0; i < loss.cols; i++) {
-        float log_sum, value;
-        mti_stats_tree(gathered, loss.cols, i, 0, span, shards, all);
-        log_sum = logf(all[1]);
-        value = log_sum + (1.0f - a) * (all[0] - all[2]);
-        if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
-        mti_row(loss, 0)[i] = targets[i] == mt_ignore_index(s->ignore_index) ? 0.0f : value;
-        mti_row(lse, 0)[i] = all[0];
-        mti_row(lse, 1)[i] = log_sum;
-    }
-}
-
-static void mti_cross_entropy_backward_row(float *x, float top, float log_sum, float even, float factor, int64_t n) {
-    int64_t j;
-    for (j = 0; j < n; j++) x[j] = factor * (mti_exp((x[j] - top) - log_sum) - even);
-}
-
-static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
-                                           mt_tensor lse, mt_tensor dloss, float scale) {
-    int64_t i, real = mti_real_columns(s, logits.cols);
-    float even = s->label_smoothing / (float)s->vocab;
-    for (i = 0; i < logits.rows; i++) {
-        float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
-        int64_t target = mti_target_column(s, targets[i], real);
-        int ignored = targets[i] == mt_ignore_index(s->ignore_index);
-        if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
-        mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
-        if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
-    }
-}
-
-/* Row by row, while the row is in the cache. */
-static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
-                                  mt_tensor dloss, float scale, mt_tensor loss) {
-    float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
-    mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
-    int64_t i;
-    for (i = 0; i < logits.rows; i++) {
-        mt_tensor row = mt_tensor_rows(logits, i, 1);
-        mti_cpu_cross_entropy_stats(s, row, targets + i, stats);
-        mti_cpu_cross_entropy_combine(s, stats, 1, targets + i, mt_tensor_cols(loss, i, 1), lse);
-        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.data ? mt_tensor_cols(dloss, i, 1) : dloss,
-                                       scale);
-    }
-}
-
-/* ---- >>cpu-adamw ------------------------------------------------------------------------------------------------ */
-
-/* As torch.optim.AdamW: the bias corrections are folded into the step size and into the root. */
-typedef struct mti_adamw {
-    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, grad_scale, keep, step_size, inverse_root2;
-} mti_adamw;
-
-static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
-    double correction1 = 1.0 - pow((double)h->beta1, (double)h->step);
-    double correction2 = 1.0 - pow((double)h->beta2, (double)h->step);
-    mti_adamw a;
-    a.beta1 = h->beta1;
-    a.beta2 = h->beta2;
-    a.one_minus_beta1 = (float)(1.0 - (double)h->beta1);
-    a.one_minus_beta2 = (float)(1.0 - (double)h->beta2);
-    a.eps = h->eps;
-    a.grad_scale = h->grad_scale;
-    a.keep = (float)(1.0 - (double)h->lr * (double)h->weight_decay);
-    a.step_size = (float)((double)h->lr / correction1);
-    a.inverse_root2 = (float)(1.0 / sqrt(correction2));
-    return a;
-}
-
-static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, float *m, float *v, int64_t n) {
-    int64_t j;
-    MT_INDEPENDENT
-    for (j = 0; j < n; j++) {
-        float g = a.grad_scale * grad[j];
-        float first = a.beta1 * m[j] + a.one_minus_beta1 * g, second = a.beta2 * v[j] + a.one_minus_beta2 * (g * g);
-        m[j] = first;
-        v[j] = second;
-        param[j] = a.keep * param[j] - a.step_size * first / (mti_sqrt(second) * a.inverse_root2 + a.eps);
-    }
-}
-
-/* A row of 16-bit parameters, in blocks: master is NULL when they are all there is. round: NULL, or for elements from e
- * on. */
-static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
-                               float *master, const float *grad, float *m, float *v, int64_t n) {
-    float room[MTI_WORDS];
-    uint32_t words[MTI_WORDS_ROOM];
-    int64_t j, k, count;
-    for (j = 0; j < n; j += count) {
-        float *p = master ? master + j : room;
-        count = mt_min(MTI_WORDS, n - j);
-        if (!master) mt_f32_from_16bit(dtype, param + j, room, count);
-        mti_adamw_row(a, p, grad + j, m + j, v + j, count);
-        if (round) {
-            const uint32_t *w = mti_random_words(*round, e + j, count, words);
-            for (k = 0; k < count; k++) room[k] = mti_round_stochastic((int)dtype, room[k], w[k]);
-        }
-        mt_f32_to_16bit(dtype, p, param + j, count);
-    }
-}
-
-static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad, mt_tensor m,
-                          mt_tensor v) {
-    const mt_random *round = hyper->stochastic_rounding;
-    mti_adamw a = mti_adamw_resolve(hyper);
-    int64_t i;
-    for (i = 0; i < param.rows; i++) {
-        if (param.dtype == MT_F32)
-            mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
-        else
-            mti_adamw_half_row(a, round, round ? mti_random_element(*round, i, 0) : 0, param.dtype, mti_row16(param, i),
-                               mti_row(master, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
-    }
-}
-
-/* ---- >>linear: a product and what goes with it, as operators of their own --------------------------------------- */
-
-static mt_status mti_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, y));
-    return bias.data ? mt_bias_forward(ctx, y, bias) : MT_SUCCESS;
-}
-
-static mt_status mti_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
-                                               mt_tensor bias, mt_tensor h, mt_tensor y) {
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, h));
-    return mt_activation_forward(ctx, kind, h, bias, y);
-}
-
-static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
-                                                mt_tensor h, mt_tensor dh, mt_tensor dbias) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor dact;
-    mt_status status;
-    MT_TRY(mt_arena_tensor(ctx, dh.dtype, dy.rows, weight.cols, &dact));
-    status = mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, dy, weight, 0.0f, dact);
-    if (status == MT_SUCCESS) status = mt_activation_backward(ctx, kind, h, dact, dh, dbias);
-    mt_arena_release(ctx, mark);
-    return status;
-}
-
-static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
-    if (dbias.data) MT_TRY(mt_bias_backward(ctx, dy, dbias));
-    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, dweight);
-}
-
-/* ---- >>cuda ------------------------------------------------------------------------------------------------------ */
-
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* ---- >>cuda-views: what kernels see of a tensor ------------------------------------------------------------------ */
-
-/* The element type is a value, not a template argument: a branch that all threads take alike costs nothing beside
-   memory, and every combination of types is one kernel. */
-struct mti_view {
-    char *data; /* NULL: not there */
-    int64_t ld;
-    int dtype;
-};
-
-static mti_view mti_view_of(mt_tensor t) {
-    mti_view v;
-    v.data = (char *)t.data;
-    v.ld = mt_tensor_ld(t);
-    v.dtype = (int)t.dtype;
-    return v;
-}
-
-/* A thread works on MTI_CHUNK neighbours in a row: 16 bytes of a 16-bit type, twice 16 bytes of a float. Views that are
-   not aligned for that, and the ends of rows, go element by element in the same kernel. */
-#define MTI_CHUNK 8
-
-/* i / n, in 32 bits where both fit: a GPU has no instruction for either, and 64 bits take several times as many. */
-static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
-    return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
-}
-
-/* Elements of the chunk that begins at col < cols. */
-static __device__ __forceinline__ int mti_chunk(int64_t cols, int64_t col) {
-    return (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK);
-}
-
-static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
-    int64_t i = row * v.ld + col;
-    if (v.dtype == MT_F32) return ((const float *)v.data)[i];
-    if (v.dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)v.data)[i]);
-    return __half2float(((const __half *)v.data)[i]);
-}
-
-static __device__ __forceinline__ void mti_put(const mti_view &v, int64_t row, int64_t col, float x) {
-    int64_t i = row * v.ld + col;
-    if (v.dtype == MT_F32) ((float *)v.data)[i] = x;
-    else if (v.dtype == MT_BF16) ((__nv_bfloat16 *)v.data)[i] = __float2bfloat16_rn(x);
-    else ((__half *)v.data)[i] = __float2half_rn(x);
-}
-
-struct __align__(16) mti_words {
-    uint32_t w[4];
-};
-
-static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
-    MT_DEVICE_UNROLL
-    for (int j = 0; j < 4; j++) {
-        if (dtype == MT_BF16) {
-            x[2 * j] = __uint_as_float(p.w[j] << 16);
-            x[2 * j + 1] = __uint_as_float(p.w[j] & 0xffff0000u);
-        } else {
-            x[2 * j] = __half2float(__ushort_as_half((unsigned short)(p.w[j] & 0xffffu)));
-            x[2 * j + 1] = __half2float(__ushort_as_half((unsigned short)(p.w[j] >> 16)));
-        }
-    }
-}
-
-static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) {
-    mti_words p;
-    MT_DEVICE_UNROLL
-    for (int j = 0; j < 4; j++) {
-        unsigned low, high;
-        if (dtype == MT_BF16) {
-            low = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j]));
-            high = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j + 1]));
-        } else {
-            low = __half_as_ushort(__float2half_rn(x[2 * j]));
-            high = __half_as_ushort(__float2half_rn(x[2 * j + 1]));
-        }
-        p.w[j] = low | high << 16;
-    }
-    return p;
-}
-
-/* n <= MTI_CHUNK elements from (row, col) on; WIDE says that whole chunks are aligned. What is past n is 0. */
-template <bool WIDE>
-static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
-    if (WIDE && n == MTI_CHUNK) {
-        int64_t i = row * v.ld + col;
-        if (v.dtype == MT_F32) {
-            float4 a = *(const float4 *)((const float *)v.data + i),
-                   b = *(const float4 *)((const float *)v.data + i + 4);
-            x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-        } else {
-            mti_unpack(v.dtype, *(const mti_words *)((const uint16_t *)v.data + i), x);
-        }
-        return;
-    }
-    MT_DEVICE_UNROLL
-    for (int j = 0; j < MTI_CHUNK; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
-}
-
-template <bool WIDE>
-static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
-    if (WIDE && n == MTI_CHUNK) {
-        int64_t i = row * v.ld + col;
-        if (v.dtype == MT_F32) {
-            *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
-            *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
-        } else {
-            *(mti_words *)((uint16_t *)v.data + i) = mti_pack(v.dtype, x);
-        }
-        return;
-    }
-    MT_DEVICE_UNROLL
-    for (int j = 0; j < MTI_CHUNK; j++)
-        if (j < n) mti_put(v, row, col + j, x[j]);
-}
-
-/* Whether chunks of a view may be moved 16 bytes at a time. A view that is not there does not mind. */
-static int mti_is_wide(mt_tensor t) {
-    size_t size = mt_dtype_size(t.dtype);
-    if (!t.data) return 1;
-    return (uintptr_t)t.data % 16 == 0 && (t.rows <= 1 || (size_t)mt_tensor_ld(t) * size % 16 == 0);
-}
-
-/* ---- >>cuda-map: element by element ------------------------------------------------------------------------------ */
-
-/* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. */
-template <bool WIDE, typename Op>
-static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
-    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
-        op.template run<WIDE>(row, col, mti_chunk(cols, col));
-    }
-}
-
-/* Kernels walk through what is more than their grid: it has at most so many blocks. */
-#ifndef MTI_GRID_MAX
-#define MTI_GRID_MAX 65535
-#endif
-
-static unsigned mti_grid(int64_t items, int64_t per_block) {
-    int64_t blocks = (items + per_block - 1) / per_block;
-    return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
-}
-
-template <typename Op>
-static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
-    int64_t items = rows * ((cols + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned block = (unsigned)mt_min(256, mt_round_up(items, 32)), grid = mti_grid(items, 256);
-    if (items == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    if (wide) MT_LAUNCH_KERNEL((mti_map_kernel<true, Op>), grid, block, 0, ctx->stream, op, rows, cols);
-    else MT_LAUNCH_KERNEL((mti_map_kernel<false, Op>), grid, block, 0, ctx->stream, op, rows, cols);
-    return mt_cuda_launched(ctx, name);
-}
-
-struct mti_fill_op {
-    mti_view y;
-    float value;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK];
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = value;
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_fill(mt_context *ctx, mt_tensor y, float value) {
-    mti_fill_op op = {mti_view_of(y), value};
-    return mti_map(ctx, "mt_fill", op, mti_is_wide(y), y.rows, y.cols);
-}
-
-/* y = a + b; with b not there a conversion */
-struct mti_add_op {
-    mti_view a, b, y;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], z[MTI_CHUNK];
-        mti_load<WIDE>(a, row, col, n, x);
-        if (b.data) {
-            mti_load<WIDE>(b, row, col, n, z);
-            for (int j = 0; j < MTI_CHUNK; j++) x[j] += z[j];
-        }
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mti_add_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y)};
-    return mti_map(ctx, "mt_add", op, mti_is_wide(a) && mti_is_wide(b) && mti_is_wide(y), y.rows, y.cols);
-}
-
-/* ---- >>cuda-columns: element by element, and sums over the rows -------------------------------------------------- */
-
-/* A block has MTI_LANES threads next to each other, for MTI_LANES * MTI_CHUNK columns, and MTI_DEEP of them below each
-   other, which share MTI_STRIP rows. Strips depend on the number of rows only, and meet in their order: the same bits
-   on every GPU. */
-#define MTI_LANES 32
-#define MTI_DEEP 8
-#define MTI_STRIP 64
-
-/* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols]. */
-template <bool WIDE, int SUMS, typename Op>
-static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
-    mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
-    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES *MTI_CHUNK);
-    int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
-    int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_CHUNK, first = (int64_t)blockIdx.y * MTI_STRIP;
-    int n = col < cols ? mti_chunk(cols, col) : 0;
-    float sums[SUMS][MTI_CHUNK] = {}, x[SUMS][MTI_CHUNK];
-    for (int r = deep; r < MTI_STRIP && n > 0 && first + r < rows; r += MTI_DEEP) {
-        op.template run<WIDE>(first + r, col, n, x);
-        for (int s = 0; s < SUMS; s++)
-            for (int j = 0; j < MTI_CHUNK; j++) sums[s][j] += x[s][j];
-    }
-    for (int s = 0; s < SUMS; s++) {
-        for (int j = 0; j < MTI_CHUNK; j++) shared[(deep * MTI_LANES + lane) * MTI_CHUNK + j] = sums[s][j];
-        __syncthreads();
-        for (int j = 0; j < n && deep == 0; j++) {
-            float sum = 0.0f;
-            for (int d = 0; d < MTI_DEEP; d++) sum += shared[(d * MTI_LANES + lane) * MTI_CHUNK + j];
-            partial[((int64_t)blockIdx.y * SUMS + s) * cols + col + j] = sum;
-        }
-        __syncthreads();
-    }
-}
-
-/* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d,
-   d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. */
-static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
-    mti_strips_kernel(const float *partial, int64_t strips, int64_t cols, mti_view first, mti_view second) {
-    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES);
-    int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
-    int64_t col = (int64_t)blockIdx.x * MTI_LANES + lane, sums = gridDim.y, s = blockIdx.y;
-    mti_view out = s == 0 ? first : second;
-    float sum = 0.0f, next[8];
-    for (int64_t i = deep; i < strips && col < cols; i += 8 * MTI_DEEP) {
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < 8; j++) {
-            int64_t strip = i + j * MTI_DEEP;
-            next[j] = strip < strips ? partial[(strip * sums + s) * cols + col] : 0.0f;
-        }
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < 8; j++) sum += next[j];
-    }
-    shared[threadIdx.x] = sum;
-    __syncthreads();
-    if (deep != 0 || col >= cols || !out.data) return;
-    for (int d = 1; d < MTI_DEEP; d++) sum += shared[d * MTI_LANES + lane];
-    mti_put(out, 0, col, mti_get(out, 0, col) + sum);
-}
-
-/* The sums, one or two, that kernels left in partial [strips, sums, cols] go to outs[s], where that is there. */
-static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums,
-                            int64_t cols, const mt_tensor *outs) {
-    MT_LAUNCH_KERNEL(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums),
-                     MTI_LANES * MTI_DEEP, 0, ctx->stream, (const float *)partial, strips, cols, mti_view_of(outs[0]),
-                     mti_view_of(outs[sums - 1]));
-    return mt_cuda_launched(ctx, name);
-}
-
-/* Adds the column sums to outs[s] where that is there. Scratch: [strips, SUMS, cols] floats in the arena. */
-template <int SUMS, typename Op>
-static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
-                             const mt_tensor *outs) {
-    int64_t strips = (rows + MTI_STRIP - 1) / MTI_STRIP;
-    dim3 grid((unsigned)((cols + MTI_LANES * MTI_CHUNK - 1) / (MTI_LANES * MTI_CHUNK)), (unsigned)strips);
-    size_t mark = mt_arena_mark(ctx);
-    void *memory = NULL;
-    if (rows == 0 || cols == 0) return MT_SUCCESS;
-    if (strips > 65535)
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %lld rows are more than %d on a GPU", name, (long long)rows,
-                       65535 * MTI_STRIP);
-    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * SUMS * cols) * sizeof(float), &memory));
-    MT_TRY(mt_cuda_enter(ctx));
-    if (wide)
-        MT_LAUNCH_KERNEL((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
-                         cols, (float *)memory);
-    else
-        MT_LAUNCH_KERNEL((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
-                         cols, (float *)memory);
-    MT_TRY(mt_cuda_launched(ctx, name));
-    MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
-    mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
-    return MT_SUCCESS;
-}
-
-/* ---- >>cuda-activation ------------------------------------------------------------------------------------------- */
-
-struct mti_bias_op { /* y += bias */
-    mti_view y, bias;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], b[MTI_CHUNK];
-        mti_load<WIDE>(y, row, col, n, x);
-        mti_load<WIDE>(bias, 0, col, n, b);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mti_bias_op op = {mti_view_of(y), mti_view_of(bias)};
-    return mti_map(ctx, "mt_bias_forward", op, mti_is_wide(y) && mti_is_wide(bias), y.rows, y.cols);
-}
-
-struct mti_value_op { /* the sums of dy itself */
-    mti_view dy;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
-        mti_load<WIDE>(dy, row, col, n, x[0]);
-    }
-};
-
-static mt_status mti_cuda_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mti_value_op op = {mti_view_of(dy)};
-    return mti_columns<1>(ctx, "mt_bias_backward", op, mti_is_wide(dy), dy.rows, dy.cols, &dbias);
-}
-
-static __device__ __forceinline__ float mti_act(int kind, float x) {
-    if (kind == MT_GELU_ERF) return 0.5f * x * erfcf(x * -0.70710678f); /* nothing cancels in the left tail */
-    if (kind == MT_GELU_TANH) return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    return x / (1.0f + expf(-x)); /* SiLU */
-}
-
-static __device__ __forceinline__ float mti_act_slope(int kind, float x) {
-    if (kind == MT_GELU_ERF) return 0.5f * erfcf(x * -0.70710678f) + x * 0.3989422804f * expf(-0.5f * x * x);
-    if (kind == MT_GELU_TANH) {
-        float s = 1.0f / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
-        return s + x * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * x * x);
-    }
-    float s = 1.0f / (1.0f + expf(-x));
-    return s * (1.0f + x * (1.0f - s));
-}
-
-struct mti_activation_op { /* h += bias, y = act(h); a gated one has its second half `width` columns further */
-    mti_view h, bias, y;
-    int kind;
-    int64_t width;
-    template <bool WIDE> __device__ void half(int64_t row, int64_t col, int n, float *x) const {
-        float b[MTI_CHUNK];
-        mti_load<WIDE>(h, row, col, n, x);
-        if (!bias.data) return;
-        mti_load<WIDE>(bias, 0, col, n, b);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
-        mti_store<WIDE>(h, row, col, n, x);
-    }
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], up[MTI_CHUNK];
-        half<WIDE>(row, col, n, x);
-        if (kind == MT_SWIGLU) half<WIDE>(row, col + width, n, up);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_act(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias,
-                                             mt_tensor y) {
-    mti_activation_op op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
-    int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_CHUNK == 0);
-    return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
-}
-
-/* x[0] and, for a gated one, x[1]: the gradients of the two halves of h. */
-struct mti_activation_backward_op {
-    mti_view h, dy, dh;
-    int kind;
-    int64_t width;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
-        float g[MTI_CHUNK], gate[MTI_CHUNK];
-        mti_load<WIDE>(dy, row, col, n, g);
-        mti_load<WIDE>(h, row, col, n, gate);
-        if (kind == MT_SWIGLU) {
-            float up[MTI_CHUNK];
-            mti_load<WIDE>(h, row, col + width, n, up);
-            for (int j = 0; j < MTI_CHUNK; j++) {
-                x[0][j] = g[j] * up[j] * mti_act_slope(kind, gate[j]);
-                x[1][j] = g[j] * mti_act(kind, gate[j]);
-            }
-            mti_store<WIDE>(dh, row, col + width, n, x[1]);
-        } else {
-            for (int j = 0; j < MTI_CHUNK; j++) x[0][j] = g[j] * mti_act_slope(kind, gate[j]);
-        }
-        mti_store<WIDE>(dh, row, col, n, x[0]);
-    }
-};
-
-static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy,
-                                              mt_tensor dh, mt_tensor dbias) {
-    mti_activation_backward_op op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind, dy.cols};
-    int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_CHUNK == 0);
-    mt_tensor outs[2];
-    outs[0] = dbias.data ? mt_tensor_cols(dbias, 0, dy.cols) : dbias;
-    if (kind != MT_SWIGLU) return mti_columns<1>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
-    outs[1] = dbias.data ? mt_tensor_cols(dbias, dy.cols, dy.cols) : dbias;
-    return mti_columns<2>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
-}
-
-/* ---- >>cuda-rows: one block for each row ------------------------------------------------------------------------- */
-
-#define MTI_ROW_THREADS 256 /* at most; narrow rows take fewer */
-
-static unsigned mti_row_threads(int64_t cols) {
-    return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
-}
-
-static __device__ __forceinline__ float mti_warp_sum(float x) {
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
-    return x;
-}
-
-static __device__ __forceinline__ float mti_warp_max(float x) {
-    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
-    return x;
-}
-
-/* The sums of a and b over all threads of the block, for every thread. shared: 64 floats. */
-static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float *shared) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
-    a = mti_warp_sum(a);
-    b = mti_warp_sum(b);
-    if (lane == 0) {
-        shared[warp] = a;
-        shared[32 + warp] = b;
-    }
-    __syncthreads();
-    a = lane < warps ? shared[lane] : 0.0f;
-    b = lane < warps ? shared[32 + lane] : 0.0f;
-    a = mti_warp_sum(a);
-    b = mti_warp_sum(b);
-    __syncthreads(); /* shared may be used again */
-    return make_float2(a, b);
-}
-
-/* KEPT chunks of the row stay in a thread's registers, so that x is read once; what is wider is read again. */
-#define MTI_KEPT 4
-
-struct mti_norm_op {
-    mti_view x, gain, bias, y, stats;
-    float eps;
-    int centered; /* LayerNorm: the mean is taken off */
-};
-
-template <bool WIDE>
-static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t row, int64_t cols, int64_t chunk,
-                                                     float *out) {
-    int64_t col = chunk * MTI_CHUNK;
-    mti_load<WIDE>(x, row, col, mti_chunk(cols, col), out);
-}
-
-template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
-    MT_SHARED(float, shared, 64);
-    int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    float kept[MTI_KEPT][MTI_CHUNK], c[MTI_CHUNK], sum = 0.0f, squares = 0.0f, mean = 0.0f;
-    int k = 0;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
-        mti_row_chunk<WIDE>(op.x, row, cols, i, c);
-        MT_DEVICE_UNROLL
-        for (int q = 0; q < MTI_KEPT; q++)
-            for (int j = 0; j < MTI_CHUNK; j++)
-                if (q == k) kept[q][j] = c[j];
-        for (int j = 0; j < MTI_CHUNK; j++) sum += c[j];
-    }
-    if (op.centered) mean = mti_block_sums(sum, 0.0f, shared).x / (float)cols;
-    k = 0;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
-        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
-        MT_DEVICE_UNROLL
-        for (int q = 0; q < MTI_KEPT; q++)
-            for (int j = 0; j < MTI_CHUNK; j++)
-                if (q == k) c[j] = kept[q][j];
-        for (int j = 0; j < MTI_CHUNK; j++)
-            if (i * MTI_CHUNK + j < cols) squares += (c[j] - mean) * (c[j] - mean);
-    }
-    float rstd = 1.0f / sqrtf(mti_block_sums(squares, 0.0f, shared).x / (float)cols + op.eps);
-    if (threadIdx.x == 0 && op.stats.data) {
-        mti_put(op.stats, row, 0, mean);
-        mti_put(op.stats, row, 1, rstd);
-    }
-    k = 0;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
-        float g[MTI_CHUNK], b[MTI_CHUNK];
-        int64_t col = i * MTI_CHUNK;
-        int n = mti_chunk(cols, col);
-        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
-        MT_DEVICE_UNROLL
-        for (int q = 0; q < MTI_KEPT; q++)
-            for (int j = 0; j < MTI_CHUNK; j++)
-                if (q == k) c[j] = kept[q][j];
-        mti_load<WIDE>(op.gain, 0, col, n, g);
-        if (op.bias.data) mti_load<WIDE>(op.bias, 0, col, n, b);
-        for (int j = 0; j < MTI_CHUNK; j++) c[j] = (c[j] - mean) * rstd * g[j] + (op.bias.data ? b[j] : 0.0f);
-        mti_store<WIDE>(op.y, row, col, n, c);
-    }
-}
-
-static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
-                                       float eps, mt_tensor y, mt_tensor stats) {
-    mti_norm_op op = {mti_view_of(x),       mti_view_of(gain),  mti_view_of(bias),
-                      mti_view_of(y),       mti_view_of(stats), eps,
-                      kind == MT_LAYER_NORM};
-    if (x.rows == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    if (mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(bias) && mti_is_wide(y))
-        MT_LAUNCH_KERNEL(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
-    else
-        MT_LAUNCH_KERNEL(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
-    return mt_cuda_launched(ctx, "mt_norm_forward");
-}
-
-/* What every GPU from sm_75 on grants a block, and what this one grants, beside what a kernel declares itself. The size
-   of the arena depends on the former only, so that it can be planned. */
-#define MTI_SHARED_LEAST ((size_t)62 << 10)
-
-static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
-    int most = 0;
-    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx->ordinal));
-    *bytes = (size_t)most - 2048;
-    return MT_SUCCESS;
-}
-
-/* A kernel must say so when it is going to ask for more than 48 KiB. */
-template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
-    if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
-    MT_CUDA_TRY(ctx,
-                cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    return MT_SUCCESS;
-}
-
-/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then
-   of dbias, each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one
-   thread. */
-struct mti_norm_sums {
-    float4 *data;
-    int chunks;
-    __device__ void add(int part, int i, const float *x) const {
-        float4 *p = data + part * chunks + i, v = *p;
-        *p = make_float4(v.x + x[0], v.y + x[1], v.z + x[2], v.w + x[3]);
-    }
-};
-
-struct mti_norm_means {
-    float mean, rstd;      /* of x */
-    float mean_g, mean_gx; /* of g = dy * gain, and of g * xhat */
-};
-
-struct mti_norm_backward_op {
-    mti_view x, gain, stats, dy, dresidual, dx;
-    int centered;
-
-    /* Adds up g and g * xhat over a chunk of a row; what is past its end is 0. */
-    template <bool WIDE>
-    __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d, float *sum_g,
-                         float *sum_gx) const {
-        float g[MTI_CHUNK];
-        mti_load<WIDE>(gain, 0, col, n, g);
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            *sum_g += d[j] * g[j];
-            *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
-        }
-    }
-    /* dx of a chunk of x (v) and dy (d), and what it adds to the sums */
-    template <bool WIDE>
-    __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
-                          const float *d) const {
-        float g[MTI_CHUNK], r[MTI_CHUNK], dg[MTI_CHUNK];
-        mti_load<WIDE>(gain, 0, (int64_t)i * MTI_CHUNK, n, g);
-        if (dresidual.data) mti_load<WIDE>(dresidual, row, (int64_t)i * MTI_CHUNK, n, r);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            float xhat = (v[j] - m.mean) * m.rstd;
-            dg[j] = d[j] * xhat;
-            v[j] = m.rstd * (d[j] * g[j] - m.mean_g - xhat * m.mean_gx) + (dresidual.data ? r[j] : 0.0f);
-        }
-        mti_store<WIDE>(dx, row, (int64_t)i * MTI_CHUNK, n, v);
-        sums.add(0, i, dg);
-        sums.add(1, i, dg + 4);
-        sums.add(2, i, d);
-        sums.add(3, i, d + 4);
-    }
-};
-
-#define MTI_NORM_STRIP 16
-#define MTI_NORM_THREADS 512
-#define MTI_NORM_KEPT 2
-
-/* A row: x and dy are read once and stay in registers, except for what is wider than MTI_NORM_KEPT chunks per thread.
- */
-template <bool WIDE>
-static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row, int64_t cols,
-                                                             const mti_norm_sums &sums, float *shared) {
-    int rest = MTI_NORM_KEPT * (int)blockDim.x + (int)threadIdx.x;
-    float v[MTI_NORM_KEPT][MTI_CHUNK], d[MTI_NORM_KEPT][MTI_CHUNK], wide_v[MTI_CHUNK], wide_d[MTI_CHUNK];
-    float sum_g = 0.0f, sum_gx = 0.0f;
-    mti_norm_means m = {op.centered ? mti_get(op.stats, row, 0) : 0.0f, mti_get(op.stats, row, 1), 0.0f, 0.0f};
-    MT_DEVICE_UNROLL
-    for (int q = 0; q < MTI_NORM_KEPT; q++) {
-        int i = q * (int)blockDim.x + (int)threadIdx.x;
-        if (i >= sums.chunks) continue;
-        mti_row_chunk<WIDE>(op.x, row, cols, i, v[q]);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, d[q]);
-        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q], &sum_g, &sum_gx);
-    }
-    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
-        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
-        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d, &sum_g,
-                      &sum_gx);
-    }
-    float2 total = mti_block_sums(sum_g, sum_gx, shared);
-    m.mean_g = op.centered ? total.x / (float)cols : 0.0f;
-    m.mean_gx = total.y / (float)cols;
-    MT_DEVICE_UNROLL
-    for (int q = 0; q < MTI_NORM_KEPT; q++) {
-        int i = q * (int)blockDim.x + (int)threadIdx.x;
-        if (i < sums.chunks) op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q]);
-    }
-    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
-        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
-        op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d);
-    }
-}
-
-/* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too
-   wide for that; partial [strips, 2, cols]. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_NORM_THREADS)
-    mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
-    MT_SHARED(float, shared, 64);
-    MT_DYN_SHARED(float4, room);
-    int chunks = (int)((cols + MTI_CHUNK - 1) / MTI_CHUNK);
-    int64_t first = (int64_t)blockIdx.x * MTI_NORM_STRIP;
-    mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * chunks : room, chunks};
-    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
-        for (int part = 0; part < 4; part++) sums.data[part * chunks + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int64_t row = first; row < rows && row < first + MTI_NORM_STRIP; row++)
-        mti_norm_backward_row<WIDE>(op, row, cols, sums, shared);
-    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
-        for (int part = 0; part < 4; part++) {
-            float4 v = sums.data[part * chunks + i];
-            float x[4] = {v.x, v.y, v.z, v.w};
-            int64_t col = (int64_t)i * MTI_CHUNK + part % 2 * 4, to = ((int64_t)blockIdx.x * 2 + part / 2) * cols + col;
-            MT_DEVICE_UNROLL
-            for (int j = 0; j < 4; j++)
-                if (col + j < cols) partial[to + j] = x[j];
-        }
-}
-
-/* Two chunks for a thread, so that more blocks fit, but at least 128 threads where the row has work for them. */
-static unsigned mti_norm_threads(int64_t cols) {
-    int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((chunks + 1) / MTI_NORM_KEPT, mt_min(chunks, 128))),
-                                 32);
-}
-
-template <bool WIDE>
-static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
-                                          size_t bytes, void *partial, void *spare) {
-    size_t most = 0;
-    MT_TRY(mti_shared_most(ctx, &most));
-    if (bytes <= most) spare = NULL;
-    if (spare) bytes = 0;
-    MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<WIDE>, bytes));
-    MT_LAUNCH_KERNEL(mti_norm_backward_kernel<WIDE>, (unsigned)((rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP),
-                     mti_norm_threads(cols), bytes, ctx->stream, op, rows, cols, (float *)partial, (float4 *)spare);
-    return mt_cuda_launched(ctx, "mt_norm_backward");
-}
-
-static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
-                                        mt_tensor stats, mt_tensor dy, mt_tensor dresidual, mt_tensor dx,
-                                        mt_tensor dgain, mt_tensor dbias) {
-    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mt_round_up(x.cols, MTI_CHUNK) * 2 * sizeof(float);
-    int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
-    int wide = mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(dy) && mti_is_wide(dresidual) && mti_is_wide(dx);
-    mti_norm_backward_op op = {mti_view_of(x),         mti_view_of(gain), mti_view_of(stats),   mti_view_of(dy),
-                               mti_view_of(dresidual), mti_view_of(dx),   kind == MT_LAYER_NORM};
-    mt_tensor outs[2];
-    void *partial = NULL, *spare = NULL;
-    outs[0] = dgain;
-    outs[1] = dbias;
-    if (x.rows == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
-    if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, (size_t)strips * bytes, &spare));
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY((wide ? mti_norm_backward_launch<true> : mti_norm_backward_launch<false>)(ctx, op, x.rows, x.cols, bytes,
-                                                                                     partial, spare));
-    MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips, 2, x.cols, outs));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* ---- >>cuda-random ----------------------------------------------------------------------------------------------- */
-
-static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t stream, uint64_t seed, uint32_t *out) {
-    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    MT_DEVICE_UNROLL
-    for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)b;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)a;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
-}
-
-/* The words of global elements [e, e + MTI_CHUNK), block by block of four: choosing them by comparison keeps them in
-   registers. */
-static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
-    int skip = (int)(e & 3);
-    MT_DEVICE_UNROLL
-    for (int b = 0; b < 3; b++) {
-        uint32_t block[4] = {0};
-        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, block);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            int lane = j + skip - 4 * b;
-            uint32_t low = lane & 1 ? block[1] : block[0], high = lane & 1 ? block[3] : block[2];
-            if (lane >= 0 && lane < 4) out[j] = lane & 2 ? high : low;
-        }
-    }
-}
-
-static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t row, int64_t col) {
-    return (uint64_t)((at.first_row + row) * at.global_cols + at.first_col + col);
-}
-
-struct mti_normal_op {
-    mti_view y;
-    mt_random at;
-    double std;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        uint64_t first = mti_element_of(at, row, col);
-        float x[MTI_CHUNK];
-        for (int j = 0; j < n; j++) {
-            uint64_t e = first + (uint64_t)j;
-            uint32_t words[4];
-            mti_philox(e >> 2, at.stream, at.seed, words);
-            uint32_t even = e & 2 ? words[2] : words[0], odd = e & 2 ? words[3] : words[1];
-            const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
-            double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)),
-                   angle = two_pi * ((double)odd + 0.5) * unit;
-            x[j] = (float)(radius * (e & 1 ? sin(angle) : cos(angle)));
-        }
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    mti_normal_op op = {mti_view_of(y), at, (double)std};
-    return mti_map(ctx, "mt_random_normal", op, mti_is_wide(y), y.rows, y.cols);
-}
-
-/* ---- >>cuda-dropout ---------------------------------------------------------------------------------------------- */
-
-struct mti_drop {
-    mt_random at;
-    uint32_t threshold;
-    float scale;
-    int on;
-    __device__ void apply(int64_t row, int64_t col, float *x) const {
-        uint32_t words[MTI_CHUNK];
-        if (!on) return;
-        mti_words_of(at, mti_element_of(at, row, col), words);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = words[j] < threshold ? 0.0f : x[j] * scale;
-    }
-};
-
-static mti_drop mti_drop_of(mt_dropout dropout) {
-    mti_drop d = {dropout.at, mti_dropout_threshold(dropout.p), mti_dropout_scale(dropout.p), dropout.p > 0.0f};
-    return d;
-}
-
-struct mti_dropout_op { /* y = residual + dropout(x + bias) */
-    mti_view x, bias, residual, y;
-    mti_drop drop;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float v[MTI_CHUNK], w[MTI_CHUNK];
-        mti_load<WIDE>(x, row, col, n, v);
-        if (bias.data) {
-            mti_load<WIDE>(bias, 0, col, n, w);
-            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
-        }
-        drop.apply(row, col, v);
-        if (residual.data) {
-            mti_load<WIDE>(residual, row, col, n, w);
-            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
-        }
-        mti_store<WIDE>(y, row, col, n, v);
-    }
-};
-
-static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
-                                                   mt_dropout dropout, mt_tensor y) {
-    mti_dropout_op op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y),
-                         mti_drop_of(dropout)};
-    int wide = mti_is_wide(x) && mti_is_wide(bias) && mti_is_wide(residual) && mti_is_wide(y);
-    return mti_map(ctx, "mt_bias_dropout_add_forward", op, wide, x.rows, x.cols);
-}
-
-struct mti_dropout_backward_op {
-    mti_view dy, dx;
-    mti_drop drop;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
-        mti_load<WIDE>(dy, row, col, n, x[0]);
-        drop.apply(row, col, x[0]);
-        mti_store<WIDE>(dx, row, col, n, x[0]);
-    }
-};
-
-static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
-                                                    mt_tensor dbias) {
-    mti_dropout_backward_op op = {mti_view_of(dy), mti_view_of(dx), mti_drop_of(dropout)};
-    return mti_columns<1>(ctx, "mt_bias_dropout_add_backward", op, mti_is_wide(dy) && mti_is_wide(dx), dy.rows, dy.cols,
-                          &dbias);
-}
-
-/* ---- >>cuda-embedding -------------------------------------------------------------------------------------------- */
-
-struct mti_embedding_op {
-    mti_view table, y;
-    const int32_t *ids;
-    int64_t first_row, table_rows;
-    float beta;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK] = {}, old[MTI_CHUNK];
-        int64_t at = ids[row] - first_row;
-        if (at >= 0 && at < table_rows) mti_load<WIDE>(table, at, col, n, x);
-        if (beta != 0.0f) {
-            mti_load<WIDE>(y, row, col, n, old);
-            for (int j = 0; j < MTI_CHUNK; j++) x[j] += beta * old[j];
-        }
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
-                                            float beta, mt_tensor y) {
-    mti_embedding_op op = {mti_view_of(table), mti_view_of(y), ids, first_row, table.rows, beta};
-    return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
-}
-
-/* next[i]: the next token with the id of token i, or count; first[i]: no earlier token has it. */
-static __global__ void __launch_bounds__(256)
-    mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next, int32_t *first) {
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        int64_t j = 0;
-        while (j < i && ids[j] != ids[i]) j++;
-        first[i] = j == i;
-        for (j = i + 1; j < count && ids[j] != ids[i]; j++) continue;
-        next[i] = (int32_t)j;
-    }
-}
-
-/* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row.
- */
-struct mti_embedding_backward_op {
-    mti_view dy, dtable;
-    const int32_t *ids, *next, *first;
-    int64_t first_row, table_rows, tokens;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float sum[MTI_CHUNK], x[MTI_CHUNK];
-        int64_t at = ids[row] - first_row;
-        if (!first[row] || at < 0 || at >= table_rows) return;
-        mti_load<WIDE>(dtable, at, col, n, sum);
-        for (int64_t i = row; i < tokens; i = next[i]) {
-            mti_load<WIDE>(dy, i, col, n, x);
-            for (int j = 0; j < MTI_CHUNK; j++) sum[j] += x[j];
-        }
-        mti_store<WIDE>(dtable, at, col, n, sum);
-    }
-};
-
-static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
-                                             mt_tensor dtable) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor chain = mt_none();
-    int count = (int)dy.rows;
-    mt_status status;
-    if (count == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, 2, count, &chain));
-    int32_t *next = (int32_t *)chain.data, *first = next + count;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_chain_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, next, first);
-    MT_TRY(mt_cuda_launched(ctx, "mt_embedding_backward"));
-    mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids,         next,
-                                    first,           first_row,           dtable.rows, dy.rows};
-    status = mti_map(ctx, "mt_embedding_backward", op, mti_is_wide(dy) && mti_is_wide(dtable), dy.rows, dy.cols);
-    mt_arena_release(ctx, mark);
-    return status;
-}
-
-static __global__ void __launch_bounds__(256)
-    mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    for (; i < count; i += step) ids[i] = (int32_t)((first + i) % seq);
-}
-
-static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
-    if (count == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, ctx->stream, first_token, seq, ids, count);
-    return mt_cuda_launched(ctx, "mt_position_ids");
-}
-
-/* ---- >>cuda-cross-entropy ---------------------------------------------------------------------------------------- */
-
-struct mti_ce {
-    mti_view logits, stats, lse, dloss;
-    const int32_t *targets;
-    mt_cross_entropy_shape shape;
-    int64_t real; /* columns that are not padding */
-    float scale;
-    int32_t ignore;
-
-    __device__ int64_t target_of(int64_t row) const { /* its column here, or -1 */
-        int64_t col = (int64_t)targets[row] - shape.first_col;
-        return targets[row] != ignore && col >= 0 && col < real ? col : -1;
-    }
-    __device__ float loss_of(int64_t row, float top, float log_sum, float target, float plain) const {
-        float value = log_sum + (1.0f - shape.label_smoothing) * (top - target);
-        if (shape.label_smoothing > 0.0f) value += shape.label_smoothing * (top - plain / (float)shape.vocab);
-        return targets[row] == ignore ? 0.0f : value;
-    }
-    /* The logits of row, which are in `row_from` of `from`, become their gradient. */
-    template <bool WIDE>
-    __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
-                             float log_sum) const {
-        float x[MTI_CHUNK], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
-        float even = shape.label_smoothing / (float)shape.vocab;
-        int64_t target = target_of(row);
-        int ignored = targets[row] == ignore, count = col >= real ? 0 : col + n <= real ? n : (int)(real - col);
-        mti_load<WIDE>(from, row_from, col, count, x);
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            float g = factor * (expf((x[j] - top) - log_sum) - even);
-            if (col + j == target) g -= factor * (1.0f - shape.label_smoothing);
-            x[j] = ignored || j >= count ? 0.0f : g;
-        }
-        mti_store<WIDE>(logits, row, col, n, x);
-    }
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        gradient<WIDE>(logits, row, row, col, n, mti_get(lse, 0, row), mti_get(lse, 1, row));
-    }
-};
-
-#define MTI_CE_THREADS 1024 /* at most; rows are wide, and one may take a multiprocessor's shared memory for itself */
-
-static unsigned mti_ce_threads(int64_t cols) {
-    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
-}
-
-/* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of
-   exponentials against it. The row stays in kept, when that is there. */
-template <bool WIDE>
-static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
-    MT_SHARED(float, shared, 64);
-    MT_SHARED(float, tops, 32);
-    MT_SHARED(float, hit, 1);
-    int64_t chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK, target = c.target_of(row);
-    float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
-        float before = top;
-        int n = mti_chunk(c.real, i * MTI_CHUNK);
-        mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
-        if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_CHUNK, n, x);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
-        if (before != -INFINITY) sum *= expf(before - top);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            sum += top == -INFINITY || j >= n ? 0.0f : expf(x[j] - top);
-            plain += x[j];
-        }
-    }
-    float all = mti_warp_max(top);
-    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
-    if (threadIdx.x == 0) *hit = target >= 0 ? mti_get(c.logits, row, target) : 0.0f; /* before gradients are written */
-    __syncthreads();
-    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
-    float2 sums = mti_block_sums(top == -INFINITY ? 0.0f : sum * expf(top - all), plain, shared);
-    return make_float4(all, sums.x, *hit, sums.y);
-}
-
-template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti_ce c) {
-    mti_view none = {NULL, 0, 0};
-    float4 s = mti_ce_row<WIDE>(c, blockIdx.x, none);
-    if (threadIdx.x != 0) return;
-    mti_put(c.stats, blockIdx.x, 0, s.x);
-    mti_put(c.stats, blockIdx.x, 1, s.y);
-    mti_put(c.stats, blockIdx.x, 2, s.z);
-    mti_put(c.stats, blockIdx.x, 3, s.w);
-}
-
-/* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is
-   read again, while it is in the L2 cache. A thread reads back what it wrote itself. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_CE_THREADS)
-    mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
-    MT_DYN_SHARED(char, room);
-    int64_t row = blockIdx.x, row_from = keep ? 0 : row;
-    mti_view kept = {keep ? room : NULL, 0, c.logits.dtype},
-             from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
-    float4 s = mti_ce_row<WIDE>(c, row, kept);
-    float log_sum = logf(s.y);
-    if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
-    for (int64_t col = (int64_t)threadIdx.x * MTI_CHUNK; col < cols; col += (int64_t)blockDim.x * MTI_CHUNK)
-        c.gradient<WIDE>(from, row_from, row, col, mti_chunk(cols, col), s.x, log_sum);
-}
-
-static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets) {
-    mti_ce c;
-    memset(&c, 0, sizeof c);
-    c.logits = mti_view_of(logits);
-    c.targets = targets;
-    c.shape = *s;
-    c.real = mti_real_columns(s, logits.cols);
-    c.ignore = mt_ignore_index(s->ignore_index);
-    return c;
-}
-
-static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
-                                              const int32_t *targets, mt_tensor stats) {
-    mti_ce c = mti_ce_of(s, logits, targets);
-    c.stats = mti_view_of(stats);
-    if (logits.rows == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    if (mti_is_wide(logits))
-        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
-                         c);
-    else
-        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
-                         c);
-    return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
-}
-
-template <bool WIDE>
-static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
-    size_t bytes = (size_t)mt_round_up(logits.cols, MTI_CHUNK) * mt_dtype_size(logits.dtype), most = 0;
-    MT_TRY(mti_shared_most(ctx, &most));
-    int keep = bytes <= most;
-    if (!keep) bytes = 0;
-    MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
-    MT_LAUNCH_KERNEL(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes, ctx->stream, c,
-                     logits.cols, mti_view_of(loss), keep);
-    return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
-}
-
-static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
-                                        const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
-    mti_ce c = mti_ce_of(s, logits, targets);
-    c.dloss = mti_view_of(dloss);
-    c.scale = scale;
-    if (logits.rows == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
-}
-
-/* Joins the shards of token i in the tree of mti_stats_tree: a binary counter of subtrees. */
-static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
-                                      const mti_view &loss) {
-    float stack[MTI_TREE_DEPTH][4], x[4];
-    int depth = 0;
-    for (int64_t s = 0; s <= shards; s++) {
-        int64_t joins = s;
-        if (s < shards)
-            for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
-        else if (depth > 0)
-            for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
-        if (s == shards) depth--; /* what is left over is joined from the right */
-        while (depth > 0 && (s == shards || (joins & 1))) {
-            float *l = stack[--depth], top = fmaxf(l[0], x[0]);
-            x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
-            x[0] = top;
-            x[2] = l[2] + x[2];
-            x[3] = l[3] + x[3];
-            joins >>= 1;
-        }
-        for (int q = 0; q < 4 && s < shards; q++) stack[depth][q] = x[q];
-        if (s < shards) depth++;
-    }
-    float log_sum = logf(x[1]);
-    mti_put(loss, 0, i, c.loss_of(i, x[0], log_sum, x[2], x[3]));
-    mti_put(c.lse, 0, i, x[0]);
-    mti_put(c.lse, 1, i, log_sum);
-}
-
-static __global__ void __launch_bounds__(128)
-    mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    for (; i < tokens; i += step) mti_ce_combine(c, shards, tokens, i, loss);
-}
-
-static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor gathered,
-                                                int64_t shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    mti_ce c = mti_ce_of(s, gathered, targets);
-    c.stats = mti_view_of(gathered);
-    c.lse = mti_view_of(lse);
-    if (loss.cols == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, ctx->stream, c, shards, loss.cols,
-                     mti_view_of(loss));
-    return mt_cuda_launched(ctx, "mt_cross_entropy_combine");
-}
-
-static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
-                                                 const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
-    mti_ce c = mti_ce_of(s, logits, targets);
-    c.lse = mti_view_of(lse);
-    c.dloss = mti_view_of(dloss);
-    c.scale = scale;
-    return mti_map(ctx, "mt_cross_entropy_backward", c, mti_is_wide(logits), logits.rows, logits.cols);
-}
-
-/* ---- >>cuda-adamw ------------------------------------------------------------------------------------------------ */
-
-template <bool STOCHASTIC> struct mti_adamw_op {
-    mti_view param, master, grad, m, v;
-    mti_adamw a;
-    mt_random at;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float p[MTI_CHUNK], g[MTI_CHUNK], first[MTI_CHUNK], second[MTI_CHUNK];
-        mti_load<WIDE>(master.data ? master : param, row, col, n, p);
-        mti_load<WIDE>(grad, row, col, n, g);
-        mti_load<WIDE>(m, row, col, n, first);
-        mti_load<WIDE>(v, row, col, n, second);
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            float scaled = a.grad_scale * g[j];
-            first[j] = a.beta1 * first[j] + a.one_minus_beta1 * scaled;
-            second[j] = a.beta2 * second[j] + a.one_minus_beta2 * (scaled * scaled);
-            p[j] = a.keep * p[j] - a.step_size * first[j] / (sqrtf(second[j]) * a.inverse_root2 + a.eps);
-        }
-        if (master.data) mti_store<WIDE>(master, row, col, n, p);
-        mti_store<WIDE>(m, row, col, n, first);
-        mti_store<WIDE>(v, row, col, n, second);
-        if (STOCHASTIC) {
-            uint32_t words[MTI_CHUNK];
-            mti_words_of(at, mti_element_of(at, row, col), words);
-            for (int j = 0; j < MTI_CHUNK; j++) p[j] = mti_round_stochastic(param.dtype, p[j], words[j]);
-        }
-        mti_store<WIDE>(param, row, col, n, p);
-    }
-};
-
-template <bool STOCHASTIC>
-static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
-                                mt_tensor grad, mt_tensor m, mt_tensor v) {
-    int wide = mti_is_wide(param) && mti_is_wide(master) && mti_is_wide(grad) && mti_is_wide(m) && mti_is_wide(v);
-    mti_adamw_op<STOCHASTIC> op;
-    op.param = mti_view_of(param);
-    op.master = mti_view_of(master);
-    op.grad = mti_view_of(grad);
-    op.m = mti_view_of(m);
-    op.v = mti_view_of(v);
-    op.a = mti_adamw_resolve(hyper);
-    if (STOCHASTIC) op.at = *hyper->stochastic_rounding;
-    return mti_map(ctx, "mt_adamw_step", op, wide, param.rows, param.cols);
-}
-
-/* ---- >>cuda-sum -------------------------------------------------------------------------------------------------- */
-
-#define MTI_SUM_BLOCKS 1024 /* at most; as the size says, not the GPU: the same bits on each */
-
-/* The sum over the block in double, for thread 0. */
-static __device__ __forceinline__ double mti_block_sum_double(double x, double *shared) {
-    shared[threadIdx.x] = x;
-    __syncthreads();
-    for (int half = (int)blockDim.x / 2; half > 0; half /= 2) {
-        if ((int)threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-        __syncthreads();
-    }
-    return shared[0];
-}
-
-/* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take
-   longer than its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody may
-   contract with an addition has the same bits whether chunks are wide or not. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(256)
-    mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
-    MT_SHARED(double, shared, 256);
-    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
-    double sum = 0.0;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
-        float c[MTI_CHUNK];
-        mti_load<WIDE>(x, row, col, mti_chunk(cols, col), c);
-        for (int j = 0; j < MTI_CHUNK; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
-        sum += (double)(((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])));
-    }
-    sum = mti_block_sum_double(sum, shared);
-    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-}
-
-static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
-    MT_SHARED(double, shared, 256);
-    double sum = 0.0;
-    for (int i = (int)threadIdx.x; i < blocks; i += 256) sum += partial[i];
-    sum = mti_block_sum_double(sum, shared);
-    if (threadIdx.x == 0) mti_put(out, 0, 0, (float)((double)mti_get(out, 0, 0) + sum));
-}
-
-static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
-    size_t mark = mt_arena_mark(ctx);
-    int64_t chunks = x.rows * ((x.cols + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned blocks = (unsigned)mt_min(MTI_SUM_BLOCKS, (chunks + 255) / 256);
-    void *partial = NULL;
-    if (chunks == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
-    MT_TRY(mt_cuda_enter(ctx));
-    if (mti_is_wide(x))
-        MT_LAUNCH_KERNEL(mti_sum_kernel<true>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
-                         (double *)partial);
-    else
-        MT_LAUNCH_KERNEL(mti_sum_kernel<false>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
-                         (double *)partial);
-    MT_TRY(mt_cuda_launched(ctx, "mt_sum"));
-    MT_LAUNCH_KERNEL(mti_sum_end_kernel, 1, 256, 0, ctx->stream, (const double *)partial, (int)blocks,
-                     mti_view_of(out));
-    mt_arena_release(ctx, mark);
-    return mt_cuda_launched(ctx, "mt_sum");
-}
-
-/* ---- >>cuda-rotary ----------------------------------------------------------------------------------------------- */
-
-/* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(256)
-    mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s, int64_t rows, float sign) {
-    unsigned half = (unsigned)s.head_dim / 2, chunks = (half + MTI_CHUNK - 1) / MTI_CHUNK;
-    unsigned turned = (unsigned)s.heads_per_group + 1,
-             items = (unsigned)s.groups * turned * chunks; /* all but the values */
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        int64_t position = row % s.seq;
-        for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
-            unsigned head = i / chunks, j = (i - head * chunks) * MTI_CHUNK, group = head / turned;
-            int64_t col = (int64_t)(head + group) * s.head_dim + j; /* a group has one head more */
-            float cosine[MTI_CHUNK], sine[MTI_CHUNK], low[MTI_CHUNK], high[MTI_CHUNK];
-            int n = mti_chunk(half, j);
-            mti_load<WIDE>(table, position, j, n, cosine);
-            mti_load<WIDE>(table, position, half + j, n, sine);
-            mti_load<WIDE>(qkv, row, col, n, low);
-            mti_load<WIDE>(qkv, row, col + half, n, high);
-            MT_DEVICE_UNROLL
-            for (int e = 0; e < MTI_CHUNK; e++) {
-                float x = low[e], y = high[e], t = sign * sine[e];
-                low[e] = x * cosine[e] - y * t;
-                high[e] = y * cosine[e] + x * t;
-            }
-            mti_store<WIDE>(qkv, row, col, n, low);
-            mti_store<WIDE>(qkv, row, col + half, n, high);
-        }
-    }
-}
-
-static __global__ void __launch_bounds__(256)
-    mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    for (; i < rows * half; i += step) {
-        int64_t row = i / half, j = i % half;
-        double angle = (double)row * pow(base, -2.0 * (double)j / (double)(2 * half));
-        mti_put(table, row, j, (float)cos(angle));
-        mti_put(table, row, half + j, (float)sin(angle));
-    }
-}
-
-static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor table) {
-    int64_t items = table.rows * (table.cols / 2);
-    if (items == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(table), table.rows,
-                     table.cols / 2, (double)base);
-    return mt_cuda_launched(ctx, "mt_rotary_table");
-}
-
-static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign,
-                                 mt_tensor qkv) {
-    int64_t half = s->head_dim / 2, items = s->groups * (s->heads_per_group + 1) * ((half + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned threads = (unsigned)mt_min(256, mt_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
-    int wide = half % MTI_CHUNK == 0 && mti_is_wide(qkv) && mti_is_wide(table);
-    if (qkv.rows * items == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    if (wide)
-        MT_LAUNCH_KERNEL(mti_rotary_kernel<true>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table),
-                         *s, qkv.rows, sign);
-    else
-        MT_LAUNCH_KERNEL(mti_rotary_kernel<false>, blocks, threads, 0, ctx->stream, mti_view_of(qkv),
-                         mti_view_of(table), *s, qkv.rows, sign);
-    return mt_cuda_launched(ctx, "mt_rotary");
-}
-
-/* ---- >>cuda-attention: the plain path ---------------------------------------------------------------------------- */
+/* On a GPU, the plain path: any type, any shape. */
 
 /* A warp for each query row (forward, dq) or key row (dk, dv) of a head; scores of 32 keys at a time, never a whole row
    of them. For floats, and for GPUs without the tensor core path. */
@@ -3307,202 +4129,7 @@ static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
     return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
 }
 
-/* ---- >>cuda-ptx: one wrapper for each instruction that C++ has no word for --------------------------------------- */
-
-#if !defined(MT_CUDA_ENGINE) /* tests/engine/ has its own */
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
-#else
-#define MTI_PTX_SM80(...) __trap() /* never launched there, see mti_flash_fits */
-#endif
-
-static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
-
-/* 16 bytes from global to shared memory, of which `bytes` are read and the rest is zero. */
-static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
-    MTI_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
-                 : "memory");
-}
-static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
-/* Until all but the last N committed groups of this thread have arrived. */
-template <int N> static __device__ __forceinline__ void mti_cp_async_wait() {
-    MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-/* Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. */
-static __device__ __forceinline__ void mti_ldmatrix_x4(uint32_t *r, const void *row) {
-    MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(mti_shared_address(row))
-                 : "memory");
-}
-static __device__ __forceinline__ void mti_ldmatrix_x4_trans(uint32_t *r, const void *row) {
-    MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(mti_shared_address(row))
-                 : "memory");
-}
-
-/* d [16, 8] += a [16, 16] b [16, 8] */
-static __device__ __forceinline__ void mti_mma_16816_bf16(float *d, const uint32_t *a, const uint32_t *b) {
-    MTI_PTX_SM80("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-static __device__ __forceinline__ void mti_mma_16816_f16(float *d, const uint32_t *a, const uint32_t *b) {
-    MTI_PTX_SM80("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-/* 2^x, within 2 units in the last place; subnormal results are 0. */
-static __device__ __forceinline__ float mti_ex2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#undef MTI_PTX_SM80
-#endif
-
-/* ---- >>cuda-tile: 16-bit tiles in shared memory, and their products on tensor cores ------------------------------ */
-
-/* A tile is [rows, D], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r) would: the
-   eight rows that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64 and of 128
-   elements begin in the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between two banks and
-   it counts pairs. */
-template <int D> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
-    return row * D + (chunk ^ (D % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
-}
-
-/* From mti_tile_at(row, 0 or 1) to the place `chunk` chunks further on, for an even chunk: mostly a constant. */
-template <int D> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
-    return D % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
-}
-
-/* Lanes that move a row piece by piece: in a piece the swizzle is all that differs between rows. */
-template <int D> static __device__ __forceinline__ constexpr int mti_tile_across() { return D % 64 == 0 ? 8 : 4; }
-
-/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become
- * zero. */
-template <int ROWS, int D, int THREADS>
-static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
-                                                      int end) {
-    constexpr int across = mti_tile_across<D>(), down = THREADS / across;
-    static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
-    int row = (int)threadIdx.x / across, chunk = (int)threadIdx.x % across;
-    tile += mti_tile_at<D>(row, chunk);
-    row += first;
-    from += row * ld + chunk * 8;
-    MT_DEVICE_UNROLL
-    for (int r = 0; r < ROWS; r += down) {
-        MT_DEVICE_UNROLL
-        for (int c = 0; c < D / 8; c += across)
-            mti_cp_async16(tile + r * D + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
-    }
-}
-
-template <bool BF16> static __device__ __forceinline__ void mti_mma(float *d, const uint32_t *a, const uint32_t *b) {
-    if (BF16) mti_mma_16816_bf16(d, a, b);
-    else mti_mma_16816_f16(d, a, b);
-}
-
-template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(float low, float high) {
-    uint32_t pair;
-    if (BF16) {
-        __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-        memcpy(&pair, &v, sizeof pair);
-    } else {
-        __half2 v = __floats2half2_rn(low, high);
-        memcpy(&pair, &v, sizeof pair);
-    }
-    return pair;
-}
-
-/* What a warp accumulates is [M * 16, N8 * 8]: float acc[M][N8][4]. Lane l has, of acc[m][n], rows m * 16 + l / 4
-   (elements 0 and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
-template <int M, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[M][N8][4]) {
-    MT_DEVICE_UNROLL
-    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
-}
-
-template <int M, int N8> static __device__ __forceinline__ void mti_tile_scale(float (&acc)[M][N8][4], float factor) {
-    MT_DEVICE_UNROLL
-    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
-}
-
-/* acc = a b^T with a tile a [M * 16, D] of the warp and a tile b [N8 * 8, D] of all. */
-template <int D, bool BF16, int M, int N8>
-static __device__ __forceinline__ void mti_tile_scores(float (&acc)[M][N8][4], const uint16_t *a, const uint16_t *b) {
-    int lane = (int)threadIdx.x & 31;
-    int a_at = mti_tile_at<D>(lane & 15, lane >> 4), b_at = mti_tile_at<D>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
-    mti_tile_zero(acc);
-    MT_DEVICE_UNROLL_2
-    for (int k = 0; k < D / 8; k += 2) {
-        uint32_t x[M][4], y[4];
-        MT_DEVICE_UNROLL
-        for (int m = 0; m < M; m++) mti_ldmatrix_x4(x[m], a + m * 16 * D + mti_tile_on<D>(a_at, k));
-        MT_DEVICE_UNROLL
-        for (int n = 0; n < N8; n += 2) {
-            mti_ldmatrix_x4(y, b + n * 8 * D + mti_tile_on<D>(b_at, k));
-            MT_DEVICE_UNROLL
-            for (int m = 0; m < M; m++) {
-                mti_mma<BF16>(acc[m][n], x[m], y);
-                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
-            }
-        }
-    }
-}
-
-/* acc += p b with p as mti_tile_scores leaves it, rounded to 16 bits, and a tile b [N8 * 8, D] of all: an accumulator's
-   layout is that of a first factor. */
-template <int D, bool BF16, int M, int N8>
-static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 8][4], const float (&p)[M][N8][4],
-                                                            const uint16_t *b) {
-    int lane = (int)threadIdx.x & 31, at = mti_tile_at<D>(lane & 15, lane >> 4);
-    MT_DEVICE_UNROLL
-    for (int k = 0; k < N8; k += 2) {
-        uint32_t x[M][4], y[4];
-        MT_DEVICE_UNROLL
-        for (int i = 0; i < M * 4; i++) {
-            const float *pair = p[i / 4][k + i % 4 / 2] + i % 2 * 2;
-            x[i / 4][i % 4] = mti_round_pair<BF16>(pair[0], pair[1]);
-        }
-        MT_DEVICE_UNROLL
-        for (int n = 0; n < D / 8; n += 2) {
-            mti_ldmatrix_x4_trans(y, b + k * 8 * D + mti_tile_on<D>(at, n));
-            MT_DEVICE_UNROLL
-            for (int m = 0; m < M; m++) {
-                mti_mma<BF16>(acc[m][n], x[m], y);
-                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
-            }
-        }
-    }
-}
-
-/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [M * 16, D] that only this warp uses.
- */
-template <int D, bool BF16, int M>
-static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 8][4], uint16_t *tile, uint16_t *to,
-                                                      int64_t ld, int rows) {
-    int lane = (int)threadIdx.x & 31, across = mti_tile_across<D>();
-    MT_DEVICE_UNROLL
-    for (int i = 0; i < M * D / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
-        int n = i % (D / 8), half = i / (D / 8);
-        const float *pair = acc[half / 2][n] + half % 2 * 2;
-        *(uint32_t *)(tile + mti_tile_at<D>(half * 8 + lane / 4, n) + lane % 4 * 2) =
-            mti_round_pair<BF16>(pair[0], pair[1]);
-    }
-    __syncwarp();
-    for (int row = lane / across; row < M * 16 && row < rows; row += 32 / across)
-        for (int c = lane % across; c < D / 8; c += across)
-            *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<D>(row, c));
-}
-
-/* ---- >>cuda-flash: attention on tensor cores --------------------------------------------------------------------- */
+/* On a GPU, the path on tensor cores. */
 
 /* FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Three kernels have the same form: a block
    keeps a tile of its own rows in shared memory and walks along tiles of the others, which cp.async brings while the
@@ -3977,7 +4604,7 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
     return mti_flash_run<mti_flash_backward>(a, f);
 }
 
-/* ---- >>cuda-attention, continued: which path --------------------------------------------------------------------- */
+/* On a GPU, which path. */
 
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_shape *s) {
     if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
@@ -4014,1212 +4641,8 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
     return mt_cuda_launched(a->ctx, "mt_attention_backward");
 }
 
-/* ---- >>cuda-memory ----------------------------------------------------------------------------------------------- */
-
-static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    if (x.data == y.data) return MT_SUCCESS;
-    size_t size = mt_dtype_size(x.dtype);
-    return mt_cuda_copy_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, x.data, (size_t)mt_tensor_ld(x) * size,
-                             (size_t)x.cols * size, x.rows);
-}
-
-/* Between the host and a GPU, done when it returns. The wait for peers comes first: a copy of pageable memory waits,
-   too, but without a timeout. */
-static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                    size_t row_bytes, int64_t rows) {
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_nccl_wait(ctx));
-    MT_TRY(mt_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
-    return mti_cuda_synchronize(ctx);
-}
-
-static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
-    size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
-    return mti_cuda_host_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, host, row, row, y.rows);
-}
-
-static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
-    size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
-    return mti_cuda_host_rows(ctx, host, row, x.data, (size_t)mt_tensor_ld(x) * size, row, x.rows);
-}
-
-/* Adds the hashes of the elements; the order does not matter to integers. */
-static __global__ void __launch_bounds__(256)
-    mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
-                    unsigned long long *sum) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    unsigned long long mine = 0;
-    for (; i < rows * cols; i += step) {
-        int64_t row = mti_divide(i, cols), col = i - row * cols, at = row * x.ld + col;
-        uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
-        mine += mt_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
-    }
-    atomicAdd(sum, mine);
-}
-
-static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
-                               uint64_t *hash) {
-    size_t mark = mt_arena_mark(ctx);
-    void *memory = NULL;
-    unsigned long long sum = 0;
-    if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_alloc(ctx, sizeof sum, &memory));
-    MT_TRY(mt_cuda_zero(ctx, memory, sizeof sum));
-    MT_LAUNCH_KERNEL(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows,
-                     x.cols, first_row, first_col, global_cols, (unsigned long long *)memory);
-    MT_TRY(mt_cuda_launched(ctx, "mt_hash"));
-    MT_TRY(mt_cuda_fetch(ctx, &sum, memory, sizeof sum));
-    mt_arena_release(ctx, mark);
-    *hash += (uint64_t)sum;
-    return MT_SUCCESS;
-}
-
-/* *bad: the first index whose id is wrong, or count. */
-static __global__ void __launch_bounds__(256)
-    mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    for (; i < count; i += step)
-        if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
-}
-
-/* The index of the first bad id, or count, and that id. */
-static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
-                                    int64_t *index, int32_t *id) {
-    size_t mark = mt_arena_mark(ctx);
-    void *memory = NULL;
-    unsigned long long bad = (unsigned long long)count;
-    if (count == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_alloc(ctx, sizeof bad, &memory));
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, ctx->stream));
-    MT_LAUNCH_KERNEL(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
-                     (unsigned long long *)memory);
-    MT_TRY(mt_cuda_launched(ctx, "mt_ids_check"));
-    MT_TRY(mt_cuda_fetch(ctx, &bad, memory, sizeof bad));
-    mt_arena_release(ctx, mark);
-    *index = (int64_t)bad;
-    if (*index == count) return MT_SUCCESS;
-    return mt_cuda_fetch(ctx, id, ids + *index, sizeof *id);
-}
-
-/* ---- >>cuda-gemm ------------------------------------------------------------------------------------------------- */
-
-/* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its
-   leading dimensions are ours. */
-typedef struct mti_lt_key {
-    int64_t m, n, k, lda, ldb, ldc, ld_aux;
-    int trans_a, trans_b, a_type, b_type, c_type, epilogue;
-} mti_lt_key;
-
-typedef struct mti_lt_plan {
-    mti_lt_key key;
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, c;
-    cublasLtMatmulAlgo_t algo;
-    size_t workspace;         /* bytes that the algorithm wants */
-    int fused;                /* of a key with an epilogue: whether it is used */
-    int stays;                /* never forgotten: measured again, it could be decided otherwise, with other bits */
-    uint64_t used;            /* when it was asked for last */
-    struct mti_lt_plan *next; /* in its bucket */
-} mti_lt_plan;
-
-#define MTI_LT_PLANS 512 /* that are kept; half of them may stay */
-#define MTI_LT_BUCKETS 1024
-#define MTI_LT_WORKSPACE ((size_t)32 << 20)
-#define MTI_LT_CANDIDATES 8 /* algorithms that are looked at */
-#define MTI_LT_RUNS 5       /* times that something is measured */
-#define MTI_LT_LEAST 65536  /* elements of a product by which one sees whether two algorithms round alike */
-
-/* Of one context: made by its first product. */
-typedef struct mti_lt {
-    cublasLtHandle_t handle;
-    void *workspace;
-    cudaEvent_t begin, end;
-    uint64_t clock; /* counts what is asked for */
-    int count, stay;
-    mti_lt_plan plans[MTI_LT_PLANS], *buckets[MTI_LT_BUCKETS];
-} mti_lt;
-
-/* A product to be run. bias and aux are the epilogue's. */
-typedef struct mti_lt_call {
-    mti_lt_key key;
-    float alpha, beta;
-    mt_tensor a, b, c;
-    void *bias, *aux;
-} mti_lt_call;
-
-static mt_status mti_lt_check(mt_context *ctx, cublasStatus_t status, const char *call) {
-    if (status == CUBLAS_STATUS_SUCCESS) return MT_SUCCESS;
-    return mt_fail(ctx, status == CUBLAS_STATUS_ALLOC_FAILED ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
-                   "%.200s: cuBLASLt status %d (%s)", call, (int)status, cublasLtGetStatusString(status));
-}
-#define MTI_LT_TRY(ctx, call) MT_TRY(mti_lt_check(ctx, (call), #call))
-
-static void mti_lt_forget(mti_lt_plan *p) {
-    cublasLtMatrixLayoutDestroy(p->c);
-    cublasLtMatrixLayoutDestroy(p->b);
-    cublasLtMatrixLayoutDestroy(p->a);
-    cublasLtMatmulDescDestroy(p->desc);
-}
-
-static void mti_lt_destroy(mt_context *ctx) {
-    mti_lt *lt = (mti_lt *)ctx->gemm;
-    if (!lt) return;
-    for (int i = 0; i < lt->count; i++) mti_lt_forget(&lt->plans[i]);
-    if (lt->begin) cudaEventDestroy(lt->begin);
-    if (lt->end) cudaEventDestroy(lt->end);
-    if (lt->handle) cublasLtDestroy(lt->handle);
-    if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
-    mt_host_free(lt);
-    ctx->gemm = NULL;
-}
-
-static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
-    *out = (mti_lt *)ctx->gemm;
-    if (*out) return MT_SUCCESS;
-    *out = (mti_lt *)mt_host_alloc(sizeof **out);
-    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
-    ctx->gemm = *out;
-    ctx->gemm_destroy = mti_lt_destroy;
-    MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
-    MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
-    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
-    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->end));
-    return MT_SUCCESS;
-}
-
-static cudaDataType_t mti_lt_type(int dtype) {
-    return dtype == MT_F32 ? CUDA_R_32F : dtype == MT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
-}
-
-static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t cols,
-                               int64_t ld) {
-    MTI_LT_TRY(ctx, cublasLtMatrixLayoutCreate(out, mti_lt_type(dtype), (uint64_t)rows, (uint64_t)cols, ld));
-    return MT_SUCCESS;
-}
-
-/* What the heuristic proposes, the best first, as the key says. None where cuBLASLt has no such product. */
-static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p,
-                                cublasLtMatmulHeuristicResult_t *results, int *found) {
-    cublasLtMatmulPreference_t preference;
-    size_t workspace = MTI_LT_WORKSPACE;
-    uint32_t alignment = 16; /* mti_lt_operand sees to it */
-    cublasStatus_t status;
-    int proposed = 0;
-    *found = 0;
-    MTI_LT_TRY(ctx, cublasLtMatmulPreferenceCreate(&preference));
-    status = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
-                                                  sizeof workspace);
-    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < 4; i++) {
-        static const cublasLtMatmulPreferenceAttributes_t which[] = {
-            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-        status = cublasLtMatmulPreferenceSetAttribute(preference, which[i], &alignment, sizeof alignment);
-    }
-    if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference,
-                                                MTI_LT_CANDIDATES, results, &proposed);
-    for (int i = 0; i < proposed; i++)
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*found)++] = results[i];
-    cublasLtMatmulPreferenceDestroy(preference);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return MT_SUCCESS;
-    MTI_LT_TRY(ctx, status);
-    return MT_SUCCESS;
-}
-
-static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
-    return cublasLtMatmul(lt->handle, p->desc, &g->alpha, g->b.data, p->a, g->a.data, p->b, &g->beta, g->c.data, p->c,
-                          g->c.data, p->c, &p->algo, lt->workspace, p->workspace, ctx->stream);
-}
-
-static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
-    if (g->bias)
-        MTI_LT_TRY(
-            ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
-    if (g->aux)
-        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
-                                                       sizeof g->aux));
-    MTI_LT_TRY(ctx, mti_lt_enqueue(ctx, lt, p, g));
-    return MT_SUCCESS;
-}
-
-/* Milliseconds that run() takes on the GPU: the median of some, after one that does not count. */
-template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt, const Run &run, float *ms) {
-    float all[MTI_LT_RUNS];
-    MT_TRY(run());
-    for (int i = 0; i < MTI_LT_RUNS; i++) {
-        float x = 0.0f;
-        int at = i;
-        MT_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
-        MT_TRY(run());
-        MT_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
-        MT_TRY(mti_cuda_synchronize(ctx)); /* for peers before it with their timeout */
-        MT_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
-        for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
-        all[at] = x;
-    }
-    *ms = all[MTI_LT_RUNS / 2];
-    return MT_SUCCESS;
-}
-
-/* Measuring waits for the stream, which must not be while one is being captured. */
-static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    MT_CUDA_TRY(ctx, cudaStreamIsCapturing(ctx->stream, &capture));
-    *yes = capture == cudaStreamCaptureStatusNone;
-    return MT_SUCCESS;
-}
-
-struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order of a sum is seen in its bits */
-    mti_view y;
-    uint64_t seed;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK];
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            float v = (float)(mt_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
-            x[j] = v * v * v;
-        }
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-/* A stand-in for an operand: the same layout, other values; in *t the room for it, while there is any. */
-static mt_status mti_lt_noise(mt_context *ctx, uint64_t seed, mt_tensor *t) {
-    mt_tensor whole;
-    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
-    mti_noise_op op = {mti_view_of(whole), seed};
-    *t = mt_tensor_cols(whole, 0, t->cols);
-    return mti_map(ctx, "mt_gemm", op, mti_is_wide(whole), whole.rows, whole.cols);
-}
-
-static size_t mti_lt_bytes(mt_tensor t) {
-    return mt_align_up((size_t)(t.rows * mt_tensor_ld(t)) * mt_dtype_size(t.dtype));
-}
-
-/* Whether the plan's algorithm runs; the bits of the product of g by it. */
-static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs,
-                            uint64_t *bits) {
-    mti_noise_op op = {mti_view_of(g->c), 3};
-    *bits = 0;
-    MT_TRY(mti_map(ctx, "mt_gemm", op, 0, g->c.rows, g->c.cols));
-    *runs = mti_lt_enqueue(ctx, lt, p, g) == CUBLAS_STATUS_SUCCESS;
-    return *runs ? mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, bits) : MT_SUCCESS;
-}
-
-/* The fastest of the candidates that round as the first one that runs does: all multiply the same noise, since zeros,
-   say, would tell nothing about how they round. If none runs, the first one will say why. */
-static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
-                                const cublasLtMatmulHeuristicResult_t *results, int found) {
-    uint64_t first = 0, bits = 0;
-    float best = 0.0f, ms = 0.0f;
-    int chosen = -1, runs = 0;
-    MT_TRY(mti_lt_noise(ctx, 1, &g.a));
-    MT_TRY(mti_lt_noise(ctx, 2, &g.b));
-    MT_TRY(mti_lt_noise(ctx, 3, &g.c));
-    g.alpha = g.beta = 1.0f;
-    for (int i = 0; i < found; i++) {
-        p->algo = results[i].algo;
-        p->workspace = results[i].workspaceSize;
-        MT_TRY(mti_lt_try(ctx, lt, p, &g, &runs, &bits));
-        if (chosen < 0) first = bits;
-        if (!runs || bits != first) continue;
-        MT_TRY(mti_lt_time(
-            ctx, lt, [&]() { return mti_lt_matmul(ctx, lt, p, &g); }, &ms));
-        if (chosen >= 0 && ms >= best) continue;
-        best = ms;
-        chosen = i;
-    }
-    p->algo = results[chosen < 0 ? 0 : chosen].algo;
-    p->workspace = results[chosen < 0 ? 0 : chosen].workspaceSize;
-    return MT_SUCCESS;
-}
-
-/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the
-   same product always has the same bits. What is measured takes only room that nobody asked for. */
-static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
-                               const cublasLtMatmulHeuristicResult_t *results, int found) {
-    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
-    size_t bytes =
-        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* the last for the hash */
-    int may_wait = 0;
-    p->algo = results[0].algo;
-    p->workspace = results[0].workspaceSize;
-    if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
-        p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
-        bytes > mt_arena_room(ctx))
-        return MT_SUCCESS;
-    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
-    if (!may_wait) return MT_SUCCESS;
-    MT_TRY(mti_lt_fastest(ctx, lt, p, *g, results, found));
-    mt_arena_release(ctx, mark);
-    ctx->arena_peak = peak;
-    return MT_SUCCESS;
-}
-
-static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_call *g) {
-    const mti_lt_key *q = &p->key;
-    uint32_t epilogue = (uint32_t)q->epilogue;
-    if (epilogue == CUBLASLT_EPILOGUE_DEFAULT) return MT_SUCCESS;
-    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    if (g->aux)
-        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &q->ld_aux,
-                                                       sizeof q->ld_aux));
-    if (g->aux)
-        MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
-                                                       sizeof g->aux));
-    if (g->bias) /* the heuristic looks at its alignment */
-        MTI_LT_TRY(
-            ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
-    return MT_SUCCESS;
-}
-
-/* Leaves *found at 0 where cuBLASLt has no such product. */
-static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *found) {
-    const mti_lt_key *q = &p->key;
-    cublasOperation_t first = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    cublasLtMatmulHeuristicResult_t results[MTI_LT_CANDIDATES];
-    MTI_LT_TRY(ctx, cublasLtMatmulDescCreate(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
-    MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
-    MT_TRY(mti_lt_epilogue(ctx, p, g));
-    MT_TRY(mti_lt_layout(ctx, &p->a, q->b_type, q->trans_b ? q->k : q->n, q->trans_b ? q->n : q->k, q->ldb));
-    MT_TRY(mti_lt_layout(ctx, &p->b, q->a_type, q->trans_a ? q->m : q->k, q->trans_a ? q->k : q->m, q->lda));
-    MT_TRY(mti_lt_layout(ctx, &p->c, q->c_type, q->n, q->m, q->ldc));
-    MT_TRY(mti_lt_propose(ctx, lt, p, results, found));
-    return *found ? mti_lt_choose(ctx, lt, p, g, results, *found) : MT_SUCCESS;
-}
-
-static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
-    uint32_t words[sizeof *key / sizeof(uint32_t)];
-    uint64_t hash = 0;
-    memcpy(words, key, sizeof words);
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mt_hash_element(hash, words[i]);
-    return &lt->buckets[hash % MTI_LT_BUCKETS];
-}
-
-/* A place for one more plan: the least recently used one of those that need not stay is forgotten for it. */
-static mti_lt_plan *mti_lt_place(mti_lt *lt) {
-    mti_lt_plan *oldest = NULL, **link;
-    if (lt->count < MTI_LT_PLANS) return &lt->plans[lt->count++];
-    for (int i = 0; i < MTI_LT_PLANS; i++)
-        if (!lt->plans[i].stays && (!oldest || lt->plans[i].used < oldest->used)) oldest = &lt->plans[i];
-    for (link = mti_lt_bucket(lt, &oldest->key); *link != oldest; link = &(*link)->next) continue;
-    *link = oldest->next;
-    mti_lt_forget(oldest);
-    return oldest;
-}
-
-/* The plan of a product, made once while it is kept; *made says how many algorithms there are if that was now, else -1.
-   A product with an epilogue may have none. */
-static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
-    mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
-    *made = -1;
-    for (*out = *bucket; *out; *out = (*out)->next)
-        if (memcmp(&(*out)->key, &g->key, sizeof g->key) == 0) {
-            (*out)->used = ++lt->clock;
-            return MT_SUCCESS;
-        }
-    memset(&fresh, 0, sizeof fresh);
-    fresh.key = g->key;
-    mt_status status = mti_lt_plan_make(ctx, lt, &fresh, g, made);
-    if (status != MT_SUCCESS || (*made == 0 && g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT)) {
-        mti_lt_forget(&fresh);
-        if (status != MT_SUCCESS) return status;
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
-                       (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
-    }
-    *out = mti_lt_place(lt);
-    fresh.used = ++lt->clock;
-    fresh.next = *bucket;
-    **out = fresh;
-    *bucket = *out;
-    return MT_SUCCESS;
-}
-
-/* A product without an epilogue. */
-static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
-    mti_lt *lt;
-    mti_lt_plan *p = NULL;
-    int made = 0;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_lt_open(ctx, &lt));
-    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
-    return mti_lt_matmul(ctx, lt, p, g);
-}
-
-static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_tensor c, int epilogue, mti_lt_call *g) {
-    mti_lt_key *key = &g->key;
-    memset(g, 0, sizeof *g);
-    key->m = m->m, key->n = m->n, key->k = m->k;
-    key->trans_a = m->trans_a, key->trans_b = m->trans_b;
-    key->lda = mt_tensor_ld(a), key->ldb = mt_tensor_ld(b), key->ldc = mt_tensor_ld(c);
-    key->a_type = (int)a.dtype, key->b_type = (int)b.dtype, key->c_type = (int)c.dtype;
-    key->epilogue = epilogue;
-    g->alpha = m->alpha, g->beta = m->beta;
-    g->a = a, g->b = b, g->c = c;
-}
-
-/* t in this type, aligned: itself, or room in the arena. */
-static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt_tensor *out) {
-    *out = t;
-    if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
-    int64_t pitch = mt_round_up(t.cols, 8);
-    MT_TRY(mt_arena_tensor(ctx, dtype, t.rows, pitch, out));
-    *out = mt_tensor_cols(*out, 0, t.cols);
-    return MT_SUCCESS;
-}
-
-/* Brings a value from its one place to the other, if these are two. */
-static mt_status mti_lt_fill(mt_context *ctx, mt_tensor from, mt_tensor to) {
-    return from.data == to.data ? MT_SUCCESS : mti_cuda_add(ctx, from, mt_none(), to);
-}
-
-struct mti_scale_op { /* y *= factor; with factor 0, y is not read */
-    mti_view y;
-    float factor;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK] = {};
-        if (factor != 0.0f) mti_load<WIDE>(y, row, col, n, x);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] *= factor;
-        mti_store<WIDE>(y, row, col, n, x);
-    }
-};
-
-static mt_status mti_cuda_scale(mt_context *ctx, mt_tensor y, float factor) {
-    mti_scale_op op = {mti_view_of(y), factor};
-    return mti_map(ctx, "mt_gemm", op, mti_is_wide(y), y.rows, y.cols);
-}
-
-/* cuBLASLt wants operands of one type, and 16-byte alignment to be fast: what is otherwise goes through the arena. */
-static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
-    mt_dtype c_type = c.dtype == MT_F32 || c.dtype == type ? c.dtype : MT_F32;
-    mti_lt_call call;
-    mt_tensor own_a, own_b, own_c;
-    if (g->m == 0 || g->n == 0) return MT_SUCCESS;
-    if (g->k == 0 || g->alpha == 0.0f) return g->beta == 1.0f ? MT_SUCCESS : mti_cuda_scale(ctx, c, g->beta);
-    MT_TRY(mti_lt_operand(ctx, a, type, &own_a));
-    MT_TRY(mti_lt_operand(ctx, b, type, &own_b));
-    MT_TRY(mti_lt_operand(ctx, c, c_type, &own_c));
-    MT_TRY(mti_lt_fill(ctx, a, own_a));
-    MT_TRY(mti_lt_fill(ctx, b, own_b));
-    if (g->beta != 0.0f) MT_TRY(mti_lt_fill(ctx, c, own_c));
-    mti_lt_call_make(g, own_a, own_b, own_c, CUBLASLT_EPILOGUE_DEFAULT, &call);
-    MT_TRY(mti_lt_run(ctx, &call));
-    MT_TRY(mti_lt_fill(ctx, own_c, c));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* ---- >>cuda-linear: a product with an epilogue ------------------------------------------------------------------- */
-
-/* Whether cuBLASLt can take these as they are. */
-static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
-    return a.dtype == b.dtype && (c.dtype == MT_F32 || c.dtype == a.dtype) && mti_is_wide(a) && mti_is_wide(b) &&
-           mti_is_wide(c) && a.rows > 0 && a.cols > 0 && b.rows > 0 && b.cols > 0;
-}
-
-/* The leading dimension of an auxiliary matrix; 0 when it cannot be one. */
-static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
-    int64_t ld = aux.rows <= 1 ? mt_round_up(aux.cols, 8) : mt_tensor_ld(aux);
-    return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
-}
-
-/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there;
-   that of a 16-bit C is summed up in fp32 by a kernel instead. */
-static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
-    MT_TRY(mti_lt_matmul(ctx, lt, p, g));
-    if (!dbias.data) return MT_SUCCESS;
-    if (!g->bias) return mti_cuda_bias_backward(ctx, g->c, dbias);
-    return mti_cuda_add(ctx, dbias, mt_tensor_f32((const float *)g->bias, 1, dbias.cols), dbias);
-}
-
-/* Zeros in the arena, of the layout of t. */
-static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
-    mt_tensor whole;
-    MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
-    *t = mt_tensor_cols(whole, 0, t->cols);
-    return mti_cuda_fill(ctx, whole, 0.0f);
-}
-
-/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait:
-   separate. What is decided here stays, since a GELU has other bits in the other way; once half of the plans do, new
-   products are separate. */
-template <typename Separate>
-static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
-                               const Separate &separate) {
-    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
-    size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
-    float fused = 0.0f, apart = 0.0f;
-    int may_wait = 0;
-    p->fused = ctx->epilogue == MT_EPILOGUE_FUSED;
-    if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
-    p->stays = 1;
-    lt->stay++;
-    if (bytes > mt_arena_room(ctx)) return MT_SUCCESS;
-    MT_TRY(mti_lt_may_wait(ctx, &may_wait));
-    if (!may_wait) return MT_SUCCESS;
-    if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));
-    if (dbias.data) MT_TRY(mti_lt_zeros(ctx, &dbias));
-    MT_TRY(mti_lt_time(
-        ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias); }, &fused));
-    MT_TRY(mti_lt_time(
-        ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
-    p->fused = fused < apart;
-    mt_arena_release(ctx, mark);
-    ctx->arena_peak = peak;
-    return MT_SUCCESS;
-}
-
-/* The one or the other. separate(c, dbias) writes or adds to what it is given. */
-template <typename Separate>
-static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
-    mti_lt *lt;
-    mti_lt_plan *p = NULL;
-    int made = 0;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_lt_open(ctx, &lt));
-    if (dbias.data && g->c.dtype == MT_F32) MT_TRY(mt_arena_alloc(ctx, (size_t)dbias.cols * sizeof(float), &g->bias));
-    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
-    if (made > 0) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
-    return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
-}
-
-static mti_matmul mti_lt_sizes(int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float beta) {
-    mti_matmul s;
-    memset(&s, 0, sizeof s);
-    s.trans_a = trans_a, s.trans_b = trans_b;
-    s.m = m, s.n = n, s.k = k;
-    s.alpha = 1.0f, s.beta = beta;
-    return s;
-}
-
-static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
-    mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
-    auto separate = [&](mt_tensor c, mt_tensor) { return mti_linear_forward(ctx, x, weight, bias, c); };
-    mti_lt_call g;
-    if (!bias.data || bias.dtype != y.dtype || !mti_is_wide(bias) || !mti_lt_is_direct(x, weight, y))
-        return separate(y, mt_none());
-    mti_lt_call_make(&s, x, weight, y, CUBLASLT_EPILOGUE_BIAS, &g);
-    g.bias = bias.data;
-    return mti_lt_linear(ctx, &g, mt_none(), separate);
-}
-
-/* cuBLASLt's GELU is the one with tanh. */
-static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
-                                                    mt_tensor bias, mt_tensor h, mt_tensor y) {
-    mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
-    auto separate = [&](mt_tensor c, mt_tensor) {
-        return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, c);
-    };
-    int64_t ld_aux = mti_lt_ld_aux(h, y);
-    mti_lt_call g;
-    if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(x, weight, y) ||
-        (bias.data && (bias.dtype != y.dtype || !mti_is_wide(bias))))
-        return separate(y, mt_none());
-    mti_lt_call_make(&s, x, weight, y, bias.data ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX, &g);
-    g.key.ld_aux = ld_aux;
-    g.bias = bias.data;
-    g.aux = h.data;
-    return mti_lt_linear(ctx, &g, mt_none(), separate);
-}
-
-static mt_status mti_cuda_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy,
-                                                     mt_tensor weight, mt_tensor h, mt_tensor dh, mt_tensor dbias) {
-    mti_matmul s = mti_lt_sizes(0, 0, dy.rows, weight.cols, dy.cols, 0.0f);
-    auto separate = [&](mt_tensor c, mt_tensor db) {
-        return mti_linear_activation_backward(ctx, kind, dy, weight, h, c, db);
-    };
-    int64_t ld_aux = mti_lt_ld_aux(h, dh);
-    int sums = dbias.data && dh.dtype == MT_F32;
-    mti_lt_call g;
-    if (kind != MT_GELU_TANH || ld_aux == 0 || !mti_lt_is_direct(dy, weight, dh)) return separate(dh, dbias);
-    mti_lt_call_make(&s, dy, weight, dh, sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU, &g);
-    g.key.ld_aux = ld_aux;
-    g.aux = h.data;
-    return mti_lt_linear(ctx, &g, dbias, separate);
-}
-
-static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight,
-                                           mt_tensor dbias) {
-    mti_matmul s = mti_lt_sizes(1, 0, dy.cols, x.cols, dy.rows, 1.0f);
-    auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
-    mti_lt_call g;
-    if (!dbias.data || dweight.dtype != MT_F32 || !mti_lt_is_direct(dy, x, dweight)) return separate(dweight, dbias);
-    mti_lt_call_make(&s, dy, x, dweight, CUBLASLT_EPILOGUE_BGRADB, &g); /* our first operand is cuBLASLt's second */
-    return mti_lt_linear(ctx, &g, dbias, separate);
-}
-
 } /* extern "C++" */
-#endif /* MT_HAS_CUDA */
-
-/* ---- >>dispatch ------------------------------------------------------------------------------------------------- */
-
-/* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA,
-   or the loop of the CPU. A meta context has none; where it plans for CUDA, MTI_ON_CUDA lets the operator take its
-   scratch memory.
-
-   The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands
-   for each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT).
-   An f32 view stands for itself. */
-#if MT_HAS_CUDA
-#define MTI_ON_CUDA(ctx, call)                                                                                         \
-    do {                                                                                                               \
-        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
-        mt_status mti_status;                                                                                          \
-        if ((ctx)->planned != MT_DEVICE_CUDA) break;                                                                   \
-        mti_status = (call);                                                                                           \
-        if (mti_status != MT_PLANNED) return mti_status;                                                               \
-        mt_arena_release(ctx, mti_mark);                                                                               \
-        return MT_SUCCESS;                                                                                             \
-    } while (0)
-#else
-#define MTI_ON_CUDA(ctx, call) ((void)0) /* no context is on MT_DEVICE_CUDA */
 #endif
-
-enum { MTI_IN = 1, MTI_OUT = 2, MTI_IN_OUT = 3 };
-#define MTI_RESULTS 2 /* activations that one operator writes, at most */
-
-typedef struct mti_wide {
-    mt_context *ctx;
-    size_t mark; /* of the arena, before the copies */
-    int results;
-    mt_tensor f32[MTI_RESULTS], given[MTI_RESULTS];
-} mti_wide;
-
-MT_INLINE void mti_wide_begin(mt_context *ctx, mti_wide *w) {
-    w->ctx = ctx;
-    w->mark = mt_arena_mark(ctx);
-    w->results = 0;
-}
-
-static void mti_wide_round(mti_wide *w) {
-    int i;
-    for (i = 0; w->ctx->device == MT_DEVICE_CPU && i < w->results; i++) mti_cpu_convert(w->f32[i], w->given[i]);
-}
-
-/* Gives the arena back, also where the operator itself took from it. */
-MT_INLINE mt_status mti_wide_end(mti_wide *w, mt_status status) {
-    if (status == MT_SUCCESS && w->results > 0) mti_wide_round(w);
-    mt_arena_release(w->ctx, w->mark);
-    return status;
-}
-
-static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
-    mt_tensor given = *t;
-    mt_status status;
-    if (!given.data) return MT_SUCCESS;
-    status = mt_arena_tensor(w->ctx, MT_F32, given.rows, given.cols, t);
-    if (status != MT_SUCCESS) return mti_wide_end(w, status);
-    if ((use & MTI_IN) && w->ctx->device == MT_DEVICE_CPU) mti_cpu_convert(given, *t);
-    if (use & MTI_OUT) {
-        w->f32[w->results] = *t;
-        w->given[w->results++] = given;
-    }
-    return MT_SUCCESS;
-}
-
-/* *t becomes an f32 view; where that fails, nothing is left to end. */
-MT_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
-    return t->dtype == MT_F32 || w->ctx->planned == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
-}
-
-MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_fill", "y", y));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_fill(ctx, y, value)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_fill(y, value);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    MT_TRY(mti_expect_view(ctx, "mt_copy", "x", x));
-    MT_TRY(mti_expect_view(ctx, "mt_copy", "y", y));
-    if (x.dtype != y.dtype)
-        return mt_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
-                       mt_dtype_name(y.dtype));
-    if (x.rows != y.rows || x.cols != y.cols)
-        return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
-                       (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_copy_view(ctx, x, y));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    MT_TRY(mti_expect_float(ctx, "mt_convert", "x", x));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_convert", "y", y, x.rows, x.cols));
-    if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_add(ctx, x, mt_none(), y));
-    if (ctx->device == MT_DEVICE_CPU && x.dtype == y.dtype) mti_cpu_copy(x, y);
-    else if (ctx->device == MT_DEVICE_CPU) mti_cpu_convert(x, y);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_add", "y", y));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &a));
-    MT_TRY(mti_widen(&w, MTI_IN, &b));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_add(ctx, a, b, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
-    MT_TRY(mti_expect_view(ctx, "mt_upload", "y", y));
-    MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_upload(ctx, host, y));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
-    size_t bytes;
-    MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
-    MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
-    if (ctx->device == MT_DEVICE_META) memset(host, 0, bytes);
-    MTI_ON_CUDA(ctx, mti_cuda_download(ctx, x, host));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
-                         uint64_t *hash) {
-    MT_TRY(mti_expect_float(ctx, "mt_hash", "x", x));
-    if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
-                       (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash));
-    if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, where, "x", x));
-    MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_sum(ctx, x, squares, out)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_sum(x, squares, out);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
-
-MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) {
-    return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
-}
-
-/* Shapes of a product, and g filled in except for what they do not decide. */
-static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
-                                 mt_tensor c, mti_matmul *g) {
-    int64_t inner_b = trans_b ? b.cols : b.rows;
-    g->m = trans_a ? a.cols : a.rows;
-    g->n = trans_b ? b.rows : b.cols;
-    g->k = trans_a ? a.rows : a.cols;
-    if ((trans_a != MT_NO_TRANS && trans_a != MT_TRANS) || (trans_b != MT_NO_TRANS && trans_b != MT_TRANS))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
-                       (int)trans_b);
-    if (g->k != inner_b)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "mt_gemm: a is [%lld, %lld]%s, b is [%lld, %lld]%s: inner sizes %lld and %lld "
-                       "differ",
-                       (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
-                       (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
-    if (c.rows != g->m || c.cols != g->n)
-        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gemm: c is [%lld, %lld], must be [%lld, %lld]", (long long)c.rows,
-                       (long long)c.cols, (long long)g->m, (long long)g->n);
-    MT_TRY(mti_expect_apart(ctx, "mt_gemm", "c", c, "a", a));
-    return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
-}
-
-/* CBLAS takes int sizes; the same limit everywhere, so that a program does not depend on the library it was
-   built with. */
-static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
-    int64_t size = mt_max(mt_max(g->m, g->n), g->k),
-            ld = mt_max(mt_max(mt_tensor_ld(a), mt_tensor_ld(b)), mt_tensor_ld(c));
-    if (mt_max(size, ld) > INT_MAX)
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
-                       "mt_gemm: m %lld, n %lld, k %lld, largest ld %lld: more than %d is not "
-                       "supported",
-                       (long long)g->m, (long long)g->n, (long long)g->k, (long long)ld, INT_MAX);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-#if MT_HAS_CUDA
-    if (ctx->device == MT_DEVICE_CUDA) {
-        mti_lt *lt;
-        MT_TRY(mt_cuda_enter(ctx));
-        return mti_lt_open(ctx, &lt);
-    }
-#endif
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
-                         mt_tensor b, float beta, mt_tensor c) {
-    mti_matmul g;
-    mti_wide w;
-    void *scratch = NULL;
-    mt_status status;
-    MT_TRY(mti_expect_float(ctx, "mt_gemm", "a", a));
-    MT_TRY(mti_expect_float(ctx, "mt_gemm", "b", b));
-    MT_TRY(mti_expect_float(ctx, "mt_gemm", "c", c));
-    MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
-    MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &a));
-    MT_TRY(mti_widen(&w, MTI_IN, &b));
-    MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &c));
-    g.trans_a = trans_a == MT_TRANS;
-    g.trans_b = trans_b == MT_TRANS;
-    g.alpha = alpha;
-    g.beta = beta;
-    g.a = (const float *)a.data;
-    g.b = (const float *)b.data;
-    g.c = (float *)c.data;
-    g.lda = mt_max(1, mt_tensor_ld(a));
-    g.ldb = mt_max(1, mt_tensor_ld(b));
-    g.ldc = mt_max(1, mt_tensor_ld(c));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_gemm(ctx, &g, a, b, c)));
-    status = mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch);
-    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
-    return mti_wide_end(&w, status);
-}
-
-MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_forward", "y", y));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN_OUT, &y));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_forward(ctx, y, bias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_forward(y, bias);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_backward", "dy", dy));
-    MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_backward(ctx, dy, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_column_sums(dy, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-/* Also gives the width of h that belongs to y. */
-static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind, mt_tensor y,
-                                       int64_t *width) {
-    if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
-    *width = kind == MT_SWIGLU ? mt_size_mul(2, y.cols) : y.cols;
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
-    mti_wide w;
-    int64_t width = 0;
-    MT_TRY(mti_expect_float(ctx, "mt_activation_forward", "y", y));
-    MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind, y, &width));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
-    MT_TRY(mti_expect_apart(ctx, "mt_activation_forward", "y", y, "h", h));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, bias.data ? MTI_IN_OUT : MTI_IN, &h));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_forward(ctx, kind, h, bias, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_forward(kind, h, bias, y);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
-                                        mt_tensor dbias) {
-    mti_wide w;
-    int64_t width = 0;
-    MT_TRY(mti_expect_float(ctx, "mt_activation_backward", "dy", dy));
-    MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind, dy, &width));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "h", h, dy.rows, width));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
-    MT_TRY(mti_expect_optional(ctx, "mt_activation_backward", "dbias", dbias, 1, width));
-    MT_TRY(mti_expect_apart(ctx, "mt_activation_backward", "dh", dh, "dy", dy));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &h));
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dh));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-/* Where products are fused with what goes with them; what they take from the arena is given back. */
-#if MT_HAS_CUDA
-#define MTI_FUSED(ctx, call)                                                                                           \
-    do {                                                                                                               \
-        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
-        mt_status mti_status;                                                                                          \
-        if ((ctx)->epilogue == MT_EPILOGUE_SEPARATE || (ctx)->device != MT_DEVICE_CUDA) break;                         \
-        mti_status = (call);                                                                                           \
-        mt_arena_release(ctx, mti_mark);                                                                               \
-        return mti_status;                                                                                             \
-    } while (0)
-#else
-#define MTI_FUSED(ctx, call) ((void)0)
-#endif
-
-/* out = x weight^T, or x weight where weight is not transposed. */
-static mt_status mti_expect_linear(mt_context *ctx, const char *where, const char *x_name, mt_tensor x,
-                                   mt_transpose trans, mt_tensor weight, const char *out_name, mt_tensor out) {
-    int64_t inner = trans ? weight.cols : weight.rows, width = trans ? weight.rows : weight.cols;
-    MT_TRY(mti_expect_float(ctx, where, x_name, x));
-    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
-    MT_TRY(mti_expect_size(ctx, where, x_name, x, x.rows, inner));
-    MT_TRY(mti_expect_float_shape(ctx, where, out_name, out, x.rows, width));
-    return mti_expect_apart(ctx, where, out_name, out, x_name, x);
-}
-
-MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
-    static const char *const where = "mt_linear_forward";
-    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "y", y));
-    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, y.cols));
-    MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y));
-    return mti_linear_forward(ctx, x, weight, bias, y);
-}
-
-MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
-                                              mt_tensor bias, mt_tensor h, mt_tensor y) {
-    static const char *const where = "mt_linear_activation_forward";
-    int64_t width = 0;
-    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "h", h));
-    MT_TRY(mti_expect_float(ctx, where, "y", y));
-    MT_TRY(mti_expect_activation(ctx, where, kind, y, &width));
-    MT_TRY(mti_expect_size(ctx, where, "h", h, y.rows, width));
-    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, width));
-    MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
-    MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
-    return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y);
-}
-
-MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
-                                               mt_tensor h, mt_tensor dh, mt_tensor dbias) {
-    static const char *const where = "mt_linear_activation_backward";
-    int64_t width = 0;
-    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
-    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
-    MT_TRY(mti_expect_size(ctx, where, "dy", dy, dy.rows, weight.rows));
-    MT_TRY(mti_expect_activation(ctx, where, kind, weight, &width));
-    MT_TRY(mti_expect_float_shape(ctx, where, "h", h, dy.rows, width));
-    MT_TRY(mti_expect_float_shape(ctx, where, "dh", dh, dy.rows, width));
-    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, width));
-    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "h", h));
-    MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
-    return mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias);
-}
-
-MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
-    static const char *const where = "mt_linear_gradients";
-    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
-    MT_TRY(mti_expect_float(ctx, where, "x", x));
-    MT_TRY(mti_expect_size(ctx, where, "x", x, dy.rows, x.cols));
-    MT_TRY(mti_expect_shape(ctx, where, "dweight", dweight, dy.cols, x.cols));
-    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, dy.cols));
-    MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias));
-    return mti_linear_gradients(ctx, dy, x, dweight, dbias);
-}
-
-static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
-                                 const char *bias_name, mt_tensor bias) {
-    MT_TRY(mti_expect_float(ctx, where, "x", x));
-    if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
-    if (x.cols == 0) return mt_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
-    MT_TRY(mti_expect_float_shape(ctx, where, "gain", gain, 1, x.cols));
-    if (kind == MT_RMS_NORM && bias.data)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
-                       bias_name, (long long)bias.rows, (long long)bias.cols);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
-                                 float eps, mt_tensor y, mt_tensor stats) {
-    mti_wide w;
-    MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, gain, "bias", bias));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_forward", "bias", bias, 1, x.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
-    MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
-    if (!(eps >= 0.0f && eps <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MT_TRY(mti_widen(&w, MTI_IN, &gain));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
-                                  mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    mti_wide w;
-    MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, gain, "dbias", dbias));
-    MT_TRY(mti_expect_optional(ctx, "mt_norm_backward", "dbias", dbias, 1, x.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "stats", stats, x.rows, 2));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dy", dy, x.rows, x.cols));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_backward", "dresidual", dresidual, x.rows, x.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dgain", dgain, 1, x.cols));
-    MT_TRY(mti_expect_apart(ctx, "mt_norm_backward", "dx", dx, "x", x));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MT_TRY(mti_widen(&w, MTI_IN, &gain));
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MT_TRY(mti_widen(&w, MTI_IN, &dresidual));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
-    MTI_ON_CUDA(ctx,
-                mti_wide_end(&w, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_random_normal", "y", y));
-    MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
-    MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_random_normal(ctx, y, std, at)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_random_normal(y, std, at);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
-                                             mt_dropout dropout, mt_tensor y) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_forward", "x", x));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "bias", bias, 1, x.cols));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
-    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_forward", dropout, x.rows, x.cols));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MT_TRY(mti_widen(&w, MTI_IN, &residual));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
-                                              mt_tensor dbias) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_backward", "dy", dy));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
-    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_backward", "dbias", dbias, 1, dy.cols));
-    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_backward", dropout, dy.rows, dy.cols));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
-}
-
-/* Sizes that exist, and qkv (or dqkv) of the shape they ask for. */
-static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s, const char *name,
-                                  mt_tensor qkv) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
-    if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
-        mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
-        mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is no "
-                       "shape",
-                       where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
-                       (long long)s->heads_per_group, (long long)s->head_dim);
-    return mti_expect_float_shape(ctx, where, name, qkv, s->batch * s->seq,
-                                  s->groups * (s->heads_per_group + 2) * s->head_dim);
-}
-
-static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
-    int64_t b;
-    if (!s->lengths || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
-    for (b = 0; b < s->batch; b++)
-        if (s->lengths[b] < 0 || s->lengths[b] > s->seq)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
-                           (long)s->lengths[b], (long long)s->seq);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s, mt_tensor qkv,
-                                      mt_tensor out) {
-    int64_t heads;
-    MT_TRY(mti_expect_heads(ctx, where, s, "qkv", qkv));
-    heads = s->groups * s->heads_per_group;
-    MT_TRY(mti_expect_float_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
-    if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
-    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
-    MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
-    if (s->dropout.p > 0.0f &&
-        mt_size_mul(mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->seq),
-                    s->seq) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: sequence %lld + %lld of %lld heads, seq %lld: a probability has no 64-bit "
-                       "element number",
-                       where, (long long)s->dropout.at.first_row, (long long)s->batch,
-                       (long long)s->dropout.at.global_cols, (long long)s->seq);
-    return mti_expect_lengths(ctx, where, s);
-}
-
-static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv,
-                                           mt_tensor out, mt_tensor lse) {
-    mti_attention a;
-    memset(&a, 0, sizeof a);
-    a.ctx = ctx;
-    a.shape = shape;
-    a.qkv = qkv;
-    a.out = out;
-    a.lse = lse;
-    a.scale = shape->scale != 0.0f ? shape->scale : (float)(1.0 / sqrt((double)shape->head_dim));
-    return a;
-}
 
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
@@ -5270,10 +4693,114 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape
     return mti_wide_end(&w, status);
 }
 
+/* ---- >>rotary ---------------------------------------------------------------------------------------------------- */
+
 static mt_status mti_expect_even(mt_context *ctx, const char *where, int64_t head_dim) {
     if (head_dim % 2 == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: head_dim is %lld, must be even", where, (long long)head_dim);
 }
+
+static void mti_cpu_rotary_table(float base, mt_tensor table) {
+    int64_t i, j, half = table.cols / 2;
+    for (i = 0; i < table.rows; i++)
+        for (j = 0; j < half; j++) {
+            double angle = (double)i * pow((double)base, -2.0 * (double)j / (double)table.cols);
+            mti_row(table, i)[j] = (float)cos(angle);
+            mti_row(table, i)[half + j] = (float)sin(angle);
+        }
+}
+
+/* sign +1 turns by the angle, -1 turns back. */
+static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < half; j++) {
+        float low = x[j], high = x[half + j], c = table[j], s = sign * table[half + j];
+        x[j] = low * c - high * s;
+        x[half + j] = high * c + low * s;
+    }
+}
+
+static void mti_cpu_rotary(const mt_attention_shape *shape, mt_tensor table, float sign, mt_tensor qkv) {
+    int64_t i, g, j, d = shape->head_dim;
+    for (i = 0; i < qkv.rows; i++)
+        for (g = 0; g < shape->groups; g++)
+            for (j = 0; j < shape->heads_per_group + 1; j++) /* the queries, then the key */
+                mti_rotary_head(mti_row(qkv, i) + (g * (shape->heads_per_group + 2) + j) * d,
+                                mti_row(table, i % shape->seq), sign, d / 2);
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(256)
+    mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s, int64_t rows, float sign) {
+    unsigned half = (unsigned)s.head_dim / 2, chunks = (half + MTI_CHUNK - 1) / MTI_CHUNK;
+    unsigned turned = (unsigned)s.heads_per_group + 1,
+             items = (unsigned)s.groups * turned * chunks; /* all but the values */
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        int64_t position = row % s.seq;
+        for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
+            unsigned head = i / chunks, j = (i - head * chunks) * MTI_CHUNK, group = head / turned;
+            int64_t col = (int64_t)(head + group) * s.head_dim + j; /* a group has one head more */
+            float cosine[MTI_CHUNK], sine[MTI_CHUNK], low[MTI_CHUNK], high[MTI_CHUNK];
+            int n = mti_chunk(half, j);
+            mti_load<WIDE>(table, position, j, n, cosine);
+            mti_load<WIDE>(table, position, half + j, n, sine);
+            mti_load<WIDE>(qkv, row, col, n, low);
+            mti_load<WIDE>(qkv, row, col + half, n, high);
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < MTI_CHUNK; e++) {
+                float x = low[e], y = high[e], t = sign * sine[e];
+                low[e] = x * cosine[e] - y * t;
+                high[e] = y * cosine[e] + x * t;
+            }
+            mti_store<WIDE>(qkv, row, col, n, low);
+            mti_store<WIDE>(qkv, row, col + half, n, high);
+        }
+    }
+}
+
+static __global__ void __launch_bounds__(256)
+    mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < rows * half; i += step) {
+        int64_t row = i / half, j = i % half;
+        double angle = (double)row * pow(base, -2.0 * (double)j / (double)(2 * half));
+        mti_put(table, row, j, (float)cos(angle));
+        mti_put(table, row, half + j, (float)sin(angle));
+    }
+}
+
+static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor table) {
+    int64_t items = table.rows * (table.cols / 2);
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(table), table.rows,
+                     table.cols / 2, (double)base);
+    return mt_cuda_launched(ctx, "mt_rotary_table");
+}
+
+static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign,
+                                 mt_tensor qkv) {
+    int64_t half = s->head_dim / 2, items = s->groups * (s->heads_per_group + 1) * ((half + MTI_CHUNK - 1) / MTI_CHUNK);
+    unsigned threads = (unsigned)mt_min(256, mt_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
+    int wide = half % MTI_CHUNK == 0 && mti_is_wide(qkv) && mti_is_wide(table);
+    if (qkv.rows * items == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide)
+        MT_LAUNCH_KERNEL(mti_rotary_kernel<true>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table),
+                         *s, qkv.rows, sign);
+    else
+        MT_LAUNCH_KERNEL(mti_rotary_kernel<false>, blocks, threads, 0, ctx->stream, mti_view_of(qkv),
+                         mti_view_of(table), *s, qkv.rows, sign);
+    return mt_cuda_launched(ctx, "mt_rotary");
+}
+
+} /* extern "C++" */
+#endif
 
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     mti_wide w;
@@ -5312,6 +4839,13 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *s
     return mti_rotary(ctx, "mt_rotary_backward", shape, table, -1.0f, "dqkv", dqkv);
 }
 
+/* ---- >>ids: token ids: their check, and those of positions ------------------------------------------------------- */
+
+static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+    int64_t i;
+    for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
+}
+
 /* The first index whose id is neither in [0, limit) nor ignored, or count; and that id. */
 static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index,
                               int32_t *id) {
@@ -5320,6 +4854,53 @@ static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, 
     if (i < count) *id = ids[i];
     *index = i;
 }
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+static __global__ void __launch_bounds__(256)
+    mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < count; i += step) ids[i] = (int32_t)((first + i) % seq);
+}
+
+static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+    if (count == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, ctx->stream, first_token, seq, ids, count);
+    return mt_cuda_launched(ctx, "mt_position_ids");
+}
+
+/* *bad: the first index whose id is wrong, or count. */
+static __global__ void __launch_bounds__(256)
+    mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < count; i += step)
+        if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
+}
+
+/* The index of the first bad id, or count, and that id. */
+static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
+                                    int64_t *index, int32_t *id) {
+    size_t mark = mt_arena_mark(ctx);
+    void *memory = NULL;
+    unsigned long long bad = (unsigned long long)count;
+    if (count == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, sizeof bad, &memory));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, ctx->stream));
+    MT_LAUNCH_KERNEL(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
+                     (unsigned long long *)memory);
+    MT_TRY(mt_cuda_launched(ctx, "mt_ids_check"));
+    MT_TRY(mt_cuda_fetch(ctx, &bad, memory, sizeof bad));
+    mt_arena_release(ctx, mark);
+    *index = (int64_t)bad;
+    if (*index == count) return MT_SUCCESS;
+    return mt_cuda_fetch(ctx, id, ids + *index, sizeof *id);
+}
+
+} /* extern "C++" */
+#endif
 
 static mt_status mti_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
                                int64_t *index, int32_t *id) {
@@ -5350,6 +4931,8 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     return MT_SUCCESS;
 }
 
+/* ---- >>embedding ------------------------------------------------------------------------------------------------- */
+
 static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
                                       int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
     MT_TRY(mti_expect_float(ctx, where, table_name, table));
@@ -5363,6 +4946,115 @@ static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const 
                        (long long)first_row);
     return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
 }
+
+static void mti_embedding_row(const float *row, float beta, float *y, int64_t n) {
+    int64_t j;
+    if (beta == 0.0f) {
+        if (row) memcpy(y, row, (size_t)n * sizeof *y);
+        else mti_row_fill(y, 0.0f, n);
+        return;
+    }
+    if (beta != 1.0f) mti_row_scale(y, beta, n);
+    if (row)
+        for (j = 0; j < n; j++) y[j] += row[j];
+}
+
+static void mti_cpu_embedding_forward(mt_tensor table, int64_t first_row, const int32_t *ids, float beta, mt_tensor y) {
+    int64_t i;
+    for (i = 0; i < y.rows; i++) {
+        int64_t row = ids[i] - first_row;
+        mti_embedding_row(row >= 0 && row < table.rows ? mti_row(table, row) : NULL, beta, mti_row(y, i), y.cols);
+    }
+}
+
+static void mti_cpu_embedding_backward(mt_tensor dy, int64_t first_row, const int32_t *ids, mt_tensor dtable) {
+    int64_t i;
+    for (i = 0; i < dy.rows; i++) {
+        int64_t row = ids[i] - first_row;
+        if (row >= 0 && row < dtable.rows)
+            mti_row_add(mti_row(dtable, row), mti_row(dy, i), mti_row(dtable, row), dy.cols);
+    }
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_embedding_op {
+    mti_view table, y;
+    const int32_t *ids;
+    int64_t first_row, table_rows;
+    float beta;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK] = {}, old[MTI_CHUNK];
+        int64_t at = ids[row] - first_row;
+        if (at >= 0 && at < table_rows) mti_load<WIDE>(table, at, col, n, x);
+        if (beta != 0.0f) {
+            mti_load<WIDE>(y, row, col, n, old);
+            for (int j = 0; j < MTI_CHUNK; j++) x[j] += beta * old[j];
+        }
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
+                                            float beta, mt_tensor y) {
+    mti_embedding_op op = {mti_view_of(table), mti_view_of(y), ids, first_row, table.rows, beta};
+    return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
+}
+
+/* next[i]: the next token with the id of token i, or count; first[i]: no earlier token has it. */
+static __global__ void __launch_bounds__(256)
+    mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next, int32_t *first) {
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+        int64_t j = 0;
+        while (j < i && ids[j] != ids[i]) j++;
+        first[i] = j == i;
+        for (j = i + 1; j < count && ids[j] != ids[i]; j++) continue;
+        next[i] = (int32_t)j;
+    }
+}
+
+/* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row.
+ */
+struct mti_embedding_backward_op {
+    mti_view dy, dtable;
+    const int32_t *ids, *next, *first;
+    int64_t first_row, table_rows, tokens;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float sum[MTI_CHUNK], x[MTI_CHUNK];
+        int64_t at = ids[row] - first_row;
+        if (!first[row] || at < 0 || at >= table_rows) return;
+        mti_load<WIDE>(dtable, at, col, n, sum);
+        for (int64_t i = row; i < tokens; i = next[i]) {
+            mti_load<WIDE>(dy, i, col, n, x);
+            for (int j = 0; j < MTI_CHUNK; j++) sum[j] += x[j];
+        }
+        mti_store<WIDE>(dtable, at, col, n, sum);
+    }
+};
+
+static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
+                                             mt_tensor dtable) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor chain = mt_none();
+    int count = (int)dy.rows;
+    mt_status status;
+    if (count == 0) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 2, count, &chain));
+    int32_t *next = (int32_t *)chain.data, *first = next + count;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_chain_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, next, first);
+    MT_TRY(mt_cuda_launched(ctx, "mt_embedding_backward"));
+    mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids,         next,
+                                    first,           first_row,           dtable.rows, dy.rows};
+    status = mti_map(ctx, "mt_embedding_backward", op, mti_is_wide(dy) && mti_is_wide(dtable), dy.rows, dy.cols);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+} /* extern "C++" */
+#endif
 
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
@@ -5390,6 +5082,8 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     return mti_wide_end(&w, MT_SUCCESS);
 }
 
+/* ---- >>cross-entropy --------------------------------------------------------------------------------------------- */
+
 static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shape *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
@@ -5401,6 +5095,340 @@ static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, co
                        (double)s->label_smoothing);
     return MT_SUCCESS;
 }
+
+/* Columns of a shard that are vocabulary, not padding. */
+static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
+    return mt_max(0, mt_min(cols, s->vocab - s->first_col));
+}
+
+static int32_t mt_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
+
+/* The target's column in this shard, or -1. */
+static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
+    int64_t col = (int64_t)target - s->first_col;
+    return target != mt_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
+}
+
+/* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
+   maximum so far (Milakov and Gimelshein, arXiv 1805.02867), with the rare rescaling in double. */
+static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
+    float room[MTI_BLOCK], top = -(float)INFINITY;
+    double exps = 0.0, sum = 0.0;
+    int64_t j;
+    for (j = 0; j < n; j += MTI_BLOCK) {
+        int64_t count = mt_min(MTI_BLOCK, n - j);
+        float block_top = mti_row_max(x + j, count);
+        if (!(block_top <= top)) {
+            exps = exps > 0.0 ? exps * exp((double)top - (double)block_top) : exps;
+            top = block_top;
+        }
+        if (top != -(float)INFINITY) exps += (double)mti_row_exp(x + j, top, room, count);
+        sum += (double)mti_row_sum(x + j, count);
+    }
+    out[0] = top;
+    out[1] = (float)exps;
+    out[3] = (float)sum;
+}
+
+static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+                                        mt_tensor stats) {
+    int64_t i, real = mti_real_columns(s, logits.cols);
+    for (i = 0; i < logits.rows; i++) {
+        const float *x = mti_row(logits, i);
+        float *out = mti_row(stats, i);
+        int64_t target = mti_target_column(s, targets[i], real);
+        mti_row_softmax_stats(x, real, out);
+        out[2] = target >= 0 ? x[target] : 0.0f;
+    }
+}
+
+/* a = a and b together: the exponentials are rescaled to the larger maximum. A shard of padding only has none. */
+static void mti_stats_join(float a[4], const float b[4]) {
+    float top = a[0] > b[0] ? a[0] : b[0];
+    a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
+    a[0] = top;
+    a[2] += b[2];
+    a[3] += b[3];
+}
+
+/* Shards [first, first + span) of a token, joined as mt_all_reduce joins ranks: ((0+1)+(2+3))+... span is a power of
+   two. */
+static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
+                           int64_t shards, float out[4]) {
+    float right[4];
+    if (span == 1) {
+        memcpy(out, mti_row(gathered, first * tokens + token), 4 * sizeof *out);
+        return;
+    }
+    mti_stats_tree(gathered, tokens, token, first, span / 2, shards, out);
+    if (first + span / 2 >= shards) return;
+    mti_stats_tree(gathered, tokens, token, first + span / 2, span / 2, shards, right);
+    mti_stats_join(out, right);
+}
+
+/* loss = log(s) + (m - target) rather than lse - target: the big part of the logits cancels before log(s) is added. */
+static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_tensor gathered, int64_t shards,
+                                          const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+    float a = s->label_smoothing, all[4];
+    int64_t i, span = 1;
+    while (span < shards) span *= 2;
+    for (i = 0; i < loss.cols; i++) {
+        float log_sum, value;
+        mti_stats_tree(gathered, loss.cols, i, 0, span, shards, all);
+        log_sum = logf(all[1]);
+        value = log_sum + (1.0f - a) * (all[0] - all[2]);
+        if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
+        mti_row(loss, 0)[i] = targets[i] == mt_ignore_index(s->ignore_index) ? 0.0f : value;
+        mti_row(lse, 0)[i] = all[0];
+        mti_row(lse, 1)[i] = log_sum;
+    }
+}
+
+static void mti_cross_entropy_backward_row(float *x, float top, float log_sum, float even, float factor, int64_t n) {
+    int64_t j;
+    for (j = 0; j < n; j++) x[j] = factor * (mti_exp((x[j] - top) - log_sum) - even);
+}
+
+static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+                                           mt_tensor lse, mt_tensor dloss, float scale) {
+    int64_t i, real = mti_real_columns(s, logits.cols);
+    float even = s->label_smoothing / (float)s->vocab;
+    for (i = 0; i < logits.rows; i++) {
+        float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
+        int64_t target = mti_target_column(s, targets[i], real);
+        int ignored = targets[i] == mt_ignore_index(s->ignore_index);
+        if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
+        mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
+        if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
+    }
+}
+
+/* Row by row, while the row is in the cache. */
+static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+                                  mt_tensor dloss, float scale, mt_tensor loss) {
+    float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
+    mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
+    int64_t i;
+    for (i = 0; i < logits.rows; i++) {
+        mt_tensor row = mt_tensor_rows(logits, i, 1);
+        mti_cpu_cross_entropy_stats(s, row, targets + i, stats);
+        mti_cpu_cross_entropy_combine(s, stats, 1, targets + i, mt_tensor_cols(loss, i, 1), lse);
+        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.data ? mt_tensor_cols(dloss, i, 1) : dloss,
+                                       scale);
+    }
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_ce {
+    mti_view logits, stats, lse, dloss;
+    const int32_t *targets;
+    mt_cross_entropy_shape shape;
+    int64_t real; /* columns that are not padding */
+    float scale;
+    int32_t ignore;
+
+    __device__ int64_t target_of(int64_t row) const { /* its column here, or -1 */
+        int64_t col = (int64_t)targets[row] - shape.first_col;
+        return targets[row] != ignore && col >= 0 && col < real ? col : -1;
+    }
+    __device__ float loss_of(int64_t row, float top, float log_sum, float target, float plain) const {
+        float value = log_sum + (1.0f - shape.label_smoothing) * (top - target);
+        if (shape.label_smoothing > 0.0f) value += shape.label_smoothing * (top - plain / (float)shape.vocab);
+        return targets[row] == ignore ? 0.0f : value;
+    }
+    /* The logits of row, which are in `row_from` of `from`, become their gradient. */
+    template <bool WIDE>
+    __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
+                             float log_sum) const {
+        float x[MTI_CHUNK], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
+        float even = shape.label_smoothing / (float)shape.vocab;
+        int64_t target = target_of(row);
+        int ignored = targets[row] == ignore, count = col >= real ? 0 : col + n <= real ? n : (int)(real - col);
+        mti_load<WIDE>(from, row_from, col, count, x);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float g = factor * (expf((x[j] - top) - log_sum) - even);
+            if (col + j == target) g -= factor * (1.0f - shape.label_smoothing);
+            x[j] = ignored || j >= count ? 0.0f : g;
+        }
+        mti_store<WIDE>(logits, row, col, n, x);
+    }
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        gradient<WIDE>(logits, row, row, col, n, mti_get(lse, 0, row), mti_get(lse, 1, row));
+    }
+};
+
+#define MTI_CE_THREADS 1024 /* at most; rows are wide, and one may take a multiprocessor's shared memory for itself */
+
+static unsigned mti_ce_threads(int64_t cols) {
+    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+}
+
+/* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of
+   exponentials against it. The row stays in kept, when that is there. */
+template <bool WIDE>
+static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
+    MT_SHARED(float, shared, 64);
+    MT_SHARED(float, tops, 32);
+    MT_SHARED(float, hit, 1);
+    int64_t chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK, target = c.target_of(row);
+    float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
+    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
+        float before = top;
+        int n = mti_chunk(c.real, i * MTI_CHUNK);
+        mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
+        if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_CHUNK, n, x);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
+        if (before != -INFINITY) sum *= expf(before - top);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            sum += top == -INFINITY || j >= n ? 0.0f : expf(x[j] - top);
+            plain += x[j];
+        }
+    }
+    float all = mti_warp_max(top);
+    if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
+    if (threadIdx.x == 0) *hit = target >= 0 ? mti_get(c.logits, row, target) : 0.0f; /* before gradients are written */
+    __syncthreads();
+    for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
+    float2 sums = mti_block_sums(top == -INFINITY ? 0.0f : sum * expf(top - all), plain, shared);
+    return make_float4(all, sums.x, *hit, sums.y);
+}
+
+template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti_ce c) {
+    mti_view none = {NULL, 0, 0};
+    float4 s = mti_ce_row<WIDE>(c, blockIdx.x, none);
+    if (threadIdx.x != 0) return;
+    mti_put(c.stats, blockIdx.x, 0, s.x);
+    mti_put(c.stats, blockIdx.x, 1, s.y);
+    mti_put(c.stats, blockIdx.x, 2, s.z);
+    mti_put(c.stats, blockIdx.x, 3, s.w);
+}
+
+/* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is
+   read again, while it is in the L2 cache. A thread reads back what it wrote itself. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS)
+    mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
+    MT_DYN_SHARED(char, room);
+    int64_t row = blockIdx.x, row_from = keep ? 0 : row;
+    mti_view kept = {keep ? room : NULL, 0, c.logits.dtype},
+             from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
+    float4 s = mti_ce_row<WIDE>(c, row, kept);
+    float log_sum = logf(s.y);
+    if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
+    for (int64_t col = (int64_t)threadIdx.x * MTI_CHUNK; col < cols; col += (int64_t)blockDim.x * MTI_CHUNK)
+        c.gradient<WIDE>(from, row_from, row, col, mti_chunk(cols, col), s.x, log_sum);
+}
+
+static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets) {
+    mti_ce c;
+    memset(&c, 0, sizeof c);
+    c.logits = mti_view_of(logits);
+    c.targets = targets;
+    c.shape = *s;
+    c.real = mti_real_columns(s, logits.cols);
+    c.ignore = mt_ignore_index(s->ignore_index);
+    return c;
+}
+
+static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+                                              const int32_t *targets, mt_tensor stats) {
+    mti_ce c = mti_ce_of(s, logits, targets);
+    c.stats = mti_view_of(stats);
+    if (logits.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    if (mti_is_wide(logits))
+        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
+                         c);
+    else
+        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
+                         c);
+    return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
+}
+
+template <bool WIDE>
+static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
+    size_t bytes = (size_t)mt_round_up(logits.cols, MTI_CHUNK) * mt_dtype_size(logits.dtype), most = 0;
+    MT_TRY(mti_shared_most(ctx, &most));
+    int keep = bytes <= most;
+    if (!keep) bytes = 0;
+    MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
+    MT_LAUNCH_KERNEL(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes, ctx->stream, c,
+                     logits.cols, mti_view_of(loss), keep);
+    return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
+}
+
+static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+                                        const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
+    mti_ce c = mti_ce_of(s, logits, targets);
+    c.dloss = mti_view_of(dloss);
+    c.scale = scale;
+    if (logits.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
+}
+
+/* Joins the shards of token i in the tree of mti_stats_tree: a binary counter of subtrees. */
+static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
+                                      const mti_view &loss) {
+    float stack[MTI_TREE_DEPTH][4], x[4];
+    int depth = 0;
+    for (int64_t s = 0; s <= shards; s++) {
+        int64_t joins = s;
+        if (s < shards)
+            for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
+        else if (depth > 0)
+            for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
+        if (s == shards) depth--; /* what is left over is joined from the right */
+        while (depth > 0 && (s == shards || (joins & 1))) {
+            float *l = stack[--depth], top = fmaxf(l[0], x[0]);
+            x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
+            x[0] = top;
+            x[2] = l[2] + x[2];
+            x[3] = l[3] + x[3];
+            joins >>= 1;
+        }
+        for (int q = 0; q < 4 && s < shards; q++) stack[depth][q] = x[q];
+        if (s < shards) depth++;
+    }
+    float log_sum = logf(x[1]);
+    mti_put(loss, 0, i, c.loss_of(i, x[0], log_sum, x[2], x[3]));
+    mti_put(c.lse, 0, i, x[0]);
+    mti_put(c.lse, 1, i, log_sum);
+}
+
+static __global__ void __launch_bounds__(128)
+    mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < tokens; i += step) mti_ce_combine(c, shards, tokens, i, loss);
+}
+
+static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor gathered,
+                                                int64_t shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+    mti_ce c = mti_ce_of(s, gathered, targets);
+    c.stats = mti_view_of(gathered);
+    c.lse = mti_view_of(lse);
+    if (loss.cols == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, ctx->stream, c, shards, loss.cols,
+                     mti_view_of(loss));
+    return mt_cuda_launched(ctx, "mt_cross_entropy_combine");
+}
+
+static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+                                                 const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
+    mti_ce c = mti_ce_of(s, logits, targets);
+    c.lse = mti_view_of(lse);
+    c.dloss = mti_view_of(dloss);
+    c.scale = scale;
+    return mti_map(ctx, "mt_cross_entropy_backward", c, mti_is_wide(logits), logits.rows, logits.cols);
+}
+
+} /* extern "C++" */
+#endif
 
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
@@ -5470,6 +5498,13 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
     return mti_wide_end(&w, MT_SUCCESS);
 }
 
+/* ---- >>adamw ----------------------------------------------------------------------------------------------------- */
+
+/* As torch.optim.AdamW: the bias corrections are folded into the step size and into the root. */
+typedef struct mti_adamw {
+    float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, grad_scale, keep, step_size, inverse_root2;
+} mti_adamw;
+
 static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!h) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: hyper is NULL");
@@ -5497,6 +5532,117 @@ static mt_status mti_expect_rounding(mt_context *ctx, const mt_random *round, mt
                        mt_dtype_name(param.dtype), master.data ? "a master" : "none");
     return mti_expect_random(ctx, "mt_adamw_step", *round, param.rows, param.cols);
 }
+
+static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
+    double correction1 = 1.0 - pow((double)h->beta1, (double)h->step);
+    double correction2 = 1.0 - pow((double)h->beta2, (double)h->step);
+    mti_adamw a;
+    a.beta1 = h->beta1;
+    a.beta2 = h->beta2;
+    a.one_minus_beta1 = (float)(1.0 - (double)h->beta1);
+    a.one_minus_beta2 = (float)(1.0 - (double)h->beta2);
+    a.eps = h->eps;
+    a.grad_scale = h->grad_scale;
+    a.keep = (float)(1.0 - (double)h->lr * (double)h->weight_decay);
+    a.step_size = (float)((double)h->lr / correction1);
+    a.inverse_root2 = (float)(1.0 / sqrt(correction2));
+    return a;
+}
+
+static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, float *m, float *v, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float g = a.grad_scale * grad[j];
+        float first = a.beta1 * m[j] + a.one_minus_beta1 * g, second = a.beta2 * v[j] + a.one_minus_beta2 * (g * g);
+        m[j] = first;
+        v[j] = second;
+        param[j] = a.keep * param[j] - a.step_size * first / (mti_sqrt(second) * a.inverse_root2 + a.eps);
+    }
+}
+
+/* A row of 16-bit parameters, in blocks: master is NULL when they are all there is. round: NULL, or for elements from e
+ * on. */
+static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
+                               float *master, const float *grad, float *m, float *v, int64_t n) {
+    float room[MTI_WORDS];
+    uint32_t words[MTI_WORDS_ROOM];
+    int64_t j, k, count;
+    for (j = 0; j < n; j += count) {
+        float *p = master ? master + j : room;
+        count = mt_min(MTI_WORDS, n - j);
+        if (!master) mt_f32_from_16bit(dtype, param + j, room, count);
+        mti_adamw_row(a, p, grad + j, m + j, v + j, count);
+        if (round) {
+            const uint32_t *w = mti_random_words(*round, e + j, count, words);
+            for (k = 0; k < count; k++) room[k] = mti_round_stochastic((int)dtype, room[k], w[k]);
+        }
+        mt_f32_to_16bit(dtype, p, param + j, count);
+    }
+}
+
+static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad, mt_tensor m,
+                          mt_tensor v) {
+    const mt_random *round = hyper->stochastic_rounding;
+    mti_adamw a = mti_adamw_resolve(hyper);
+    int64_t i;
+    for (i = 0; i < param.rows; i++) {
+        if (param.dtype == MT_F32)
+            mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+        else
+            mti_adamw_half_row(a, round, round ? mti_random_element(*round, i, 0) : 0, param.dtype, mti_row16(param, i),
+                               mti_row(master, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+    }
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+template <bool STOCHASTIC> struct mti_adamw_op {
+    mti_view param, master, grad, m, v;
+    mti_adamw a;
+    mt_random at;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float p[MTI_CHUNK], g[MTI_CHUNK], first[MTI_CHUNK], second[MTI_CHUNK];
+        mti_load<WIDE>(master.data ? master : param, row, col, n, p);
+        mti_load<WIDE>(grad, row, col, n, g);
+        mti_load<WIDE>(m, row, col, n, first);
+        mti_load<WIDE>(v, row, col, n, second);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            float scaled = a.grad_scale * g[j];
+            first[j] = a.beta1 * first[j] + a.one_minus_beta1 * scaled;
+            second[j] = a.beta2 * second[j] + a.one_minus_beta2 * (scaled * scaled);
+            p[j] = a.keep * p[j] - a.step_size * first[j] / (sqrtf(second[j]) * a.inverse_root2 + a.eps);
+        }
+        if (master.data) mti_store<WIDE>(master, row, col, n, p);
+        mti_store<WIDE>(m, row, col, n, first);
+        mti_store<WIDE>(v, row, col, n, second);
+        if (STOCHASTIC) {
+            uint32_t words[MTI_CHUNK];
+            mti_words_of(at, mti_element_of(at, row, col), words);
+            for (int j = 0; j < MTI_CHUNK; j++) p[j] = mti_round_stochastic(param.dtype, p[j], words[j]);
+        }
+        mti_store<WIDE>(param, row, col, n, p);
+    }
+};
+
+template <bool STOCHASTIC>
+static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
+                                mt_tensor grad, mt_tensor m, mt_tensor v) {
+    int wide = mti_is_wide(param) && mti_is_wide(master) && mti_is_wide(grad) && mti_is_wide(m) && mti_is_wide(v);
+    mti_adamw_op<STOCHASTIC> op;
+    op.param = mti_view_of(param);
+    op.master = mti_view_of(master);
+    op.grad = mti_view_of(grad);
+    op.m = mti_view_of(m);
+    op.v = mti_view_of(v);
+    op.a = mti_adamw_resolve(hyper);
+    if (STOCHASTIC) op.at = *hyper->stochastic_rounding;
+    return mti_map(ctx, "mt_adamw_step", op, wide, param.rows, param.cols);
+}
+
+} /* extern "C++" */
+#endif
 
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v) {
