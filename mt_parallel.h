@@ -27,7 +27,7 @@
    so scale your loss by 1 / (tokens of the whole global batch).
 
    Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>buckets >>sync >>loss-scaler
-   >>optimizer >>pipeline */
+   >>optimizer >>pipeline >>json >>files >>safetensors */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -564,6 +564,43 @@ typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int di
    (mt_hash_log_value). */
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
+/* ---- safetensors files ------------------------------------------------------------------------------------------- */
+
+/* A file in the format of github.com/huggingface/safetensors: opening it reads and checks the header, a tensor's bytes
+   are read when they are used. What the format's own library refuses is refused, and duplicate keys, NUL characters,
+   and more than MT_SAFETENSORS_DIMS dimensions.
+   The file stays open, and mapped into memory, until mt_safetensors_close. It must not change in that time. When
+   another program truncates it all the same, mt_safetensors_read returns MT_ERR_IO, and so do the functions below that
+   load checkpoints. A program that uses mt_safetensors_tensor.data itself gets SIGBUS then, as with any mapping. */
+typedef struct mt_safetensors mt_safetensors; /* opaque */
+
+#define MT_SAFETENSORS_DIMS 8
+#define MT_PATH_MAX 1024
+
+typedef struct mt_safetensors_tensor {
+    const char *name;  /* UTF-8, of the file, as all pointers here */
+    const char *dtype; /* as the format writes it: "F32", "BF16", "I64", ... */
+    int dims;
+    int64_t shape[MT_SAFETENSORS_DIMS];
+    const void *data; /* little endian, perhaps not aligned */
+    int64_t bytes;
+    const mt_safetensors *file;
+} mt_safetensors_tensor;
+
+/* MT_ERR_IO: it cannot be read; MT_ERR_DATA: it is not what it should be. The sentence names file and reason. */
+MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
+MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
+MT_API int mt_safetensors_count(const mt_safetensors *file);
+MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index); /* in order of names */
+MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file,
+                                                        const char *name); /* NULL: there is none */
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
+                                           const char *key); /* of "__metadata__"; NULL: none */
+
+/* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. MT_ERR_IO: they
+   cannot be read, or the file was truncated since it was opened; the content of out is undefined then. */
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out);
+
 #ifdef __cplusplus
 }
 #endif
@@ -575,10 +612,25 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_PARALLEL_IMPLEMENTED)
 #define MT_PARALLEL_IMPLEMENTED
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <math.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 
 #ifdef __cplusplus
 extern "C" {
+#endif
+
+/* A strict -std=c99 hides them. __USE_MISC is how glibc says that it does not: OpenBLAS's header defines _GNU_SOURCE
+   when it is too late. */
+#if !defined(__cplusplus) && !defined(__USE_MISC)
+int fsync(int fd);
+ssize_t pread(int fd, void *data, size_t bytes, off_t at);
+int openat(int directory, const char *name, int flags, ...);
+int unlinkat(int directory, const char *name, int flags);
+DIR *fdopendir(int fd);
 #endif
 
 /* ---- >>grid ------------------------------------------------------------------------------------------------------ */
@@ -3434,6 +3486,901 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
     for (i = 0; status == MT_SUCCESS && i < count; i++) status = mti_pipeline_act(ctx, &p, &actions[i]);
     mt_arena_region(ctx, mark, 0, 0);
     return status;
+}
+
+/* ---- >>json ------------------------------------------------------------------------------------------------------ */
+
+#define MTI_JSON_DEPTH 64
+
+/* Reads a text of JSON (RFC 8259) from front to back. After the first error every call fails, and nothing moves. */
+typedef struct mti_json {
+    const unsigned char *start, *at, *end;
+    const char *error; /* what is wrong at `at`; NULL: nothing so far */
+} mti_json;
+
+static mti_json mti_json_begin(const void *text, size_t bytes) {
+    mti_json j;
+    j.start = j.at = (const unsigned char *)text;
+    j.end = j.start + bytes;
+    j.error = NULL;
+    return j;
+}
+
+static int mti_json_fail(mti_json *j, const char *what) {
+    if (!j->error) j->error = what;
+    return 0;
+}
+
+/* The next character that is no space, or -1. */
+static int mti_json_peek(mti_json *j) {
+    while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r')) j->at++;
+    return j->error || j->at == j->end ? -1 : *j->at;
+}
+
+static int mti_json_take(mti_json *j, char c, const char *what) {
+    if (mti_json_peek(j) != c) return mti_json_fail(j, what);
+    j->at++;
+    return 1;
+}
+
+/* Whether an object or array, whose first bracket was taken, goes on after *count values. */
+static int mti_json_next(mti_json *j, int *count, char close) {
+    if (mti_json_peek(j) == close) {
+        j->at++;
+        return 0;
+    }
+    if (*count > 0 && !mti_json_take(j, ',', "a comma or a closing bracket is missing")) return 0;
+    ++*count;
+    return !j->error;
+}
+
+/* Bytes of the character at p, 0 when it is not well-formed (Unicode, table 3-7). */
+static int mti_utf8_bytes(const unsigned char *p, const unsigned char *end) {
+    int n = p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0, i;
+    int low = p[0] == 0xe0 ? 0xa0 : p[0] == 0xf0 ? 0x90 : 0x80, high = p[0] == 0xed ? 0x9f : p[0] == 0xf4 ? 0x8f : 0xbf;
+    if (end - p < n) return 0;
+    if (n > 1 && (p[1] < low || p[1] > high)) return 0;
+    for (i = 2; i < n; i++)
+        if ((p[i] & 0xc0) != 0x80) return 0;
+    return n;
+}
+
+static int mti_utf8_encode(uint32_t c, char *out) {
+    static const unsigned char first[] = {0, 0, 0xc0, 0xe0, 0xf0};
+    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4, i;
+    for (i = n - 1; i > 0; i--, c >>= 6) out[i] = (char)(0x80 | (c & 0x3f));
+    out[0] = (char)(first[n] | c);
+    return n;
+}
+
+static uint32_t mti_json_hex(mti_json *j) {
+    uint32_t x = 0;
+    int i;
+    for (i = 0; i < 4; i++, j->at++) {
+        int c = j->at < j->end ? *j->at : 0, digit = c >= '0' && c <= '9'                 ? c - '0'
+                                                     : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10
+                                                                                          : -1;
+        if (digit < 0) return (uint32_t)mti_json_fail(j, "\\u is not followed by four hexadecimal digits");
+        x = x << 4 | (uint32_t)digit;
+    }
+    return x;
+}
+
+/* The character behind a backslash. */
+static uint32_t mti_json_escape(mti_json *j) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    int c = j->at < j->end ? *j->at++ : 0;
+    const char *found = c ? strchr(from, c) : NULL;
+    uint32_t high, low;
+    if (found) return (uint32_t)(unsigned char)to[found - from];
+    if (c != 'u') return (uint32_t)mti_json_fail(j, "no such escape");
+    high = mti_json_hex(j);
+    if (high == 0 && !j->error) mti_json_fail(j, "a NUL character in a string");
+    if (high < 0xd800 || high > 0xdfff) return high;
+    if (high < 0xdc00 && j->end - j->at >= 2 && j->at[0] == '\\' && j->at[1] == 'u') {
+        j->at += 2;
+        low = mti_json_hex(j);
+        if (low >= 0xdc00 && low <= 0xdfff) return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
+    }
+    return (uint32_t)mti_json_fail(j, "half a surrogate pair");
+}
+
+/* The string that comes next, decoded into out, as much as fits into `room` bytes with a NUL. Returns all its bytes,
+   the NUL not counted; its quoted text is longer by one at least. */
+static size_t mti_json_string(mti_json *j, char *out, size_t room) {
+    size_t length = 0;
+    char c[4];
+    int n;
+    if (room > 0) out[0] = 0;
+    if (!mti_json_take(j, '"', "a string is missing")) return 0;
+    while (!j->error && j->at < j->end && *j->at != '"') {
+        if (*j->at == '\\') {
+            j->at++;
+            n = mti_utf8_encode(mti_json_escape(j), c);
+        } else {
+            n = mti_utf8_bytes(j->at, j->end);
+            if (n == 0) mti_json_fail(j, "this is not UTF-8");
+            else if (*j->at < 0x20) mti_json_fail(j, "a control character in a string");
+            memcpy(c, j->at, (size_t)n);
+            j->at += n;
+        }
+        if (j->error) break;
+        if (length + (size_t)n < room) {
+            memcpy(out + length, c, (size_t)n);
+            out[length + (size_t)n] = 0;
+        }
+        length += (size_t)n;
+    }
+    if (!j->error && j->at == j->end) mti_json_fail(j, "a string does not end");
+    if (j->error) return 0;
+    j->at++;
+    return length;
+}
+
+static int mti_json_digit(const mti_json *j) { return j->at < j->end && *j->at >= '0' && *j->at <= '9'; }
+
+/* A whole number from 0 to 2^63 - 1, without sign, fraction or exponent. */
+static int64_t mti_json_whole(mti_json *j) {
+    int64_t x = 0;
+    int first = mti_json_peek(j);
+    if (first < '0' || first > '9') return mti_json_fail(j, "a whole number is missing");
+    if (first == '0') j->at++; /* nothing follows it */
+    for (; first != '0' && mti_json_digit(j); j->at++) {
+        int digit = *j->at - '0';
+        if (x > (INT64_MAX - digit) / 10) return mti_json_fail(j, "a number is too large");
+        x = 10 * x + digit;
+    }
+    if (mti_json_digit(j) || (j->at < j->end && (*j->at == '.' || (*j->at | 32) == 'e')))
+        return mti_json_fail(j, "a number is not whole");
+    return x;
+}
+
+/* Digits behind those of x; as many as a double holds count, *scale is what power of ten they are of. */
+static double mti_json_digits(mti_json *j, double x, int fraction, int *scale) {
+    if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
+    for (; mti_json_digit(j); j->at++) {
+        int counts = x < 1e17;
+        if (counts) x = 10 * x + (*j->at - '0');
+        *scale += fraction ? -counts : !counts;
+    }
+    return x;
+}
+
+/* Not strtod, whose decimal point depends on the locale; right to the last place of a float. */
+static double mti_json_number(mti_json *j) {
+    int negative = mti_json_peek(j) == '-', scale = 0, exponent = 0, sign = 1;
+    double x;
+    if (negative) j->at++;
+    if (j->at + 1 < j->end && j->at[0] == '0' && j->at[1] >= '0' && j->at[1] <= '9')
+        mti_json_fail(j, "a number begins with 0");
+    x = mti_json_digits(j, 0, 0, &scale);
+    if (!j->error && j->at < j->end && *j->at == '.') {
+        j->at++;
+        x = mti_json_digits(j, x, 1, &scale);
+    }
+    if (!j->error && j->at < j->end && (*j->at | 32) == 'e') {
+        j->at++;
+        if (j->at < j->end && (*j->at == '+' || *j->at == '-')) sign = *j->at++ == '-' ? -1 : 1;
+        if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
+        for (; mti_json_digit(j); j->at++)
+            if (exponent < 10000) exponent = 10 * exponent + (*j->at - '0');
+    }
+    scale += sign * exponent;
+    x = x == 0 ? 0 : scale < 0 ? x / pow(10, -scale) : x * pow(10, scale);
+    return j->error ? 0 : negative ? -x : x;
+}
+
+static int mti_json_word(mti_json *j, const char *word) {
+    size_t n = strlen(word);
+    if (mti_json_peek(j) != word[0] || (size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) return 0;
+    j->at += n;
+    return 1;
+}
+
+/* Any value. */
+static void mti_json_skip(mti_json *j, int depth) {
+    int c = mti_json_peek(j), count = 0, object = c == '{';
+    if (c == '"') {
+        mti_json_string(j, NULL, 0);
+    } else if (object || c == '[') {
+        if (depth >= MTI_JSON_DEPTH) mti_json_fail(j, "brackets are nested too deeply");
+        else j->at++;
+        while (mti_json_next(j, &count, object ? '}' : ']')) {
+            if (object) mti_json_string(j, NULL, 0);
+            if (object) mti_json_take(j, ':', "a colon is missing");
+            mti_json_skip(j, depth + 1);
+        }
+    } else if (c == '-' || (c >= '0' && c <= '9')) {
+        mti_json_number(j);
+    } else if (!mti_json_word(j, "true") && !mti_json_word(j, "false") && !mti_json_word(j, "null")) {
+        mti_json_fail(j, "a value is missing");
+    }
+}
+
+/* Nothing but space is left. */
+static void mti_json_end(mti_json *j) {
+    if (mti_json_peek(j) >= 0) mti_json_fail(j, "something follows the end");
+}
+
+static mt_status mti_json_status(mt_context *ctx, const mti_json *j, const char *path, const char *what) {
+    if (!j->error) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: %s, byte %lld: %s", path, what, (long long)(j->at - j->start), j->error);
+}
+
+/* ---- >>files ----------------------------------------------------------------------------------------------------- */
+
+/* The files are little-endian, and what is in them is copied to and from memory as it is. */
+#if defined(__BYTE_ORDER__) && defined(__ORDER_LITTLE_ENDIAN__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "mt_parallel.h: safetensors files are little-endian and this machine is not: its files would be byte-swapped"
+#endif
+
+static mt_status mti_io_error(mt_context *ctx, const char *path, const char *what, int error) {
+    return mt_fail(ctx, MT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(error));
+}
+
+/* Of what can wait: it is logged, and no error. */
+static void mti_io_warning(mt_context *ctx, const char *path, const char *what, int error) {
+    char text[MT_PATH_MAX + 128];
+    if (!ctx->logger.log) return;
+    snprintf(text, sizeof text, "%s: cannot %s: %s", path, what, strerror(error));
+    (ctx->logger.log)(ctx->logger.user, MT_LOG_WARNING, text);
+}
+
+#if defined(O_CLOEXEC)
+#define MTI_CLOEXEC O_CLOEXEC
+#elif defined(__O_CLOEXEC) /* a strict -std=c99 hides the other name */
+#define MTI_CLOEXEC __O_CLOEXEC
+#else
+#define MTI_CLOEXEC 0
+#endif
+
+/* Whoever opens with these gets an error instead of what a link points to. */
+#if defined(O_NOFOLLOW) && defined(O_DIRECTORY)
+#define MTI_NOFOLLOW O_NOFOLLOW
+#define MTI_DIRECTORY O_DIRECTORY
+#elif defined(__O_NOFOLLOW) && defined(__O_DIRECTORY)
+#define MTI_NOFOLLOW __O_NOFOLLOW
+#define MTI_DIRECTORY __O_DIRECTORY
+#else
+#error                                                                                                                 \
+    "mt_parallel.h: open has no O_NOFOLLOW and O_DIRECTORY here, so links in a checkpoint directory would be followed"
+#endif
+
+/* -1 and errno, as open has it; a signal is no reason to fail, nor is it below. */
+static int mti_open(const char *path, int flags) {
+    int fd;
+    do fd = open(path, flags | MTI_CLOEXEC, 0666);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* 0, or errno. */
+static int mti_fsync(int fd) {
+    int failed;
+    do failed = fsync(fd) != 0;
+    while (failed && errno == EINTR);
+    return failed ? errno : 0;
+}
+
+/* DIRECTORY/NAME */
+static mt_status mti_path(mt_context *ctx, const char *directory, const char *name, char *path, size_t bytes) {
+    size_t n = strlen(directory), more = strlen(name);
+    if (n + more + 2 > bytes)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%.200s.../%.200s: the path has more than %zu characters", directory, name,
+                       bytes - 1);
+    memcpy(path, directory, n);
+    path[n] = '/';
+    memcpy(path + n + 1, name, more + 1);
+    return MT_SUCCESS;
+}
+
+static int mti_exists(const char *path) {
+    struct stat info;
+    return stat(path, &info) == 0;
+}
+
+/* A regular file that is read. It is mapped only for the pointers that users get: the library reads from fd, since a
+   mapping of what a file has lost is SIGBUS. */
+typedef struct mti_mapped {
+    int fd;       /* -1: data is memory of somebody else */
+    void *data;   /* NULL: not mapped, or of no bytes */
+    size_t bytes; /* when it was opened */
+} mti_mapped;
+
+static mt_status mti_mapped_file(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
+    struct stat info;
+    void *data;
+    if (fstat(out->fd, &info) != 0) return mti_io_error(ctx, path, "look at it", errno);
+    if (!S_ISREG(info.st_mode)) return mt_fail(ctx, MT_ERR_IO, "%s: is not a regular file", path);
+    out->bytes = (size_t)info.st_size;
+    if (!maps || info.st_size == 0) return MT_SUCCESS;
+    data = mmap(NULL, out->bytes, PROT_READ, MAP_PRIVATE, out->fd, 0);
+    if (data == MAP_FAILED) return mti_io_error(ctx, path, "map it into memory", errno);
+    out->data = data;
+    return MT_SUCCESS;
+}
+
+static void mti_mapped_close(mti_mapped *map) {
+    if (map->fd >= 0 && map->data) munmap(map->data, map->bytes);
+    if (map->fd >= 0) close(map->fd);
+    memset(map, 0, sizeof *map);
+    map->fd = -1;
+}
+
+static mt_status mti_mapped_open(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
+    mt_status status;
+    memset(out, 0, sizeof *out);
+    out->fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* a pipe does not keep us waiting */
+    if (out->fd < 0) return mti_io_error(ctx, path, "open it", errno);
+    status = mti_mapped_file(ctx, path, maps, out);
+    if (status != MT_SUCCESS) mti_mapped_close(out);
+    return status;
+}
+
+#define MTI_READ_MAX ((size_t)1 << 30) /* in one call, which not every system has a larger size for */
+
+/* The bytes [at, at + bytes), which were in the file when it was opened. Ranks may share it: no position is moved. */
+static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_mapped *map, size_t at, size_t bytes,
+                                 void *out) {
+    size_t done = 0;
+    ssize_t n = 1;
+    if (map->fd < 0 && bytes > 0) memcpy(out, (const unsigned char *)map->data + at, bytes);
+    if (map->fd < 0) return MT_SUCCESS;
+    while (done < bytes && n != 0) {
+        size_t rest = bytes - done;
+        n = pread(map->fd, (unsigned char *)out + done, rest < MTI_READ_MAX ? rest : MTI_READ_MAX, (off_t)(at + done));
+        if (n < 0 && errno != EINTR) return mti_io_error(ctx, path, "read it", errno);
+        if (n > 0) done += (size_t)n;
+    }
+    if (done == bytes) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_IO,
+                   "%s: wanted %zu bytes at byte %zu, got %zu: it had %zu bytes when it was opened, "
+                   "and was truncated since",
+                   path, bytes, at, done, map->bytes);
+}
+
+#define MTI_TEXT_MAX 100000000 /* bytes, as of the header of a safetensors file */
+
+/* A whole file of JSON, to be freed also when this fails. */
+static mt_status mti_text_read(mt_context *ctx, const char *path, void **text, size_t *bytes) {
+    mti_mapped file;
+    mt_status status = MT_SUCCESS;
+    *text = NULL;
+    MT_TRY(mti_mapped_open(ctx, path, 0, &file));
+    *bytes = file.bytes;
+    if (file.bytes > MTI_TEXT_MAX)
+        status = mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, file.bytes, MTI_TEXT_MAX);
+    if (status == MT_SUCCESS) status = mti_host_new(ctx, file.bytes + 1, text);
+    if (status == MT_SUCCESS) status = mti_mapped_read(ctx, path, &file, 0, file.bytes, *text);
+    mti_mapped_close(&file);
+    return status;
+}
+
+static uint64_t mti_load_word(const unsigned char *p) {
+    uint64_t word;
+    memcpy(&word, p, sizeof word);
+    return word;
+}
+
+#define MTI_CHECKSUM_BASIS 14695981039346656037u
+
+/* A multiplication carries bits up only: the upper half comes down, too, so that two changes do not meet in the last
+   bit and cancel there. */
+static uint64_t mti_checksum_word(uint64_t h, const unsigned char *p) {
+    h = (h ^ mti_load_word(p)) * 1099511628211u;
+    return h ^ h >> 32;
+}
+
+/* FNV-1a over words of 8 bytes instead of bytes; the last one is filled up with zeros. Each step is one-to-one in h and
+   in the word: a file in which one word has changed never has the same checksum. */
+static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
+    unsigned char rest[8] = {0};
+    for (; bytes >= 8; p += 8, bytes -= 8) h = mti_checksum_word(h, p);
+    if (bytes == 0) return h;
+    memcpy(rest, p, bytes);
+    return mti_checksum_word(h, rest);
+}
+
+/* The checksum stands in the first metadata of a file, at a known place, and counts there as zeros. */
+#define MTI_CHECKSUM_BEFORE "{\"__metadata__\":{\"checksum\":\""
+#define MTI_CHECKSUM_DIGITS 16
+#define MTI_CHECKSUM_AT (8 + sizeof MTI_CHECKSUM_BEFORE - 1)
+#define MTI_CHECKSUM_FIRST 64 /* bytes: all this is in them, and they are whole words */
+
+/* A file that is written from front to back. */
+typedef struct mti_file {
+    int fd;    /* -1: nothing is written, bytes are counted */
+    int error; /* errno of the first call that failed; nothing is written after it */
+    int64_t bytes;
+    uint64_t checksum; /* of what has left the buffer */
+    size_t used;
+    char path[MT_PATH_MAX];
+    unsigned char buffer[1 << 16];
+} mti_file;
+
+static void mti_file_write(mti_file *f, const unsigned char *data, size_t bytes) {
+    while (bytes > 0 && f->error == 0) {
+        ssize_t done = write(f->fd, data, bytes);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) {
+            f->error = done < 0 ? errno : ENOSPC;
+            return;
+        }
+        data += done;
+        bytes -= (size_t)done;
+    }
+}
+
+static void mti_file_flush(mti_file *f) {
+    if (f->fd >= 0) {
+        f->checksum = mti_checksum(f->checksum, f->buffer, f->used);
+        mti_file_write(f, f->buffer, f->used);
+    }
+    f->used = 0;
+}
+
+static void mti_file_put(mti_file *f, const void *data, size_t bytes) {
+    const unsigned char *from = (const unsigned char *)data;
+    f->bytes += (int64_t)bytes;
+    if (f->fd < 0) return;
+    while (bytes > 0) {
+        size_t room = sizeof f->buffer - f->used, n = bytes < room ? bytes : room;
+        memcpy(f->buffer + f->used, from, n);
+        f->used += n;
+        from += n;
+        bytes -= n;
+        if (f->used == sizeof f->buffer) mti_file_flush(f);
+    }
+}
+
+static void mti_file_text(mti_file *f, const char *text) { mti_file_put(f, text, strlen(text)); }
+
+static void mti_file_whole(mti_file *f, int64_t x) {
+    char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)x);
+    mti_file_text(f, text);
+}
+
+/* A string of JSON. */
+static void mti_file_string(mti_file *f, const char *text) {
+    char escaped[8];
+    mti_file_text(f, "\"");
+    for (; *text; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') snprintf(escaped, sizeof escaped, "\\%c", c);
+        else if (c < 0x20) snprintf(escaped, sizeof escaped, "\\u%04x", c);
+        else snprintf(escaped, sizeof escaped, "%c", c);
+        mti_file_text(f, escaped);
+    }
+    mti_file_text(f, "\"");
+}
+
+/* Begins to count (directory NULL), or to write a file that is not there yet. Neither the directory nor the file may be
+   a link. */
+static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *directory, const char *name) {
+    int at, error;
+    f->fd = -1;
+    f->error = 0;
+    f->bytes = 0;
+    f->used = 0;
+    f->checksum = MTI_CHECKSUM_BASIS;
+    if (!directory) return MT_SUCCESS;
+    MT_TRY(mti_path(ctx, directory, name, f->path, sizeof f->path));
+    at = mti_open(directory, O_RDONLY | MTI_DIRECTORY | MTI_NOFOLLOW);
+    if (at < 0) return mti_io_error(ctx, directory, "open the directory", errno);
+    do f->fd = openat(at, name, O_WRONLY | O_CREAT | O_EXCL | MTI_NOFOLLOW | MTI_CLOEXEC, 0666);
+    while (f->fd < 0 && errno == EINTR);
+    error = errno;
+    close(at);
+    return f->fd < 0 ? mti_io_error(ctx, f->path, "create it", error) : MT_SUCCESS;
+}
+
+static void mti_file_seal(mti_file *f) {
+    char digits[MTI_CHECKSUM_DIGITS + 1];
+    snprintf(digits, sizeof digits, "%016llx", (unsigned long long)f->checksum);
+    if (f->error == 0 && lseek(f->fd, (off_t)MTI_CHECKSUM_AT, SEEK_SET) < 0) f->error = errno;
+    mti_file_write(f, (const unsigned char *)digits, MTI_CHECKSUM_DIGITS);
+}
+
+/* Brings everything to the disk. sealed: the checksum goes to its place. */
+static mt_status mti_file_end(mt_context *ctx, mti_file *f, int sealed) {
+    mti_file_flush(f);
+    if (sealed) mti_file_seal(f);
+    if (f->error == 0) f->error = mti_fsync(f->fd);
+    if (close(f->fd) != 0 && errno != EINTR && f->error == 0)
+        f->error = errno; /* EINTR: it is closed, and on the disk */
+    f->fd = -1;
+    return f->error ? mti_io_error(ctx, f->path, "write it", f->error) : MT_SUCCESS;
+}
+
+/* The names in a directory reach the disk. */
+static mt_status mti_directory_sync(mt_context *ctx, const char *path) {
+    int fd = mti_open(path, O_RDONLY), error = fd < 0 ? errno : mti_fsync(fd);
+    if (fd >= 0) close(fd);
+    if (fd >= 0 && error == EINVAL) return MT_SUCCESS; /* a file system that has nothing to do */
+    return error ? mti_io_error(ctx, path, "bring the directory to the disk", error) : MT_SUCCESS;
+}
+
+static mt_status mti_directory_make(mt_context *ctx, const char *path) {
+    char parent[MT_PATH_MAX];
+    char *slash;
+    if (mkdir(path, 0777) != 0) return mti_io_error(ctx, path, "create the directory", errno);
+    snprintf(parent, sizeof parent, "%s", path);
+    slash = strrchr(parent, '/');
+    if (slash) slash[slash == parent] = 0;
+    return mti_directory_sync(ctx, slash ? parent : ".");
+}
+
+/* The files in a directory, and itself, as far as that goes: a directory in it is none of ours, and keeps it. What a
+   link points to is none of ours either: a link in the directory, or in its place, is removed as a link. */
+static void mti_directory_remove(mt_context *ctx, const char *path) {
+    char file[MT_PATH_MAX];
+    struct dirent *entry;
+    int fd = mti_open(path, O_RDONLY | MTI_DIRECTORY | MTI_NOFOLLOW), error = errno;
+    DIR *d;
+    if (fd < 0 && unlink(path) == 0) return; /* it was no directory */
+    if (fd < 0) {
+        mti_io_warning(ctx, path, "list the directory", error);
+        return;
+    }
+    d = fdopendir(fd);
+    if (!d) {
+        mti_io_warning(ctx, path, "list the directory", errno);
+        close(fd);
+        return;
+    }
+    while ((entry = readdir(d)) != NULL) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        if (unlinkat(fd, entry->d_name, 0) == 0) continue;
+        error = errno;
+        snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
+        mti_io_warning(ctx, file, "remove it", error);
+    }
+    closedir(d);
+    if (rmdir(path) != 0) mti_io_warning(ctx, path, "remove the directory", errno);
+}
+
+/* ---- >>safetensors ----------------------------------------------------------------------------------------------- */
+
+#define MTI_HEADER_MAX 100000000 /* of the format */
+
+typedef struct mti_metadata {
+    const char *key, *value;
+} mti_metadata;
+
+struct mt_safetensors {
+    mt_safetensors_tensor *tensors; /* by offset while it is read, then by name */
+    mti_metadata *metadata;
+    int count, capacity, metadata_count, metadata_capacity;
+    char *text; /* decoded strings, one after the other */
+    size_t text_bytes, text_used;
+    const unsigned char *data; /* what follows the header, mapped */
+    int64_t data_bytes;
+    mti_mapped map;
+    char path[MT_PATH_MAX];
+};
+
+static const struct {
+    const char *name;
+    int bits;
+    int dtype;
+} mti_safetensors_dtypes[] = {{"F32", 32, MT_F32}, {"BF16", 16, MT_BF16},  {"F16", 16, MT_F16},    {"F64", 64, -1},
+                              {"I64", 64, -1},     {"I32", 32, -1},        {"I16", 16, -1},        {"I8", 8, -1},
+                              {"U64", 64, -1},     {"U32", 32, -1},        {"U16", 16, -1},        {"U8", 8, -1},
+                              {"BOOL", 8, -1},     {"C64", 64, -1},        {"F8_E4M3", 8, -1},     {"F8_E5M2", 8, -1},
+                              {"F8_E8M0", 8, -1},  {"F8_E4M3FNUZ", 8, -1}, {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1},
+                              {"F6_E3M2", 6, -1},  {"F4", 4, -1}};
+
+/* Which of them, -1: none. */
+static int mti_safetensors_dtype(const char *name) {
+    int i = (int)(sizeof mti_safetensors_dtypes / sizeof *mti_safetensors_dtypes);
+    while (i-- > 0)
+        if (strcmp(name, mti_safetensors_dtypes[i].name) == 0) return i;
+    return -1;
+}
+
+/* Room for one more item of a list that grows. */
+static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capacity, size_t bytes) {
+    int more = *capacity ? 2 * *capacity : 64;
+    void *memory;
+    if (count < *capacity) return MT_SUCCESS;
+    MT_TRY(mti_host_new(ctx, (size_t)more * bytes, &memory));
+    if (*list) memcpy(memory, *list, (size_t)count * bytes);
+    mt_host_free(*list);
+    *list = memory;
+    *capacity = more;
+    return MT_SUCCESS;
+}
+
+/* The next string, kept. */
+static const char *mti_safetensors_string(mt_safetensors *s, mti_json *j) {
+    char *text = s->text + s->text_used;
+    size_t bytes = mti_json_string(j, text, s->text_bytes - s->text_used) + 1;
+    if (!j->error) s->text_used += bytes;
+    return text;
+}
+
+static mt_status mti_safetensors_metadata(mt_context *ctx, mt_safetensors *s, mti_json *j) {
+    int count = 0;
+    void *list;
+    mti_json_take(j, '{', "__metadata__ is not an object");
+    while (mti_json_next(j, &count, '}')) {
+        list = s->metadata;
+        MT_TRY(mti_reserve(ctx, &list, s->metadata_count, &s->metadata_capacity, sizeof *s->metadata));
+        s->metadata = (mti_metadata *)list;
+        s->metadata[s->metadata_count].key = mti_safetensors_string(s, j);
+        mti_json_take(j, ':', "a colon is missing");
+        s->metadata[s->metadata_count++].value = mti_safetensors_string(s, j);
+    }
+    return MT_SUCCESS;
+}
+
+static void mti_safetensors_shape(mti_json *j, mt_safetensors_tensor *t) {
+    int count = 0;
+    mti_json_take(j, '[', "a shape is not an array");
+    while (mti_json_next(j, &count, ']')) {
+        int64_t size = mti_json_whole(j);
+        if (t->dims == MT_SAFETENSORS_DIMS) mti_json_fail(j, "a shape has more than 8 dimensions");
+        else t->shape[t->dims++] = size;
+    }
+}
+
+static void mti_safetensors_offsets(mti_json *j, int64_t *begin, int64_t *end) {
+    mti_json_take(j, '[', "data_offsets is not an array");
+    *begin = mti_json_whole(j);
+    mti_json_take(j, ',', "data_offsets are not two numbers");
+    *end = mti_json_whole(j);
+    mti_json_take(j, ']', "data_offsets are not two numbers");
+}
+
+/* The members of one tensor; unknown ones are passed over, as the format's own library does. */
+static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetensors_tensor *t, int64_t *begin,
+                                    int64_t *end) {
+    static const char *const names[] = {"dtype", "shape", "data_offsets"};
+    int count = 0, seen = 0, i;
+    mti_json_take(j, '{', "a tensor is not an object");
+    while (mti_json_next(j, &count, '}')) {
+        const char *member = mti_safetensors_string(s, j);
+        mti_json_take(j, ':', "a colon is missing");
+        if (j->error) return;
+        for (i = 0; i < 3 && strcmp(member, names[i]) != 0; i++) continue;
+        if (i < 3 && (seen & 1 << i)) mti_json_fail(j, "dtype, shape or data_offsets is given twice");
+        seen |= 1 << i;
+        if (i == 0) t->dtype = mti_safetensors_string(s, j);
+        else if (i == 1) mti_safetensors_shape(j, t);
+        else if (i == 2) mti_safetensors_offsets(j, begin, end);
+        else mti_json_skip(j, 2);
+    }
+    if ((seen & 7) != 7) mti_json_fail(j, "a tensor has no dtype, shape or data_offsets");
+}
+
+/* Whether shape, type and offsets of a tensor go together. */
+static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s, mt_safetensors_tensor *t,
+                                       int64_t begin, int64_t end) {
+    int type = mti_safetensors_dtype(t->dtype), i;
+    int64_t bits;
+    if (type < 0) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has dtype '%.20s'", s->path, t->name, t->dtype);
+    if (begin > end || end > s->data_bytes)
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: data_offsets [%lld, %lld] of '%.100s' in a file with %lld bytes of data%s", s->path,
+                       (long long)begin, (long long)end, t->name, (long long)s->data_bytes,
+                       begin > end ? "" : "; it may be truncated");
+    bits = mti_safetensors_dtypes[type].bits;
+    for (i = 0; i < t->dims; i++) {
+        if (t->shape[i] > 0 && bits > INT64_MAX / t->shape[i])
+            return mt_fail(ctx, MT_ERR_DATA, "%s: the shape of '%.100s' overflows", s->path, t->name);
+        bits *= t->shape[i];
+    }
+    if (bits % 8 != 0 || bits / 8 != end - begin)
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: '%.100s' has %lld bits by shape and dtype %s, and %lld bytes by data_offsets", s->path,
+                       t->name, (long long)bits, t->dtype, (long long)(end - begin));
+    t->data = s->data + begin;
+    t->bytes = end - begin;
+    t->file = s;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_safetensors_tensor(mt_context *ctx, mt_safetensors *s, mti_json *j, const char *name) {
+    int64_t begin = 0, end = 0;
+    void *list = s->tensors;
+    mt_safetensors_tensor *t;
+    MT_TRY(mti_reserve(ctx, &list, s->count, &s->capacity, sizeof *t));
+    s->tensors = (mt_safetensors_tensor *)list;
+    t = &s->tensors[s->count++];
+    t->name = name;
+    mti_safetensors_members(s, j, t, &begin, &end);
+    return j->error ? MT_SUCCESS : mti_safetensors_check(ctx, s, t, begin, end);
+}
+
+static mt_status mti_safetensors_header(mt_context *ctx, mt_safetensors *s, mti_json *j) {
+    int count = 0, metadata = 0;
+    if (j->at == j->end || *j->at != '{') mti_json_fail(j, "it does not begin with '{'");
+    else j->at++;
+    while (mti_json_next(j, &count, '}')) {
+        const char *name = mti_safetensors_string(s, j);
+        mti_json_take(j, ':', "a colon is missing");
+        if (j->error) break;
+        if (strcmp(name, "__metadata__") != 0) MT_TRY(mti_safetensors_tensor(ctx, s, j, name));
+        else if (metadata++) mti_json_fail(j, "__metadata__ is given twice");
+        else MT_TRY(mti_safetensors_metadata(ctx, s, j));
+    }
+    mti_json_end(j);
+    return mti_json_status(ctx, j, s->path, "header");
+}
+
+static int mti_tensor_by_data(const void *a, const void *b) {
+    const mt_safetensors_tensor *x = (const mt_safetensors_tensor *)a, *y = (const mt_safetensors_tensor *)b;
+    const char *p = (const char *)x->data, *q = (const char *)y->data;
+    return p != q ? (p > q) - (p < q) : (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+static int mti_tensor_by_name(const void *a, const void *b) {
+    return strcmp(((const mt_safetensors_tensor *)a)->name, ((const mt_safetensors_tensor *)b)->name);
+}
+
+static int mti_metadata_by_key(const void *a, const void *b) {
+    return strcmp(((const mti_metadata *)a)->key, ((const mti_metadata *)b)->key);
+}
+
+/* Every byte of the data belongs to one tensor, and every name is given once. */
+static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
+    const unsigned char *end = s->data;
+    int i;
+    if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_data);
+    for (i = 0; i < s->count; end += s->tensors[i++].bytes)
+        if (s->tensors[i].data != end)
+            return mt_fail(ctx, MT_ERR_DATA,
+                           "%s: '%.100s' begins at %lld of the data, and what is before it ends at %lld", s->path,
+                           s->tensors[i].name, (long long)((const unsigned char *)s->tensors[i].data - s->data),
+                           (long long)(end - s->data));
+    if (end != s->data + s->data_bytes)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: its tensors have %lld bytes, its data %lld", s->path,
+                       (long long)(end - s->data), (long long)s->data_bytes);
+    if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_name);
+    for (i = 1; i < s->count; i++)
+        if (strcmp(s->tensors[i - 1].name, s->tensors[i].name) == 0)
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice", s->path, s->tensors[i].name);
+    if (s->metadata_count > 0) qsort(s->metadata, (size_t)s->metadata_count, sizeof *s->metadata, mti_metadata_by_key);
+    for (i = 1; i < s->metadata_count; i++)
+        if (strcmp(s->metadata[i - 1].key, s->metadata[i].key) == 0)
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice in __metadata__", s->path,
+                           s->metadata[i].key);
+    return MT_SUCCESS;
+}
+
+/* The file s->map. */
+static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
+    uint64_t header;
+    size_t size = s->map.bytes;
+    void *memory;
+    mti_json j;
+    mt_status status;
+    if (size < 8) return mt_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are no safetensors file", s->path, size);
+    MT_TRY(mti_mapped_read(ctx, s->path, &s->map, 0, sizeof header, &header));
+    if (header > MTI_HEADER_MAX || header > size - 8)
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: a header of %llu bytes (at most %d) in a file of %zu; it may be truncated", s->path,
+                       (unsigned long long)header, MTI_HEADER_MAX, size);
+    s->data = (const unsigned char *)s->map.data + 8 + header;
+    s->data_bytes = (int64_t)(size - 8 - header);
+    s->text_bytes = (size_t)header + 1;
+    MT_TRY(mti_host_new(ctx, s->text_bytes, &memory));
+    s->text = (char *)memory;
+    MT_TRY(mti_host_new(ctx, header > 0 ? (size_t)header : 1, &memory));
+    j = mti_json_begin(memory, (size_t)header);
+    status = mti_mapped_read(ctx, s->path, &s->map, 8, (size_t)header, memory);
+    if (status == MT_SUCCESS) status = mti_safetensors_header(ctx, s, &j);
+    mt_host_free(memory);
+    return status == MT_SUCCESS ? mti_safetensors_sort(ctx, s) : status;
+}
+
+static mt_status mti_safetensors_open(mt_context *ctx, const char *path, mt_safetensors *s) {
+    if (strlen(path) >= sizeof s->path)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: a path of %zu characters", strlen(path));
+    snprintf(s->path, sizeof s->path, "%s", path);
+    MT_TRY(mti_mapped_open(ctx, path, 1, &s->map));
+    return mti_safetensors_parse(ctx, s);
+}
+
+MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out) {
+    void *memory;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!path || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
+    *out = NULL;
+    MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
+    ((mt_safetensors *)memory)->map.fd = -1;
+    status = mti_safetensors_open(ctx, path, (mt_safetensors *)memory);
+    if (status == MT_SUCCESS) *out = (mt_safetensors *)memory;
+    else mt_safetensors_close((mt_safetensors *)memory);
+    return status;
+}
+
+MT_API void mt_safetensors_close(mt_safetensors *file) {
+    if (!file) return;
+    mti_mapped_close(&file->map);
+    mt_host_free(file->tensors);
+    mt_host_free(file->metadata);
+    mt_host_free(file->text);
+    mt_host_free(file);
+}
+
+MT_API int mt_safetensors_count(const mt_safetensors *file) { return file ? file->count : 0; }
+
+MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index) {
+    return index >= 0 && index < mt_safetensors_count(file) ? &file->tensors[index] : NULL;
+}
+
+MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file, const char *name) {
+    mt_safetensors_tensor key;
+    if (!name || mt_safetensors_count(file) == 0) return NULL;
+    key.name = name;
+    return (const mt_safetensors_tensor *)bsearch(&key, file->tensors, (size_t)file->count, sizeof key,
+                                                  mti_tensor_by_name);
+}
+
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key) {
+    mti_metadata wanted;
+    const mti_metadata *found;
+    if (!file || !key || file->metadata_count == 0) return NULL;
+    wanted.key = key;
+    found = (const mti_metadata *)bsearch(&wanted, file->metadata, (size_t)file->metadata_count, sizeof wanted,
+                                          mti_metadata_by_key);
+    return found ? found->value : NULL;
+}
+
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out) {
+    const mti_mapped *map;
+    unsigned char *from = (unsigned char *)out;
+    uint16_t halves[256];
+    int64_t elements, i, n;
+    int type;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tp || !out || !tp->file)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
+                       !tp    ? "tensor"
+                       : !out ? "out"
+                              : "tensor->file");
+    type = mti_safetensors_dtypes[mti_safetensors_dtype(tp->dtype)].dtype;
+    if (type < 0)
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tp->name,
+                       tp->dtype);
+    if (type != MT_F32) from += tp->bytes; /* the second half of out: what is widened never overtakes it */
+    map = &tp->file->map;
+    MT_TRY(mti_mapped_read(ctx, tp->file->path, map,
+                           (size_t)((const unsigned char *)tp->data - (const unsigned char *)map->data),
+                           (size_t)tp->bytes, from));
+    elements = type == MT_F32 ? 0 : tp->bytes / 2;
+    for (i = 0; i < elements; i += n) {
+        n = mt_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
+        memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
+        mt_f32_from_16bit((mt_dtype)type, halves, out + i, n);
+    }
+    return MT_SUCCESS;
+}
+
+/* Whether all bytes of a file are those that were written; *has: whether it says so. */
+static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s, int *has) {
+    unsigned char block[1 << 14]; /* whole words, and all of MTI_CHECKSUM_FIRST */
+    char wanted[MTI_CHECKSUM_DIGITS + 1] = "", digits[MTI_CHECKSUM_DIGITS + 1];
+    uint64_t h = MTI_CHECKSUM_BASIS;
+    size_t at, n;
+    *has = s->map.bytes >= MTI_CHECKSUM_FIRST;
+    for (at = 0; *has && at < s->map.bytes; at += n) {
+        n = s->map.bytes - at < sizeof block ? s->map.bytes - at : sizeof block;
+        MT_TRY(mti_mapped_read(ctx, s->path, &s->map, at, n, block));
+        if (at == 0) {
+            *has = memcmp(block + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1) == 0;
+            memcpy(wanted, block + MTI_CHECKSUM_AT, MTI_CHECKSUM_DIGITS);
+            memset(block + MTI_CHECKSUM_AT, '0', MTI_CHECKSUM_DIGITS);
+        }
+        h = mti_checksum(h, block, n);
+    }
+    snprintf(digits, sizeof digits, "%016llx", (unsigned long long)h);
+    if (!*has || memcmp(digits, wanted, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %s", s->path,
+                   digits, wanted);
 }
 
 #ifdef __cplusplus
