@@ -208,30 +208,18 @@ typedef struct mt_transformer_layer_desc {
     float output_init_std;  /* of proj and fc2; 0: 0.02; GPT-2 uses 0.02 / sqrt(2 * layers) */
 } mt_transformer_layer_desc;
 
-typedef struct mt_norm {
-    mt_param *weight, *bias; /* bias is NULL for RMSNorm */
-    mt_norm_kind kind;
-    float eps;
-    mt_comm *tp;
-} mt_norm;
-
 typedef struct mt_transformer_layer {
     mt_transformer_layer_desc desc;
-    mt_norm input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
-    mt_self_attention attention;  /* NAME.self_attention.* */
-    mt_mlp mlp;                   /* NAME.mlp.* */
+    mt_norm_layer input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
+    mt_self_attention attention;        /* NAME.self_attention.* */
+    mt_mlp mlp;                         /* NAME.mlp.* */
     mt_comm *tp;
 } mt_transformer_layer;
-
-/* One of the layer's two halves: norm, attention or MLP, dropout, residual. */
-typedef struct mt_sublayer_saved {
-    mt_tensor norm_in, stats;
-} mt_sublayer_saved;
 
 typedef struct mt_transformer_layer_saved {
     mt_tensor
         x; /* the layer's input, a view of the caller's; with MT_RECOMPUTE_FULL all there is, but for attention.batch */
-    mt_sublayer_saved first, second;
+    mt_norm_saved input_norm, mlp_norm;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
 } mt_transformer_layer_saved;
@@ -272,7 +260,7 @@ typedef struct mt_gpt {
     mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
     mt_transformer_layer *layers;       /* decoder.layers.<first_layer>.*, ...; memory of the registry */
     int64_t first_layer, local_layers;  /* of this stage */
-    mt_norm final_norm;                 /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
+    mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
     mt_column_parallel_linear head;     /* output_layer.weight, or the embedding's */
     mt_cross_entropy_desc loss;
     const mt_grid *grid;
@@ -283,7 +271,7 @@ typedef struct mt_gpt_saved {
     mt_transformer_layer_saved *layers; /* mt_gpt_saved_create */
     mt_batch batch;
     const int32_t *ids; /* NULL: there is no forward that waits for its backward */
-    mt_tensor norm_in, stats;
+    mt_norm_saved final_norm;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
 } mt_gpt_saved;
@@ -444,17 +432,6 @@ extern "C" {
 #endif
 
 /* ---- >>mlp ------------------------------------------------------------------------------------------------------- */
-
-static mt_status mti_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
-                                  const void *desc, const void *out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (params && name && desc && out) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                   !params ? "params"
-                   : !name ? "name"
-                   : !desc ? "desc"
-                           : "out");
-}
 
 static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *d,
                                 mt_mlp *out) {
@@ -972,60 +949,17 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
 
 /* ---- >>layer ----------------------------------------------------------------------------------------------------- */
 
-static mt_status mti_norm_create(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
-                                 const mt_transformer_layer_desc *d, mt_norm *out) {
+static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
+                                const mt_transformer_layer_desc *d, mt_norm_layer *out) {
     char full[MT_NAME_MAX];
-    mt_param_desc p;
-    memset(out, 0, sizeof *out);
-    out->kind = d->norm;
-    out->eps = mti_default(d->norm_eps, 1e-5f);
-    out->tp = params->grid->tp;
-    memset(&p, 0, sizeof p);
-    p.rows = 1;
-    p.cols = d->hidden;
-    p.init_value = 1.0f;
-    p.sequence_partial = d->sequence_parallel;
+    mt_norm_layer_desc n;
+    memset(&n, 0, sizeof n);
+    n.features = d->hidden;
+    n.kind = d->norm;
+    n.eps = d->norm_eps;
+    n.sequence_parallel = d->sequence_parallel;
     MT_TRY(mti_join_name(ctx, full, name, suffix));
-    MT_TRY(mti_add_param(ctx, params, full, "weight", p, &out->weight));
-    if (d->norm == MT_RMS_NORM) return MT_SUCCESS;
-    p.init_value = 0.0f;
-    return mti_add_param(ctx, params, full, "bias", p, &out->bias);
-}
-
-/* stats is mt_none() for inference. */
-static mt_status mti_norm_forward(mt_context *ctx, const mt_norm *norm, mt_tensor x, mt_tensor y, mt_tensor stats) {
-    MT_TRY(mt_norm_forward(ctx, norm->kind, x, norm->weight->value, mti_bias_value(norm->bias), norm->eps, y, stats));
-    if (!stats.data) return MT_SUCCESS;
-    return mti_log(ctx, norm->weight->name, 1, "output", y, norm->weight->desc.sequence_partial, NULL);
-}
-
-/* What the backward of a norm works on, for mti_sum_over_tokens. */
-typedef struct mti_norm_call {
-    const mt_norm *norm;
-    mt_tensor x, stats, dy, dresidual, dx;
-} mti_norm_call;
-
-static mt_status mti_norm_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dgain,
-                               mt_tensor dbias) {
-    const mti_norm_call *c = (const mti_norm_call *)arg;
-    return mt_norm_backward(ctx, c->norm->kind, mt_tensor_rows(c->x, first, count), c->norm->weight->value,
-                            mt_tensor_rows(c->stats, first, count), mt_tensor_rows(c->dy, first, count),
-                            mti_some_rows(c->dresidual, first, count), mt_tensor_rows(c->dx, first, count), dgain,
-                            dbias);
-}
-
-static mt_status mti_norm_backward(mt_context *ctx, const mt_norm *norm, mt_tensor x, mt_tensor stats, mt_tensor dy,
-                                   mt_tensor dresidual, mt_tensor dx) {
-    mti_norm_call call;
-    call.norm = norm;
-    call.x = x;
-    call.stats = stats;
-    call.dy = dy;
-    call.dresidual = dresidual;
-    call.dx = dx;
-    MT_TRY(mti_sum_over_tokens(ctx, norm->tp, norm->weight->desc.sequence_partial, mti_norm_rows, &call, x.rows,
-                               norm->weight->grad, mti_bias_grad(norm->bias)));
-    return mti_log(ctx, norm->weight->name, 1, "input_grad", dx, norm->weight->desc.sequence_partial, NULL);
+    return mt_norm_layer_create(ctx, params, full, &n, out);
 }
 
 static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name,
@@ -1051,10 +985,10 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
     a.init_std = m.init_std = d->init_std;
     a.output_init_std = m.output_init_std = d->output_init_std;
-    MT_TRY(mti_norm_create(ctx, params, name, "input_layernorm", d, &out->input_norm));
+    MT_TRY(mti_layer_norm(ctx, params, name, "input_layernorm", d, &out->input_norm));
     MT_TRY(mti_join_name(ctx, full, name, "self_attention"));
     MT_TRY(mt_self_attention_create(ctx, params, full, &a, &out->attention));
-    MT_TRY(mti_norm_create(ctx, params, name, "pre_mlp_layernorm", d, &out->mlp_norm));
+    MT_TRY(mti_layer_norm(ctx, params, name, "pre_mlp_layernorm", d, &out->mlp_norm));
     MT_TRY(mti_join_name(ctx, full, name, "mlp"));
     return mt_mlp_create(ctx, params, full, &m, &out->mlp);
 }
@@ -1093,7 +1027,7 @@ static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer,
 typedef struct mti_half {
     const mt_transformer_layer *layer;
     const mt_batch *batch;
-    const mt_norm *norm;
+    const mt_norm_layer *norm;
     const mt_param *bias; /* of the block's row-parallel linear, which leaves it to the half */
     mt_dropout dropout;
     int index;
@@ -1139,18 +1073,14 @@ static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, m
 
 static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
                                   mt_transformer_layer_saved *saved) {
-    mt_sublayer_saved local, *s = saved ? (h->index == 0 ? &saved->first : &saved->second) : &local;
+    mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor inner;
-    s->stats = mt_none();
-    if (saved) MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, 2, &s->stats));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
     if (h->layer->desc.placement == MT_POST_LN) {
-        s->norm_in = inner;
         MT_TRY(mti_half_add(ctx, h, x, x, inner, saved));
-        return mti_norm_forward(ctx, h->norm, inner, y, s->stats);
+        return mt_norm_layer_forward(ctx, h->norm, inner, y, norm);
     }
-    s->norm_in = x;
-    MT_TRY(mti_norm_forward(ctx, h->norm, x, inner, s->stats));
+    MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, inner, norm));
     return mti_half_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
@@ -1186,21 +1116,20 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
 
 static mt_status mti_half_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
                                    const mt_transformer_layer_saved *saved) {
-    const mt_sublayer_saved *s = h->index == 0 ? &saved->first : &saved->second;
+    const mt_norm_saved *norm = h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor dinner, dblock;
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
     if (h->layer->desc.placement == MT_POST_LN) {
-        MT_TRY(mti_norm_backward(ctx, h->norm, s->norm_in, s->stats, dy, mt_none(), dinner));
+        MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), dinner, norm));
         MT_TRY(mti_half_drop_backward(ctx, h, dinner, &dblock));
         MT_TRY(mti_half_block_backward(ctx, h, dblock, dx, saved));
         return mt_add(ctx, dx, dinner, dx);
     }
     MT_TRY(mti_half_drop_backward(ctx, h, dy, &dblock));
     MT_TRY(mti_half_block_backward(ctx, h, dblock, dinner, saved));
-    if (h->layer->desc.placement == MT_PRE_LN)
-        return mti_norm_backward(ctx, h->norm, s->norm_in, s->stats, dinner, dy, dx);
+    if (h->layer->desc.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
     MT_TRY(mt_add(ctx, dinner, dy, dinner));
-    return mti_norm_backward(ctx, h->norm, s->norm_in, s->stats, dinner, mt_none(), dx);
+    return mt_norm_layer_backward(ctx, h->norm, dinner, mt_none(), dx, norm);
 }
 
 static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt_transformer_layer *layer,
@@ -1358,7 +1287,7 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     MT_TRY(mti_gpt_layers(ctx, params, gpt));
     if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
     if (l->placement != MT_POST_LN)
-        MT_TRY(mti_norm_create(ctx, params, "decoder", "final_layernorm", l, &gpt->final_norm));
+        MT_TRY(mti_layer_norm(ctx, params, "decoder", "final_layernorm", l, &gpt->final_norm));
     memset(&head, 0, sizeof head);
     head.in_features = l->hidden;
     head.out_features = gpt->desc.vocab;
@@ -1467,11 +1396,7 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     *y = x;
     if (!gpt->final_norm.weight) return MT_SUCCESS;
     MT_TRY(mti_gpt_room(ctx, gpt, spare, rows, y));
-    if (saved) {
-        saved->norm_in = x;
-        MT_TRY(mt_arena_tensor(ctx, MT_F32, rows, 2, &saved->stats));
-    }
-    return mti_norm_forward(ctx, &gpt->final_norm, x, *y, saved ? saved->stats : mt_none());
+    return mt_norm_layer_forward(ctx, &gpt->final_norm, x, *y, saved ? &saved->final_norm : NULL);
 }
 
 /* ids and the batch, before anything is computed or communicated. */
@@ -1602,7 +1527,7 @@ static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const
                     mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, *dy, &saved->head)));
     if (gpt->desc.untied_head) MT_TRY(mt_gradients_final(ctx, gpt->head.weight, gpt->head.weight));
     if (!gpt->final_norm.weight) return MT_SUCCESS;
-    MT_TRY(mti_norm_backward(ctx, &gpt->final_norm, saved->norm_in, saved->stats, *dy, mt_none(), *dy));
+    MT_TRY(mt_norm_layer_backward(ctx, &gpt->final_norm, *dy, mt_none(), *dy, &saved->final_norm));
     return mt_gradients_final(ctx, gpt->final_norm.weight, mti_last_of(gpt->final_norm.weight, gpt->final_norm.bias));
 }
 

@@ -26,8 +26,8 @@
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group,
    so scale your loss by 1 / (tokens of the whole global batch).
 
-   Rooms of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>vocab >>buckets >>sync >>loss-scaler
-   >>optimizer >>pipeline >>json >>files >>safetensors */
+   Sections of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets >>sync
+   >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -127,8 +127,8 @@ typedef struct mt_param_desc {
     float init_std;       /* N(0, init_std^2) by global element ... */
     float init_value;     /* ... or, when init_std is 0, this constant */
     int weight_decay;     /* 1: the optimizer decays it (matrices); 0: biases, norms */
-    int sequence_partial; /* 1: each tensor rank saw only its own tokens: the gradient is summed over the tensor group
-                           */
+    int sequence_partial; /* 1: the gradient is summed over the tensor group, since each tensor rank saw only its own
+                             tokens (sequence parallelism), or only its own heads (a gain per head) */
     int shared_embedding; /* 1: lives on first and last pipeline stage, gradients summed over the embedding group */
 } mt_param_desc;
 
@@ -261,6 +261,53 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
                                                 mt_tensor y, mt_linear_saved *saved);
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
+
+/* ---- norm -------------------------------------------------------------------------------------------------------- */
+
+/* LayerNorm or RMSNorm with its gain and bias, which every tensor rank has whole. */
+typedef struct mt_norm_layer_desc {
+    int64_t features;      /* normalised together: hidden, or the size of a head */
+    int64_t groups;        /* 0: rows of [tokens, features], which every tensor rank has. Per head: the global number of
+                              query groups, which are split over the tensor group */
+    mt_norm_kind kind;     /* default MT_LAYER_NORM */
+    float eps;             /* 0: 1e-5 */
+    int sequence_parallel; /* rows are [tokens / t, features]; not with groups (MT_ERR_ARGUMENT) */
+} mt_norm_layer_desc;
+
+typedef struct mt_norm_layer {
+    mt_norm_layer_desc desc;
+    mt_param *weight, *bias; /* NAME.weight, NAME.bias [1, features]; bias is NULL for MT_RMS_NORM */
+    mt_comm *tp;
+    int64_t local_groups; /* of this rank, empty ones included; 0 without groups */
+} mt_norm_layer;
+
+/* x is the caller's, and must stay as it is until backward; stats [rows, 2] is memory of the arena. */
+typedef struct mt_norm_saved {
+    mt_tensor x, stats;
+} mt_norm_saved;
+
+/* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. Nothing is communicated;
+   mt_sync_gradients sums the parameters' gradients over the tensor group where ranks saw different rows.
+   Per head they are [tokens * local_groups, heads * features]: the rows of a group, the heads that have this gain side
+   by side. Of qkv [tokens, groups * unit], contiguous, the queries are such a view:
+       mt_tensor_cols(mt_tensor_reshape(qkv, tokens * groups, unit), 0, heads_per_group * head_dim)
+   dx = dresidual + gradient through the norm; dresidual may be mt_none(), dx may be dy or dresidual. saved == NULL:
+   inference. Without groups the hash log gets NAME.output and NAME.input_grad; per head a block logs the whole tensor
+   itself. In invariant mode a layer is used once between two mt_accumulate_gradients. */
+MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
+                                      const mt_norm_layer_desc *desc, mt_norm_layer *out);
+MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor x, mt_tensor y,
+                                       mt_norm_saved *saved);
+MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor dy, mt_tensor dresidual,
+                                        mt_tensor dx, const mt_norm_saved *saved);
+
+/* ---- for authors of blocks --------------------------------------------------------------------------------------- */
+
+/* What the blocks of megatron.h are made of, beside the layers; docs/blocks.md shows how to use it. */
+
+/* The same elements, contiguous, as [rows, cols]. A view of -1 rows, which every call refuses, when t has gaps between
+   its rows or another number of elements. */
+MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
 
 /* ---- vocabulary-parallel embedding and cross-entropy ------------------------------------------------------------- */
 
@@ -937,6 +984,17 @@ struct mt_params {
 static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
     *out = mt_host_alloc(bytes);
     return *out ? MT_SUCCESS : mt_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
+}
+
+static mt_status mti_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
+                                  const void *desc, const void *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (params && name && desc && out) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
+                   !params ? "params"
+                   : !name ? "name"
+                   : !desc ? "desc"
+                           : "out");
 }
 
 static void mti_params_free_buffers(mt_params *params) {
@@ -2356,6 +2414,175 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
         MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     MT_TRY(mti_row_run_backward(ctx, layer, dy, dx, saved->x, NULL));
     return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);
+}
+
+MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols) {
+    int64_t elements = mt_size_mul(rows, cols);
+    if (elements < 0 || elements != mt_size_mul(t.rows, t.cols) || (t.rows > 1 && mt_tensor_ld(t) != t.cols))
+        return mt_tensor_rows(t, 0, -1);
+    return mt_tensor_make(t.data, t.dtype, rows, cols);
+}
+
+/* ---- >>norm ------------------------------------------------------------------------------------------------------ */
+
+static mt_status mti_norm_desc_check(mt_context *ctx, const char *function, const char *name,
+                                     const mt_norm_layer_desc *d) {
+    if (d->features < 1 || d->groups < 0 || d->kind < MT_LAYER_NORM || d->kind > MT_RMS_NORM || !(d->eps >= 0.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has features %lld, groups %lld, kind %d, eps %g", function, name,
+                       (long long)d->features, (long long)d->groups, (int)d->kind, (double)d->eps);
+    if (d->groups > 0 && d->sequence_parallel)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has groups %lld and sequence_parallel; heads are split, and see all tokens", function,
+                       name, (long long)d->groups);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_norm_params(mt_context *ctx, mt_params *params, const char *name, mt_norm_layer *layer) {
+    mt_param_desc p;
+    memset(&p, 0, sizeof p);
+    p.rows = 1;
+    p.cols = layer->desc.features;
+    p.init_value = 1.0f;
+    p.sequence_partial = layer->desc.sequence_parallel || layer->desc.groups > 0;
+    MT_TRY(mti_add_param(ctx, params, name, "weight", p, &layer->weight));
+    if (layer->desc.kind == MT_RMS_NORM) return MT_SUCCESS;
+    p.init_value = 0.0f;
+    return mti_add_param(ctx, params, name, "bias", p, &layer->bias);
+}
+
+MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
+                                      const mt_norm_layer_desc *desc, mt_norm_layer *out) {
+    static const char *const function = "mt_norm_layer_create";
+    int count, shards;
+    MT_TRY(mti_create_check(ctx, function, params, name, desc, out));
+    MT_TRY(mti_norm_desc_check(ctx, function, name, desc));
+    count = params->count;
+    shards = mti_shards(ctx, params->grid->tp);
+    memset(out, 0, sizeof *out);
+    out->desc = *desc;
+    out->desc.eps = mti_default(desc->eps, 1e-5f);
+    out->tp = params->grid->tp;
+    out->local_groups = shards * mti_shard_features(desc->groups, 1, 1, shards * params->grid->tp_size);
+    return mti_params_keep(params, count, out, sizeof *out, mti_norm_params(ctx, params, name, out));
+}
+
+/* The checks that forward and backward share. */
+static mt_status mti_norm_layer_check(mt_context *ctx, const char *function, const mt_norm_layer *layer,
+                                      const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+    int64_t n, groups;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
+    n = layer->desc.features;
+    groups = layer->local_groups;
+    if (groups > 0 && (in.cols < n || in.cols % n != 0 || in.rows % groups != 0))
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: %s is [%lld, %lld], must have rows for %lld groups and whole heads of %lld features",
+                       function, in_name, (long long)in.rows, (long long)in.cols, (long long)groups, (long long)n);
+    MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in, in.rows, groups > 0 ? in.cols : n));
+    return mti_expect_like(ctx, function, layer->weight, out_name, out, in.rows, in.cols);
+}
+
+MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor x, mt_tensor y,
+                                       mt_norm_saved *saved) {
+    mt_tensor stats = mt_none(), part = mt_none();
+    int64_t head, heads, n;
+    MT_TRY(mti_norm_layer_check(ctx, "mt_norm_layer_forward", layer, "x", x, "y", y));
+    n = layer->desc.features;
+    heads = x.cols / n;
+    if (saved) MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows * heads, 2, &stats));
+    for (head = 0; head < heads; head++) {
+        if (saved) part = mt_tensor_rows(stats, head * x.rows, x.rows);
+        MT_TRY(mt_norm_forward(ctx, layer->desc.kind, mt_tensor_cols(x, head * n, n), layer->weight->value,
+                               layer->bias ? layer->bias->value : mt_none(), layer->desc.eps,
+                               mt_tensor_cols(y, head * n, n), part));
+    }
+    if (!saved) return MT_SUCCESS;
+    saved->x = x;
+    saved->stats = stats;
+    if (layer->desc.groups > 0) return MT_SUCCESS;
+    return mti_log(ctx, layer->weight->name, 1, "output", y, layer->desc.sequence_parallel, NULL);
+}
+
+/* What the backward of a norm works on. */
+typedef struct mti_norm_call {
+    const mt_norm_layer *layer;
+    mt_tensor x, stats, dy, dresidual, dx;
+} mti_norm_call;
+
+/* Every `step`th row from row `first` on, `rows` of them, and `cols` columns from column `col` on. */
+static mt_tensor mti_norm_view(mt_tensor t, int64_t first, int64_t step, int64_t rows, int64_t col, int64_t cols) {
+    int64_t ld = mt_tensor_ld(t) * step;
+    if (!t.data) return t;
+    t = mt_tensor_cols(mt_tensor_rows(t, first, rows > 0), col, cols);
+    t.rows = rows;
+    t.ld = ld;
+    return t;
+}
+
+/* All heads of some rows: (first, step, rows) as in mti_norm_view. */
+static mt_status mti_norm_heads(mt_context *ctx, const mti_norm_call *c, int64_t first, int64_t step, int64_t rows,
+                                mt_tensor dgain, mt_tensor dbias) {
+    int64_t n = c->layer->desc.features, heads = c->x.cols / n, h;
+    for (h = 0; h < heads; h++)
+        MT_TRY(mt_norm_backward(
+            ctx, c->layer->desc.kind, mti_norm_view(c->x, first, step, rows, h * n, n), c->layer->weight->value,
+            mti_norm_view(c->stats, h * c->x.rows + first, step, rows, 0, 2),
+            mti_norm_view(c->dy, first, step, rows, h * n, n), mti_norm_view(c->dresidual, first, step, rows, h * n, n),
+            mti_norm_view(c->dx, first, step, rows, h * n, n), dgain, dbias));
+    return MT_SUCCESS;
+}
+
+/* mti_token_operator: tokens [first, first + count). */
+static mt_status mti_norm_tokens(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dgain,
+                                 mt_tensor dbias) {
+    return mti_norm_heads(ctx, (const mti_norm_call *)arg, first, 1, count, dgain, dbias);
+}
+
+/* mti_leaf: the groups of a virtual shard, one after the other. */
+static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
+    const mti_norm_call *c = (const mti_norm_call *)arg;
+    int64_t groups = c->layer->local_groups, each = groups / mti_shards(ctx, c->layer->tp), i;
+    mt_tensor dbias = out.rows > 1 ? mt_tensor_rows(out, 1, 1) : mt_none();
+    MT_TRY(mt_fill(ctx, out, 0.0f));
+    for (i = 0; i < each; i++)
+        MT_TRY(mti_norm_heads(ctx, c, shard * each + i, groups, c->x.rows / groups, mt_tensor_rows(out, 0, 1), dbias));
+    return MT_SUCCESS;
+}
+
+/* Gains and biases of heads, whose gradients are sums over virtual shards of heads in invariant mode. */
+static mt_status mti_norm_groups(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor out;
+    if (!ctx->invariant) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, dbias.data ? 2 : 1, dgain.cols, &out));
+    MT_TRY(mti_shard_tree(ctx, mti_norm_shard, c, 0, mti_shards(ctx, c->layer->tp), out));
+    MT_TRY(mt_add(ctx, dgain, mt_tensor_rows(out, 0, 1), dgain));
+    if (dbias.data) MT_TRY(mt_add(ctx, dbias, mt_tensor_rows(out, 1, 1), dbias));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor dy, mt_tensor dresidual,
+                                        mt_tensor dx, const mt_norm_saved *saved) {
+    static const char *const function = "mt_norm_layer_backward";
+    mti_norm_call call;
+    mt_tensor dbias;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mti_norm_layer_check(ctx, function, layer, "dy", dy, "dx", dx));
+    MT_TRY(mti_expect_like(ctx, function, layer->weight, "saved->x", saved->x, dy.rows, dy.cols));
+    call.layer = layer;
+    call.x = saved->x;
+    call.stats = saved->stats;
+    call.dy = dy;
+    call.dresidual = dresidual;
+    call.dx = dx;
+    dbias = layer->bias ? layer->bias->grad : mt_none();
+    if (layer->desc.groups > 0) return mti_norm_groups(ctx, &call, layer->weight->grad, dbias);
+    MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
+    MT_TRY(mti_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_norm_tokens, &call, dy.rows,
+                               layer->weight->grad, dbias));
+    return mti_log(ctx, layer->weight->name, 1, "input_grad", dx, layer->desc.sequence_parallel, NULL);
 }
 
 /* ---- >>vocab ----------------------------------------------------------------------------------------------------- */

@@ -536,6 +536,51 @@ static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     return record_rows(w, "dx", dwide);
 }
 
+static mt_status norm(worker *w, int sp) {
+    mt_norm_layer_desc d = {.features = HIDDEN, .sequence_parallel = sp};
+    mt_norm_layer layer;
+    mt_norm_saved saved;
+    mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
+    MT_TRY(mt_norm_layer_create(w->rank.ctx, w->rank.params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(w->rank.ctx, w->rank.params, 5));
+    MT_TRY(mt_norm_layer_forward(w->rank.ctx, &layer, x, y, &saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_norm_layer_backward(w->rank.ctx, &layer, dy, mt_none(), dx, &saved));
+    return record_rows(w, "dx", dx);
+}
+
+/* Two heads of 3 features in each of 10 groups of 8 columns, between a column- and a row-parallel layer. */
+static mt_status norm_per_head(worker *w, int sp) {
+    mt_context *ctx = w->rank.ctx;
+    mt_linear_desc in = {.in_features = HIDDEN, .out_features = 80, .unit = 8, .sequence_parallel = sp};
+    mt_linear_desc out = {
+        .in_features = 80, .out_features = HIDDEN, .unit = 8, .input_is_parallel = 1, .sequence_parallel = sp};
+    mt_norm_layer_desc d = {.features = 3, .groups = 10};
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_norm_layer layer;
+    mt_linear_saved column_saved, row_saved;
+    mt_norm_saved saved;
+    mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
+    mt_tensor h, n, view;
+    MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "column", &in, &column));
+    MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, "row", &out, &row));
+    MT_TRY(mt_norm_layer_create(ctx, w->rank.params, "norm", &d, &layer));
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    h = test_tensor(&w->rank, TOKENS, column.local_features, NAN);
+    n = test_tensor(&w->rank, TOKENS, column.local_features, 0.5f);
+    view = mt_tensor_cols(mt_tensor_reshape(n, TOKENS * column.local_features / 8, 8), 0, 6);
+    MT_TRY(mt_column_parallel_linear_forward(ctx, &column, x, h, &column_saved));
+    MT_TRY(mt_norm_layer_forward(
+        ctx, &layer, mt_tensor_cols(mt_tensor_reshape(h, TOKENS * column.local_features / 8, 8), 0, 6), view, &saved));
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &row, n, y, &row_saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &row, dy, n, &row_saved)); /* n becomes its gradient */
+    MT_TRY(mt_norm_layer_backward(ctx, &layer, view, mt_none(), view, &saved));
+    MT_TRY(mt_column_parallel_linear_backward(ctx, &column, n, dx, &column_saved));
+    return record_rows(w, "dx", dx);
+}
+
 static mt_status mlp(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_mlp_desc d = {.hidden = HIDDEN, .ffn = 52, .activation = MT_SWIGLU, .sequence_parallel = sp};
@@ -665,6 +710,8 @@ static const struct {
               {"row", row},
               {"row in parts", row_in_parts},
               {"row of a wider buffer", row_of_a_wider_buffer},
+              {"norm", norm},
+              {"norm per head", norm_per_head},
               {"mlp", mlp},
               {"mlp of one token", mlp_of_one_token},
               {"attention", attention},

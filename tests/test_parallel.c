@@ -1862,6 +1862,160 @@ static void test_memory_that_runs_out(void **state) {
     assert_int_equal(a.held, 0);
 }
 
+/* ---- norm layers ------------------------------------------------------------------------------------------------- */
+
+enum { NORM_TOKENS = 8, NORM_GROUPS = 5, NORM_HEADS = 2, NORM_FEATURES = 3, NORM_UNIT = 8, NORM_COLS = 40 };
+
+typedef struct norm_case {
+    mt_norm_kind kind;
+    int per_head, sequence_parallel, tp;
+} norm_case;
+
+/* y, dx and the gradients of one row, in double. */
+static void norm_reference(const norm_case *c, const float *x, const float *dy, const double *gain, const double *bias,
+                           double *y, double *dx, double *dgain, double *dbias, int n) {
+    double mean = 0, square = 0, rstd, g = 0, gx = 0;
+    for (int i = 0; i < n && c->kind == MT_LAYER_NORM; i++) mean += (double)x[i] / n;
+    for (int i = 0; i < n; i++) square += ((double)x[i] - mean) * ((double)x[i] - mean) / n;
+    rstd = 1 / sqrt(square + 1e-5);
+    for (int i = 0; i < n; i++) {
+        double hat = ((double)x[i] - mean) * rstd;
+        y[i] = hat * gain[i] + (c->kind == MT_LAYER_NORM ? bias[i] : 0);
+        dgain[i] += (double)dy[i] * hat;
+        dbias[i] += (double)dy[i];
+        g += (double)dy[i] * gain[i] / n;
+        gx += (double)dy[i] * gain[i] * hat / n;
+    }
+    for (int i = 0; i < n; i++)
+        dx[i] =
+            rstd * ((double)dy[i] * gain[i] - (c->kind == MT_LAYER_NORM ? g : 0) - ((double)x[i] - mean) * rstd * gx);
+}
+
+/* This rank's part of x [NORM_TOKENS, NORM_COLS]: some groups of NORM_UNIT columns, or some rows. */
+static mt_tensor norm_part(test_rank *r, const norm_case *c, const float *x) {
+    int64_t groups = test_ceil(NORM_GROUPS, c->tp), first = r->grid.tp_rank * groups;
+    int64_t rows = c->sequence_parallel ? NORM_TOKENS / c->tp : NORM_TOKENS;
+    mt_tensor t = test_tensor(r, rows, c->per_head ? groups * NORM_UNIT : NORM_COLS, 0.0f);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < t.cols; j++) {
+            int64_t row = c->sequence_parallel ? r->grid.tp_rank * rows + i : i;
+            int64_t col = c->per_head ? first * NORM_UNIT + j : j;
+            if (col < NORM_COLS) ((float *)t.data)[i * t.cols + j] = x[row * NORM_COLS + col];
+        }
+    return t;
+}
+
+/* What the layer works on: per head the first NORM_HEADS heads of each group. */
+static mt_tensor norm_view(const norm_case *c, mt_tensor t) {
+    if (!c->per_head) return t;
+    return mt_tensor_cols(mt_tensor_reshape(t, t.rows * t.cols / NORM_UNIT, NORM_UNIT), 0, NORM_HEADS * NORM_FEATURES);
+}
+
+static mt_status norm_layer_check(test_rank *r, const norm_case *c) {
+    int n = c->per_head ? NORM_FEATURES : NORM_COLS, all = NORM_TOKENS * NORM_COLS;
+    const float *x = test_noise(r, all, 1, 2.0f), *dy = test_noise(r, all, 2, 1.0f);
+    const float *extra = test_noise(r, all, 3, 1.0f);
+    double y[NORM_TOKENS * NORM_COLS] = {0}, dx[NORM_TOKENS * NORM_COLS] = {0}, gain[NORM_COLS], bias[NORM_COLS];
+    double dgain[NORM_COLS] = {0}, dbias[NORM_COLS] = {0};
+    float *want_y = test_floats(r, all, 0.0f), *want_dx = test_floats(r, all, 0.0f);
+    mt_norm_layer_desc d = {.features = n, .kind = c->kind, .sequence_parallel = c->sequence_parallel};
+    mt_norm_layer layer;
+    mt_norm_saved saved;
+    if (c->per_head) d.groups = NORM_GROUPS;
+    MT_TRY(mt_norm_layer_create(r->ctx, r->params, "norm", &d, &layer));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    CHECK(!layer.bias == (c->kind == MT_RMS_NORM));
+    for (int i = 0; i < n; i++) {
+        gain[i] = (double)(((float *)layer.weight->value.data)[i] = 0.5f + 0.25f * (float)(i % 5));
+        bias[i] = layer.bias ? (double)(((float *)layer.bias->value.data)[i] = 0.125f * (float)(i % 3)) : 0;
+    }
+    for (int at = 0; at < all; at += n) {
+        if (c->per_head && at % NORM_UNIT >= NORM_HEADS * NORM_FEATURES) at += NORM_UNIT - NORM_HEADS * NORM_FEATURES;
+        if (at < all) norm_reference(c, x + at, dy + at, gain, bias, y + at, dx + at, dgain, dbias, n);
+    }
+    for (int i = 0; i < all; i++) want_y[i] = (float)y[i];
+    for (int i = 0; i < all; i++)
+        want_dx[i] =
+            (float)(dx[i] + (!c->per_head || i % NORM_UNIT < NORM_HEADS * NORM_FEATURES ? (double)extra[i] : 0));
+    mt_tensor px = norm_part(r, c, x), pdy = norm_part(r, c, dy), got = norm_part(r, c, want_y);
+    mt_tensor pextra = norm_part(r, c, extra), want = norm_part(r, c, want_y);
+    mt_tensor got_y = norm_view(c, got), got_dx;
+    MT_TRY(mt_fill(r->ctx, got_y, NAN));
+    MT_TRY(mt_norm_layer_forward(r->ctx, &layer, norm_view(c, px), got_y, &saved));
+    for (int64_t i = 0; i < got.rows * got.cols && c->per_head; i++) /* an empty group has the bias */
+        if (r->grid.tp_rank * got.cols + i % got.cols >= NORM_COLS)
+            ((float *)got.data)[i] = ((float *)want.data)[i] = 0;
+    MT_TRY(test_near_f32("y", got.data, want.data, got.rows * got.cols, 1e-5));
+    got = norm_part(r, c, want_dx);
+    want = norm_part(r, c, want_dx);
+    got_dx = norm_view(c, got);
+    MT_TRY(mt_fill(r->ctx, got_dx, NAN));
+    MT_TRY(mt_norm_layer_backward(r->ctx, &layer, norm_view(c, pdy), norm_view(c, pextra), got_dx, &saved));
+    MT_TRY(test_near_f32("dx", got.data, want.data, got.rows * got.cols, 2e-5));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(test_near("dgain", layer.weight->grad.data, dgain, n, 1e-4));
+    return layer.bias ? test_near("dbias", layer.bias->grad.data, dbias, n, 1e-4) : MT_SUCCESS;
+}
+
+static mt_status norm_layer_rank(mt_comm *world, void *user) {
+    const norm_case *c = (const norm_case *)user;
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = c->tp}, NULL, &r);
+    if (status == MT_SUCCESS) status = norm_layer_check(&r, c);
+    test_rank_close(&r);
+    return status;
+}
+
+/* Against the formulas in double: whole rows, with sequence parallelism and without, and two heads of each of 5 groups,
+   which 2 and 4 ranks do not divide. */
+static void test_norm_layer_on_every_split(void **state) {
+    (void)state;
+    for (int tp = 1; tp <= 4; tp *= 2)
+        for (int kind = MT_LAYER_NORM; kind <= MT_RMS_NORM; kind++)
+            for (int form = 0; form < 3; form++) {
+                norm_case c = {(mt_norm_kind)kind, form == 2, form == 1, tp};
+                test_launch(tp, norm_layer_rank, &c);
+            }
+}
+
+static void test_norm_layer_refuses(void **state) {
+    static const struct {
+        mt_norm_layer_desc desc;
+        const char *words;
+    } bad[] = {{{.features = 0}, "'n'|features 0"},
+               {{.features = 4, .groups = -1}, "groups -1"},
+               {{.features = 4, .kind = (mt_norm_kind)2}, "kind 2"},
+               {{.features = 4, .eps = -1.0f}, "eps -1"},
+               {{.features = 4, .eps = NAN}, "eps"},
+               {{.features = 4, .groups = 2, .sequence_parallel = 1}, "groups 2|sequence_parallel"}};
+    mt_norm_layer_desc d = {.features = 4, .groups = 2};
+    mt_norm_layer layer;
+    mt_norm_saved saved = {0};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_norm_layer_create(r.ctx, r.params, "n", &bad[i].desc, &layer));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_norm_layer_create(r.ctx, r.params, "n", NULL, &layer));
+    assert_int_equal(mt_params_count(r.params), 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_layer_create(r.ctx, r.params, "n", &d, &layer));
+    mt_tensor x = test_tensor(&r, 6, 8, 1.0f);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init", mt_norm_layer_forward(r.ctx, &layer, x, x, NULL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[5, 8]|2 groups",
+            mt_norm_layer_forward(r.ctx, &layer, mt_tensor_rows(x, 0, 5), mt_tensor_rows(x, 0, 5), NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[6, 7]|heads of 4",
+            mt_norm_layer_forward(r.ctx, &layer, mt_tensor_cols(x, 0, 7), x, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "y", mt_norm_layer_forward(r.ctx, &layer, x, mt_tensor_cols(x, 0, 4), NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, &saved));
+    assert_int_equal(mt_tensor_reshape(x, 12, 4).rows, 12);
+    assert_int_equal(mt_tensor_reshape(x, 12, 5).rows, -1);
+    assert_int_equal(mt_tensor_reshape(x, -6, -8).rows, -1);
+    assert_int_equal(mt_tensor_reshape(mt_tensor_cols(x, 0, 4), 12, 2).rows, -1);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_grid_ranks_are_megatrons),
@@ -1878,6 +2032,8 @@ int main(void) {
         cmocka_unit_test(test_reading_a_registry_that_is_not_there),
         cmocka_unit_test(test_linear_layers_on_every_split),
         cmocka_unit_test(test_column_layers_share_a_weight),
+        cmocka_unit_test(test_norm_layer_on_every_split),
+        cmocka_unit_test(test_norm_layer_refuses),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
         cmocka_unit_test(test_sync_gradients),
