@@ -487,7 +487,7 @@ static mt_tensor mti_bias_grad(const mt_param *bias) { return bias ? bias->grad 
 static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor act, mt_mlp_saved *saved,
                                     int training) {
     int s, shards = mlp->fc1.weight->shards;
-    if (ctx->epilogue != MT_EPILOGUE_SEPARATE) {
+    if (mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE) {
         mti_activation_after at_once = {mlp->desc.activation, mti_bias_value(mlp->fc1.bias), act};
         saved->fc1.x = x;
         return mti_column_run(ctx, &mlp->fc1, x, saved->h, &at_once);
@@ -540,7 +540,7 @@ static mt_status mti_mlp_activation_backward(mt_context *ctx, const mt_mlp *mlp,
                                              const mt_mlp_saved *saved) {
     int s, shards = mlp->fc1.weight->shards;
     mt_tensor dact;
-    if (ctx->epilogue != MT_EPILOGUE_SEPARATE) {
+    if (mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE) {
         mti_activation_before act = {mlp->desc.activation, saved->h, mti_bias_grad(mlp->fc1.bias)};
         return mti_row_run_backward(ctx, &mlp->fc2, dy, dh, saved->fc2.x, &act);
     }
@@ -1168,14 +1168,13 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
 /* What forward did not keep, from what it did. A second forward is not to be logged. */
 static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer,
                                  mt_transformer_layer_saved *saved) {
-    struct mt_hash_log *log = ctx->hash_log;
     mt_batch batch = saved->attention.batch;
     mt_tensor x = saved->x, y = mt_none();
     mt_status status;
     if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
-    ctx->hash_log = NULL;
+    mt_hash_log_pause(ctx, 1);
     status = mti_layer_forward(ctx, layer, &batch, x, y, saved);
-    ctx->hash_log = log;
+    mt_hash_log_pause(ctx, 0);
     return status;
 }
 
@@ -1465,9 +1464,9 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_gpt_forward_check(ctx, function, gpt, batch, ids, targets, input, output, loss, saved));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
-    ctx->ids_checked = 1; /* which waits for a GPU */
+    MT_TRY(mt_layers_trust_ids(ctx, 1)); /* a check waits for a GPU */
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, input, output, loss, saved);
-    ctx->ids_checked = 0;
+    mt_layers_trust_ids(ctx, 0);
     if (status != MT_SUCCESS || !saved) {
         mt_arena_release(ctx, mark);
         return status;
@@ -1561,12 +1560,12 @@ static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, con
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 1, "doutput", doutput));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 0, "dinput", dinput));
     mark = mt_arena_mark(ctx);
-    ctx->ids_checked = 1;
+    MT_TRY(mt_layers_trust_ids(ctx, 1));
     if (mti_gpt_is_last(gpt))
         status = MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tp, &gpt->loss,
                                                                                     mt_none(), scale, &saved->loss));
     if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, doutput, dinput, saved);
-    ctx->ids_checked = 0;
+    mt_layers_trust_ids(ctx, 0);
     mt_arena_release(ctx, mark);
     saved->ids = NULL;
     return status;

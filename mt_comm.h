@@ -123,8 +123,8 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first,
 /* ---- context: device, allocator, logger, arena ------------------------------------------------------------------- */
 
 /* MT_DEVICE_META computes shapes, memory and communication but touches no data (as PyTorch's "meta" device): run one
-   training step on it to learn exactly what that step needs on the device that mt_context_desc.planned names (with
-   separate epilogues, which need most). Pointers handed out on it must not be dereferenced. */
+   training step on it to learn exactly what that step needs on the device that mt_context_desc.planned names.
+   Pointers handed out on it must not be dereferenced. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or
@@ -149,33 +149,9 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of
-   mt_context_desc.no_overlap, which turns it off. Results are the same to the last bit. Not in invariant mode, and not
-   on other devices. */
-typedef enum mt_overlap {
-    MT_OVERLAP_COLUMN_BACKWARD = 1, /* the weight gradient, under the reduction of the input gradient; with sequence
-                                       parallelism the input gradient, too, under the all-gather of the input */
-    MT_OVERLAP_ROW_FORWARD = 2,     /* the product of a chunk of tokens, under the reduction of the chunk before */
-    MT_OVERLAP_ALL_GATHER = 4,      /* sequence parallelism: the product of a chunk, under the all-gather of the next */
-    MT_OVERLAP_GRADIENTS = 8,       /* the rest of the backward, under the reduction of gradients over the data group */
-    MT_OVERLAP_ALL = 15
-} mt_overlap;
-
-#define MT_OVERLAP_CHUNKS_MAX 8
-#define MT_OVERLAP_BUCKETS MT_OVERLAP_CHUNKS_MAX /* the ticket of MT_OVERLAP_GRADIENTS, see mt_overlap_begin */
-
-/* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product
-   of that shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or
-   that first. The former needs spare room in the arena, and takes the latter where there is none, for small products,
-   in invariant mode and while a stream is being captured. */
-typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
-
-/* Whether the operators mt_linear_* run as a product and kernels of their own, or as one product with an epilogue where
-   cuBLASLt has it. They round differently in 16 bits. MEASURED takes the faster one, as measured once for each shape:
-   two runs may then differ in the last place. Invariant mode is always separate. */
-typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
-
-/* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. */
+/* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. Options of the
+   operators and of the layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
+   mt_parallel_set_options (mt_parallel.h). */
 typedef struct mt_context_desc {
     size_t arena_bytes; /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
     mt_device device;
@@ -184,13 +160,8 @@ typedef struct mt_context_desc {
     int invariant_data; /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
     int ordinal; /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts; calls leave it the thread's current one */
     struct CUstream_st
-        *stream;        /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
-    int no_overlap;     /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
-    int overlap_chunks; /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
-                           each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
-    mt_gemm_choice gemm_choice; /* MT_DEVICE_CUDA */
-    mt_epilogue epilogue;       /* MT_DEVICE_CUDA */
-    mt_device planned;          /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
+        *stream;         /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
+    mt_device planned;   /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
     int arena_symmetric; /* 1: every rank has an arena of the same size and allocates from it in the same order, so that
                             NCCL may register it: see mt_comm_create_nccl. Tensors at other places on another rank would
                             be corrupted without a word; 0: no such promise */
@@ -462,18 +433,29 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
                                                    int64_t rows);
 
 /* Communication beside computation, on a GPU; elsewhere everything happens in the order of the calls. Collectives
-   called between begin and end go to the context's second stream, after all that was called before; what is called
-   after end does not wait for them, until mt_overlap_wait with the ticket (0 to MT_OVERLAP_CHUNKS_MAX - 1) of the end.
-   Their buffers must stay as they are for so long, those in the arena included: mark it before begin and release it
-   after the wait, between begin and end mt_arena_release does nothing. kind: a bit of mt_overlap, whose switch counts;
-   0: no overlap. end takes the status of the collectives, and returns the first error. Nothing overlaps in a group of
-   one or in invariant mode. MT_OVERLAP_GRADIENTS alone has a stream of its own, behind which no layer's collectives
-   queue up, and a ticket of its own, MT_OVERLAP_BUCKETS, for which mt_overlap_wait_all does not wait: layers wait for
-   what is theirs. */
-MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind);
+   called between begin and end go to another stream of the context, after all that was called before. What is called
+   after end does not wait for them, until mt_overlap_wait with the ticket that end was given. Until then their buffers
+   must stay as they are, those in the arena included: mark it before begin and release it after the wait; between begin
+   and end mt_arena_release does nothing. end takes the status of the collectives, and returns the first error. Nothing
+   overlaps in a group of one or in invariant mode.
+
+   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, for which mt_overlap_wait_all waits. The third stream
+   is for what may take longer: its collectives and those of the second stream do not wait for each other. Its ticket is
+   MT_OVERLAP_TICKET_THIRD, for which only mt_overlap_wait waits. */
+typedef enum mt_stream {
+    MT_STREAM_NONE = 0, /* no overlap: the context's own stream */
+    MT_STREAM_SECOND = 1,
+    MT_STREAM_THIRD = 2
+} mt_stream;
+
+#define MT_OVERLAP_TICKETS 8
+#define MT_OVERLAP_TICKET_THIRD MT_OVERLAP_TICKETS
+
+MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_stream stream);
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
+MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or on MT_DEVICE_META that plans for one */
 
 /* ---- launch: ranks as threads of this process -------------------------------------------------------------------- */
 
@@ -543,6 +525,26 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
    SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; port is MASTER_PORT + 1 (torchrun itself listens on MASTER_PORT), or,
    under srun, 61440 + (SLURM_JOB_ID + SLURM_STEP_ID) % 4096. So call it before other threads read the environment. */
 MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
+
+/* ---- for authors of operators and layers ------------------------------------------------------------------------- */
+
+/* A slot of a context is memory in which a header, or the program, keeps options and state of its own. Each header
+   above has one; MT_SLOT_USER is the program's. */
+typedef enum mt_slot {
+    MT_SLOT_KERNELS = 0,
+    MT_SLOT_PARALLEL = 1,
+    MT_SLOT_MODEL = 2,
+    MT_SLOT_USER = 3,
+    MT_SLOT_COUNT = 4
+} mt_slot;
+
+/* Creates a slot: *out is zero-filled memory of the host that belongs to the context. mt_context_destroy calls destroy,
+   which may be NULL, and then frees the memory. It does so from the highest slot down, on a GPU when all streams are
+   idle and still there; the arena and mt_context_free can be used. Errors: MT_ERR_ARGUMENT (out is NULL, no such slot,
+   the context has it already), MT_ERR_MEMORY. */
+MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
+                                        void (*destroy)(mt_context *ctx, void *memory), void **out);
+MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* its memory; NULL before it is created */
 
 #ifdef __cplusplus
 }
@@ -650,8 +652,13 @@ static mt_status mti_range_end(mt_status status) {
 #endif
 
 #define MT_ERROR_BYTES 1024
-#define MTI_EVENTS (MT_OVERLAP_BUCKETS + 2)
+#define MTI_EVENTS (MT_OVERLAP_TICKET_THIRD + 2)
 #define MT_ALIGNMENT ((size_t)64)
+
+typedef struct mti_slot_memory {
+    void *memory;
+    void (*destroy)(mt_context *ctx, void *memory);
+} mti_slot_memory;
 
 struct mt_context {
     mt_device device;
@@ -663,21 +670,15 @@ struct mt_context {
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
     size_t region_end, region_top; /* of mt_arena_region */
-    struct mt_hash_log *hash_log;  /* of mt_parallel.h; NULL: off */
-    int ids_checked;               /* by a block, so that its layers need not */
-    mt_device planned;             /* META */
-    mt_gemm_choice gemm_choice;    /* CUDA */
-    mt_epilogue epilogue;
-    int ordinal, owns_stream;
-    int capability; /* of the GPU: 90 for sm_90 */
-    int no_overlap, overlap_chunks;
-    struct CUstream_st *comm_stream, *compute_stream; /* the second is in `stream`, except while forked */
-    struct CUstream_st *bucket_stream;
+    mti_slot_memory slots[MT_SLOT_COUNT];
+    mt_device planned;                  /* META */
+    int ordinal, owns_stream;           /* CUDA */
+    int capability;                     /* of the GPU: 90 for sm_90 */
+    struct CUstream_st *compute_stream; /* in `stream`, except while forked */
+    struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* of each ticket, and of what a fork comes after */
     unsigned pending;                      /* events that the compute stream has not waited for, as bits */
     uint64_t reached;                      /* other GPUs whose memory this one reads, as bits */
-    void *gemm;                            /* of mt_kernels.cuh, with what ends it */
-    void (*gemm_destroy)(mt_context *ctx);
     struct CUstream_st *stream;
     int arena_symmetric;
     mt_comm *nccl; /* the communicators over NCCL that belong to it */
@@ -870,8 +871,8 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     }
     ctx->compute_stream = ctx->stream;
     MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->comm_stream, cudaStreamNonBlocking, highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->bucket_stream, cudaStreamNonBlocking, highest));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, highest));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, highest));
     for (i = 0; i < MTI_EVENTS; i++)
         MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
     return MT_SUCCESS;
@@ -884,28 +885,31 @@ static mt_status mti_cuda_synchronize(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-static void mti_cuda_close(mt_context *ctx) {
-    int i;
+/* Waits for all streams. */
+static void mti_cuda_idle(mt_context *ctx) {
     if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
         cudaGetLastError();
         return;
     }
-    if (ctx->comm_stream) { /* first: the other one may wait for it */
-        ctx->stream = ctx->comm_stream;
+    if (ctx->second_stream) { /* first: the other one may wait for it */
+        ctx->stream = ctx->second_stream;
         mti_cuda_synchronize(ctx);
     }
-    if (ctx->bucket_stream) {
-        ctx->stream = ctx->bucket_stream;
+    if (ctx->third_stream) {
+        ctx->stream = ctx->third_stream;
         mti_cuda_synchronize(ctx);
     }
     ctx->stream = ctx->compute_stream;
     if (ctx->stream) mti_cuda_synchronize(ctx);
     mti_nccl_close(ctx);
-    if (ctx->gemm_destroy) ctx->gemm_destroy(ctx);
+}
+
+static void mti_cuda_close(mt_context *ctx) {
+    int i;
     for (i = 0; i < MTI_EVENTS; i++)
         if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
-    if (ctx->bucket_stream) cudaStreamDestroy(ctx->bucket_stream);
-    if (ctx->comm_stream) cudaStreamDestroy(ctx->comm_stream);
+    if (ctx->third_stream) cudaStreamDestroy(ctx->third_stream);
+    if (ctx->second_stream) cudaStreamDestroy(ctx->second_stream);
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }
 
@@ -983,6 +987,7 @@ static int mti_cuda_count(void) { return 0; }
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
+static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
 static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
@@ -1038,25 +1043,11 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  mti_is_built(desc->planned) ? (int)desc->device : (int)desc->planned);
         return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
     }
-    if (desc->gemm_choice < MT_GEMM_MEASURED || desc->gemm_choice > MT_GEMM_HEURISTIC ||
-        desc->epilogue < MT_EPILOGUE_SEPARATE || desc->epilogue > MT_EPILOGUE_MEASURED) {
-        snprintf(text, sizeof text, "mt_context_create: gemm_choice is %d, epilogue %d: must be at most %d and %d",
-                 (int)desc->gemm_choice, (int)desc->epilogue, MT_GEMM_HEURISTIC, MT_EPILOGUE_MEASURED);
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
     if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
                                   "mt_context_create: the allocator needs both alloc and free, or neither");
     if (desc->threads < 0) {
         snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
-    if (desc->overlap_chunks < 0 || desc->overlap_chunks > MT_OVERLAP_CHUNKS_MAX ||
-        (desc->no_overlap & ~MT_OVERLAP_ALL)) {
-        snprintf(text, sizeof text,
-                 "mt_context_create: overlap_chunks is %d, must be 0 to %d; no_overlap is %d, must be bits "
-                 "of mt_overlap",
-                 desc->overlap_chunks, MT_OVERLAP_CHUNKS_MAX, desc->no_overlap);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data) ||
@@ -1075,12 +1066,8 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->threads = d->threads ? d->threads : 1;
     ctx->invariant = d->invariant;
     ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
-    ctx->no_overlap = d->no_overlap;
-    ctx->overlap_chunks = d->overlap_chunks;
     ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
     ctx->capability = 90; /* of a GPU that is planned: its attention takes more scratch than an older one's */
-    ctx->gemm_choice = d->gemm_choice;
-    ctx->epilogue = d->invariant ? MT_EPILOGUE_SEPARATE : d->epilogue;
     ctx->world = world;
     ctx->allocator = d->allocator;
     ctx->logger = d->logger;
@@ -1121,12 +1108,40 @@ MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, 
     return status;
 }
 
+static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
+    if (slot->destroy) (slot->destroy)(ctx, slot->memory);
+    mt_host_free(slot->memory);
+}
+
 MT_API void mt_context_destroy(mt_context *ctx) {
+    int i;
     if (!ctx) return;
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
+    for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
     mt_host_free(ctx);
+}
+
+MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
+                                        void (*destroy)(mt_context *ctx, void *memory), void **out) {
+    int there = slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT;
+    if (out) *out = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out || !there || ctx->slots[slot].memory)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_slot_create: slot %d %s", (int)slot,
+                       !out    ? "is wanted, but out is NULL"
+                       : there ? "has been created already"
+                               : "does not exist");
+    *out = ctx->slots[slot].memory = mt_host_alloc(bytes ? bytes : 1);
+    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_slot_create: no memory for %zu bytes", bytes);
+    ctx->slots[slot].destroy = destroy;
+    return MT_SUCCESS;
+}
+
+MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
+    return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
 }
 
 MT_API mt_status mt_context_synchronize(mt_context *ctx) {
@@ -5106,22 +5121,24 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
 
 /* -- beside the computation -- */
 
-MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind) {
+MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_stream stream) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm || ctx->stream != ctx->compute_stream)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s",
                        comm ? "the last one has not ended" : "comm is NULL");
-    if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || !(kind & ~ctx->no_overlap))
+    if (stream < MT_STREAM_NONE || stream > MT_STREAM_THIRD)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: stream is %d, must be an mt_stream", (int)stream);
+    if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || stream == MT_STREAM_NONE)
         return MT_SUCCESS;
-    return mti_cuda_fork(ctx, kind == MT_OVERLAP_GRADIENTS ? ctx->bucket_stream : ctx->comm_stream);
+    return mti_cuda_fork(ctx, stream == MT_STREAM_THIRD ? ctx->third_stream : ctx->second_stream);
 }
 
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
-    int buckets, low, high;
+    int third, low, high;
     if (!ctx || ctx->stream == ctx->compute_stream) return status; /* nothing was begun */
-    buckets = ctx->stream == ctx->bucket_stream;
-    low = buckets ? MT_OVERLAP_BUCKETS : 0;
-    high = buckets ? MT_OVERLAP_BUCKETS : MT_OVERLAP_CHUNKS_MAX - 1;
+    third = ctx->stream == ctx->third_stream;
+    low = third ? MT_OVERLAP_TICKET_THIRD : 0;
+    high = third ? MT_OVERLAP_TICKET_THIRD : MT_OVERLAP_TICKETS - 1;
     if (ticket < low || ticket > high) {
         MT_KEEP(status,
                 mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be %d to %d", ticket, low, high));
@@ -5133,16 +5150,19 @@ MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
 
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    return ticket >= 0 && ctx->pending >> ticket & 1u ? mti_cuda_join(ctx, ticket) : MT_SUCCESS;
+    return ticket >= 0 && ticket <= MT_OVERLAP_TICKET_THIRD && ctx->pending >> ticket & 1u ? mti_cuda_join(ctx, ticket)
+                                                                                           : MT_SUCCESS;
 }
 
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
     mt_status status = MT_SUCCESS;
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
-    for (i = 0; i < MT_OVERLAP_CHUNKS_MAX; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
+    for (i = 0; i < MT_OVERLAP_TICKETS; i++) MT_KEEP(status, mt_overlap_wait(ctx, i));
     return status;
 }
+
+MT_API int mt_overlap_is_planned(const mt_context *ctx) { return ctx && ctx->planned == MT_DEVICE_CUDA; }
 
 /* ---- >>launch ---------------------------------------------------------------------------------------------------- */
 

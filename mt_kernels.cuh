@@ -19,7 +19,7 @@
      - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
      - On MT_DEVICE_CUDA a call returns when its work is in the context's stream; mt_upload, mt_download, mt_hash and
        mt_ids_check wait for it. The first GEMM of a
-       shape may measure and wait (mt_context_desc.gemm_choice, .epilogue).
+       shape may measure and wait (mt_gemm_options).
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small),
    with a sentence in mt_last_error(ctx); then nothing was written.
@@ -30,9 +30,9 @@
    Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm
    is declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
 
-   Sections of the implementation. Shared by operators: >>check >>math >>views >>vector-loads >>half >>rows >>map
-   >>columns >>random-words >>ptx >>tile >>dispatch. One for each operator, with its checks, its loop on a CPU, its
-   kernels, their launch and its public functions, in this order: >>fill >>copy >>add >>hash >>sum >>gemm >>bias
+   Sections of the implementation. Shared by operators: >>options >>check >>math >>views >>vector-loads >>half >>rows
+   >>map >>columns >>random-words >>ptx >>tile >>dispatch. One for each operator, with its checks, its loop on a CPU,
+   its kernels, their launch and its public functions, in this order: >>fill >>copy >>add >>hash >>sum >>gemm >>bias
    >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids >>embedding >>cross-entropy
    >>adamw */
 
@@ -75,6 +75,30 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
 
+/* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product
+   of that shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or
+   that first. The former needs spare room in the arena, and takes the latter where there is none, for small products,
+   in invariant mode and while a stream is being captured. */
+typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
+
+/* Whether the operators mt_linear_* run as a product and kernels of their own, or as one product with an epilogue where
+   cuBLASLt has it. They round differently in 16 bits. MEASURED takes the faster one, as measured once for each shape:
+   two runs may then differ in the last place. Invariant mode is always separate; MT_DEVICE_META plans for separate
+   ones, which need most memory. */
+typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
+
+/* Options of the products of a context. Zero-initialised means the defaults. */
+typedef struct mt_gemm_options {
+    mt_gemm_choice choice;
+    mt_epilogue epilogue;
+} mt_gemm_options;
+
+/* Sets them for the products that follow; a shape that has run before keeps its algorithm. Without this call, or with
+   NULL, they are the defaults. mt_gemm_get_options returns what is used, so in invariant mode its epilogue is separate.
+   Errors: MT_ERR_ARGUMENT (no such value), MT_ERR_MEMORY. */
+MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options);
+MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
+
 /* On a GPU, makes what the first product of a context would make otherwise: cuBLASLt's handle and a workspace of 32
    MiB. mt_params_create does it. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
@@ -101,7 +125,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-/* A product and what goes with it. On a GPU mt_context_desc.epilogue decides whether that is one call of cuBLASLt;
+/* A product and what goes with it. On a GPU mt_gemm_options.epilogue decides whether that is one call of cuBLASLt;
    otherwise each of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h
    [tokens, out].
 
@@ -318,6 +342,51 @@ extern "C" {
 #endif
 
 MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
+
+/* ---- >>options --------------------------------------------------------------------------------------------------- */
+
+/* What the context's slot of this header holds. */
+typedef struct mti_kernels {
+    mt_gemm_options options;
+    void *gemm; /* mti_lt on a GPU, with what ends it */
+    void (*gemm_destroy)(mt_context *ctx, void *gemm);
+} mti_kernels;
+
+static void mti_kernels_destroy(mt_context *ctx, void *memory) {
+    mti_kernels *k = (mti_kernels *)memory;
+    if (k->gemm) (k->gemm_destroy)(ctx, k->gemm);
+}
+
+static mt_status mti_kernels_open(mt_context *ctx, mti_kernels **out) {
+    void *memory = mt_context_slot(ctx, MT_SLOT_KERNELS);
+    if (!memory) MT_TRY(mt_context_slot_create(ctx, MT_SLOT_KERNELS, sizeof **out, mti_kernels_destroy, &memory));
+    *out = (mti_kernels *)memory;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options) {
+    mt_gemm_options o;
+    mti_kernels *k;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    memset(&o, 0, sizeof o);
+    if (options) o = *options;
+    if (o.choice < MT_GEMM_MEASURED || o.choice > MT_GEMM_HEURISTIC || o.epilogue < MT_EPILOGUE_SEPARATE ||
+        o.epilogue > MT_EPILOGUE_MEASURED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_gemm_set_options: choice is %d, epilogue %d: must be at most %d and %d", (int)o.choice,
+                       (int)o.epilogue, MT_GEMM_HEURISTIC, MT_EPILOGUE_MEASURED);
+    MT_TRY(mti_kernels_open(ctx, &k));
+    k->options = o;
+    if (mt_context_invariant(ctx)) k->options.epilogue = MT_EPILOGUE_SEPARATE;
+    return MT_SUCCESS;
+}
+
+MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx) {
+    const mti_kernels *k = (const mti_kernels *)mt_context_slot(ctx, MT_SLOT_KERNELS);
+    mt_gemm_options defaults;
+    memset(&defaults, 0, sizeof defaults);
+    return k ? k->options : defaults;
+}
 
 /* ---- >>check: what operators ask of their arguments -------------------------------------------------------------- */
 
@@ -2095,25 +2164,25 @@ static void mti_lt_forget(mti_lt_plan *p) {
     cublasLtMatmulDescDestroy(p->desc);
 }
 
-static void mti_lt_destroy(mt_context *ctx) {
-    mti_lt *lt = (mti_lt *)ctx->gemm;
-    if (!lt) return;
+static void mti_lt_destroy(mt_context *ctx, void *gemm) {
+    mti_lt *lt = (mti_lt *)gemm;
     for (int i = 0; i < lt->count; i++) mti_lt_forget(&lt->plans[i]);
     if (lt->begin) cudaEventDestroy(lt->begin);
     if (lt->end) cudaEventDestroy(lt->end);
     if (lt->handle) cublasLtDestroy(lt->handle);
     if (lt->workspace) mt_context_free(ctx, lt->workspace, MTI_LT_WORKSPACE);
     mt_host_free(lt);
-    ctx->gemm = NULL;
 }
 
 static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
-    *out = (mti_lt *)ctx->gemm;
+    mti_kernels *k;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    *out = (mti_lt *)k->gemm;
     if (*out) return MT_SUCCESS;
     *out = (mti_lt *)mt_host_alloc(sizeof **out);
     if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
-    ctx->gemm = *out;
-    ctx->gemm_destroy = mti_lt_destroy;
+    k->gemm = *out;
+    k->gemm_destroy = mti_lt_destroy;
     MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
     MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
     MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
@@ -2277,7 +2346,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     int may_wait = 0;
     p->algo = results[0].algo;
     p->workspace = results[0].workspaceSize;
-    if (ctx->gemm_choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
+    if (mt_gemm_get_options(ctx).choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
         p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
         bytes > mt_arena_room(ctx))
         return MT_SUCCESS;
@@ -2874,7 +2943,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
     float fused = 0.0f, apart = 0.0f;
     int may_wait = 0;
-    p->fused = ctx->epilogue == MT_EPILOGUE_FUSED;
+    p->fused = mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_FUSED;
     if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
     p->stays = 1;
     lt->stay++;
@@ -2981,7 +3050,8 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
     do {                                                                                                               \
         size_t mti_mark = mt_arena_mark(ctx);                                                                          \
         mt_status mti_status;                                                                                          \
-        if ((ctx)->epilogue == MT_EPILOGUE_SEPARATE || (ctx)->device != MT_DEVICE_CUDA) break;                         \
+        if ((ctx)->device != MT_DEVICE_CUDA) break;                                                                    \
+        if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE) break;                                          \
         mti_status = (call);                                                                                           \
         mt_arena_release(ctx, mti_mark);                                                                               \
         return mti_status;                                                                                             \

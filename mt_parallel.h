@@ -26,8 +26,8 @@
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group,
    so scale your loss by 1 / (tokens of the whole global batch).
 
-   Sections of the implementation: >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets >>sync
-   >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors */
+   Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
+   >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -105,6 +105,39 @@ MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 /* The first row of x becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks; the others are used
  * up. */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
+
+/* ---- options of the layers --------------------------------------------------------------------------------------- */
+
+/* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of
+   mt_parallel_options.no_overlap, which turns it off. Results are the same to the last bit. Not in invariant mode, and
+   not on other devices. */
+typedef enum mt_overlap {
+    MT_OVERLAP_COLUMN_BACKWARD = 1, /* the weight gradient, under the reduction of the input gradient; with sequence
+                                       parallelism the input gradient, too, under the all-gather of the input */
+    MT_OVERLAP_ROW_FORWARD = 2,     /* the product of a chunk of tokens, under the reduction of the chunk before */
+    MT_OVERLAP_ALL_GATHER = 4,      /* sequence parallelism: the product of a chunk, under the all-gather of the next */
+    MT_OVERLAP_GRADIENTS = 8,       /* the rest of the backward, under the reduction of gradients over the data group */
+    MT_OVERLAP_ALL = 15
+} mt_overlap;
+
+#define MT_OVERLAP_CHUNKS_MAX MT_OVERLAP_TICKETS
+
+/* Options of the layers of a context. Zero-initialised means the defaults. */
+typedef struct mt_parallel_options {
+    int no_overlap;     /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
+    int overlap_chunks; /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
+                           each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
+} mt_parallel_options;
+
+/* Sets them for the calls that follow; not between a forward and its backward. Without this call, or with NULL, they
+   are the defaults. Errors: MT_ERR_ARGUMENT (a value that is not allowed), MT_ERR_MEMORY. */
+MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
+MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
+
+/* trust = 1: the embedding and the cross-entropy do not check the token ids and targets that they are given, until
+   trust = 0. For a block that has checked them itself: a check waits for a GPU. An id that is out of range is then
+   undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
 
@@ -596,6 +629,10 @@ MT_API void mt_hash_log_destroy(mt_hash_log *log);
    of your own around layers that do not says it before each micro-batch. Does nothing without a log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
 
+/* paused = 1: layers and blocks log nothing until paused = 0. For a block that computes a forward once more in its
+   backward. Does nothing without a log. */
+MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
+
 /* What the layers cannot know of: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a moment)
    as PARAMETER and suffix (".grad", "", ".exp_avg"), and a number that every rank has. */
 MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
@@ -679,6 +716,76 @@ int openat(int directory, const char *name, int flags, ...);
 int unlinkat(int directory, const char *name, int flags);
 DIR *fdopendir(int fd);
 #endif
+
+/* ---- >>options --------------------------------------------------------------------------------------------------- */
+
+/* What the context's slot of this header holds. */
+typedef struct mti_parallel {
+    mt_parallel_options options;
+    int trust_ids;
+    mt_hash_log *hash_log; /* NULL: off */
+} mti_parallel;
+
+static mti_parallel *mti_parallel_of(const mt_context *ctx) {
+    return (mti_parallel *)mt_context_slot(ctx, MT_SLOT_PARALLEL);
+}
+
+static mt_status mti_parallel_open(mt_context *ctx, mti_parallel **out) {
+    void *memory = NULL;
+    *out = mti_parallel_of(ctx);
+    if (*out) return MT_SUCCESS;
+    MT_TRY(mt_context_slot_create(ctx, MT_SLOT_PARALLEL, sizeof **out, NULL, &memory));
+    *out = (mti_parallel *)memory;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options) {
+    mt_parallel_options o;
+    mti_parallel *p;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    memset(&o, 0, sizeof o);
+    if (options) o = *options;
+    if (o.overlap_chunks < 0 || o.overlap_chunks > MT_OVERLAP_CHUNKS_MAX || (o.no_overlap & ~MT_OVERLAP_ALL))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_parallel_set_options: overlap_chunks is %d, must be 0 to %d; no_overlap is %d, must be bits "
+                       "of mt_overlap",
+                       o.overlap_chunks, MT_OVERLAP_CHUNKS_MAX, o.no_overlap);
+    MT_TRY(mti_parallel_open(ctx, &p));
+    p->options = o;
+    return MT_SUCCESS;
+}
+
+MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    mt_parallel_options defaults;
+    memset(&defaults, 0, sizeof defaults);
+    return p ? p->options : defaults;
+}
+
+MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust) {
+    mti_parallel *p;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    p->trust_ids = trust != 0;
+    return MT_SUCCESS;
+}
+
+static int mti_ids_are_trusted(const mt_context *ctx) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    return p && p->trust_ids;
+}
+
+static mt_hash_log *mti_hash_log_of(const mt_context *ctx) {
+    const mti_parallel *p = mti_parallel_of(ctx);
+    return p ? p->hash_log : NULL;
+}
+
+/* mt_overlap_begin, where the options let this kind of collective overlap; 0: none. */
+static mt_status mti_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind) {
+    mt_stream stream = kind == MT_OVERLAP_GRADIENTS ? MT_STREAM_THIRD : MT_STREAM_SECOND;
+    int overlaps = (kind & ~mt_parallel_get_options(ctx).no_overlap) != 0;
+    return mt_overlap_begin(ctx, comm, overlaps ? stream : MT_STREAM_NONE);
+}
 
 /* ---- >>grid ------------------------------------------------------------------------------------------------------ */
 
@@ -1008,6 +1115,7 @@ static void mti_params_free_buffers(mt_params *params) {
 }
 
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out) {
+    mti_parallel *options; /* not to be allocated in a step */
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!grid || !grid->tp || !out)
@@ -1019,6 +1127,7 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
                        "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
                        "be split over %d data ranks",
                        ctx->invariant_data, grid->dp_size);
+    MT_TRY(mti_parallel_open(ctx, &options));
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     *out = (mt_params *)memory;
@@ -1063,7 +1172,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     int i;
     if (!params) return;
     ctx = params->ctx;
-    if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS); /* what is on its way needs its memory */
+    if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD); /* what is on its way needs its memory */
     mti_params_free_buffers(params);
     mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
     mt_context_free(ctx, params->grads, (size_t)params->gradients * sizeof(float));
@@ -1448,7 +1557,7 @@ static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(p
 
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
-    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS));
+    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     params->buckets.begun = 0;
     params->micro_batches = 0;
     return mt_fill(ctx, mti_gradients(params), 0.0f);
@@ -1591,19 +1700,22 @@ struct mt_hash_log {
     int count, capacity, last; /* last: the entry found last; steps repeat, so the next one follows it */
     int64_t first_token;       /* of the call that is going on, in the global batch */
     int values;                /* logged so far: numbers, which every stage has */
+    int paused;
 };
 
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out) {
+    mti_parallel *p;
     void *memory;
     if (out) *out = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!grid || !grid->tp || !out || ctx->hash_log)
+    if (!grid || !grid->tp || !out || mti_hash_log_of(ctx))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_create: %s",
-                       !out            ? "out is NULL"
-                       : ctx->hash_log ? "the context has a hash log"
-                                       : "the grid was not created");
+                       !out                   ? "out is NULL"
+                       : mti_hash_log_of(ctx) ? "the context has a hash log"
+                                              : "the grid was not created");
+    MT_TRY(mti_parallel_open(ctx, &p));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
-    *out = ctx->hash_log = (mt_hash_log *)memory;
+    *out = p->hash_log = (mt_hash_log *)memory;
     (*out)->ctx = ctx;
     (*out)->grid = grid;
     return MT_SUCCESS;
@@ -1611,7 +1723,7 @@ MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_has
 
 MT_API void mt_hash_log_destroy(mt_hash_log *log) {
     if (!log) return;
-    log->ctx->hash_log = NULL;
+    mti_parallel_of(log->ctx)->hash_log = NULL;
     mt_host_free(log->entries);
     mt_host_free(log);
 }
@@ -1643,7 +1755,13 @@ static mt_status mti_log_entry_of(mt_context *ctx, mt_hash_log *log, const char 
 }
 
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
-    if (ctx && ctx->hash_log) ctx->hash_log->first_token = first_token > 0 ? first_token : 0;
+    mt_hash_log *log = mti_hash_log_of(ctx);
+    if (log) log->first_token = first_token > 0 ? first_token : 0;
+}
+
+MT_API void mt_hash_log_pause(mt_context *ctx, int paused) {
+    mt_hash_log *log = mti_hash_log_of(ctx);
+    if (log) log->paused = paused != 0;
 }
 
 /* Logs an activation [tokens, n]: its rows are a part of the tokens under sequence parallelism; its columns the local
@@ -1651,12 +1769,12 @@ MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token) {
    `what`. */
 static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
                          int sequence_parallel, const mt_param *cols) {
-    mt_hash_log *log = ctx->hash_log;
+    mt_hash_log *log = mti_hash_log_of(ctx);
     mti_log_entry *entry;
     char full[MTI_LOG_NAME];
     int length, row_split;
     int64_t i, row;
-    if (!log || !t.data) return MT_SUCCESS;
+    if (!log || log->paused || !t.data) return MT_SUCCESS;
     for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
     snprintf(full, sizeof full, "%.*s.%s", length, name, what);
     MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
@@ -2008,9 +2126,9 @@ typedef struct mti_chunks {
 
 static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence_parallel, int travel, int64_t rows) {
     int ranks = mt_comm_size(tp), pieces = sequence_parallel ? ranks : 1;
-    int64_t count = ctx->overlap_chunks;
+    int64_t count = mt_parallel_get_options(ctx).overlap_chunks;
     mti_chunks c;
-    if (count == 0) count = ctx->planned == MT_DEVICE_CUDA ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
+    if (count == 0) count = mt_overlap_is_planned(ctx) ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
     if (ranks == 1 || !travel || ctx->invariant) count = 1;
     c.count = (int)mt_max(mt_min(count, rows), 1);
     c.pieces = c.count == 1 ? 1 : pieces;
@@ -2038,7 +2156,7 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_pa
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, all));
     for (i = 0; i < c->count; i++) {
         int64_t first = mti_chunk_first(c, i), rows = mti_chunk_rows(c, i);
-        MT_TRY(mt_overlap_begin(ctx, tp, MT_OVERLAP_ALL_GATHER));
+        MT_TRY(mti_overlap_begin(ctx, tp, MT_OVERLAP_ALL_GATHER));
         MT_TRY(mt_overlap_end(ctx, i, mt_gather_rows_from_sequence_region(ctx, tp, x, *all, first, rows)));
     }
     return MT_SUCCESS;
@@ -2238,7 +2356,7 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mt_column_para
     mt_tensor partial;
     MT_TRY(mti_partial_tokens(ctx, layer->tp, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, dy, partial));
-    MT_TRY(mt_overlap_begin(ctx, layer->tp, MT_OVERLAP_COLUMN_BACKWARD));
+    MT_TRY(mti_overlap_begin(ctx, layer->tp, MT_OVERLAP_COLUMN_BACKWARD));
     return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, layer->tp, sp, partial, dx)); /* f backward */
 }
 
@@ -2248,7 +2366,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_l
                                      mt_tensor dx, mt_tensor x) {
     mt_tensor local = dy, all;
     if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
-    MT_TRY(mt_overlap_begin(ctx, layer->tp, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
+    MT_TRY(mti_overlap_begin(ctx, layer->tp, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
     MT_TRY(mt_overlap_end(ctx, 1, mti_all_tokens(ctx, layer->tp, layer->desc.sequence_parallel, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, layer, local, dx));
     MT_TRY(mt_overlap_wait(ctx, 1));
@@ -2314,7 +2432,7 @@ static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *
         for (j = 0; j < c.pieces; j++)
             MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, mti_piece(&c, local, i, j),
                                        mti_piece(&c, partial, i, j)));
-        MT_TRY(mt_overlap_begin(ctx, layer->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mti_overlap_begin(ctx, layer->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
         MT_TRY(mt_overlap_end(ctx, i, mti_reduce_chunk(ctx, layer->tp, sp, &c, i, partial, y)));
     }
     MT_TRY(mt_overlap_wait_all(ctx));
@@ -2618,7 +2736,7 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
     MT_TRY(mti_rows(ctx, function, layer->tp, layer->desc.sequence_parallel, tokens, &rows));
     MT_TRY(mti_expect_like(ctx, function, layer->weight, what, y, rows, layer->desc.features));
-    return ctx->ids_checked ? MT_SUCCESS : mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
+    return mti_ids_are_trusted(ctx) ? MT_SUCCESS : mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
 /* One summand is the row, the others are 0: their sum is exact in any order. But 0 + -0 is 0, so in invariant mode a
@@ -2715,7 +2833,7 @@ static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function,
                                           mt_tensor loss) {
     MT_TRY(mti_cross_entropy_check(ctx, function, tp, desc, logits));
     MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
-    if (ctx->ids_checked) return MT_SUCCESS;
+    if (mti_ids_are_trusted(ctx)) return MT_SUCCESS;
     return mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mt_ignore_index(desc->ignore_index));
 }
 
@@ -2808,8 +2926,8 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
-        MT_TRY(mt_overlap_begin(ctx, params->grid->dp, MT_OVERLAP_GRADIENTS));
-        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_BUCKETS, mti_bucket_reduce(ctx, params, b->sent, hi)));
+        MT_TRY(mti_overlap_begin(ctx, params->grid->dp, MT_OVERLAP_GRADIENTS));
+        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD, mti_bucket_reduce(ctx, params, b->sent, hi)));
     }
     return MT_SUCCESS;
 }
@@ -2992,7 +3110,7 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     if (!params->buckets.begun) params->buckets.sent = params->elements;
     MT_TRY(mti_buckets_send(ctx, params, 0));
     params->buckets.begun = 0;
-    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS));
+    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     return ctx->invariant ? mti_sync_lookups(ctx, params) : MT_SUCCESS;
 }
 

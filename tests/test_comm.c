@@ -699,7 +699,7 @@ static mt_status in_chunks(mt_context *ctx, mt_comm *comm) {
     by_one = mt_comm_ledger(comm);
     for (i = 0; i < 3; i++) { /* on a CPU, begin and end do nothing */
         int64_t rows = first[i + 1] - first[i];
-        MT_TRY(mt_overlap_begin(ctx, comm, MT_OVERLAP_ALL));
+        MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
         MT_TRY(mt_reduce_scatter_rows_to_sequence_region(ctx, comm, whole, y[0], first[i], rows));
         MT_TRY(mt_gather_rows_from_sequence_region(ctx, comm, part, y[1], first[i], rows));
         MT_TRY(mt_overlap_end(ctx, i, mt_reduce_rows_from_tensor_region(ctx, comm, y[2], first[i], rows)));
@@ -833,6 +833,53 @@ static void test_allocator(void **state) {
     assert_int_equal(c.blocks, 0);
 }
 
+/* What a slot's end sees: its number in memory, in which order, and a context that still works. */
+static int ended[4];
+
+static void end_slot(mt_context *ctx, void *memory) {
+    void *p;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 64, &p));
+    memset(p, 1, 64);
+    ended[++ended[0]] = *(int *)memory;
+}
+
+static void test_slots(void **state) {
+    static const mt_slot slots[] = {MT_SLOT_PARALLEL, MT_SLOT_USER, MT_SLOT_KERNELS};
+    mt_context_desc d = small();
+    mt_context *ctx, *other;
+    void *memory;
+    int i, k;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &other));
+    for (i = 0; i < 3; i++) {
+        assert_null(mt_context_slot(ctx, slots[i]));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_slot_create(ctx, slots[i], 100, end_slot, &memory));
+        assert_ptr_equal(mt_context_slot(ctx, slots[i]), memory);
+        for (k = 0; k < 100; k++) assert_int_equal(((char *)memory)[k], 0);
+        *(int *)memory = (int)slots[i];
+        assert_null(mt_context_slot(other, slots[i]));
+    }
+    ASSERT_STATUS(other, MT_SUCCESS, mt_context_slot_create(other, MT_SLOT_USER, 0, NULL, &memory));
+    assert_non_null(memory);
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_context_slot_create(ctx, MT_SLOT_USER, 4, NULL, &memory));
+    assert_non_null(strstr(mt_last_error(ctx), "slot 3 has been created"));
+    assert_null(memory);
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_context_slot_create(ctx, MT_SLOT_COUNT, 4, NULL, &memory));
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_context_slot_create(ctx, MT_SLOT_MODEL, 4, NULL, NULL));
+    assert_int_equal(mt_context_slot_create(NULL, MT_SLOT_MODEL, 4, NULL, &memory), MT_ERR_ARGUMENT);
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_context_slot_create(ctx, MT_SLOT_MODEL, SIZE_MAX / 2, end_slot, &memory));
+    assert_null(mt_context_slot(ctx, MT_SLOT_MODEL));
+    assert_null(mt_context_slot(ctx, MT_SLOT_COUNT));
+    assert_null(mt_context_slot(NULL, MT_SLOT_USER));
+    mt_context_destroy(ctx);
+    mt_context_destroy(other);
+    assert_int_equal(ended[0], 3);
+    assert_int_equal(ended[1], MT_SLOT_USER);
+    assert_int_equal(ended[2], MT_SLOT_PARALLEL);
+    assert_int_equal(ended[3], MT_SLOT_KERNELS);
+}
+
 static void test_context_arguments(void **state) {
     logged log = {0, ""};
     mt_context_desc d = small();
@@ -852,14 +899,6 @@ static void test_context_arguments(void **state) {
     ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "device 2"));
     d = small();
-    d.gemm_choice = (mt_gemm_choice)2;
-    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "gemm_choice is 2, epilogue 0"));
-    d = small();
-    d.epilogue = (mt_epilogue)3;
-    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "epilogue 3"));
-    d = small();
     d.allocator.alloc = count_alloc;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     d = small();
@@ -867,14 +906,6 @@ static void test_context_arguments(void **state) {
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "-3"));
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, NULL));
-    d = small();
-    d.overlap_chunks = MT_OVERLAP_CHUNKS_MAX + 1;
-    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "overlap_chunks is 9"));
-    d = small();
-    d.no_overlap = 16;
-    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "no_overlap is 16"));
     d = small();
     d.logger.log = keep_log;
     d.logger.user = &log;
@@ -1097,6 +1128,7 @@ int main(void) {
         cmocka_unit_test(test_conjugates),
         cmocka_unit_test(test_conjugates_alone),
         cmocka_unit_test(test_allocator),
+        cmocka_unit_test(test_slots),
         cmocka_unit_test(test_context_arguments),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_launch),

@@ -809,23 +809,23 @@ static int close_contexts(void **state) {
     return 0;
 }
 
-/* Gradients have a stream and a ticket of their own, for which layers do not wait. */
-static mt_status overlap_gradients(mt_context *ctx, mt_comm *world, mt_tensor x, mt_tensor y, mt_tensor z) {
+/* The third stream has a ticket of its own, for which mt_overlap_wait_all does not wait. */
+static mt_status overlap_third(mt_context *ctx, mt_comm *world, mt_tensor x, mt_tensor y, mt_tensor z) {
     float back[300];
     for (int round = 0; round < 8; round++) {
         MT_TRY(mt_fill(ctx, x, (float)round));
-        MT_TRY(mt_overlap_begin(ctx, world, MT_OVERLAP_GRADIENTS));
-        CHECK(mt_context_stream(ctx) == ctx->bucket_stream && ctx->bucket_stream != ctx->comm_stream);
+        MT_TRY(mt_overlap_begin(ctx, world, MT_STREAM_THIRD));
+        CHECK(mt_context_stream(ctx) == ctx->third_stream && ctx->third_stream != ctx->second_stream);
         if (round == 0) CHECK(mt_overlap_end(ctx, 0, MT_SUCCESS) == MT_ERR_ARGUMENT);
-        if (round == 0) MT_TRY(mt_overlap_begin(ctx, world, MT_OVERLAP_GRADIENTS));
-        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_BUCKETS, mt_copy(ctx, x, y)));
-        MT_TRY(mt_overlap_begin(ctx, world, MT_OVERLAP_ROW_FORWARD));
-        CHECK(mt_context_stream(ctx) == ctx->comm_stream);
+        if (round == 0) MT_TRY(mt_overlap_begin(ctx, world, MT_STREAM_THIRD));
+        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD, mt_copy(ctx, x, y)));
+        MT_TRY(mt_overlap_begin(ctx, world, MT_STREAM_SECOND));
+        CHECK(mt_context_stream(ctx) == ctx->second_stream);
         MT_TRY(mt_overlap_end(ctx, 0, mt_fill(ctx, z, 0.5f)));
         MT_TRY(mt_overlap_wait_all(ctx));
-        CHECK(ctx->pending == 1u << MT_OVERLAP_BUCKETS);
+        CHECK(ctx->pending == 1u << MT_OVERLAP_TICKET_THIRD);
         MT_TRY(mt_add(ctx, z, z, z));
-        MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_BUCKETS));
+        MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
         CHECK(ctx->pending == 0);
         MT_TRY(mt_add(ctx, y, z, z));
         MT_TRY(mt_download(ctx, z, back));
@@ -838,6 +838,7 @@ static mt_status overlap_gradients(mt_context *ctx, mt_comm *world, mt_tensor x,
  * first. */
 static mt_status overlap_rank(mt_comm *world, void *user) {
     const int *off = (const int *)user;
+    mt_stream stream = *off ? MT_STREAM_NONE : MT_STREAM_SECOND;
     mt_context_desc where;
     mt_context *ctx;
     mt_tensor x, y, z;
@@ -846,7 +847,6 @@ static mt_status overlap_rank(mt_comm *world, void *user) {
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = 1 << 16;
-    where.no_overlap = *off;
     MT_TRY(mt_context_create(world, &where, &ctx));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 3, 100, &x));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 3, 100, &y));
@@ -854,9 +854,9 @@ static mt_status overlap_rank(mt_comm *world, void *user) {
     for (int round = 0; round < 8; round++) {
         CUstream_st *compute = mt_context_stream(ctx);
         MT_TRY(mt_fill(ctx, x, (float)round));
-        MT_TRY(mt_overlap_begin(ctx, world, MT_OVERLAP_ROW_FORWARD));
+        MT_TRY(mt_overlap_begin(ctx, world, stream));
         CHECK((mt_context_stream(ctx) == compute) == (*off != 0));
-        CHECK(*off || mt_overlap_begin(ctx, world, MT_OVERLAP_ROW_FORWARD) == MT_ERR_ARGUMENT);
+        CHECK(*off || mt_overlap_begin(ctx, world, stream) == MT_ERR_ARGUMENT);
         MT_TRY(mt_overlap_end(ctx, round, mt_copy(ctx, x, y)));
         MT_TRY(mt_fill(ctx, z, -1.0f));
         if (round & 1) MT_TRY(mt_overlap_wait_all(ctx));
@@ -865,9 +865,9 @@ static mt_status overlap_rank(mt_comm *world, void *user) {
         MT_TRY(mt_download(ctx, z, back));
         for (int i = 0; i < 300; i++) CHECK(back[i] == 2.0f * (float)round);
     }
-    if (*off == 0) MT_TRY(overlap_gradients(ctx, world, x, y, z));
-    MT_TRY(mt_overlap_begin(ctx, world, *off ? 0 : MT_OVERLAP_ROW_FORWARD));
-    status = mt_overlap_end(ctx, MT_OVERLAP_CHUNKS_MAX, MT_SUCCESS);
+    if (*off == 0) MT_TRY(overlap_third(ctx, world, x, y, z));
+    MT_TRY(mt_overlap_begin(ctx, world, stream));
+    status = mt_overlap_end(ctx, MT_OVERLAP_TICKETS, MT_SUCCESS);
     CHECK(status == (*off ? MT_SUCCESS : MT_ERR_ARGUMENT));
     mt_context_destroy(ctx);
     return MT_SUCCESS;
@@ -879,8 +879,34 @@ static void test_overlap(void **state) {
     memset(&d, 0, sizeof d);
     d.ranks = 2;
     d.no_pinning = 1;
-    for (int off = 0; off <= MT_OVERLAP_ROW_FORWARD; off += MT_OVERLAP_ROW_FORWARD)
-        OK(mt_launch(&d, overlap_rank, &off));
+    for (int off = 0; off <= 1; off++) OK(mt_launch(&d, overlap_rank, &off));
+}
+
+/* What a slot's end may still do on a GPU: use the streams, which are idle, and the arena. */
+static void end_slot(mt_context *ctx, void *memory) {
+    mt_tensor x;
+    float back[3] = {0, 0, 0};
+    OK(mt_arena_tensor(ctx, MT_F32, 1, 3, &x));
+    OK(mt_fill(ctx, x, 2.5f));
+    OK(mt_download(ctx, x, back));
+    **(float **)memory += back[2];
+}
+
+static void test_slots(void **state) {
+    mt_context_desc where;
+    mt_context *ctx;
+    void *memory;
+    float sum = 0.0f;
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 1 << 16;
+    OK(mt_context_create(NULL, &where, &ctx));
+    OK(mt_gemm_prepare(ctx)); /* which has a slot of its own */
+    OK(mt_context_slot_create(ctx, MT_SLOT_USER, sizeof(float *), end_slot, &memory));
+    *(float **)memory = &sum;
+    mt_context_destroy(ctx);
+    assert_true(sum == 2.5f);
 }
 
 int main(void) {
@@ -899,6 +925,7 @@ int main(void) {
         cmocka_unit_test(test_context),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_overlap),
+        cmocka_unit_test(test_slots),
         cmocka_unit_test(test_wide_norm),
         cmocka_unit_test(test_cross_entropy_one_pass),
         cmocka_unit_test(test_wide_cross_entropy),

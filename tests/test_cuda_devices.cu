@@ -123,7 +123,7 @@ static mt_status scratch_rank(mt_comm *world, void *user) {
         MT_TRY(mt_arena_tensor(ctx, MT_F32, 4, 512, &y));
         MT_TRY(mt_fill(ctx, x, (float)(rank + 1)));
         MT_TRY(mt_context_synchronize(ctx));
-        MT_TRY(mt_overlap_begin(ctx, comm, MT_OVERLAP_ALL));
+        MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
         MT_TRY(mt_overlap_end(ctx, 0,
                               kind ? mt_gather_from_tensor_region(ctx, comm, x, y)
                                    : mt_all_reduce(ctx, comm, x.data, y.data, 1024, MT_F32, MT_MAX)));

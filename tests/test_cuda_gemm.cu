@@ -22,13 +22,16 @@ static mt_context *cpu, *separate, *fused; /* fused never asks how long somethin
 
 static mt_context *context_of(mt_device device, mt_gemm_choice choice, mt_epilogue epilogue, size_t arena) {
     mt_context_desc where;
+    mt_gemm_options options;
     mt_context *ctx = NULL;
     memset(&where, 0, sizeof where);
     where.device = device;
     where.arena_bytes = arena;
-    where.gemm_choice = choice;
-    where.epilogue = epilogue;
     if (mt_context_create(NULL, &where, &ctx) != MT_SUCCESS) fail_msg("no context");
+    memset(&options, 0, sizeof options);
+    options.choice = choice;
+    options.epilogue = epilogue;
+    OK(ctx, mt_gemm_set_options(ctx, &options));
     return ctx;
 }
 

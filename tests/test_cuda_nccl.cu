@@ -594,7 +594,7 @@ static mt_status suffer_on(job *j, mt_context *ctx, mt_comm *all, mt_comm *part,
     fault *f = (fault *)j->result;
     int rank = mt_comm_rank(ctx->world);
     double start = mti_now();
-    mt_status status = f->beside ? mt_overlap_begin(ctx, part, MT_OVERLAP_ALL) : MT_SUCCESS;
+    mt_status status = f->beside ? mt_overlap_begin(ctx, part, MT_STREAM_SECOND) : MT_SUCCESS;
     if (status == MT_SUCCESS) status = mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM);
     if (f->beside) status = mt_overlap_end(ctx, 0, status);
     if (f->how_waits == 3) return status;

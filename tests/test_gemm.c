@@ -291,12 +291,45 @@ static void test_library_name(void **state) {
     else assert_string_equal(name, "built-in");
 }
 
+static void test_options(void **state) {
+    mt_gemm_options o = {MT_GEMM_HEURISTIC, MT_EPILOGUE_MEASURED};
+    mt_context_desc d;
+    mt_context *ctx = NULL;
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.arena_bytes = 4096;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    assert_int_equal(mt_gemm_get_options(ctx).choice, MT_GEMM_MEASURED);
+    assert_int_equal(mt_gemm_get_options(ctx).epilogue, MT_EPILOGUE_SEPARATE);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm_set_options(ctx, &o));
+    o.choice = (mt_gemm_choice)2;
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_gemm_set_options(ctx, &o));
+    assert_non_null(strstr(mt_last_error(ctx), "choice is 2, epilogue 2"));
+    o.choice = MT_GEMM_MEASURED;
+    o.epilogue = (mt_epilogue)3;
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_gemm_set_options(ctx, &o));
+    assert_non_null(strstr(mt_last_error(ctx), "epilogue 3"));
+    assert_int_equal(mt_gemm_get_options(ctx).choice, MT_GEMM_HEURISTIC);
+    assert_int_equal(mt_gemm_get_options(ctx).epilogue, MT_EPILOGUE_MEASURED);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm_set_options(ctx, NULL));
+    assert_int_equal(mt_gemm_get_options(ctx).choice, MT_GEMM_MEASURED);
+    assert_int_equal(mt_gemm_get_options(ctx).epilogue, MT_EPILOGUE_SEPARATE);
+    assert_int_equal(mt_gemm_set_options(NULL, NULL), MT_ERR_ARGUMENT);
+    mt_context_destroy(ctx);
+    d.invariant = 2;
+    o.epilogue = MT_EPILOGUE_FUSED;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm_set_options(ctx, &o));
+    assert_int_equal(mt_gemm_get_options(ctx).epilogue, MT_EPILOGUE_SEPARATE);
+    mt_context_destroy(ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         REF_TEST(test_tails),         REF_TEST(test_depths),       REF_TEST(test_blocks),     REF_TEST(test_alpha_beta),
         REF_TEST(test_random_shapes), REF_TEST(test_empty),        REF_TEST(test_same_bits),  REF_TEST(test_gram),
         REF_TEST(test_not_finite),    REF_TEST(test_threads),      REF_TEST(test_bad_inputs), REF_TEST(test_meta),
-        REF_TEST(test_small_arena),   REF_TEST(test_library_name),
+        REF_TEST(test_small_arena),   REF_TEST(test_library_name), REF_TEST(test_options),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

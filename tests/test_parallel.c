@@ -773,10 +773,12 @@ typedef struct linear_runs {
 static mt_status linear_rank(mt_comm *world, void *user) {
     const linear_runs *runs = (const linear_runs *)user;
     mt_grid_desc all = {.tp = mt_comm_size(world)};
-    mt_context_desc where = {.arena_bytes = (size_t)16 << 20, .overlap_chunks = runs->chunks};
+    mt_context_desc where = {.arena_bytes = (size_t)16 << 20};
+    mt_parallel_options options = {.overlap_chunks = runs->chunks};
     linear_run *l = (linear_run *)calloc(1, sizeof *l);
     test_rank r;
     mt_status status = test_rank_open(world, all, &where, &r);
+    if (status == MT_SUCCESS) status = mt_parallel_set_options(r.ctx, &options);
     for (int i = 0; status == MT_SUCCESS && i < LINEAR_CASES; i++) {
         memset(l, 0, sizeof *l);
         l->c = &linear_cases[i];
@@ -2016,6 +2018,30 @@ static void test_norm_layer_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+static void test_options(void **state) {
+    mt_parallel_options o = {.no_overlap = MT_OVERLAP_GRADIENTS, .overlap_chunks = MT_OVERLAP_CHUNKS_MAX};
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    assert_int_equal(mt_parallel_get_options(r.ctx).no_overlap, 0);
+    assert_int_equal(mt_parallel_get_options(r.ctx).overlap_chunks, 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_set_options(r.ctx, &o));
+    o.overlap_chunks++;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap_chunks is 9", mt_parallel_set_options(r.ctx, &o));
+    o.overlap_chunks = -1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap_chunks is -1", mt_parallel_set_options(r.ctx, &o));
+    o.overlap_chunks = 1;
+    o.no_overlap = 16;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no_overlap is 16", mt_parallel_set_options(r.ctx, &o));
+    assert_int_equal(mt_parallel_get_options(r.ctx).no_overlap, MT_OVERLAP_GRADIENTS);
+    assert_int_equal(mt_parallel_get_options(r.ctx).overlap_chunks, MT_OVERLAP_CHUNKS_MAX);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_set_options(r.ctx, NULL));
+    assert_int_equal(mt_parallel_get_options(r.ctx).no_overlap, 0);
+    assert_int_equal(mt_parallel_set_options(NULL, &o), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_layers_trust_ids(NULL, 1), MT_ERR_ARGUMENT);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_grid_ranks_are_megatrons),
@@ -2050,6 +2076,7 @@ int main(void) {
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_gradient_calls_refuse),
         cmocka_unit_test(test_memory_that_runs_out),
+        cmocka_unit_test(test_options),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

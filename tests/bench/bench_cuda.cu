@@ -449,12 +449,15 @@ static void layer_row(const shape &s, const std::string &how) {
 static void layer_row_with(const shape &s, mt_epilogue epilogue, const std::string &how) {
     mt_context *separate = ctx, *other = NULL;
     mt_context_desc where;
+    mt_gemm_options options;
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = other_arena;
     where.stream = mt_context_stream(ctx);
-    where.epilogue = epilogue;
+    memset(&options, 0, sizeof options);
+    options.epilogue = epilogue;
     DO(mt_context_create(world, &where, &other));
+    DO(mt_gemm_set_options(other, &options));
     ctx = other;
     layer_row(s, how);
     mt_context_destroy(other);
