@@ -80,6 +80,12 @@ typedef struct mt_batch {
     uint64_t seed, step;    /* dropout: same (seed, step), same masks; use a new step for each optimizer step */
 } mt_batch;
 
+/* Dropout with probability p of a block's own: `at` has a random stream for each (step, layer, site); its place in the
+   global tensor (first_row, first_col, global_cols) is the caller's to fill in. Taken are, of a layer with number n,
+   (n, 0) attention probabilities, (n, 1) the output of attention, (n, 2) that of the MLP; of a GPT (layers, 3) the
+   embedding. layer < 2^18, site < 4: a block beside a GPT takes the numbers from layers + 1 on. */
+MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
+
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
 
 /* Y = act(X A) B: A column-parallel, B row-parallel, no communication between (arXiv 1909.08053, eq. 3 and figure 3a).
@@ -454,25 +460,25 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     fc2.skip_bias_add = d->skip_bias_add;
     fc2.sequence_parallel = d->sequence_parallel;
     fc2.init_std = d->output_init_std;
-    MT_TRY(mti_join_name(ctx, full, name, "linear_fc1"));
+    MT_TRY(mt_param_name(ctx, full, name, "linear_fc1"));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, full, &fc1, &out->fc1));
-    MT_TRY(mti_join_name(ctx, full, name, "linear_fc2"));
+    MT_TRY(mt_param_name(ctx, full, name, "linear_fc2"));
     return mt_row_parallel_linear_create(ctx, params, full, &fc2, &out->fc2);
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out) {
     int count;
-    MT_TRY(mti_create_check(ctx, "mt_mlp_create", params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, name, desc, out));
     if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
         desc->activation < MT_GELU_TANH || desc->activation > MT_SWIGLU)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
                        (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
-    count = params->count;
+    count = mt_params_count(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
-    return mti_params_keep(params, count, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
+    return mt_create_end(params, count, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
 }
 
 /* Rows of a view that may not be there. */
@@ -503,12 +509,13 @@ static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tenso
 /* y is mt_none() where only `saved` is wanted. */
 static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
                                  int training) {
-    int64_t tokens = mti_tokens(mlp->fc1.tp, mlp->desc.sequence_parallel, x.rows);
+    int64_t tokens = mt_sequence_tokens(mlp->fc1.tp, mlp->desc.sequence_parallel, x.rows);
     mt_tensor act;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
     MT_TRY(mti_mlp_activation(ctx, mlp, x, act, saved, training));
-    if (training) MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
+    if (training)
+        MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
     saved->fc2.x = act;
     if (!y.data) return MT_SUCCESS;
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
@@ -518,9 +525,9 @@ static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_m
                                mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mlp) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mlp is NULL", function);
-    MT_TRY(mti_expect_weight(ctx, function, mlp->fc1.weight));
-    MT_TRY(mti_expect_like(ctx, function, mlp->fc1.weight, in_name, in, in.rows, mlp->desc.hidden));
-    return mti_expect_like(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
+    MT_TRY(mt_check_param(ctx, function, mlp->fc1.weight));
+    MT_TRY(mt_check_activation(ctx, function, mlp->fc1.weight, in_name, in, in.rows, mlp->desc.hidden));
+    return mt_check_activation(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
 }
 
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
@@ -528,7 +535,7 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     size_t mark;
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_mlp_forward", mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, "mt_mlp_forward", mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
@@ -563,7 +570,7 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     status = mti_mlp_activation_backward(ctx, mlp, dy, dh, saved);
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS) return status;
-    MT_TRY(mti_log(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
+    MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
@@ -573,9 +580,9 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_backward", mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
-    MT_TRY(
-        mti_expect_like(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
-    MT_TRY(mti_expect_travel(ctx, "mt_mlp_backward", mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_activation(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows,
+                               mlp->desc.hidden));
+    MT_TRY(mt_check_sent(ctx, "mt_mlp_backward", mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -584,8 +591,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
-/* A random stream for each (step, layer, site): sites 0 probabilities, 1 and 2 the halves of a layer, 3 embedding. */
-static mt_dropout mti_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
+MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
     mt_dropout d;
     memset(&d, 0, sizeof d);
     d.at.seed = batch->seed;
@@ -638,31 +644,11 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
     return MT_SUCCESS;
 }
 
-/* Memory that goes with the registry: host structs or a table on the device. */
-static mt_status mti_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out) {
-    mti_buffer *buffer;
-    void *memory;
-    mt_status status;
-    MT_TRY(mti_host_new(ctx, sizeof *buffer, &memory));
-    buffer = (mti_buffer *)memory;
-    status = on_host ? mti_host_new(ctx, bytes, &buffer->data) : mt_context_alloc(ctx, bytes, &buffer->data);
-    if (status != MT_SUCCESS) {
-        mt_host_free(buffer);
-        return status;
-    }
-    buffer->bytes = bytes;
-    buffer->on_host = on_host;
-    buffer->next = params->buffers;
-    params->buffers = buffer;
-    *out = buffer->data;
-    return MT_SUCCESS;
-}
-
 static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_self_attention *out) {
     void *table;
     out->rotary = mt_none();
     if (out->desc.rotary_base <= 0.0f) return MT_SUCCESS;
-    MT_TRY(mti_params_buffer(ctx, params, (size_t)(out->desc.max_seq * out->head_dim) * sizeof(float), 0, &table));
+    MT_TRY(mt_params_buffer(ctx, params, (size_t)(out->desc.max_seq * out->head_dim) * sizeof(float), 0, &table));
     out->rotary = mt_tensor_f32((const float *)table, out->desc.max_seq, out->head_dim);
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
@@ -688,12 +674,12 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
     proj.skip_bias_add = d->skip_bias_add;
     proj.sequence_parallel = d->sequence_parallel;
     proj.init_std = d->output_init_std;
-    MT_TRY(mti_join_name(ctx, full, name, "linear_qkv"));
+    MT_TRY(mt_param_name(ctx, full, name, "linear_qkv"));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, full, &qkv, &out->qkv));
-    MT_TRY(mti_join_name(ctx, full, name, "linear_proj"));
+    MT_TRY(mt_param_name(ctx, full, name, "linear_proj"));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, full, &proj, &out->proj));
     out->groups = out->qkv.local_features / qkv.unit;
-    out->first_group = params->grid->tp_rank * out->groups;
+    out->first_group = mt_params_grid(params)->tp_rank * out->groups;
     return mti_attention_rotary(ctx, params, out);
 }
 
@@ -701,15 +687,15 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
     mt_self_attention_desc d;
     int count;
-    MT_TRY(mti_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
-    MT_TRY(mti_attention_check(ctx, name, &d, mti_shards(ctx, params->grid->tp) * params->grid->tp_size));
-    count = params->count;
+    MT_TRY(mti_attention_check(ctx, name, &d, mt_params_shards(params)));
+    count = mt_params_count(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
-    return mti_params_keep(params, count, out, sizeof *out, mti_attention_create(ctx, params, name, out));
+    return mt_create_end(params, count, out, sizeof *out, mti_attention_create(ctx, params, name, out));
 }
 
 /* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
@@ -723,7 +709,7 @@ static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const 
     s.head_dim = a->head_dim;
     s.mask = a->desc.mask;
     s.lengths = batch->lengths;
-    s.dropout = mti_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer, 0);
+    s.dropout = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer, 0);
     s.dropout.at.first_row = batch->first_sequence;
     s.dropout.at.first_col = a->first_group * s.heads_per_group;
     s.dropout.at.global_cols = a->desc.heads;
@@ -764,10 +750,10 @@ static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_self_atte
     mt_tensor out = mti_attention_cols(&shape, saved->out, first, a->proj.desc.unit), qkv, room;
     size_t mark = mt_arena_mark(ctx);
     if (shape.groups == 0) return MT_SUCCESS;
-    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, saved->qkv, first, a->qkv.desc.unit), &qkv));
-    MT_TRY(mti_canonical_room(ctx, out, &room));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, saved->qkv, first, a->qkv.desc.unit), &qkv));
+    MT_TRY(mt_invariant_output(ctx, out, &room));
     MT_TRY(mt_attention_forward(ctx, &shape, qkv, room, mti_attention_lse(&shape, saved->lse, first)));
-    MT_TRY(mti_canonical_done(ctx, room, out));
+    MT_TRY(mt_invariant_store(ctx, room, out));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -789,13 +775,13 @@ static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_self_att
     mt_tensor qkv, out, room;
     size_t mark = mt_arena_mark(ctx);
     if (shape.groups == 0) return MT_SUCCESS;
-    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, saved->qkv, first, qkv_width), &qkv));
-    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, saved->out, first, out_width), &out));
-    MT_TRY(mti_canonical(ctx, mti_attention_cols(&shape, dout, first, out_width), &dout));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, saved->qkv, first, qkv_width), &qkv));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, saved->out, first, out_width), &out));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, dout, first, out_width), &dout));
     dqkv = mti_attention_cols(&shape, dqkv, first, qkv_width);
-    MT_TRY(mti_canonical_room(ctx, dqkv, &room));
+    MT_TRY(mt_invariant_output(ctx, dqkv, &room));
     MT_TRY(mt_attention_backward(ctx, &shape, qkv, out, mti_attention_lse(&shape, saved->lse, first), dout, room));
-    MT_TRY(mti_canonical_done(ctx, room, dqkv));
+    MT_TRY(mt_invariant_store(ctx, room, dqkv));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -834,7 +820,8 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
         MT_TRY(mt_rotary_forward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
                                  mti_attention_cols(shape, saved->qkv, 0, a->qkv.desc.unit)));
     MT_TRY(mti_attention_core_forward(ctx, a, shape, saved));
-    if (training) MT_TRY(mti_log(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
+    if (training)
+        MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
     MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
     if (a->desc.recompute_core) mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -844,11 +831,11 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
                                  mt_tensor out) {
     int64_t rows = 0;
-    MT_TRY(mti_expect_weight(ctx, function, a->qkv.weight));
+    MT_TRY(mt_check_param(ctx, function, a->qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
-    MT_TRY(mti_rows(ctx, function, a->qkv.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
-    MT_TRY(mti_expect_like(ctx, function, a->qkv.weight, in_name, in, rows, a->desc.hidden));
-    return mti_expect_like(ctx, function, a->qkv.weight, out_name, out, rows, a->desc.hidden);
+    MT_TRY(mt_sequence_rows(ctx, function, a->qkv.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
+    MT_TRY(mt_check_activation(ctx, function, a->qkv.weight, in_name, in, rows, a->desc.hidden));
+    return mt_check_activation(ctx, function, a->qkv.weight, out_name, out, rows, a->desc.hidden);
 }
 
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -861,7 +848,7 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "x", x, "y", y));
     shape = mti_attention_shape(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
@@ -886,7 +873,7 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
     MT_TRY(mti_attention_core_backward(ctx, a, shape, saved, dout, dqkv));
-    MT_TRY(mti_log(ctx, a->qkv.name, 1, "core_attention.input_grad", dqkv, 0, a->qkv.weight));
+    MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.input_grad", dqkv, 0, a->qkv.weight));
     return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
 }
 
@@ -901,7 +888,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
-    MT_TRY(mti_expect_travel(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     shape = mti_attention_shape(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
@@ -958,7 +945,7 @@ static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *
     n.kind = d->norm;
     n.eps = d->norm_eps;
     n.sequence_parallel = d->sequence_parallel;
-    MT_TRY(mti_join_name(ctx, full, name, suffix));
+    MT_TRY(mt_param_name(ctx, full, name, suffix));
     return mt_norm_layer_create(ctx, params, full, &n, out);
 }
 
@@ -968,6 +955,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     mt_self_attention_desc a;
     mt_mlp_desc m;
     memset(&a, 0, sizeof a);
+    memset(&m, 0, sizeof m);
     a.hidden = d->hidden;
     a.heads = d->heads;
     a.kv_heads = d->kv_heads;
@@ -986,10 +974,10 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.init_std = m.init_std = d->init_std;
     a.output_init_std = m.output_init_std = d->output_init_std;
     MT_TRY(mti_layer_norm(ctx, params, name, "input_layernorm", d, &out->input_norm));
-    MT_TRY(mti_join_name(ctx, full, name, "self_attention"));
+    MT_TRY(mt_param_name(ctx, full, name, "self_attention"));
     MT_TRY(mt_self_attention_create(ctx, params, full, &a, &out->attention));
     MT_TRY(mti_layer_norm(ctx, params, name, "pre_mlp_layernorm", d, &out->mlp_norm));
-    MT_TRY(mti_join_name(ctx, full, name, "mlp"));
+    MT_TRY(mt_param_name(ctx, full, name, "mlp"));
     return mt_mlp_create(ctx, params, full, &m, &out->mlp);
 }
 
@@ -997,7 +985,7 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out) {
     static const char *const function = "mt_transformer_layer_create";
     int count;
-    MT_TRY(mti_create_check(ctx, function, params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
     if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN ||
         !mti_probability(desc->hidden_dropout) || desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM ||
         !(desc->norm_eps >= 0.0f) || desc->hidden < 1 || desc->recompute < MT_RECOMPUTE_NONE ||
@@ -1007,17 +995,17 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
                        "hidden_dropout %g, recompute %d",
                        function, name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
                        (double)desc->norm_eps, (double)desc->hidden_dropout, (int)desc->recompute);
-    count = params->count;
+    count = mt_params_count(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
-    out->tp = params->grid->tp;
-    return mti_params_keep(params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
+    out->tp = mt_params_grid(params)->tp;
+    return mt_create_end(params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
 /* The dropout of a half's output, whose rows are tokens of the global batch. */
 static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
                                   mt_comm *tp, int64_t rows, int64_t hidden) {
-    mt_dropout d = mti_dropout(batch, p, layer, site);
+    mt_dropout d = mt_batch_dropout(batch, p, layer, site);
     d.at.first_row = batch->first_sequence * batch->seq + (sequence_parallel ? mt_comm_rank(tp) * rows : 0);
     d.at.global_cols = hidden;
     return d;
@@ -1067,8 +1055,9 @@ static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, m
     MT_TRY(mti_half_block_forward(ctx, h, x, y, saved));
     MT_TRY(mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y));
     if (!saved) return MT_SUCCESS;
-    return mti_log(ctx, h->layer->mlp.fc1.name, 2, h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", y,
-                   h->layer->desc.sequence_parallel, NULL);
+    return mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
+                                  h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", y,
+                                  h->layer->desc.sequence_parallel, NULL);
 }
 
 static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
@@ -1084,7 +1073,7 @@ static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor 
     return mti_half_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
-/* The gradient of dropout(block + bias), for mti_sum_over_tokens. */
+/* The gradient of dropout(block + bias), for mt_sum_over_tokens. */
 typedef struct mti_drop_call {
     mt_dropout dropout;
     mt_tensor dy, dblock;
@@ -1109,8 +1098,8 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
     if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
     *dblock = call.dblock;
     if (h->bias)
-        return mti_sum_over_tokens(ctx, h->layer->tp, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
-                                   h->bias->grad, mt_none());
+        return mt_sum_over_tokens(ctx, h->layer->tp, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
+                                  h->bias->grad, mt_none());
     return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
 }
 
@@ -1138,7 +1127,7 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
     MT_TRY(mti_block_check(ctx, function, &layer->attention, batch, in_name, in, out_name, out));
-    return mti_expect_travel(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
+    return mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
 /* y is mt_none() where only `saved` is wanted. */
@@ -1157,7 +1146,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     size_t mark;
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
-    if (saved) MT_TRY(mti_expect_token_shards(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
+    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
     if (saved) saved->x = x;
@@ -1206,7 +1195,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
     weight = layer->attention.qkv.weight;
-    MT_TRY(mti_expect_like(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_check_activation(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -1254,12 +1243,13 @@ static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *g
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &gpt->tokens));
     if (l->rotary_base > 0.0f || !mti_gpt_is_first(gpt)) return MT_SUCCESS;
     memset(&p, 0, sizeof p);
+    p.name = "embedding.position_embeddings.weight";
     p.rows = gpt->desc.max_seq;
     p.cols = l->hidden;
-    p.init_std = mti_default(l->init_std, 0.02f);
+    p.init_std = l->init_std == 0.0f ? 0.02f : l->init_std;
     p.weight_decay = 1;
     p.sequence_partial = l->sequence_parallel;
-    return mti_add_param(ctx, params, "embedding", "position_embeddings.weight", p, &gpt->positions);
+    return mt_params_add(ctx, params, &p, &gpt->positions);
 }
 
 static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
@@ -1267,7 +1257,7 @@ static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     mt_recompute recompute = gpt->desc.layer.recompute;
     char name[MT_NAME_MAX];
     void *memory;
-    MT_TRY(mti_params_buffer(ctx, params, (size_t)gpt->local_layers * sizeof *gpt->layers, 1, &memory));
+    MT_TRY(mt_params_buffer(ctx, params, (size_t)gpt->local_layers * sizeof *gpt->layers, 1, &memory));
     gpt->layers = (mt_transformer_layer *)memory;
     for (i = 0; i < gpt->local_layers; i++) {
         gpt->desc.layer.layer = gpt->first_layer + i;
@@ -1299,21 +1289,22 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
 
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out) {
     int count;
-    MT_TRY(mti_create_check(ctx, "mt_gpt_create", params, "gpt", desc, out));
-    MT_TRY(mti_gpt_check(ctx, params->grid, desc));
-    count = params->count;
+    MT_TRY(mt_create_check(ctx, "mt_gpt_create", params, "gpt", desc, out));
+    MT_TRY(mti_gpt_check(ctx, mt_params_grid(params), desc));
+    count = mt_params_count(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     out->desc.layer.max_seq = desc->max_seq;
     if (desc->layer.output_init_std == 0.0f)
-        out->desc.layer.output_init_std = mti_default(desc->layer.init_std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
+        out->desc.layer.output_init_std =
+            (desc->layer.init_std == 0.0f ? 0.02f : desc->layer.init_std) / sqrtf(2.0f * (float)desc->layers);
     out->loss.vocab = desc->vocab;
     out->loss.label_smoothing = desc->label_smoothing;
     out->loss.ignore_index = desc->ignore_index;
-    out->grid = params->grid;
-    out->local_layers = desc->layers / params->grid->pp_size;
-    out->first_layer = params->grid->pp_rank * out->local_layers;
-    return mti_params_keep(params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
+    out->grid = mt_params_grid(params);
+    out->local_layers = desc->layers / mt_params_grid(params)->pp_size;
+    out->first_layer = mt_params_grid(params)->pp_rank * out->local_layers;
+    return mt_create_end(params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
 }
 
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out) {
@@ -1322,7 +1313,8 @@ MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_
     if (!gpt || !gpt->layers || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create: %s",
                        out ? "the model was not created" : "out is NULL");
-    MT_TRY(mti_host_new(ctx, (size_t)gpt->local_layers * sizeof *out->layers, &memory));
+    memory = mt_host_alloc((size_t)gpt->local_layers * sizeof *out->layers);
+    if (!memory) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %lld layers", (long long)gpt->local_layers);
     memset(out, 0, sizeof *out);
     out->layers = (mt_transformer_layer_saved *)memory;
     return MT_SUCCESS;
@@ -1361,7 +1353,8 @@ static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batc
         mt_arena_release(ctx, mark);
     }
     if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_forward(ctx, x, mt_none(), mt_none(), dropout, x));
-    return training ? mti_log(ctx, "embedding", 0, "output", x, gpt->desc.layer.sequence_parallel, NULL) : MT_SUCCESS;
+    return training ? mt_hash_log_activation(ctx, "embedding", 0, "output", x, gpt->desc.layer.sequence_parallel, NULL)
+                    : MT_SUCCESS;
 }
 
 /* Memory for the next activation: training keeps them all, and has no spare one. */
@@ -1403,10 +1396,10 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
     int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
-    MT_TRY(mti_expect_weight(ctx, function, gpt->layers[0].attention.qkv.weight));
+    MT_TRY(mt_check_param(ctx, function, gpt->layers[0].attention.qkv.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
-    return mti_rows(ctx, function, gpt->grid->tp, gpt->desc.layer.sequence_parallel, batch->sequences * batch->seq,
-                    &rows);
+    return mt_sequence_rows(ctx, function, gpt->grid->tp, gpt->desc.layer.sequence_parallel,
+                            batch->sequences * batch->seq, &rows);
 }
 
 /* input, output or their gradients: there, and of the right size, exactly where there is a stage on that side. */
@@ -1419,8 +1412,8 @@ static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const m
                        "for pipelines",
                        function, gpt->grid->pp_rank, gpt->grid->pp_size, none ? "takes no" : "needs", name);
     if (none) return MT_SUCCESS;
-    return mti_expect_like(ctx, function, gpt->layers[0].attention.qkv.weight, name, t, mti_gpt_rows(gpt, batch),
-                           gpt->desc.layer.hidden);
+    return mt_check_activation(ctx, function, gpt->layers[0].attention.qkv.weight, name, t, mti_gpt_rows(gpt, batch),
+                               gpt->desc.layer.hidden);
 }
 
 static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
@@ -1437,7 +1430,7 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     MT_TRY(
         MT_RANGE("loss forward", mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tp, &gpt->loss, logits, targets,
                                                                          loss, saved ? &saved->loss : NULL)));
-    return saved ? mti_log(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
+    return saved ? mt_hash_log_activation(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
 static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
@@ -1446,7 +1439,7 @@ static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, co
     int64_t tokens;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
-    if (saved) MT_TRY(mti_expect_token_shards(ctx, function, tokens));
+    if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     if (saved && !saved->layers)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 0, "input", input));
@@ -1487,7 +1480,7 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     return mti_gpt_run_forward(ctx, "mt_gpt_forward", gpt, batch, ids, targets, mt_none(), mt_none(), loss, saved);
 }
 
-/* The gradient of the position table, for mti_sum_over_tokens. */
+/* The gradient of the position table, for mt_sum_over_tokens. */
 typedef struct mti_position_call {
     mt_tensor dx;
     int32_t *positions; /* of the rows of dx */
@@ -1509,8 +1502,8 @@ static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, cons
         mti_position_call call;
         MT_TRY(mti_gpt_positions(ctx, gpt, batch, dx.rows, &call.positions));
         call.dx = dx;
-        MT_TRY(mti_sum_over_tokens(ctx, gpt->grid->tp, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
-                                   dx.rows, mt_tensor_rows(gpt->positions->grad, 0, batch->seq), mt_none()));
+        MT_TRY(mt_sum_over_tokens(ctx, gpt->grid->tp, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
+                                  dx.rows, mt_tensor_rows(gpt->positions->grad, 0, batch->seq), mt_none()));
     }
     return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
 }
@@ -1521,7 +1514,7 @@ static const mt_param *mti_last_of(const mt_param *weight, const mt_param *bias)
 /* From the loss to the last layer's output: dy, in the arena. */
 static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved, mt_tensor *dy) {
     MT_TRY(mti_gpt_room(ctx, gpt, mt_none(), saved->head.x.rows, dy));
-    MT_TRY(mti_log(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
+    MT_TRY(mt_hash_log_activation(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
     MT_TRY(MT_RANGE("head backward",
                     mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, *dy, &saved->head)));
     if (gpt->desc.untied_head) MT_TRY(mt_gradients_final(ctx, gpt->head.weight, gpt->head.weight));
@@ -1606,7 +1599,7 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
                                      mt_tensor logits) {
     int gather = !mti_is_whole(gpt->head.weight);
     mt_tensor local = logits;
-    MT_TRY(mti_all_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
+    MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
     if (gather) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, gpt->head.local_features, &local));
     MT_TRY(mti_column_product(ctx, gpt->head.weight, NULL, x, local));

@@ -336,11 +336,78 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* ---- for authors of blocks --------------------------------------------------------------------------------------- */
 
-/* What the blocks of megatron.h are made of, beside the layers; docs/blocks.md shows how to use it. */
+/* What the blocks of megatron.h are made of, beside layers and operators; docs/blocks.md shows how to use it. tp is the
+   tensor group, mt_params_grid(params)->tp, and `function` the name of the caller, for the sentence of an error. */
+
+/* A create. check: MT_ERR_ARGUMENT with the name of the first argument that is NULL. param_name: out, of MT_NAME_MAX
+   characters, becomes NAME.SUFFIX; MT_ERR_ARGUMENT when that is too long. end: returns status; when that is an error,
+   takes the parameters out again that were added since the registry had `count` (mt_params_count), and clears the
+   block, which points to them. */
+MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
+                                 const void *desc, const void *out);
+MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
+MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status);
+
+/* Memory that the registry frees with itself: zeros on the host, for structs, or memory of the context's device, whose
+   content is undefined, for tables. */
+MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out);
+
+/* Into how many shards of equal size every split dimension is divided: V in invariant mode, else the tensor ranks. */
+MT_API int mt_params_shards(const mt_params *params);
+
+/* The checks at the head of a call, before anything is computed.
+   param:       MT_ERR_ARGUMENT before mt_params_init; param may be NULL
+   activation:  t is [rows, cols], of the type of the layer's weight, or MT_ERR_SHAPE, MT_ERR_DTYPE
+   sent:        what is sent between ranks must be contiguous: `in` under sequence parallelism, `out` always. Either may
+                be mt_none()
+   tokens:      training in invariant mode needs a multiple of V tokens, MT_ERR_SHAPE */
+MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
+MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
+                                     mt_tensor t, int64_t rows, int64_t cols);
+MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
+                               const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
+MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
+
+/* Between the rows that a rank holds under sequence parallelism and all tokens. tokens: -1 when int64_t cannot count
+   them. rows: MT_ERR_SHAPE when the ranks do not divide them. gather: all tokens of x, in the arena; x itself where
+   that is all. Without sequence_parallel a rank holds all of them. */
+MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t rows);
+MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
+                                  int64_t tokens, int64_t *rows);
+MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *all);
+
+/* Several tensors of the arena at once, as mt_arena_tensor. */
+typedef struct mt_arena_request {
+    mt_tensor *out;
+    mt_dtype dtype;
+    int64_t rows, cols;
+} mt_arena_request;
+MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count);
 
 /* The same elements, contiguous, as [rows, cols]. A view of -1 rows, which every call refuses, when t has gaps between
    its rows or another number of elements. */
 MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
+
+/* Gradients of parameters that are sums over tokens (a bias, a table of positions): op adds what rows [first, first +
+   count) of the call contribute to a and to b, which may be mt_none(). Outside invariant mode op is called once, with
+   all rows and the gradients themselves; there once for each virtual shard of the tokens. */
+typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
+                                       mt_tensor b);
+MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
+                                    const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
+
+/* For an operator that a block calls on a virtual shard (mt_shard_cols): bits may depend on leading dimension and
+   alignment, so in invariant mode operands are contiguous copies in the arena. input: *out is to be read instead of t.
+   output: *out is to be written instead of t, and store brings it there. Without the mode *out is t. */
+MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out);
+MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out);
+MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
+
+/* Logs an activation [tokens, n] in the context's hash log, if there is one. The line is called `name`, which is a
+   parameter's or a layer's, without its last `up` parts, and `what`. cols: the parameter in whose split dimension the
+   columns of t lie; NULL: every rank has all columns. Its rows are [tokens / t] with sequence_parallel. */
+MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
+                                        int sequence_parallel, const mt_param *cols);
 
 /* ---- vocabulary-parallel embedding and cross-entropy ------------------------------------------------------------- */
 
@@ -960,23 +1027,22 @@ static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
     return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
 }
 
-/* Where the canonical form of something that is going to be written will be. */
-static mt_status mti_canonical_room(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     *out = t;
     if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, t.dtype, t.rows, t.cols, out);
     if (ctx->invariant) out->ld = t.cols; /* of one row, too */
     return MT_SUCCESS;
 }
 
-/* Brings it to its place. */
-static mt_status mti_canonical_done(mt_context *ctx, mt_tensor room, mt_tensor t) {
+MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor room, mt_tensor t) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     return room.data == t.data ? MT_SUCCESS : mt_copy(ctx, room, t);
 }
 
-/* The canonical form of what is read. */
-static mt_status mti_canonical(mt_context *ctx, mt_tensor t, mt_tensor *out) {
-    MT_TRY(mti_canonical_room(ctx, t, out));
-    return mti_canonical_done(ctx, t, *out);
+MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+    MT_TRY(mt_invariant_output(ctx, t, out));
+    return mt_invariant_store(ctx, t, *out);
 }
 
 /* c = op(a) op(b) + beta c, beta 0 or 1. */
@@ -984,22 +1050,17 @@ static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tr
                           float beta, mt_tensor c) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor out;
-    MT_TRY(mti_canonical(ctx, a, &a));
-    MT_TRY(mti_canonical(ctx, b, &b));
-    MT_TRY(beta == 0.0f ? mti_canonical_room(ctx, c, &out) : mti_canonical(ctx, c, &out));
+    MT_TRY(mt_invariant_input(ctx, a, &a));
+    MT_TRY(mt_invariant_input(ctx, b, &b));
+    MT_TRY(beta == 0.0f ? mt_invariant_output(ctx, c, &out) : mt_invariant_input(ctx, c, &out));
     MT_TRY(mt_gemm(ctx, trans_a, trans_b, 1.0f, a, b, beta, out));
-    MT_TRY(mti_canonical_done(ctx, out, c));
+    MT_TRY(mt_invariant_store(ctx, out, c));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
-/* Adds what rows [first, first + count) of a token-wise operator contribute to gradients [n, h] (b may be mt_none()).
- */
-typedef mt_status (*mti_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
-                                        mt_tensor b);
-
 typedef struct mti_token_sum {
-    mti_token_operator op;
+    mt_token_operator op;
     const void *arg;
     int64_t rows;   /* tokens of a virtual shard */
     int64_t a_rows; /* rows of the first gradient; the second's follow */
@@ -1013,15 +1074,17 @@ static mt_status mti_token_leaf(mt_context *ctx, const void *arg, int shard, mt_
     return s->op(ctx, s->arg, shard * s->rows, s->rows, mt_tensor_rows(out, 0, s->a_rows), b);
 }
 
-/* Gradients that are sums over tokens: V virtual shards of the tokens, of which a rank has V / t under sequence
-   parallelism, and all without. Otherwise one pass, straight into the gradients. */
-static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mti_token_operator op,
-                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
-    int shards = sequence_parallel ? mti_shards(ctx, tp) : ctx->invariant;
+MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
+                                    const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
     mti_token_sum sum;
     mt_tensor out;
-    size_t mark = mt_arena_mark(ctx);
+    size_t mark;
+    int shards;
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (!ctx->invariant) return op(ctx, arg, 0, rows, a, b);
+    MT_TRY(mt_check_tokens(ctx, "mt_sum_over_tokens", mt_sequence_tokens(tp, sequence_parallel, rows)));
+    mark = mt_arena_mark(ctx);
+    shards = sequence_parallel ? mti_shards(ctx, tp) : ctx->invariant;
     sum.op = op;
     sum.arg = arg;
     sum.rows = rows / shards;
@@ -1034,8 +1097,8 @@ static mt_status mti_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_
     return MT_SUCCESS;
 }
 
-/* Training in invariant mode splits the tokens of a call into V virtual shards. */
-static mt_status mti_expect_token_shards(mt_context *ctx, const char *function, int64_t tokens) {
+MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (!ctx->invariant || tokens % ctx->invariant == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
@@ -1093,8 +1156,8 @@ static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
     return *out ? MT_SUCCESS : mt_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
 }
 
-static mt_status mti_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
-                                  const void *desc, const void *out) {
+MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
+                                 const void *desc, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (params && name && desc && out) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
@@ -1112,6 +1175,28 @@ static void mti_params_free_buffers(mt_params *params) {
         else mt_context_free(params->ctx, buffer->data, buffer->bytes);
         mt_host_free(buffer);
     }
+}
+
+MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out) {
+    mti_buffer *buffer;
+    void *memory;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_buffer: %s is NULL", params ? "out" : "params");
+    MT_TRY(mti_host_new(ctx, sizeof *buffer, &memory));
+    buffer = (mti_buffer *)memory;
+    status = on_host ? mti_host_new(ctx, bytes, &buffer->data) : mt_context_alloc(ctx, bytes, &buffer->data);
+    if (status != MT_SUCCESS) {
+        mt_host_free(buffer);
+        return status;
+    }
+    buffer->bytes = bytes;
+    buffer->on_host = on_host;
+    buffer->next = params->buffers;
+    params->buffers = buffer;
+    *out = buffer->data;
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out) {
@@ -1319,12 +1404,15 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     return MT_SUCCESS;
 }
 
-/* Ends the creation of a layer: when it failed, the parameters added since `count` are taken out again, and the layer,
-   which points to them, is cleared. */
-static mt_status mti_params_keep(mt_params *params, int count, void *layer, size_t layer_bytes, mt_status status) {
-    while (status != MT_SUCCESS && params->count > count) mt_host_free(params->list[--params->count]);
-    if (status != MT_SUCCESS) memset(layer, 0, layer_bytes);
+MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status) {
+    if (status == MT_SUCCESS) return status;
+    while (!params->values && params->count > count && params->count > 0) mt_host_free(params->list[--params->count]);
+    memset(block, 0, block_bytes);
     return status;
+}
+
+MT_API int mt_params_shards(const mt_params *params) {
+    return params ? mti_shards(params->ctx, params->grid->tp) * params->grid->tp_size : 1;
 }
 
 /* Whatever lies at a multiple of so many elements of the registry's memory lies on a 64-byte boundary. */
@@ -1764,16 +1852,14 @@ MT_API void mt_hash_log_pause(mt_context *ctx, int paused) {
     if (log) log->paused = paused != 0;
 }
 
-/* Logs an activation [tokens, n]: its rows are a part of the tokens under sequence parallelism; its columns the local
-   features of `cols`, or everything when that is NULL. The line is called `name` without its last `up` parts, and
-   `what`. */
-static mt_status mti_log(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
-                         int sequence_parallel, const mt_param *cols) {
-    mt_hash_log *log = mti_hash_log_of(ctx);
+MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
+                                        int sequence_parallel, const mt_param *cols) {
+    mt_hash_log *log = ctx ? mti_hash_log_of(ctx) : NULL;
     mti_log_entry *entry;
     char full[MTI_LOG_NAME];
     int length, row_split;
     int64_t i, row;
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (!log || log->paused || !t.data) return MT_SUCCESS;
     for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
     snprintf(full, sizeof full, "%.*s.%s", length, name, what);
@@ -1963,10 +2049,8 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 
 /* ---- >>linear ---------------------------------------------------------------------------------------------------- */
 
-/* What a layer sends or receives must be contiguous, which is found out before anything is computed: `in` travels under
-   sequence parallelism, `out`, which may be mt_none(), always. */
-static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
-                                   const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
+                               const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int in_ok = !sequence_parallel || in.rows <= 1 || mt_tensor_ld(in) == in.cols;
     mt_tensor bad = in_ok ? out : in;
     if (mt_comm_size(tp) == 1 || (in_ok && (out.rows <= 1 || mt_tensor_ld(out) == out.cols))) return MT_SUCCESS;
@@ -1976,23 +2060,21 @@ static mt_status mti_expect_travel(mt_context *ctx, const char *function, mt_com
                    mt_comm_size(tp));
 }
 
-/* A view of exactly [rows, cols], in the type of the layer's weight: an activation or its gradient. */
-static mt_status mti_expect_like(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
-                                 mt_tensor t, int64_t rows, int64_t cols) {
+MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
+                                     mt_tensor t, int64_t rows, int64_t cols) {
     MT_TRY(mti_expect_float_shape(ctx, function, name, t, rows, cols));
     if (t.dtype == weight->value.dtype) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
                    mt_dtype_name(weight->value.dtype));
 }
 
-static mt_status mti_expect_weight(mt_context *ctx, const char *function, const mt_param *weight) {
+MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *weight) {
     if (weight && weight->value.data) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                    weight ? "call mt_params_init before the first forward" : "the layer was not created");
 }
 
-/* NAME.SUFFIX into a buffer of MT_NAME_MAX, or an error that shows what does not fit. */
-static mt_status mti_join_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
+MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
     int n = name ? snprintf(out, MT_NAME_MAX, "%s.%s", name, suffix) : -1;
     if (n > 0 && n < MT_NAME_MAX) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "the parameter name '%.100s.%s' must have at most %d characters",
@@ -2002,7 +2084,7 @@ static mt_status mti_join_name(mt_context *ctx, char *out, const char *name, con
 static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
                                mt_param_desc desc, mt_param **out) {
     char full[MT_NAME_MAX];
-    MT_TRY(mti_join_name(ctx, full, name, suffix));
+    MT_TRY(mt_param_name(ctx, full, name, suffix));
     desc.name = full;
     return mt_params_add(ctx, params, &desc, out);
 }
@@ -2094,8 +2176,7 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_para
     return MT_SUCCESS;
 }
 
-/* x of all tokens: x itself, or under sequence parallelism gathered into the arena. */
-static mt_status mti_all_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *out) {
+MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *out) {
     *out = x;
     if (!sequence_parallel || mt_comm_size(tp) == 1) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, out));
@@ -2150,7 +2231,7 @@ static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piec
 static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c,
                                    mt_tensor x, mt_tensor *all) {
     int i;
-    if (c->count == 1) return mti_all_tokens(ctx, tp, sequence_parallel, x, all);
+    if (c->count == 1) return mt_gather_tokens(ctx, tp, sequence_parallel, x, all);
     *all = x;
     if (!sequence_parallel) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, all));
@@ -2182,14 +2263,12 @@ static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tp, int sequence_par
     return mt_reduce_rows_from_tensor_region(ctx, tp, y, first, rows);
 }
 
-/* -1, which is no shape, when there are more than int64_t counts. */
-static int64_t mti_tokens(mt_comm *tp, int sequence_parallel, int64_t rows) {
+MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t rows) {
     return sequence_parallel ? mt_size_mul(rows, mt_comm_size(tp)) : rows;
 }
 
-/* The inverse: the rows that a rank holds of so many tokens. */
-static mt_status mti_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel, int64_t tokens,
-                          int64_t *rows) {
+MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
+                                  int64_t tokens, int64_t *rows) {
     int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
     *rows = tokens / ranks;
     if (tokens >= 0 && tokens % ranks == 0) return MT_SUCCESS;
@@ -2216,8 +2295,8 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                        desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
     memset(out, 0, sizeof *out);
     count = params->count;
-    MT_TRY(mti_params_keep(params, count, out, sizeof *out,
-                           mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
+    MT_TRY(mt_create_end(params, count, out, sizeof *out,
+                         mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tp = params->grid->tp;
     out->local_features = out->weight->local_features;
@@ -2240,7 +2319,7 @@ static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt
                                     mt_tensor y) {
     int s;
     if (!ctx->invariant) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
-    MT_TRY(mti_canonical(ctx, x, &x)); /* once for all shards */
+    MT_TRY(mt_invariant_input(ctx, x, &x)); /* once for all shards */
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
                         mt_shard_cols(y, s, w->shards)));
@@ -2318,22 +2397,23 @@ static mt_status mti_column_run(mt_context *ctx, const mt_column_parallel_linear
 static mt_status mti_column_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
                                   const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
-    return mti_expect_like(ctx, function, layer->weight, out_name, out,
-                           mti_tokens(layer->tp, layer->desc.sequence_parallel, in.rows),
-                           layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
+    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
+    return mt_check_activation(ctx, function, layer->weight, out_name, out,
+                               mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, in.rows),
+                               layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
 }
 
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    mt_tensor y, mt_linear_saved *saved) {
     MT_TRY(mti_column_check(ctx, "mt_column_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_column_parallel_linear_forward", layer->tp, layer->desc.sequence_parallel, "x", x,
-                             "y", mt_none()));
+    MT_TRY(mt_check_sent(ctx, "mt_column_parallel_linear_forward", layer->tp, layer->desc.sequence_parallel, "x", x,
+                         "y", mt_none()));
     MT_TRY(mti_column_run(ctx, layer, x, y, NULL));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
-    return mti_log(ctx, layer->name, 0, "output", y, 0, layer->desc.gather_output ? NULL : layer->weight);
+    return mt_hash_log_activation(ctx, layer->name, 0, "output", y, 0,
+                                  layer->desc.gather_output ? NULL : layer->weight);
 }
 
 /* dW += dy^T x, dy [tokens, local features], and the gradient of the bias, which may be NULL */
@@ -2342,7 +2422,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
     int s;
     if (!ctx->invariant) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
     if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
-    MT_TRY(mti_canonical(ctx, x, &x));
+    MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f,
                         mti_param_shard(w, w->grad, s)));
@@ -2367,7 +2447,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_l
     mt_tensor local = dy, all;
     if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
     MT_TRY(mti_overlap_begin(ctx, layer->tp, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
-    MT_TRY(mt_overlap_end(ctx, 1, mti_all_tokens(ctx, layer->tp, layer->desc.sequence_parallel, x, &all)));
+    MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, layer->tp, layer->desc.sequence_parallel, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, layer, local, dx));
     MT_TRY(mt_overlap_wait(ctx, 1));
     return mti_column_weight_gradient(ctx, layer->weight, mti_column_own_bias(layer), local, all);
@@ -2382,14 +2462,14 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data)
-        MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
-    MT_TRY(mti_expect_travel(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
+        MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = mti_column_backward(ctx, layer, dy, dx, saved->x);
     MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS) return status;
-    return mti_log(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
+    return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
 }
 
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
@@ -2402,8 +2482,8 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
                        desc->weight ? "weight" : "gather_output");
     memset(out, 0, sizeof *out);
     count = params->count;
-    MT_TRY(mti_params_keep(params, count, out, sizeof *out,
-                           mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
+    MT_TRY(mt_create_end(params, count, out, sizeof *out,
+                         mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tp = params->grid->tp;
     out->local_features = out->weight->local_features;
@@ -2414,11 +2494,11 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
 static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in,
-                           mti_tokens(layer->tp, layer->desc.sequence_parallel, out.rows),
-                           layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
-    return mti_expect_like(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
+    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in,
+                               mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, out.rows),
+                               layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
+    return mt_check_activation(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
 }
 
 /* A chunk is reduced under the GEMM of the next one. */
@@ -2444,14 +2524,14 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     size_t mark;
     mt_status status;
     MT_TRY(mti_row_check(ctx, "mt_row_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_row_parallel_linear_forward", layer->tp, 0, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, "mt_row_parallel_linear_forward", layer->tp, 0, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = mti_row_forward(ctx, layer, x, y);
     MT_KEEP(status, mt_overlap_wait_all(ctx));
     mt_arena_release(ctx, mark);
     if (status != MT_SUCCESS || !saved) return status;
     saved->x = x;
-    return mti_log(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
+    return mt_hash_log_activation(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
 /* The activation before a row-parallel layer, where the gradient is taken through it, too. */
@@ -2480,7 +2560,7 @@ static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_
     return MT_SUCCESS;
 }
 
-/* mti_token_operator: the bias gradient of some rows of dy, which is arg. */
+/* mt_token_operator: the bias gradient of some rows of dy, which is arg. */
 static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
                                        mt_tensor none) {
     (void)none;
@@ -2496,10 +2576,10 @@ static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear 
     MT_TRY(mti_gather_chunks(ctx, layer->tp, sp, &c, dy, &all));
     if (layer->bias && !layer->desc.skip_bias_add)
         MT_TRY(
-            mti_sum_over_tokens(ctx, layer->tp, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
+            mt_sum_over_tokens(ctx, layer->tp, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
     if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, dx.dtype, all.rows, layer->local_features, &local));
-    MT_TRY(mti_canonical(ctx, all, &all)); /* once for all shards */
+    MT_TRY(mt_invariant_input(ctx, all, &all)); /* once for all shards */
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (j = 0; j < c.pieces && dx.data; j++)
@@ -2526,12 +2606,19 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mti_expect_like(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
-    MT_TRY(mti_expect_travel(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
+    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
+        MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     MT_TRY(mti_row_run_backward(ctx, layer, dy, dx, saved->x, NULL));
-    return mti_log(ctx, layer->name, 0, "input_grad", dx, 0, layer->desc.input_is_parallel ? layer->weight : NULL);
+    return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, 0,
+                                  layer->desc.input_is_parallel ? layer->weight : NULL);
+}
+
+MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {
+    int i;
+    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, list[i].dtype, list[i].rows, list[i].cols, list[i].out));
+    return MT_SUCCESS;
 }
 
 MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols) {
@@ -2572,7 +2659,7 @@ MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const 
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out) {
     static const char *const function = "mt_norm_layer_create";
     int count, shards;
-    MT_TRY(mti_create_check(ctx, function, params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
     MT_TRY(mti_norm_desc_check(ctx, function, name, desc));
     count = params->count;
     shards = mti_shards(ctx, params->grid->tp);
@@ -2581,7 +2668,7 @@ MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const 
     out->desc.eps = mti_default(desc->eps, 1e-5f);
     out->tp = params->grid->tp;
     out->local_groups = shards * mti_shard_features(desc->groups, 1, 1, shards * params->grid->tp_size);
-    return mti_params_keep(params, count, out, sizeof *out, mti_norm_params(ctx, params, name, out));
+    return mt_create_end(params, count, out, sizeof *out, mti_norm_params(ctx, params, name, out));
 }
 
 /* The checks that forward and backward share. */
@@ -2589,15 +2676,15 @@ static mt_status mti_norm_layer_check(mt_context *ctx, const char *function, con
                                       const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int64_t n, groups;
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
     n = layer->desc.features;
     groups = layer->local_groups;
     if (groups > 0 && (in.cols < n || in.cols % n != 0 || in.rows % groups != 0))
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: %s is [%lld, %lld], must have rows for %lld groups and whole heads of %lld features",
                        function, in_name, (long long)in.rows, (long long)in.cols, (long long)groups, (long long)n);
-    MT_TRY(mti_expect_like(ctx, function, layer->weight, in_name, in, in.rows, groups > 0 ? in.cols : n));
-    return mti_expect_like(ctx, function, layer->weight, out_name, out, in.rows, in.cols);
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in, in.rows, groups > 0 ? in.cols : n));
+    return mt_check_activation(ctx, function, layer->weight, out_name, out, in.rows, in.cols);
 }
 
 MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor x, mt_tensor y,
@@ -2618,7 +2705,7 @@ MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *lay
     saved->x = x;
     saved->stats = stats;
     if (layer->desc.groups > 0) return MT_SUCCESS;
-    return mti_log(ctx, layer->weight->name, 1, "output", y, layer->desc.sequence_parallel, NULL);
+    return mt_hash_log_activation(ctx, layer->weight->name, 1, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
 /* What the backward of a norm works on. */
@@ -2650,7 +2737,7 @@ static mt_status mti_norm_heads(mt_context *ctx, const mti_norm_call *c, int64_t
     return MT_SUCCESS;
 }
 
-/* mti_token_operator: tokens [first, first + count). */
+/* mt_token_operator: tokens [first, first + count). */
 static mt_status mti_norm_tokens(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dgain,
                                  mt_tensor dbias) {
     return mti_norm_heads(ctx, (const mti_norm_call *)arg, first, 1, count, dgain, dbias);
@@ -2688,7 +2775,7 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_norm_layer_check(ctx, function, layer, "dy", dy, "dx", dx));
-    MT_TRY(mti_expect_like(ctx, function, layer->weight, "saved->x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "saved->x", saved->x, dy.rows, dy.cols));
     call.layer = layer;
     call.x = saved->x;
     call.stats = saved->stats;
@@ -2697,10 +2784,10 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     call.dx = dx;
     dbias = layer->bias ? layer->bias->grad : mt_none();
     if (layer->desc.groups > 0) return mti_norm_groups(ctx, &call, layer->weight->grad, dbias);
-    MT_TRY(mti_expect_token_shards(ctx, function, mti_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
-    MT_TRY(mti_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_norm_tokens, &call, dy.rows,
-                               layer->weight->grad, dbias));
-    return mti_log(ctx, layer->weight->name, 1, "input_grad", dx, layer->desc.sequence_parallel, NULL);
+    MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
+    MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_norm_tokens, &call, dy.rows,
+                              layer->weight->grad, dbias));
+    return mt_hash_log_activation(ctx, layer->weight->name, 1, "input_grad", dx, layer->desc.sequence_parallel, NULL);
 }
 
 /* ---- >>vocab ----------------------------------------------------------------------------------------------------- */
@@ -2733,9 +2820,9 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
                                      const int32_t *ids, int64_t tokens, const char *what, mt_tensor y) {
     int64_t rows = 0;
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_expect_weight(ctx, function, layer ? layer->weight : NULL));
-    MT_TRY(mti_rows(ctx, function, layer->tp, layer->desc.sequence_parallel, tokens, &rows));
-    MT_TRY(mti_expect_like(ctx, function, layer->weight, what, y, rows, layer->desc.features));
+    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mt_sequence_rows(ctx, function, layer->tp, layer->desc.sequence_parallel, tokens, &rows));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, what, y, rows, layer->desc.features));
     return mti_ids_are_trusted(ctx) ? MT_SUCCESS : mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
@@ -2753,7 +2840,7 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     mt_tensor partial;
     mt_status status;
     MT_TRY(mti_embedding_check(ctx, "mt_vocab_parallel_embedding_forward", layer, ids, tokens, "y", y));
-    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_forward", layer->tp, 0, "", y, "y", y));
+    MT_TRY(mt_check_sent(ctx, "mt_vocab_parallel_embedding_forward", layer->tp, 0, "", y, "y", y));
     mark = mt_arena_mark(ctx);
     status = mti_partial_tokens(ctx, layer->tp, layer->desc.sequence_parallel, y, &partial);
     if (status == MT_SUCCESS) status = mti_embedding_lookup(ctx, layer, ids, partial);
@@ -2768,10 +2855,10 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     mt_tensor all;
     mt_status status;
     MT_TRY(mti_embedding_check(ctx, "mt_vocab_parallel_embedding_backward", layer, ids, tokens, "dy", dy));
-    MT_TRY(mti_expect_travel(ctx, "mt_vocab_parallel_embedding_backward", layer->tp, layer->desc.sequence_parallel,
-                             "dy", dy, "", mt_none()));
+    MT_TRY(mt_check_sent(ctx, "mt_vocab_parallel_embedding_backward", layer->tp, layer->desc.sequence_parallel, "dy",
+                         dy, "", mt_none()));
     mark = mt_arena_mark(ctx);
-    status = mti_all_tokens(ctx, layer->tp, layer->desc.sequence_parallel, dy, &all);
+    status = mt_gather_tokens(ctx, layer->tp, layer->desc.sequence_parallel, dy, &all);
     if (status == MT_SUCCESS)
         status =
             mt_embedding_backward(ctx, all, layer->first_row, ids,

@@ -2042,6 +2042,84 @@ static void test_options(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- for authors of blocks --------------------------------------------------------------------------------------- */
+
+static mt_status add_some_and_fail(test_rank *r, int *block) {
+    mt_param_desc d = {.name = "a", .rows = 2, .cols = 2};
+    mt_param *p;
+    int count = mt_params_count(r->params);
+    mt_status status = mt_params_add(r->ctx, r->params, &d, &p);
+    d.name = "b";
+    MT_KEEP(status, mt_params_add(r->ctx, r->params, &d, &p));
+    *block = 1;
+    return mt_create_end(r->params, count, block, sizeof *block, status == MT_SUCCESS ? MT_ERR_DATA : status);
+}
+
+static mt_status count_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a, mt_tensor b) {
+    (void)ctx, (void)arg, (void)b;
+    for (int64_t i = 0; i < count; i++) ((float *)a.data)[0] += (float)(first + i);
+    ((float *)a.data)[1] += 1;
+    return MT_SUCCESS;
+}
+
+static void test_helpers_of_blocks(void **state) {
+    mt_param_desc d = {.name = "kept", .rows = 4, .cols = 4};
+    char name[MT_NAME_MAX], longest[MT_NAME_MAX];
+    mt_tensor a, b, sum;
+    mt_arena_request two[] = {{&a, MT_F32, 3, 5}, {&b, MT_BF16, 1, 7}}, too_many = {&a, MT_F32, 1 << 20, 1 << 20};
+    mt_param *p;
+    test_rank r;
+    void *buffer;
+    int block;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
+    assert_int_equal(add_some_and_fail(&r, &block), MT_ERR_DATA);
+    assert_int_equal(mt_params_count(r.params), 1);
+    assert_int_equal(block, 0);
+    assert_int_equal(mt_create_end(r.params, 1, &block, sizeof block, MT_SUCCESS), MT_SUCCESS);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_name(r.ctx, name, "block", "gate"));
+    assert_string_equal(name, "block.gate");
+    memset(longest, 'x', sizeof longest);
+    longest[MT_NAME_MAX - 3] = 0;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_name(r.ctx, name, longest, "y"));
+    assert_int_equal(strlen(name), MT_NAME_MAX - 1);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "at most", mt_param_name(r.ctx, name, longest, "yz"));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_buffer(r.ctx, r.params, 64, 1, &buffer));
+    for (int i = 0; i < 64; i++) assert_int_equal(((char *)buffer)[i], 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_buffer(r.ctx, r.params, 64, 0, &buffer));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_params_buffer(r.ctx, NULL, 64, 0, &buffer));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init", mt_check_param(r.ctx, "f", p));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "f: name is NULL", mt_create_check(r.ctx, "f", r.params, NULL, &d, &p));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, two, 2));
+    assert_int_equal(a.rows * 10 + a.cols, 35);
+    assert_int_equal(b.cols * 10 + (int)b.dtype, 71);
+    assert_int_equal(mt_arena_tensors(r.ctx, &too_many, 1), MT_ERR_MEMORY);
+    sum = test_tensor(&r, 1, 2, 0.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sum_over_tokens(r.ctx, r.grid.tp, 0, count_rows, NULL, 8, sum, mt_none()));
+    assert_float_equal(((float *)sum.data)[0], 28, 0);
+    assert_float_equal(((float *)sum.data)[1], 1, 0); /* one call */
+    assert_int_equal(mt_params_shards(r.params), 1);
+    test_paper_rank_close(&r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &(mt_context_desc){.invariant = 4, .arena_bytes = 1 << 20}, &r);
+    sum = test_tensor(&r, 1, 2, 0.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sum_over_tokens(r.ctx, r.grid.tp, 0, count_rows, NULL, 8, sum, mt_none()));
+    assert_float_equal(((float *)sum.data)[0], 28, 0);
+    assert_float_equal(((float *)sum.data)[1], 4, 0); /* one call for each virtual shard */
+    REFUSED(r.ctx, MT_ERR_SHAPE, "7 tokens|4 virtual shards",
+            mt_sum_over_tokens(r.ctx, r.grid.tp, 0, count_rows, NULL, 7, sum, mt_none()));
+    assert_int_equal(mt_params_shards(r.params), 4);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_invariant_input(r.ctx, mt_tensor_cols(sum, 1, 1), &a));
+    assert_float_equal(*(float *)a.data, 4, 0);
+    assert_ptr_not_equal(a.data, (float *)sum.data + 1);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_invariant_output(r.ctx, mt_tensor_cols(sum, 1, 1), &b));
+    *(float *)b.data = 9;
+    assert_float_equal(((float *)sum.data)[1], 4, 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_invariant_store(r.ctx, b, mt_tensor_cols(sum, 1, 1)));
+    assert_float_equal(((float *)sum.data)[1], 9, 0);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_grid_ranks_are_megatrons),
@@ -2060,6 +2138,7 @@ int main(void) {
         cmocka_unit_test(test_column_layers_share_a_weight),
         cmocka_unit_test(test_norm_layer_on_every_split),
         cmocka_unit_test(test_norm_layer_refuses),
+        cmocka_unit_test(test_helpers_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
         cmocka_unit_test(test_sync_gradients),
