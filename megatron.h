@@ -59,11 +59,6 @@
 #ifndef MEGATRON_H
 #define MEGATRON_H
 
-#define MT_VERSION_MAJOR 0
-#define MT_VERSION_MINOR 4
-#define MT_VERSION_PATCH 0
-#define MT_VERSION "0.4.0"
-
 #ifdef __cplusplus
 extern "C" {
 #endif

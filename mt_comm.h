@@ -56,6 +56,17 @@ extern "C" {
 #define MT_API extern
 #endif
 
+/* ---- version ----------------------------------------------------------------------------------------------------- */
+
+#define MT_VERSION_MAJOR 0
+#define MT_VERSION_MINOR 4
+#define MT_VERSION_PATCH 0
+#define MT_VERSION "0.4.0"
+#define MT_VERSION_NUMBER (MT_VERSION_MAJOR * 1000000 + MT_VERSION_MINOR * 1000 + MT_VERSION_PATCH)
+
+/* MT_VERSION_NUMBER of the implementation that is linked. mt_context_create refuses headers of another version. */
+MT_API int mt_version(void);
+
 /* ---- status ------------------------------------------------------------------------------------------------------ */
 
 #define MT_STATUS_LIST(X)                                                                                              \
@@ -171,8 +182,13 @@ typedef struct mt_context_desc {
 
 /* Creates a context. world: the communicator this rank was started with; errors are also kept there, so that mt_launch
    can print them; may be NULL (one rank, no launcher) and must outlive the context. desc may be NULL (all defaults).
-   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built), MT_ERR_MEMORY. */
-MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out);
+   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built; the implementation has another version than the
+   headers of the caller), MT_ERR_MEMORY. mt_context_create_version is the same for a caller that names the version of
+   its headers, for instance one in another language. */
+MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out);
+static inline mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
+    return mt_context_create_version(MT_VERSION_NUMBER, world, desc, out);
+}
 MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
 MT_API int mt_device_count(
@@ -1089,12 +1105,26 @@ static mt_status mti_context_arena(mt_context *ctx) {
     return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
 }
 
-MT_API mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
+MT_API int mt_version(void) { return MT_VERSION_NUMBER; }
+
+/* Another version's description may have other fields: it is not read. */
+static mt_status mti_version_refuse(mt_comm *world, int version) {
+    char text[192];
+    snprintf(
+        text, sizeof text,
+        "mt_context_create: was called with the headers of megatron.h %d.%d.%d, the implementation in this program "
+        "is " MT_VERSION ": compile both with the same headers",
+        version / 1000000, version / 1000 % 1000, version % 1000);
+    return mti_context_refuse(world, NULL, MT_ERR_UNSUPPORTED, text);
+}
+
+MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out) {
     mt_context_desc d;
     mt_context *ctx;
     mt_status status = MT_SUCCESS;
+    if (out) *out = NULL;
+    if (version != MT_VERSION_NUMBER) return mti_version_refuse(world, version);
     if (!out) return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, "mt_context_create: out is NULL");
-    *out = NULL;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     MT_TRY(mti_context_check(world, &d));

@@ -14,7 +14,7 @@ build=$(cd "$build" && pwd)
 check_log=$build/check.log
 
 # The header's version, which is the package's.
-version() { sed -n 's/^#define MT_VERSION "\(.*\)"/\1/p' megatron.h; }
+version() { sed -n 's/^#define MT_VERSION "\(.*\)"/\1/p' mt_comm.h; }
 
 install_package() {
     rm -rf "$build/prefix"
@@ -44,10 +44,23 @@ consume_with_pkg_config() {
             $(pkg-config --libs megatron) && "$build/use_cpp"
 }
 
+# A program that was compiled with the headers of another version is refused, with both versions.
+refuse_another_version() {
+    rm -rf "$build/other" && mkdir "$build/other" && cp ./*.h ./*.cuh "$build/other" || return 1
+    sed 's/^#define MT_VERSION_PATCH .*/#define MT_VERSION_PATCH 987/' mt_comm.h >"$build/other/mt_comm.h"
+    "$CC" -I. -c tests/package/implementation.c -o "$build/other/implementation.o" &&
+        "$CC" -I"$build/other" -c tests/package/use.c -o "$build/other/use.o" &&
+        "$CC" "$build/other/use.o" "$build/other/implementation.o" -o "$build/other/use" -lm -lpthread || return 1
+    "$build/other/use" >"$build/other/log" 2>&1 && return 1
+    cat "$build/other/log"
+    grep -q "MT_ERR_UNSUPPORTED: .*\.987,.* $(version):" "$build/other/log"
+}
+
 if ! have_command cmake || ! have_command make || ! have_command "$CXX"; then
     leave_out "package: needs CMake, make and a C++ compiler"
 else
     check "cmake --install" install_package
+    check "headers and implementation of different versions are refused" refuse_another_version
     for how in find_package add_subdirectory FetchContent; do
         check "a project that uses it by $how, in C and C++" consume_with_cmake "$how"
     done

@@ -880,6 +880,26 @@ static void test_slots(void **state) {
     assert_int_equal(ended[3], MT_SLOT_KERNELS);
 }
 
+static void test_version(void **state) {
+    mt_status (*create)(mt_comm * world, const mt_context_desc *desc, mt_context **out) = mt_context_create;
+    mt_context_desc d = small();
+    mt_context *ctx = (mt_context *)&d;
+    mt_comm *comm;
+    (void)state;
+    assert_int_equal(mt_version(), MT_VERSION_NUMBER);
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &comm));
+    ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create_version(12034056, comm, (mt_context_desc *)8, &ctx));
+    assert_null(ctx);
+    assert_non_null(strstr(mt_comm_last_error(comm), "megatron.h 12.34.56, the implementation"));
+    assert_non_null(strstr(mt_comm_last_error(comm), " is " MT_VERSION ":"));
+    ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create_version(MT_VERSION_NUMBER + 1, NULL, NULL, NULL));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create_version(mt_version(), comm, &d, &ctx));
+    mt_context_destroy(ctx);
+    ASSERT_STATUS(NULL, MT_SUCCESS, create(comm, &d, &ctx));
+    mt_context_destroy(ctx);
+    mt_comm_destroy(comm);
+}
+
 static void test_context_arguments(void **state) {
     logged log = {0, ""};
     mt_context_desc d = small();
@@ -1129,6 +1149,7 @@ int main(void) {
         cmocka_unit_test(test_conjugates_alone),
         cmocka_unit_test(test_allocator),
         cmocka_unit_test(test_slots),
+        cmocka_unit_test(test_version),
         cmocka_unit_test(test_context_arguments),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_launch),
