@@ -1439,7 +1439,7 @@ static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, co
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 0, "input", input));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 1, "output", output));
-    if (mti_gpt_is_last(gpt)) MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, tokens));
+    if (mti_gpt_is_last(gpt)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     return mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index));
 }
@@ -1629,8 +1629,8 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     mt_status status;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
     tokens = batch->sequences * batch->seq;
-    MT_TRY(mti_expect_float_shape(ctx, function, "logits", logits,
-                                  logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
+    MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
+                           logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     mark = mt_arena_mark(ctx);
     status = mti_gpt_logits(ctx, gpt, batch, ids, logits);

@@ -295,6 +295,38 @@ typedef struct mt_adamw {
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v);
 
+/* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
+
+enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 }; /* types of a view: any; f32, bf16 or f16; f32 */
+enum { MT_ARG_IN = 1, MT_ARG_OUT = 2, MT_ARG_IN_OUT = 3, MT_ARG_OPTIONAL = 4 };
+
+/* What a function asks of one of its views. A table of these says it of all:
+       mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                        {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
+       MT_TRY(mt_args_check(ctx, "my_bias_forward", args, 2)); */
+typedef struct mt_arg {
+    const char *name; /* in sentences */
+    mt_tensor *view;
+    int64_t rows, cols; /* that it must have */
+    int type, use;      /* MT_ARG_FLOAT ...; MT_ARG_IN ..., with | MT_ARG_OPTIONAL where mt_none() may be given */
+} mt_arg;
+
+/* Checks views in the order of the table: a shape that exists, a type as asked for, data that is not NULL, the size.
+   MT_ERR_SHAPE, MT_ERR_DTYPE or MT_ERR_ARGUMENT, with a sentence "where: name is ..., must be ...". An optional view
+   that is not there is not checked. mt_tensor_check is that of a single view. */
+MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
+MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
+                                 int64_t rows, int64_t cols);
+
+/* What mt_adamw_step asks of its numbers. */
+MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
+
+/* The target that does not count, where a shape says `ignore_index`: itself, or -100 for 0. */
+MT_API int32_t mt_ignore_index(int32_t ignore_index);
+
+/* The hash of one element that mt_hash sums up: of its global number and its bits. */
+MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
+
 #ifdef __cplusplus
 }
 #endif
@@ -406,13 +438,14 @@ static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
+static int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
+
 /* An operator has nothing to do then, however many rows of no columns there are. */
 static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
 
 /* Any shape, any dtype. NULL data is fine where there is no element. */
 static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     int64_t ld = mt_tensor_ld(t);
-    if (!ctx) return MT_ERR_ARGUMENT;
     if (t.rows < 0 || t.cols < 0 || ld < t.cols || mt_size_mul(mt_size_mul(t.rows, ld), 8) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is no shape", where, name,
                        (long long)t.rows, (long long)t.cols, (long long)t.ld);
@@ -423,55 +456,38 @@ static mt_status mti_expect_view(mt_context *ctx, const char *where, const char 
     return MT_SUCCESS;
 }
 
-static mt_status mti_expect_f32(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
-    MT_TRY(mti_expect_view(ctx, where, name, t));
-    if (t.dtype != MT_F32)
-        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32", where, name, mt_dtype_name(t.dtype));
+static mt_status mti_expect_type(mt_context *ctx, const char *where, const mt_arg *arg) {
+    mt_dtype dtype = arg->view->dtype;
+    if (arg->type == MT_ARG_F32 && dtype != MT_F32)
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32", where, arg->name, mt_dtype_name(dtype));
+    if (arg->type == MT_ARG_FLOAT && !mt_dtype_is_float(dtype))
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32, bf16 or f16", where, arg->name,
+                       mt_dtype_name(dtype));
     return MT_SUCCESS;
 }
 
-static int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
-
-/* Any shape, any of the float types. */
-static mt_status mti_expect_float(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
-    MT_TRY(mti_expect_view(ctx, where, name, t));
-    if (!mt_dtype_is_float(t.dtype))
-        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, must be f32, bf16 or f16", where, name,
-                       mt_dtype_name(t.dtype));
-    return MT_SUCCESS;
-}
-
-static mt_status mti_expect_size(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                 int64_t cols) {
-    if (t.rows != rows || t.cols != cols)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, name,
-                       (long long)t.rows, (long long)t.cols, (long long)rows, (long long)cols);
-    return MT_SUCCESS;
-}
-
-/* A view of exactly [rows, cols]: f32 here, of any float type below. */
-static mt_status mti_expect_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                  int64_t cols) {
-    MT_TRY(mti_expect_f32(ctx, where, name, t));
-    return mti_expect_size(ctx, where, name, t, rows, cols);
-}
-
-static mt_status mti_expect_float_shape(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                        int64_t cols) {
-    MT_TRY(mti_expect_float(ctx, where, name, t));
-    return mti_expect_size(ctx, where, name, t, rows, cols);
-}
-
-static mt_status mti_expect_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t rows,
-                                     int64_t cols) {
+MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count) {
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
-    return t.data ? mti_expect_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
+    for (i = 0; i < count; i++) {
+        mt_tensor t = *args[i].view;
+        if ((args[i].use & MT_ARG_OPTIONAL) && !t.data) continue;
+        MT_TRY(mti_expect_view(ctx, where, args[i].name, t));
+        MT_TRY(mti_expect_type(ctx, where, &args[i]));
+        if (t.rows != args[i].rows || t.cols != args[i].cols)
+            return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, args[i].name,
+                           (long long)t.rows, (long long)t.cols, (long long)args[i].rows, (long long)args[i].cols);
+    }
+    return MT_SUCCESS;
 }
 
-static mt_status mti_expect_float_optional(mt_context *ctx, const char *where, const char *name, mt_tensor t,
-                                           int64_t rows, int64_t cols) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    return t.data ? mti_expect_float_shape(ctx, where, name, t, rows, cols) : MT_SUCCESS;
+MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
+                                 int64_t rows, int64_t cols) {
+    mt_arg arg;
+    arg.name = name, arg.view = &t;
+    arg.rows = rows, arg.cols = cols;
+    arg.type = type, arg.use = MT_ARG_IN;
+    return mt_args_check(ctx, where, &arg, 1);
 }
 
 static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const char *name, const void *ptr,
@@ -1353,74 +1369,70 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 
 
 /* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
 
-/* Every function checks all it is given, then runs what its device has: kernels on CUDA, which return from MTI_ON_CUDA,
-   or the loop of the CPU. A meta context has none; where it plans for CUDA, MTI_ON_CUDA lets the operator take its
-   scratch memory.
+/* An operator has a table of its arguments. mt_args_check checks them against it; mti_begin and mti_end are around the
+   work, which MTI_RUN chooses: the launch of a kernel on CUDA, the loop on a CPU. A meta context runs no loop; where it
+   plans for CUDA, the launch takes its scratch memory and gives MT_PLANNED. Nothing runs when the first view of the
+   table has no element.
 
    The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands
-   for each 16-bit view: filled before if the view is read (MTI_IN), rounded into it after if it is written (MTI_OUT).
-   An f32 view stands for itself. */
-#if MT_HAS_CUDA
-#define MTI_ON_CUDA(ctx, call)                                                                                         \
-    do {                                                                                                               \
-        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
-        mt_status mti_status;                                                                                          \
-        if ((ctx)->planned != MT_DEVICE_CUDA) break;                                                                   \
-        mti_status = (call);                                                                                           \
-        if (mti_status != MT_PLANNED) return mti_status;                                                               \
-        mt_arena_release(ctx, mti_mark);                                                                               \
-        return MT_SUCCESS;                                                                                             \
-    } while (0)
-#else
-#define MTI_ON_CUDA(ctx, call) ((void)0) /* no context is on MT_DEVICE_CUDA */
-#endif
+   for each 16-bit view that the table has as MT_ARG_FLOAT: filled before if the view is read (MT_ARG_IN), rounded into
+   it after if it is written (MT_ARG_OUT). MTI_AS_IS says that the loop takes the view in its own type. */
+#define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
+#define MTI_ARGS 8 /* views of one operator, at most */
+enum { MTI_AS_IS = 8 };
 
-enum { MTI_IN = 1, MTI_OUT = 2, MTI_IN_OUT = 3 };
-#define MTI_RESULTS 2 /* activations that one operator writes, at most */
-
-typedef struct mti_wide {
+typedef struct mti_operator {
     mt_context *ctx;
-    size_t mark; /* of the arena, before the copies */
-    int results;
-    mt_tensor f32[MTI_RESULTS], given[MTI_RESULTS];
-} mti_wide;
+    const mt_arg *args;
+    int count;
+    int on_cuda, on_cpu;       /* which of the two runs; neither when there is nothing to do */
+    size_t mark;               /* of the arena, before the copies */
+    mt_tensor given[MTI_ARGS]; /* the 16-bit views for which copies stand; else data is NULL */
+} mti_operator;
 
-MT_INLINE void mti_wide_begin(mt_context *ctx, mti_wide *w) {
-    w->ctx = ctx;
-    w->mark = mt_arena_mark(ctx);
-    w->results = 0;
-}
-
-static void mti_wide_round(mti_wide *w) {
+/* Rounds the results and gives the arena back, also what the operator itself took from it. */
+static mt_status mti_end(mti_operator *op, mt_status status) {
     int i;
-    for (i = 0; w->ctx->device == MT_DEVICE_CPU && i < w->results; i++) mti_cpu_convert(w->f32[i], w->given[i]);
-}
-
-/* Gives the arena back, also where the operator itself took from it. */
-MT_INLINE mt_status mti_wide_end(mti_wide *w, mt_status status) {
-    if (status == MT_SUCCESS && w->results > 0) mti_wide_round(w);
-    mt_arena_release(w->ctx, w->mark);
+    if (status == MT_PLANNED) status = MT_SUCCESS;
+    for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->count; i++)
+        if (op->given[i].data && (op->args[i].use & MT_ARG_OUT)) mti_cpu_convert(*op->args[i].view, op->given[i]);
+    mt_arena_release(op->ctx, op->mark);
     return status;
 }
 
-static mt_status mti_widen_half(mti_wide *w, int use, mt_tensor *t) {
-    mt_tensor given = *t;
-    mt_status status;
-    if (!given.data) return MT_SUCCESS;
-    status = mt_arena_tensor(w->ctx, MT_F32, given.rows, given.cols, t);
-    if (status != MT_SUCCESS) return mti_wide_end(w, status);
-    if ((use & MTI_IN) && w->ctx->device == MT_DEVICE_CPU) mti_cpu_convert(given, *t);
-    if (use & MTI_OUT) {
-        w->f32[w->results] = *t;
-        w->given[w->results++] = given;
-    }
+/* *view becomes an f32 view. */
+static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given) {
+    mt_tensor t = *arg->view;
+    *given = mt_none();
+    if (!t.data || t.dtype == MT_F32 || arg->type != MT_ARG_FLOAT || (arg->use & MTI_AS_IS)) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(op->ctx, MT_F32, t.rows, t.cols, arg->view));
+    if ((arg->use & MT_ARG_IN) && op->on_cpu) mti_cpu_convert(t, *arg->view);
+    *given = t;
     return MT_SUCCESS;
 }
 
-/* *t becomes an f32 view; where that fails, nothing is left to end. */
-MT_INLINE mt_status mti_widen(mti_wide *w, int use, mt_tensor *t) {
-    return t->dtype == MT_F32 || w->ctx->planned == MT_DEVICE_CUDA ? MT_SUCCESS : mti_widen_half(w, use, t);
+/* Where it fails, there is nothing to end. Without arguments (count 0) there always is something to do. */
+static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args, int count) {
+    int i, runs = count == 0 || !mti_is_empty(*args[0].view);
+    mt_status status = MT_SUCCESS;
+    op->ctx = ctx;
+    op->args = args;
+    op->on_cuda = runs && ctx->planned == MT_DEVICE_CUDA;
+    op->on_cpu = runs && ctx->device == MT_DEVICE_CPU;
+    op->count = runs && !op->on_cuda ? count : 0;
+    op->mark = mt_arena_mark(ctx);
+    for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
+    return status == MT_SUCCESS ? status : mti_end(op, status);
 }
+
+/* launch and loop are expressions. MTI_CHOOSE: both of type mt_status, and the loop is asked on a meta context, too.
+   MTI_RUN: the loop is a call of a function without a result. */
+#if MT_HAS_CUDA
+#define MTI_CHOOSE(op, launch, loop) ((op)->on_cuda ? (launch) : (loop))
+#else
+#define MTI_CHOOSE(op, launch, loop) (loop) /* no context is on MT_DEVICE_CUDA */
+#endif
+#define MTI_RUN(op, launch, loop) MTI_CHOOSE(op, launch, (op)->on_cpu ? ((loop), MT_SUCCESS) : MT_SUCCESS)
 
 /* ---- >>fill ------------------------------------------------------------------------------------------------------ */
 
@@ -1451,14 +1463,11 @@ static mt_status mti_cuda_fill(mt_context *ctx, mt_tensor y, float value) {
 #endif
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_fill", "y", y));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_fill(ctx, y, value)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_fill(y, value);
-    return mti_wide_end(&w, MT_SUCCESS);
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_fill(y, value)));
 }
 
 /* ---- >>copy: also from and to the host --------------------------------------------------------------------------- */
@@ -1507,39 +1516,40 @@ static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
 #endif
 
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    MT_TRY(mti_expect_view(ctx, "mt_copy", "x", x));
-    MT_TRY(mti_expect_view(ctx, "mt_copy", "y", y));
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN},
+                     {"y", &y, y.rows, y.cols, MT_ARG_ANY, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_copy", args, MTI_COUNT(args)));
     if (x.dtype != y.dtype)
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
                        mt_dtype_name(y.dtype));
     if (x.rows != y.rows || x.cols != y.cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_copy_view(ctx, x, y));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, y);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_copy_view(ctx, x, y), mti_cpu_copy(x, y)));
 }
 
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
-    MT_TRY(mti_expect_view(ctx, "mt_upload", "y", y));
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_ANY, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_upload", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_upload(ctx, host, y));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_upload(ctx, host, y),
+                                mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y)));
 }
 
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
-    size_t bytes;
-    MT_TRY(mti_expect_view(ctx, "mt_download", "x", x));
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_download", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    bytes = (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype);
-    if (ctx->device == MT_DEVICE_META) memset(host, 0, bytes);
-    MTI_ON_CUDA(ctx, mti_cuda_download(ctx, x, host));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols));
-    return MT_SUCCESS;
+    if (ctx->device == MT_DEVICE_META && !mti_is_empty(x))
+        memset(host, 0, (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_download(ctx, x, host),
+                                mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
 }
 
 /* ---- >>add: also conversions, which add nothing ------------------------------------------------------------------ */
@@ -1575,40 +1585,37 @@ static mt_status mti_cuda_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tens
 #endif
 
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    MT_TRY(mti_expect_float(ctx, "mt_convert", "x", x));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_convert", "y", y, x.rows, x.cols));
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
     if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_add(ctx, x, mt_none(), y));
-    if (ctx->device == MT_DEVICE_CPU && x.dtype == y.dtype) mti_cpu_copy(x, y);
-    else if (ctx->device == MT_DEVICE_CPU) mti_cpu_convert(x, y);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, x, mt_none(), y),
+                                x.dtype == y.dtype ? mti_cpu_copy(x, y) : mti_cpu_convert(x, y)));
 }
 
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_add", "y", y));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "a", a, y.rows, y.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_add", "b", b, y.rows, y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &a));
-    MT_TRY(mti_widen(&w, MTI_IN, &b));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_add(ctx, a, b, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_add(a, b, y);
-    return mti_wide_end(&w, MT_SUCCESS);
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_add(a, b, y)));
 }
 
 /* ---- >>hash ------------------------------------------------------------------------------------------------------ */
 
 /* The finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
-static MT_HOST_DEVICE uint64_t mt_hash_element(uint64_t element, uint32_t bits) {
+static MT_HOST_DEVICE uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
     uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
+
+MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mti_hash_element(element, bits); }
 
 static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols) {
     uint64_t sum = 0;
@@ -1616,9 +1623,9 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
     for (i = 0; i < x.rows; i++) {
         uint64_t e = ((uint64_t)first_row + (uint64_t)i) * (uint64_t)global_cols + (uint64_t)first_col;
         if (x.dtype == MT_F32)
-            for (j = 0; j < x.cols; j++) sum += mt_hash_element(e + (uint64_t)j, mt_f32_bits(mti_row(x, i)[j]));
+            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mt_f32_bits(mti_row(x, i)[j]));
         else
-            for (j = 0; j < x.cols; j++) sum += mt_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
+            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
     }
     return sum;
 }
@@ -1635,7 +1642,7 @@ static __global__ void __launch_bounds__(256)
     for (; i < rows * cols; i += step) {
         int64_t row = mti_divide(i, cols), col = i - row * cols, at = row * x.ld + col;
         uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
-        mine += mt_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
+        mine += mti_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
     }
     atomicAdd(sum, mine);
 }
@@ -1662,14 +1669,15 @@ static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, 
 
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash) {
-    MT_TRY(mti_expect_float(ctx, "mt_hash", "x", x));
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_hash", args, MTI_COUNT(args)));
     if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
                        (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash));
-    if (ctx->device == MT_DEVICE_CPU) *hash += mti_cpu_hash(x, first_row, first_col, global_cols);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
+                                *hash += mti_cpu_hash(x, first_row, first_col, global_cols)));
 }
 
 /* ---- >>sum ------------------------------------------------------------------------------------------------------- */
@@ -1776,15 +1784,12 @@ static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tens
 #endif
 
 static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, where, "x", x));
-    MT_TRY(mti_expect_shape(ctx, where, "out", out, 1, 1));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_sum(ctx, x, squares, out)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_sum(x, squares, out);
-    return mti_wide_end(&w, MT_SUCCESS);
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_sum(ctx, x, squares, out), mti_cpu_sum(x, squares, out)));
 }
 
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
@@ -1805,13 +1810,10 @@ typedef struct mti_matmul {
     int64_t lda, ldb, ldc;
 } mti_matmul;
 
-/* Shapes of a product, and g filled in except for what they do not decide. */
+/* What the table of mt_gemm does not say. */
 static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
-                                 mt_tensor c, mti_matmul *g) {
+                                 mt_tensor c, const mti_matmul *g) {
     int64_t inner_b = trans_b ? b.cols : b.rows;
-    g->m = trans_a ? a.cols : a.rows;
-    g->n = trans_b ? b.rows : b.cols;
-    g->k = trans_a ? a.rows : a.cols;
     if ((trans_a != MT_NO_TRANS && trans_a != MT_TRANS) || (trans_b != MT_NO_TRANS && trans_b != MT_TRANS))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
                        (int)trans_b);
@@ -1821,9 +1823,7 @@ static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_trans
                        "differ",
                        (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
                        (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
-    if (c.rows != g->m || c.cols != g->n)
-        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gemm: c is [%lld, %lld], must be [%lld, %lld]", (long long)c.rows,
-                       (long long)c.cols, (long long)g->m, (long long)g->n);
+    MT_TRY(mt_tensor_check(ctx, "mt_gemm", "c", c, MT_ARG_FLOAT, g->m, g->n));
     MT_TRY(mti_expect_apart(ctx, "mt_gemm", "c", c, "a", a));
     return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
 }
@@ -2278,7 +2278,7 @@ struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float x[MTI_CHUNK];
         for (int j = 0; j < MTI_CHUNK; j++) {
-            float v = (float)(mt_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
+            float v = (float)(mti_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
             x[j] = v * v * v;
         }
         mti_store<WIDE>(y, row, col, n, x);
@@ -2395,7 +2395,7 @@ static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
     uint32_t words[sizeof *key / sizeof(uint32_t)];
     uint64_t hash = 0;
     memcpy(words, key, sizeof words);
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mt_hash_element(hash, words[i]);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mti_hash_element(hash, words[i]);
     return &lt->buckets[hash % MTI_LT_BUCKETS];
 }
 
@@ -2529,23 +2529,35 @@ MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
-                         mt_tensor b, float beta, mt_tensor c) {
+static mti_matmul mti_gemm_sizes(mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b) {
     mti_matmul g;
-    mti_wide w;
-    void *scratch = NULL;
-    mt_status status;
-    MT_TRY(mti_expect_float(ctx, "mt_gemm", "a", a));
-    MT_TRY(mti_expect_float(ctx, "mt_gemm", "b", b));
-    MT_TRY(mti_expect_float(ctx, "mt_gemm", "c", c));
-    MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
-    MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &a));
-    MT_TRY(mti_widen(&w, MTI_IN, &b));
-    MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &c));
+    memset(&g, 0, sizeof g);
     g.trans_a = trans_a == MT_TRANS;
     g.trans_b = trans_b == MT_TRANS;
+    g.m = trans_a ? a.cols : a.rows;
+    g.n = trans_b ? b.rows : b.cols;
+    g.k = trans_a ? a.rows : a.cols;
+    return g;
+}
+
+/* Takes its scratch memory on a meta context, too. */
+static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
+    void *scratch = NULL;
+    MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g->m, g->n, g->k), &scratch));
+    return op->on_cpu ? mti_cpu_gemm(op->ctx, g, scratch) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
+                         mt_tensor b, float beta, mt_tensor c) {
+    mti_matmul g = mti_gemm_sizes(trans_a, trans_b, a, b);
+    mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
+                     {"a", &a, a.rows, a.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_gemm", args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
+    MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     g.alpha = alpha;
     g.beta = beta;
     g.a = (const float *)a.data;
@@ -2554,10 +2566,7 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     g.lda = mt_max(1, mt_tensor_ld(a));
     g.ldb = mt_max(1, mt_tensor_ld(b));
     g.ldc = mt_max(1, mt_tensor_ld(c));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_gemm(ctx, &g, a, b, c)));
-    status = mt_arena_alloc(ctx, mti_gemm_bytes(g.m, g.n, g.k), &scratch);
-    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_gemm(ctx, &g, scratch);
-    return mti_wide_end(&w, status);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_gemm(ctx, &g, a, b, c), mti_gemm_loop(&op, &g)));
 }
 
 /* ---- >>bias ------------------------------------------------------------------------------------------------------ */
@@ -2602,39 +2611,35 @@ static mt_status mti_cuda_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor
 #endif
 
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_forward", "y", y));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_forward", "bias", bias, 1, y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN_OUT, &y));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_forward(ctx, y, bias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_forward(y, bias);
-    return mti_wide_end(&w, MT_SUCCESS);
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias), mti_cpu_bias_forward(y, bias)));
 }
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_backward", "dy", dy));
-    MT_TRY(mti_expect_shape(ctx, "mt_bias_backward", "dbias", dbias, 1, dy.cols));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_backward(ctx, dy, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_column_sums(dy, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias), mti_cpu_column_sums(dy, dbias)));
 }
 
 /* ---- >>activation ------------------------------------------------------------------------------------------------ */
 
-/* Also gives the width of h that belongs to y. */
-static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind, mt_tensor y,
-                                       int64_t *width) {
+static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
-    *width = kind == MT_SWIGLU ? mt_size_mul(2, y.cols) : y.cols;
     return MT_SUCCESS;
+}
+
+/* Of h, where y has `cols`. */
+static int64_t mti_activation_width(mt_activation kind, int64_t cols) {
+    return kind == MT_SWIGLU ? mt_size_mul(2, cols) : cols;
 }
 
 /* Every form is chosen so that nothing overflows into NaN for finite x, and so that 1 - sigmoid keeps its precision. */
@@ -2823,55 +2828,38 @@ static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kin
 #endif
 
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
-    mti_wide w;
-    int64_t width = 0;
-    MT_TRY(mti_expect_float(ctx, "mt_activation_forward", "y", y));
-    MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind, y, &width));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_forward", "h", h, y.rows, width));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_activation_forward", "bias", bias, 1, width));
-    MT_TRY(mti_expect_apart(ctx, "mt_activation_forward", "y", y, "h", h));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, bias.data ? MTI_IN_OUT : MTI_IN, &h));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_forward(ctx, kind, h, bias, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_forward(kind, h, bias, y);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_activation_forward";
+    int64_t width = mti_activation_width(kind, y.cols);
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_IN | (bias.data ? MT_ARG_OUT : 0)},
+                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mti_operator op;
+    MT_TRY(mti_expect_activation(ctx, where, kind));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
+                                mti_cpu_activation_forward(kind, h, bias, y)));
 }
 
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias) {
-    mti_wide w;
-    int64_t width = 0;
-    MT_TRY(mti_expect_float(ctx, "mt_activation_backward", "dy", dy));
-    MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind, dy, &width));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "h", h, dy.rows, width));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_activation_backward", "dh", dh, dy.rows, width));
-    MT_TRY(mti_expect_optional(ctx, "mt_activation_backward", "dbias", dbias, 1, width));
-    MT_TRY(mti_expect_apart(ctx, "mt_activation_backward", "dh", dh, "dy", dy));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &h));
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dh));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_activation_backward(kind, h, dy, dh, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_activation_backward";
+    int64_t width = mti_activation_width(kind, dy.cols);
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+    mti_operator op;
+    MT_TRY(mti_expect_activation(ctx, where, kind));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
+                                mti_cpu_activation_backward(kind, h, dy, dh, dbias)));
 }
 
 /* ---- >>linear: a product and what goes with it: as operators of their own, or as an epilogue of cuBLASLt --------- */
-
-/* out = x weight^T, or x weight where weight is not transposed. */
-static mt_status mti_expect_linear(mt_context *ctx, const char *where, const char *x_name, mt_tensor x,
-                                   mt_transpose trans, mt_tensor weight, const char *out_name, mt_tensor out) {
-    int64_t inner = trans ? weight.cols : weight.rows, width = trans ? weight.rows : weight.cols;
-    MT_TRY(mti_expect_float(ctx, where, x_name, x));
-    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
-    MT_TRY(mti_expect_size(ctx, where, x_name, x, x.rows, inner));
-    MT_TRY(mti_expect_float_shape(ctx, where, out_name, out, x.rows, width));
-    return mti_expect_apart(ctx, where, out_name, out, x_name, x);
-}
 
 static mt_status mti_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, y));
@@ -2964,7 +2952,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
 
 /* The one or the other. separate(c, dbias) writes or adds to what it is given. */
 template <typename Separate>
-static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
+static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
     int made = 0;
@@ -2974,6 +2962,15 @@ static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias,
     MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
     if (made > 0) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
     return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
+}
+
+/* What that takes from the arena is given back. */
+template <typename Separate>
+static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_status status = mti_lt_either(ctx, g, dbias, separate);
+    mt_arena_release(ctx, mark);
+    return status;
 }
 
 static mti_matmul mti_lt_sizes(int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float beta) {
@@ -3044,81 +3041,81 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 } /* extern "C++" */
 #endif
 
-/* Where products are fused with what goes with them; what they take from the arena is given back. */
+/* The product with its epilogue where the context asks for that, or as operators of their own. */
 #if MT_HAS_CUDA
-#define MTI_FUSED(ctx, call)                                                                                           \
-    do {                                                                                                               \
-        size_t mti_mark = mt_arena_mark(ctx);                                                                          \
-        mt_status mti_status;                                                                                          \
-        if ((ctx)->device != MT_DEVICE_CUDA) break;                                                                    \
-        if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE) break;                                          \
-        mti_status = (call);                                                                                           \
-        mt_arena_release(ctx, mti_mark);                                                                               \
-        return mti_status;                                                                                             \
-    } while (0)
+#define MTI_FUSED(ctx, fused, separate)                                                                                \
+    ((ctx)->device == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE ? (fused)            \
+                                                                                                  : (separate))
 #else
-#define MTI_FUSED(ctx, call) ((void)0)
+#define MTI_FUSED(ctx, fused, separate) (separate)
 #endif
 
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
     static const char *const where = "mt_linear_forward";
-    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "y", y));
-    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, y.cols));
-    MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y));
-    return mti_linear_forward(ctx, x, weight, bias, y);
+    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"y", &y, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"bias", &bias, 1, weight.rows, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_apart(ctx, where, "y", y, "x", x));
+    return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
+                     mti_linear_forward(ctx, x, weight, bias, y));
 }
 
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y) {
     static const char *const where = "mt_linear_activation_forward";
-    int64_t width = 0;
-    MT_TRY(mti_expect_linear(ctx, where, "x", x, MT_TRANS, weight, "h", h));
-    MT_TRY(mti_expect_float(ctx, where, "y", y));
-    MT_TRY(mti_expect_activation(ctx, where, kind, y, &width));
-    MT_TRY(mti_expect_size(ctx, where, "h", h, y.rows, width));
-    MT_TRY(mti_expect_float_optional(ctx, where, "bias", bias, 1, width));
+    int64_t width = mti_activation_width(kind, y.cols);
+    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"h", &h, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    MT_TRY(mti_expect_activation(ctx, where, kind));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_apart(ctx, where, "h", h, "x", x));
     MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
-    MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
-    return mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y);
+    return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
+                     mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
 
 MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
                                                mt_tensor h, mt_tensor dh, mt_tensor dbias) {
     static const char *const where = "mt_linear_activation_backward";
-    int64_t width = 0;
-    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
-    MT_TRY(mti_expect_float(ctx, where, "weight", weight));
-    MT_TRY(mti_expect_size(ctx, where, "dy", dy, dy.rows, weight.rows));
-    MT_TRY(mti_expect_activation(ctx, where, kind, weight, &width));
-    MT_TRY(mti_expect_float_shape(ctx, where, "h", h, dy.rows, width));
-    MT_TRY(mti_expect_float_shape(ctx, where, "dh", dh, dy.rows, width));
-    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, width));
+    int64_t width = mti_activation_width(kind, weight.cols);
+    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dy", &dy, dy.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+    MT_TRY(mti_expect_activation(ctx, where, kind));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
     MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "h", h));
-    MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
-    return mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias);
+    return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
+                     mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
 
 MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
     static const char *const where = "mt_linear_gradients";
-    MT_TRY(mti_expect_float(ctx, where, "dy", dy));
-    MT_TRY(mti_expect_float(ctx, where, "x", x));
-    MT_TRY(mti_expect_size(ctx, where, "x", x, dy.rows, x.cols));
-    MT_TRY(mti_expect_shape(ctx, where, "dweight", dweight, dy.cols, x.cols));
-    MT_TRY(mti_expect_optional(ctx, where, "dbias", dbias, 1, dy.cols));
-    MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias));
-    return mti_linear_gradients(ctx, dy, x, dweight, dbias);
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"x", &x, dy.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT},
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
+                     mti_linear_gradients(ctx, dy, x, dweight, dbias));
 }
 
 /* ---- >>norm ------------------------------------------------------------------------------------------------------ */
 
-static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
+static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x,
                                  const char *bias_name, mt_tensor bias) {
-    MT_TRY(mti_expect_float(ctx, where, "x", x));
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
     if (x.cols == 0) return mt_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
-    MT_TRY(mti_expect_float_shape(ctx, where, "gain", gain, 1, x.cols));
     if (kind == MT_RMS_NORM && bias.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
                        bias_name, (long long)bias.rows, (long long)bias.cols);
@@ -3442,46 +3439,40 @@ static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_t
 
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats) {
-    mti_wide w;
-    MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, gain, "bias", bias));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_forward", "bias", bias, 1, x.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_forward", "y", y, x.rows, x.cols));
-    MT_TRY(mti_expect_optional(ctx, "mt_norm_forward", "stats", stats, x.rows, 2));
+    static const char *const where = "mt_norm_forward";
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+    mti_operator op;
+    MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     if (!(eps >= 0.0f && eps <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_norm_forward: eps is %g, must be at least 0", (double)eps);
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MT_TRY(mti_widen(&w, MTI_IN, &gain));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats);
-    return mti_wide_end(&w, MT_SUCCESS);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: eps is %g, must be at least 0", where, (double)eps);
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
+                                mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats)));
 }
 
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    mti_wide w;
-    MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, gain, "dbias", dbias));
-    MT_TRY(mti_expect_optional(ctx, "mt_norm_backward", "dbias", dbias, 1, x.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "stats", stats, x.rows, 2));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dy", dy, x.rows, x.cols));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_norm_backward", "dresidual", dresidual, x.rows, x.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_norm_backward", "dx", dx, x.rows, x.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_norm_backward", "dgain", dgain, 1, x.cols));
-    MT_TRY(mti_expect_apart(ctx, "mt_norm_backward", "dx", dx, "x", x));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MT_TRY(mti_widen(&w, MTI_IN, &gain));
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MT_TRY(mti_widen(&w, MTI_IN, &dresidual));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
-    MTI_ON_CUDA(ctx,
-                mti_wide_end(&w, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_norm_backward";
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dbias", &dbias, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
+                     {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_IN},
+                     {"dy", &dy, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dresidual", &dresidual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+                     {"dx", &dx, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dgain", &dgain, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mti_operator op;
+    MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_apart(ctx, where, "dx", dx, "x", x));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
+                                mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
 }
 
 /* ---- >>random-normal --------------------------------------------------------------------------------------------- */
@@ -3549,16 +3540,13 @@ static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std,
 #endif
 
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_random_normal", "y", y));
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_random_normal", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_random_normal(ctx, y, std, at)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_random_normal(y, std, at);
-    return mti_wide_end(&w, MT_SUCCESS);
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_random_normal(ctx, y, std, at), mti_cpu_random_normal(y, std, at)));
 }
 
 /* ---- >>dropout --------------------------------------------------------------------------------------------------- */
@@ -3700,44 +3688,37 @@ static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor d
 
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_forward", "x", x));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "bias", bias, 1, x.cols));
-    MT_TRY(mti_expect_float_optional(ctx, "mt_bias_dropout_add_forward", "residual", residual, x.rows, x.cols));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_forward", "y", y, x.rows, x.cols));
-    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_forward", dropout, x.rows, x.cols));
-    if (mti_is_empty(x)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &x));
-    MT_TRY(mti_widen(&w, MTI_IN, &bias));
-    MT_TRY(mti_widen(&w, MTI_IN, &residual));
-    MT_TRY(mti_widen(&w, MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_bias_dropout_add_forward";
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+                     {"residual", &residual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y),
+                                mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y)));
 }
 
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                               mt_tensor dbias) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_bias_dropout_add_backward", "dy", dy));
-    MT_TRY(mti_expect_float_shape(ctx, "mt_bias_dropout_add_backward", "dx", dx, dy.rows, dy.cols));
-    MT_TRY(mti_expect_optional(ctx, "mt_bias_dropout_add_backward", "dbias", dbias, 1, dy.cols));
-    MT_TRY(mti_expect_dropout(ctx, "mt_bias_dropout_add_backward", dropout, dy.rows, dy.cols));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dx));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_bias_dropout_add_backward";
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias),
+                                mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias)));
 }
 
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
-/* Sizes that exist, and qkv (or dqkv) of the shape they ask for. */
-static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s, const char *name,
-                                  mt_tensor qkv) {
+/* Sizes that exist, and with them all products that the tables below are made of. */
+static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
     if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
@@ -3748,8 +3729,14 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
                        "shape",
                        where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
                        (long long)s->heads_per_group, (long long)s->head_dim);
-    return mti_expect_float_shape(ctx, where, name, qkv, s->batch * s->seq,
-                                  s->groups * (s->heads_per_group + 2) * s->head_dim);
+    return MT_SUCCESS;
+}
+
+static int64_t mti_attention_heads(const mt_attention_shape *s) { return s->groups * s->heads_per_group; }
+
+/* Of qkv. */
+static int64_t mti_attention_width(const mt_attention_shape *s) {
+    return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
 
 static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
@@ -3762,12 +3749,8 @@ static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt
     return MT_SUCCESS;
 }
 
-static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s, mt_tensor qkv,
-                                      mt_tensor out) {
-    int64_t heads;
-    MT_TRY(mti_expect_heads(ctx, where, s, "qkv", qkv));
-    heads = s->groups * s->heads_per_group;
-    MT_TRY(mti_expect_float_shape(ctx, where, "out", out, qkv.rows, heads * s->head_dim));
+static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s) {
+    int64_t heads = mti_attention_heads(s);
     if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
     MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
@@ -4714,53 +4697,56 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
 } /* extern "C++" */
 #endif
 
+/* Takes its scratch memory on a meta context, too. */
+static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int backward) {
+    if (mti_is_empty(a->qkv)) return MT_SUCCESS;
+    MT_TRY(mti_attention_scratch(a, backward));
+    if (!op->on_cpu) return MT_SUCCESS;
+    return backward ? mti_cpu_attention_backward(a) : mti_cpu_attention_forward(a);
+}
+
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
+    static const char *const where = "mt_attention_forward";
+    MT_TRY(mti_expect_heads(ctx, where, shape));
+    const int64_t tokens = shape->batch * shape->seq, heads = mti_attention_heads(shape);
+    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(shape), MT_ARG_FLOAT, MT_ARG_IN},
+                     {"out", &out, tokens, heads * shape->head_dim, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
     mti_attention a;
-    mti_wide w;
-    mt_status status;
-    MT_TRY(mti_expect_attention(ctx, "mt_attention_forward", shape, qkv, out));
-    MT_TRY(
-        mti_expect_optional(ctx, "mt_attention_forward", "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
-    MT_TRY(mti_expect_apart(ctx, "mt_attention_forward", "out", out, "qkv", qkv));
-    if (mti_is_empty(qkv)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &qkv));
-    MT_TRY(mti_widen(&w, MTI_OUT, &out));
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_attention(ctx, where, shape));
+    MT_TRY(mti_expect_apart(ctx, where, "out", out, "qkv", qkv));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, shape, qkv, out, lse);
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_attention_forward(&a)));
-    status = mti_attention_scratch(&a, 0);
-    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_forward(&a);
-    return mti_wide_end(&w, status);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_forward(&a), mti_attention_loop(&op, &a, 0)));
 }
 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
-    const char *where = "mt_attention_backward";
+    static const char *const where = "mt_attention_backward";
+    MT_TRY(mti_expect_heads(ctx, where, shape));
+    const int64_t tokens = shape->batch * shape->seq, heads = mti_attention_heads(shape);
+    const int64_t width = mti_attention_width(shape), out_width = heads * shape->head_dim;
+    mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
+                     {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT}};
     mti_attention a;
-    mti_wide w;
-    mt_status status;
-    MT_TRY(mti_expect_attention(ctx, where, shape, qkv, out));
-    MT_TRY(mti_expect_shape(ctx, where, "lse", lse, shape->groups * shape->heads_per_group, qkv.rows));
-    MT_TRY(mti_expect_float_shape(ctx, where, "dout", dout, out.rows, out.cols));
-    MT_TRY(mti_expect_float_shape(ctx, where, "dqkv", dqkv, qkv.rows, qkv.cols));
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_attention(ctx, where, shape));
     MT_TRY(mti_expect_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "dout", dout));
-    if (mti_is_empty(qkv)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &qkv));
-    MT_TRY(mti_widen(&w, MTI_IN, &out));
-    MT_TRY(mti_widen(&w, MTI_IN, &dout));
-    MT_TRY(mti_widen(&w, MTI_OUT, &dqkv));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, shape, qkv, out, lse);
     a.dout = dout;
     a.dqkv = dqkv;
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_attention_backward(&a)));
-    status = mti_attention_scratch(&a, 1);
-    if (status == MT_SUCCESS && ctx->device == MT_DEVICE_CPU) status = mti_cpu_attention_backward(&a);
-    return mti_wide_end(&w, status);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_backward(&a), mti_attention_loop(&op, &a, 1)));
 }
 
 /* ---- >>rotary ---------------------------------------------------------------------------------------------------- */
@@ -4873,32 +4859,27 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, m
 #endif
 
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
-    mti_wide w;
-    MT_TRY(mti_expect_float(ctx, "mt_rotary_table", "table", table));
+    mt_arg args[] = {{"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_rotary_table", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
     if (!(base > 0.0f && base <= FLT_MAX))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %.9g, must be positive", (double)base);
-    if (mti_is_empty(table)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_OUT, &table));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_rotary_table(ctx, base, table)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary_table(base, table);
-    return mti_wide_end(&w, MT_SUCCESS);
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table), mti_cpu_rotary_table(base, table)));
 }
 
 static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_shape *shape, mt_tensor table,
                             float sign, const char *name, mt_tensor qkv) {
-    mti_wide w;
-    MT_TRY(mti_expect_heads(ctx, where, shape, name, qkv));
+    MT_TRY(mti_expect_heads(ctx, where, shape));
     MT_TRY(mti_expect_even(ctx, where, shape->head_dim));
-    MT_TRY(mti_expect_float_shape(ctx, where, "table", table, shape->seq, shape->head_dim));
-    if (mti_is_empty(qkv)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &table));
-    MT_TRY(mti_widen(&w, MTI_IN_OUT, &qkv));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_rotary(ctx, shape, table, sign, qkv)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_rotary(shape, table, sign, qkv);
-    return mti_wide_end(&w, MT_SUCCESS);
+    mt_arg args[] = {{name, &qkv, shape->batch * shape->seq, mti_attention_width(shape), MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"table", &table, shape->seq, shape->head_dim, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(
+        &op, MTI_RUN(&op, mti_cuda_rotary(ctx, shape, table, sign, qkv), mti_cpu_rotary(shape, table, sign, qkv)));
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv) {
@@ -4974,10 +4955,11 @@ static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t
 
 static mt_status mti_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
                                int64_t *index, int32_t *id) {
+    mti_operator op;
     *index = count;
-    MTI_ON_CUDA(ctx, mti_cuda_ids_check(ctx, ids, count, limit, ignore, index, id));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_ids_check(ids, count, limit, ignore, index, id);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_ids_check(ctx, ids, count, limit, ignore, index, id),
+                                mti_cpu_ids_check(ids, count, limit, ignore, index, id)));
 }
 
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
@@ -4992,21 +4974,20 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
 }
 
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+    mti_operator op;
     MT_TRY(mti_expect_pointer(ctx, "mt_position_ids", "ids", ids, count));
     if (seq < 1 || seq > INT32_MAX || first_token < 0 || first_token > INT64_MAX - count)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
                        (long long)first_token, (long long)seq, (long long)count);
-    MTI_ON_CUDA(ctx, mti_cuda_position_ids(ctx, first_token, seq, ids, count));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_position_ids(first_token, seq, ids, count);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_position_ids(ctx, first_token, seq, ids, count),
+                                mti_cpu_position_ids(first_token, seq, ids, count)));
 }
 
 /* ---- >>embedding ------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
                                       int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
-    MT_TRY(mti_expect_float(ctx, where, table_name, table));
-    MT_TRY(mti_expect_float(ctx, where, y_name, y));
     if (table.cols != y.cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], %s is [%lld, %lld]: widths differ", where,
                        table_name, (long long)table.rows, (long long)table.cols, y_name, (long long)y.rows,
@@ -5128,28 +5109,28 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
-    mti_wide w;
-    MT_TRY(mti_expect_embedding(ctx, "mt_embedding_forward", "table", table, first_row, ids, "y", y));
-    if (mti_is_empty(y)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &table));
-    MT_TRY(mti_widen(&w, beta != 0.0f ? MTI_IN_OUT : MTI_OUT, &y));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_forward(table, first_row, ids, beta, y);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_embedding_forward";
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
+                     {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
+                                mti_cpu_embedding_forward(table, first_row, ids, beta, y)));
 }
 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable) {
-    mti_wide w;
-    MT_TRY(mti_expect_f32(ctx, "mt_embedding_backward", "dtable", dtable));
-    MT_TRY(mti_expect_embedding(ctx, "mt_embedding_backward", "dtable", dtable, first_row, ids, "dy", dy));
-    if (mti_is_empty(dy)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &dy));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_embedding_backward(dy, first_row, ids, dtable);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_embedding_backward";
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
+                                mti_cpu_embedding_backward(dy, first_row, ids, dtable)));
 }
 
 /* ---- >>cross-entropy --------------------------------------------------------------------------------------------- */
@@ -5171,12 +5152,14 @@ static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
     return mt_max(0, mt_min(cols, s->vocab - s->first_col));
 }
 
-static int32_t mt_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
+static int32_t mti_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
+
+MT_API int32_t mt_ignore_index(int32_t ignore_index) { return mti_ignore_index(ignore_index); }
 
 /* The target's column in this shard, or -1. */
 static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
     int64_t col = (int64_t)target - s->first_col;
-    return target != mt_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
+    return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
 
 /* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
@@ -5248,7 +5231,7 @@ static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_te
         log_sum = logf(all[1]);
         value = log_sum + (1.0f - a) * (all[0] - all[2]);
         if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
-        mti_row(loss, 0)[i] = targets[i] == mt_ignore_index(s->ignore_index) ? 0.0f : value;
+        mti_row(loss, 0)[i] = targets[i] == mti_ignore_index(s->ignore_index) ? 0.0f : value;
         mti_row(lse, 0)[i] = all[0];
         mti_row(lse, 1)[i] = log_sum;
     }
@@ -5266,7 +5249,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
     for (i = 0; i < logits.rows; i++) {
         float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
         int64_t target = mti_target_column(s, targets[i], real);
-        int ignored = targets[i] == mt_ignore_index(s->ignore_index);
+        int ignored = targets[i] == mti_ignore_index(s->ignore_index);
         if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
         mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
         if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
@@ -5400,7 +5383,7 @@ static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const
     c.targets = targets;
     c.shape = *s;
     c.real = mti_real_columns(s, logits.cols);
-    c.ignore = mt_ignore_index(s->ignore_index);
+    c.ignore = mti_ignore_index(s->ignore_index);
     return c;
 }
 
@@ -5502,70 +5485,66 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
-    mti_wide w;
-    MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_stats", shape));
-    MT_TRY(mti_expect_float(ctx, "mt_cross_entropy_stats", "logits", logits));
-    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_stats", "stats", stats, logits.rows, 4));
-    MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_stats", "targets", targets, logits.rows));
-    if (mti_is_empty(stats)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN, &logits));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_stats(ctx, shape, logits, targets, stats)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_stats(shape, logits, targets, stats);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_cross_entropy_stats";
+    mt_arg args[] = {{"stats", &stats, logits.rows, 4, MT_ARG_F32, MT_ARG_OUT},
+                     {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, shape, logits, targets, stats),
+                                mti_cpu_cross_entropy_stats(shape, logits, targets, stats)));
 }
 
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
                                           int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_combine", shape));
-    MT_TRY(mti_expect_f32(ctx, "mt_cross_entropy_combine", "loss", loss));
-    if (shards < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_cross_entropy_combine: shards is %d, must be at least 1", shards);
-    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "loss", loss, 1, loss.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "lse", lse, 2, loss.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_combine", "gathered", gathered, mt_size_mul(shards, loss.cols), 4));
-    MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_combine", "targets", targets, loss.cols));
-    if (mti_is_empty(loss)) return MT_SUCCESS;
-    MTI_ON_CUDA(ctx, mti_cuda_cross_entropy_combine(ctx, shape, gathered, shards, targets, loss, lse));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_combine(shape, gathered, shards, targets, loss, lse);
-    return MT_SUCCESS;
+    static const char *const where = "mt_cross_entropy_combine";
+    mt_arg args[] = {{"loss", &loss, 1, loss.cols, MT_ARG_F32, MT_ARG_OUT},
+                     {"lse", &lse, 2, loss.cols, MT_ARG_F32, MT_ARG_OUT},
+                     {"gathered", &gathered, mt_size_mul(shards, loss.cols), 4, MT_ARG_F32, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    if (shards < 1) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be at least 1", where, shards);
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_combine(ctx, shape, gathered, shards, targets, loss, lse),
+                                mti_cpu_cross_entropy_combine(shape, gathered, shards, targets, loss, lse)));
 }
 
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
-    mti_wide w;
-    MT_TRY(mti_expect_cross_entropy(ctx, "mt_cross_entropy_backward", shape));
-    MT_TRY(mti_expect_float(ctx, "mt_cross_entropy_backward", "logits", logits));
-    MT_TRY(mti_expect_shape(ctx, "mt_cross_entropy_backward", "lse", lse, 2, logits.rows));
-    MT_TRY(mti_expect_optional(ctx, "mt_cross_entropy_backward", "dloss", dloss, 1, logits.rows));
-    MT_TRY(mti_expect_pointer(ctx, "mt_cross_entropy_backward", "targets", targets, logits.rows));
-    if (mti_is_empty(logits)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy_backward(ctx, shape, logits, targets, lse, dloss, scale)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale);
-    return mti_wide_end(&w, MT_SUCCESS);
+    static const char *const where = "mt_cross_entropy_backward";
+    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
+                     {"dloss", &dloss, 1, logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mti_operator op;
+    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_backward(ctx, shape, logits, targets, lse, dloss, scale),
+                                mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale)));
 }
 
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss) {
     static const char *const where = "mt_cross_entropy_forward_backward";
-    mti_wide w;
+    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
+                     {"dloss", &dloss, 1, logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
-    MT_TRY(mti_expect_float(ctx, where, "logits", logits));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     if (shape->first_col != 0 || logits.cols < shape->vocab)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
                        where, (long long)logits.cols, (long long)shape->first_col, (long long)shape->vocab);
-    MT_TRY(mti_expect_shape(ctx, where, "loss", loss, 1, logits.rows));
-    MT_TRY(mti_expect_optional(ctx, where, "dloss", dloss, 1, logits.rows));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    if (mti_is_empty(logits)) return MT_SUCCESS;
-    mti_wide_begin(ctx, &w);
-    MT_TRY(mti_widen(&w, MTI_IN_OUT, &logits));
-    MTI_ON_CUDA(ctx, mti_wide_end(&w, mti_cuda_cross_entropy(ctx, shape, logits, targets, dloss, scale, loss)));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_cross_entropy(shape, logits, targets, dloss, scale, loss);
-    return mti_wide_end(&w, MT_SUCCESS);
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, shape, logits, targets, dloss, scale, loss),
+                                mti_cpu_cross_entropy(shape, logits, targets, dloss, scale, loss)));
 }
 
 /* ---- >>adamw ----------------------------------------------------------------------------------------------------- */
@@ -5575,7 +5554,7 @@ typedef struct mti_adamw {
     float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, grad_scale, keep, step_size, inverse_root2;
 } mti_adamw;
 
-static mt_status mti_expect_adamw(mt_context *ctx, const mt_adamw *h) {
+MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *h) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!h) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: hyper is NULL");
     if (h->step < 1)
@@ -5716,18 +5695,22 @@ static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tenso
 
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v) {
-    MT_TRY(mti_expect_adamw(ctx, hyper));
-    MT_TRY(mti_expect_float(ctx, "mt_adamw_step", "param", param));
-    MT_TRY(mti_expect_optional(ctx, "mt_adamw_step", "master", master, param.rows, param.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "grad", grad, param.rows, param.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "m", m, param.rows, param.cols));
-    MT_TRY(mti_expect_shape(ctx, "mt_adamw_step", "v", v, param.rows, param.cols));
+    static const char *const where = "mt_adamw_step";
+    mt_arg args[] = {{"param", &param, param.rows, param.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
+                     {"master", &master, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
+                     {"grad", &grad, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN},
+                     {"m", &m, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT},
+                     {"v", &v, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mti_operator op;
+    MT_TRY(mt_adamw_check(ctx, hyper));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
-    if (mti_is_empty(param)) return MT_SUCCESS;
-    if (hyper->stochastic_rounding) MTI_ON_CUDA(ctx, mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v));
-    MTI_ON_CUDA(ctx, mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v));
-    if (ctx->device == MT_DEVICE_CPU) mti_cpu_adamw(hyper, param, master, grad, m, v);
-    return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op,
+                   MTI_RUN(&op,
+                           hyper->stochastic_rounding ? mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v)
+                                                      : mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v),
+                           mti_cpu_adamw(hyper, param, master, grad, m, v)));
 }
 
 #ifdef __cplusplus

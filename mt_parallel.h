@@ -1011,7 +1011,7 @@ static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg,
 
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     int64_t step, i;
-    MT_TRY(mti_expect_f32(ctx, "mt_tree_sum", "x", x));
+    MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
     if (x.cols == 0 || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
     for (step = 1; step < x.rows; step *= 2)
         for (i = 0; i + step < x.rows; i += 2 * step)
@@ -2062,7 +2062,7 @@ MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *t
 
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols) {
-    MT_TRY(mti_expect_float_shape(ctx, function, name, t, rows, cols));
+    MT_TRY(mt_tensor_check(ctx, function, name, t, MT_ARG_FLOAT, rows, cols));
     if (t.dtype == weight->value.dtype) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
                    mt_dtype_name(weight->value.dtype));
@@ -2888,8 +2888,8 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
                        (double)desc->label_smoothing);
     MT_TRY(mti_expect_shards(ctx, function, tp));
     shards = mti_shards(ctx, tp);
-    MT_TRY(mti_expect_float_shape(ctx, function, "logits", logits, logits.rows,
-                                  shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tp))));
+    MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT, logits.rows,
+                           shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tp))));
     if (mt_size_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tp)) >= 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
                    function, (long long)logits.rows, (long long)shards * mt_comm_size(tp));
@@ -2919,7 +2919,7 @@ static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function,
                                           const mt_cross_entropy_desc *desc, mt_tensor logits, const int32_t *targets,
                                           mt_tensor loss) {
     MT_TRY(mti_cross_entropy_check(ctx, function, tp, desc, logits));
-    MT_TRY(mti_expect_shape(ctx, function, "loss", loss, 1, logits.rows));
+    MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, logits.rows));
     if (mti_ids_are_trusted(ctx)) return MT_SUCCESS;
     return mt_ids_check(ctx, "target", targets, logits.rows, desc->vocab, mt_ignore_index(desc->ignore_index));
 }
@@ -2975,7 +2975,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     size_t mark;
     mt_status status;
     MT_TRY(mti_cross_entropy_expect(ctx, function, tp, desc, logits, targets, loss));
-    if (dloss.data) MT_TRY(mti_expect_shape(ctx, function, "dloss", dloss, 1, logits.rows));
+    if (dloss.data) MT_TRY(mt_tensor_check(ctx, function, "dloss", dloss, MT_ARG_F32, 1, logits.rows));
     if (mt_comm_size(tp) == 1 && mti_shards(ctx, tp) == 1) {
         mt_cross_entropy_shape whole = mti_cross_entropy_shape(tp, desc, logits.cols, 0, 1);
         return mt_cross_entropy_forward_backward(ctx, &whole, logits, targets, dloss, scale, loss);
@@ -3534,7 +3534,7 @@ MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimize
     size_t mark;
     mt_status status;
     MT_TRY(mti_optimizer_state(ctx, function, optimizer, param, state, shard.data, &memory));
-    MT_TRY(mti_expect_shape(ctx, function, "shard", shard, param->grad.rows, param->grad.cols));
+    MT_TRY(mt_tensor_check(ctx, function, "shard", shard, MT_ARG_F32, param->grad.rows, param->grad.cols));
     mark = mt_arena_mark(ctx);
     status = mti_optimizer_whole(ctx, param, memory, &whole);
     if (status == MT_SUCCESS) status = mt_convert(ctx, whole, shard);
@@ -3662,7 +3662,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
     hyper.stochastic_rounding = NULL;
-    MT_TRY(mti_expect_adamw(ctx, &hyper)); /* on every rank, whatever its share is */
+    MT_TRY(mt_adamw_check(ctx, &hyper)); /* on every rank, whatever its share is */
     for (i = 0; i < params->count; i++) {
         hyper.weight_decay = params->list[i]->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
         MT_TRY(mti_optimizer_update(ctx, optimizer, params->list[i], &hyper));

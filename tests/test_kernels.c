@@ -1526,7 +1526,9 @@ static void test_bad_adamw(void **state) {
         h = good;                                                                                                      \
         h.field = value;                                                                                               \
         ASSERT_REFUSED(MT_ERR_ARGUMENT, words, mt_adamw_step(ctx, &h, p, mt_none(), g, m, v));                         \
+        ASSERT_REFUSED(MT_ERR_ARGUMENT, words, mt_adamw_check(ctx, &h));                                               \
     } while (0)
+    OK(mt_adamw_check(ctx, &good));
     WITH(step, 0, "step is 0, counts from 1");
     WITH(beta1, 1, "beta1 is 1");
     WITH(beta1, -0.5f, "beta1 is -0.5");
@@ -1551,6 +1553,59 @@ static void test_bad_adamw(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "4 columns", mt_adamw_step(ctx, &h, half, mt_none(), g, m, v));
     assert_int_equal(mt_adamw_step(NULL, &good, p, mt_none(), g, m, v), MT_ERR_ARGUMENT);
 #undef WITH
+}
+
+/* ---- what authors of operators and blocks use ------------------------------------------------------------------- */
+
+static void test_args(void **state) {
+    mt_context *ctx = ref.ctx;
+    mt_tensor x = ref_random(3, 5, 2, 1, 0), bias = mt_none();
+    mt_arg args[] = {{"x", &x, 3, 5, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"bias", &bias, 1, 5, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mt_tensor good = x, row = ref_random(1, 5, 0, 1, 0);
+    (void)state;
+    OK(mt_args_check(ctx, "f", args, 2));
+    bias = row;
+    OK(mt_args_check(ctx, "f", args, 2));
+    x = with_dtype(good, MT_F16);
+    OK(mt_args_check(ctx, "f", args, 2));
+    bias = with_dtype(row, MT_BF16);
+    ASSERT_REFUSED(MT_ERR_DTYPE, "f: bias is bf16, must be f32", mt_args_check(ctx, "f", args, 2));
+    bias = x = with_dtype(good, MT_I32);
+    ASSERT_REFUSED(MT_ERR_DTYPE, "f: x is i32, must be f32, bf16 or f16", mt_args_check(ctx, "f", args, 2));
+    args[0].type = MT_ARG_ANY;
+    OK(mt_args_check(ctx, "f", args, 1));
+    x = good;
+    ASSERT_REFUSED(MT_ERR_DTYPE, "f: bias is i32", mt_args_check(ctx, "f", args, 2));
+    bias = good;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "f: bias is [3, 5], must be [1, 5]", mt_args_check(ctx, "f", args, 2));
+    args[1].use = MT_ARG_IN;
+    bias = mt_tensor_f32(NULL, 1, 5);
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "f: bias is [1, 5] but its data is NULL", mt_args_check(ctx, "f", args, 2));
+    x.ld = 4;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "f: x is [3, 5] with ld 4, which is no shape", mt_args_check(ctx, "f", args, 2));
+    assert_int_equal(mt_args_check(NULL, "f", args, 2), MT_ERR_ARGUMENT);
+    OK(mt_tensor_check(ctx, "g", "w", good, MT_ARG_F32, 3, 5));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "g: w is [3, 5], must be [5, 3]",
+                   mt_tensor_check(ctx, "g", "w", good, MT_ARG_FLOAT, 5, 3));
+    assert_int_equal(mt_tensor_check(NULL, "g", "w", good, MT_ARG_ANY, 3, 5), MT_ERR_ARGUMENT);
+}
+
+static void test_hash_element(void **state) {
+    mt_tensor x = ref_random(3, 5, 2, 1, 0);
+    uint64_t hash = 0, want = 0;
+    uint32_t bits;
+    int i;
+    (void)state;
+    for (i = 0; i < 15; i++) {
+        memcpy(&bits, ref_row(x, i / 5) + i % 5, sizeof bits);
+        want += mt_hash_element((uint64_t)(7 + i / 5) * 9 + (uint64_t)(2 + i % 5), bits);
+    }
+    OK(mt_hash(ref.ctx, x, 7, 2, 9, &hash));
+    assert_true(hash == want);
+    assert_true(mt_hash_element(1, 2) != mt_hash_element(2, 1));
+    assert_int_equal(mt_ignore_index(0), -100);
+    assert_int_equal(mt_ignore_index(5), 5);
 }
 
 /* ---- meta contexts ---------------------------------------------------------------------------------------------- */
@@ -1685,6 +1740,8 @@ int main(void) {
         REF_TEST(test_bad_embedding),
         REF_TEST(test_bad_cross_entropy),
         REF_TEST(test_bad_adamw),
+        REF_TEST(test_args),
+        REF_TEST(test_hash_element),
         REF_TEST(test_meta),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
