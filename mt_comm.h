@@ -39,7 +39,7 @@
    collectives in the same order. Two contexts in one process do not see each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
-   Find a room of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
+   Find a section of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
    >>compare >>conjugates >>launch                                                                                  */
 
 #ifndef MT_COMM_H
@@ -705,6 +705,226 @@ struct mt_context {
 
 static size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
 
+/* Codes of calls that are no mt_collective, in slots and sentences. The ledger does not count them. */
+typedef enum mti_call_kind { MTI_SPLIT = 64, MTI_SEND_RECV = 65, MTI_CREATE = 66 } mti_call_kind;
+
+typedef struct mti_call {
+    int kind; /* mt_collective or mti_call_kind */
+    mt_dtype dtype;
+    mt_op op;
+    int root;   /* of a broadcast; destination of a send, -1: none */
+    int source; /* of a receive, -1: none */
+    size_t count, recvcount;
+    size_t stride; /* elements between the blocks of two ranks in what a gather receives and a reduce_scatter sends;
+                      count, or more when the call moves a chunk of each block */
+    int goes_on;   /* 1: not the first chunk of a call */
+    const void *send;
+    void *recv;
+    int color, key;
+} mti_call;
+
+typedef struct mti_slot {
+    uint64_t what, count, recvcount; /* the call, packed; atomic: others may read it at any time, for a sentence */
+    uint64_t outbox;
+    const char *left; /* why this rank will never come again; NULL: it is still there */
+    int inside;
+    int failed; /* from here on valid between the two meetings of one call, or while the outbox is posted */
+    const void *send;
+    void *recv;
+    size_t send_count;
+    mt_dtype send_dtype;
+    int ordinal; /* of the GPU that send and recv are on */
+    int color, key;
+    mt_comm **family; /* split: the new group's communicators, made by its leader */
+} mti_slot;
+
+typedef struct mti_group {
+    uint64_t state;
+    unsigned char apart[56]; /* the word everybody spins on has a cache line of its own */
+    int sleepers, left_count, references;
+    int size;
+    int spin;               /* the cores suffice for all ranks of the job */
+    struct mti_group *root; /* the group this one, and others, were split from, which it holds; NULL: it is that one */
+    int late_turns;         /* of the root, atomic: turns given away that came back late, one after the other */
+    int64_t crowded_until;  /* of the root, atomic, microseconds by mti_now: until then others would take turns */
+    double timeout;
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    unsigned char *slots;
+    mt_status why_broken;
+    char text[MT_ERROR_BYTES];
+} mti_group;
+
+struct mti_rank;
+
+typedef struct mti_nccl {
+    struct ncclComm *handle;    /* NULL: aborted */
+    mt_context *home;           /* the context it belongs to; NULL: destroyed */
+    mt_comm *next;              /* in the context's list */
+    struct CUstream_st *stream; /* of the last call */
+    mti_call last;
+    uint64_t number; /* of the last call, among those of the context */
+    double timeout;
+    int ordinal, owned;
+    int busy;         /* has something in the stream */
+    mt_status broken; /* MT_SUCCESS: not */
+} mti_nccl;
+
+struct mt_comm {
+    const struct mti_transport *transport;
+    mti_group *group;    /* of threads; over MPI: this process's own picture of the group; else NULL */
+    struct mti_mpi *mpi; /* over MPI */
+    int rank, size;
+    mti_nccl nccl;          /* over NCCL */
+    struct mti_rank *owner; /* the launched rank it belongs to, or NULL */
+    mt_comm *next;          /* in the owner's list of sub-communicators */
+    int local_rank;         /* on its machine */
+    const char *launcher;   /* of processes that nothing connects yet */
+    double timeout;         /* for what will connect them */
+    mt_ledger ledger;
+    char name[16];
+    mt_status error_status; /* the status that `error` belongs to */
+    char error[MT_ERROR_BYTES];
+};
+
+/* A rank that mt_launch or mt_world_from_env runs. */
+typedef struct mti_rank {
+    mt_comm *world, *children;
+    mt_rank_function run;
+    void *user;
+    int rank, started;
+    int leaving;     /* a communicator: if that fails, it is not what the rank failed with */
+    int ended, told; /* its function has returned; the logger knows why */
+    struct mti_watch *watch;
+    const int *core; /* the cores it is pinned to ... */
+    int cores;       /* ... and how many; 0: not pinned */
+    mt_status status;
+    pthread_t thread;
+    char reason[MT_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
+} mti_rank;
+
+typedef struct mti_text {
+    size_t used;
+    char data[MT_ERROR_BYTES];
+} mti_text;
+
+/* What connects the ranks of a communicator: a row of functions, below. No other code asks which one it is.
+   has_peers: 0 where calls go nowhere; are_threads: 1 where the ranks are threads of this process
+   check: whether the context goes with the communicator
+   p2p: with another rank; collective: in a group of two and more
+   enter, exit: all ranks meet and compare their calls, and part; NULL where nothing calls them
+   split: color -1 leaves *out NULL; over_nccl: the same ranks over NCCL, or *out stays NULL where they stay as they are
+   enlist: see mt_comm_register
+   leave: tells the other ranks; reason completes "rank 1 ..." and must outlive the group */
+typedef struct mti_transport {
+    int has_peers, are_threads;
+    mt_status (*check)(mt_context *ctx, mt_comm *comm, const char *name);
+    mt_status (*collective)(mt_context *ctx, mt_comm *comm, const mti_call *call);
+    mt_status (*p2p)(mt_context *ctx, mt_comm *comm, const mti_call *call);
+    mt_status (*enter)(mt_context *ctx, mt_comm *comm, const mti_call *call);
+    void (*exit)(mt_comm *comm);
+    mt_status (*split)(mt_comm *comm, int color, int key, mt_comm **out);
+    mt_status (*over_nccl)(mt_context *ctx, mt_comm *comm, mt_comm **out);
+    mt_status (*enlist)(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+    void (*leave)(mt_comm *comm, const char *reason);
+    void (*destroy)(mt_comm *comm);
+} mti_transport;
+
+/* -- what is called before its section -- */
+
+static mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text); /* >>local */
+
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* >>cuda */
+static void mti_cuda_free(void *user, void *ptr, size_t bytes);
+static int mti_cuda_count(void);
+static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
+static void mti_cuda_idle(mt_context *ctx);
+static void mti_cuda_close(mt_context *ctx);
+static mt_status mt_cuda_enter(mt_context *ctx);
+static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
+static mt_status mti_cuda_synchronize(mt_context *ctx);
+static void mti_cuda_forget(mt_context *ctx, const void *ptr);
+
+static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>local */
+static void mti_exit(mt_comm *comm);
+static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out);
+static void mti_local_leave(mt_comm *comm, const char *reason);
+static void mti_no_leave(mt_comm *comm, const char *reason);
+static void mti_no_destroy(mt_comm *comm);
+
+static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
+static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call);
+
+static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes); /* >>nccl */
+static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out);
+static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+#if MT_HAS_CUDA
+static mt_status mti_nccl_wait(mt_context *ctx);
+static void mti_nccl_close(mt_context *ctx);
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
+#endif
+#if MTI_NCCL
+static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+static void mti_nccl_destroy(mt_comm *comm);
+#endif
+
+#if MTI_MPI
+static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>mpi */
+static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static void mti_mpi_exit(mt_comm *comm);
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);
+static void mti_mpi_leave(mt_comm *comm, const char *reason);
+static void mti_mpi_destroy(mt_comm *comm);
+#endif
+
+/* -- the transports -- */
+
+/* clang-format off */
+/* A group of one. */
+static const mti_transport mti_alone = {0, 0,
+    mti_alone_check,  mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
+    mti_stays,               mti_no_enlist,    mti_no_leave,     mti_no_destroy};
+
+/* Neither data nor peers. */
+static const mti_transport mti_meta = {0, 0,
+    mti_meta_check,   mti_no_call,           mti_no_call,    NULL,           NULL,         mti_meta_split,
+    mti_refuse_over_nccl,    mti_no_enlist,    mti_no_leave,     mti_no_destroy};
+
+/* Processes that nothing connects yet. */
+static const mti_transport mti_apart = {1, 0,
+    mti_apart_check,  mti_no_call,           mti_no_call,    NULL,           NULL,         mti_apart_split,
+    mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
+
+static const mti_transport mti_threads = {1, 1,
+    mti_peers_check,  mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
+    mti_group_over_nccl,     mti_no_enlist,    mti_local_leave,  mti_no_destroy};
+
+#if MTI_NCCL
+static const mti_transport mti_over_nccl = {1, 0,
+    mti_peers_check,  mti_nccl_call,         mti_nccl_call,  NULL,           NULL,         mti_nccl_split,
+    mti_refuse_over_nccl,    mti_nccl_enlist,  mti_no_leave,     mti_nccl_destroy};
+#endif
+
+#if MTI_MPI
+static const mti_transport mti_over_mpi = {1, 0,
+    mti_peers_check,  mti_mpi_call,          mti_mpi_call,   mti_mpi_enter,  mti_mpi_exit, mti_mpi_split,
+    mti_group_over_nccl,     mti_no_enlist,    mti_mpi_leave,    mti_mpi_destroy};
+#endif
+/* clang-format on */
+
 /* ---- >>status ---------------------------------------------------------------------------------------------------- */
 
 /* clang-format off */
@@ -749,8 +969,6 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
 
 /* ---- >>context --------------------------------------------------------------------------------------------------- */
 
-static mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text); /* >>local */
-
 /* Keeps a sentence as the context's (and its world's) last error, logs it, and returns `status`. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
@@ -781,258 +999,6 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
 /* Small structs of the library itself: zero-filled, in host memory whatever the context's device is. */
 static void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
 static void mt_host_free(void *ptr) { free(ptr); }
-
-/* ---- >>cuda ------------------------------------------------------------------------------------------------------ */
-
-#if defined(__CUDACC__)
-/* Kernels are written against these names only, so that the tests can run them on a CPU. */
-#define MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)                                               \
-    (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
-#define MT_SHARED(type, name, count) __shared__ type name[count]
-#define MT_DEVICE_UNROLL _Pragma("unroll")
-#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2") /* where all of it would take too many registers */
-#define MT_HOST_DEVICE __host__ __device__
-#define MT_DYN_SHARED(type, name)                                                                                      \
-    extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
-    type *name = reinterpret_cast<type *>(mti_dynamic_shared)
-#else
-#define MT_DEVICE_UNROLL
-#define MT_DEVICE_UNROLL_2
-#define MT_HOST_DEVICE
-#endif
-
-#define MT_PLANNED ((mt_status)1) /* never leaves the library, see mt_cuda_enter */
-
-#if MT_HAS_CUDA
-/* An error of CUDA becomes a sentence that names the call. */
-static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
-    mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
-    if (error == cudaSuccess) return MT_SUCCESS;
-    cudaGetLastError(); /* or the next launch would be blamed */
-    return mt_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
-}
-#define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
-
-/* After the launch of a kernel. */
-static mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
-    return mti_cuda_check(ctx, cudaGetLastError(), kernel);
-}
-
-#if MTI_NCCL
-#define MTI_NCCL_MEMORY ((size_t)2 << 20)        /* its granularity: smaller pieces would waste most of it */
-static mt_status mti_nccl_wait(mt_context *ctx); /* >>nccl */
-static void mti_nccl_close(mt_context *ctx);
-static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
-#else
-static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
-static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
-static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
-    (void)ctx, (void)comm, (void)memory;
-}
-#endif
-
-static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
-    void *ptr = NULL;
-    (void)user;
-    (void)alignment; /* cudaMalloc aligns to 256 bytes */
-#if MTI_NCCL
-    if (bytes >= MTI_NCCL_MEMORY)
-        return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
-#endif
-    return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
-}
-
-static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
-    (void)user;
-#if MTI_NCCL
-    if (bytes >= MTI_NCCL_MEMORY) {
-        cudaDeviceSynchronize(); /* as cudaFree does by itself */
-        ncclMemFree(ptr);
-        return;
-    }
-#endif
-    (void)bytes;
-    cudaFree(ptr);
-}
-
-/* Before anything is given to the GPU: a context's thread may have used another one in the meantime. A meta context
-   that plans for CUDA goes no further; by then its operator has taken what it needs from the arena. */
-static mt_status mt_cuda_enter(mt_context *ctx) {
-    if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
-    cudaGetLastError(); /* what the program left there is not ours, see mt_cuda_launched */
-    MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
-    return MT_SUCCESS;
-}
-
-static int mti_cuda_count(void) {
-    int devices = 0;
-    return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : (cudaGetLastError(), 0);
-}
-
-static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    int devices = 0, major = 0, minor = 0, lowest, highest, i;
-    ctx->ordinal = desc->ordinal;
-    ctx->stream = desc->stream;
-    MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
-    if (desc->ordinal < 0 || desc->ordinal >= devices)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs",
-                       desc->ordinal, devices);
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->ordinal));
-    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ctx->ordinal));
-    ctx->capability = 10 * major + minor;
-    if (!ctx->stream) {
-        MT_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
-        ctx->owns_stream = 1;
-    }
-    ctx->compute_stream = ctx->stream;
-    MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, highest));
-    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, highest));
-    for (i = 0; i < MTI_EVENTS; i++)
-        MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
-    return MT_SUCCESS;
-}
-
-static mt_status mti_cuda_synchronize(mt_context *ctx) {
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_nccl_wait(ctx));
-    MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
-    return MT_SUCCESS;
-}
-
-/* Waits for all streams. */
-static void mti_cuda_idle(mt_context *ctx) {
-    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
-        cudaGetLastError();
-        return;
-    }
-    if (ctx->second_stream) { /* first: the other one may wait for it */
-        ctx->stream = ctx->second_stream;
-        mti_cuda_synchronize(ctx);
-    }
-    if (ctx->third_stream) {
-        ctx->stream = ctx->third_stream;
-        mti_cuda_synchronize(ctx);
-    }
-    ctx->stream = ctx->compute_stream;
-    if (ctx->stream) mti_cuda_synchronize(ctx);
-    mti_nccl_close(ctx);
-}
-
-static void mti_cuda_close(mt_context *ctx) {
-    int i;
-    for (i = 0; i < MTI_EVENTS; i++)
-        if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
-    if (ctx->third_stream) cudaStreamDestroy(ctx->third_stream);
-    if (ctx->second_stream) cudaStreamDestroy(ctx->second_stream);
-    if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
-}
-
-static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
-    return MT_SUCCESS;
-}
-
-static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    if (bytes == 0 || to == from) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, ctx->stream));
-    return MT_SUCCESS;
-}
-
-/* Rows of bytes between any two places; one call, whatever the leading dimensions. */
-static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                   size_t row_bytes, int64_t rows) {
-    if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
-                                       ctx->stream));
-    return MT_SUCCESS;
-}
-
-/* To the host, which waits. The wait for peers comes first: a copy to pageable memory waits, too, but without a
- * timeout. */
-static inline mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_nccl_wait(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
-    return mti_cuda_synchronize(ctx);
-}
-
-/* Before memory is freed. */
-static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    mti_cuda_synchronize(ctx); /* if that fails, the memory goes all the same */
-    mti_nccl_forget(ctx, NULL, ptr);
-}
-
-/* What is called until mti_cuda_fork_end goes to stream `side`, after all that is in the compute stream by now. */
-static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
-    struct CUevent_st *now = ctx->events[MTI_EVENTS - 1];
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
-    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(side, now, 0));
-    ctx->stream = side;
-    return MT_SUCCESS;
-}
-
-static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
-    struct CUstream_st *side = ctx->stream;
-    ctx->stream = ctx->compute_stream;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
-    ctx->pending |= 1u << ticket;
-    return MT_SUCCESS;
-}
-
-static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
-    ctx->pending &= ~(1u << ticket);
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->compute_stream, ctx->events[ticket], 0));
-    return MT_SUCCESS;
-}
-#else /* no context is on MT_DEVICE_CUDA then: these are never called */
-static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
-static mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
-static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
-    return (void)user, (void)bytes, (void)alignment, (void *)NULL;
-}
-static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
-static int mti_cuda_count(void) { return 0; }
-static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
-    return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
-}
-static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
-static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
-static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
-    return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
-}
-static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
-}
-static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                   size_t row_bytes, int64_t rows) {
-    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
-           MT_ERR_UNSUPPORTED;
-}
-static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
-static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
-    return (void)ctx, (void)side, MT_ERR_UNSUPPORTED;
-}
-static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
-static mt_status mti_cuda_join(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
-#endif
-
-/* Between two places of the context's device, which may overlap on a CPU. */
-static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    if (bytes == 0 || to == from || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
-    if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_copy(ctx, to, from, bytes);
-    memmove(to, from, bytes);
-    return MT_SUCCESS;
-}
-
-/* ---- >>context, continued ---------------------------------------------------------------------------------------- */
 
 /* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
@@ -1314,6 +1280,247 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
     return mti_tensor_at(t, 0, first, t.rows, count);
 }
 
+/* ---- >>cuda ------------------------------------------------------------------------------------------------------ */
+
+#if defined(__CUDACC__)
+/* Kernels are written against these names only, so that the tests can run them on a CPU. */
+#define MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)                                               \
+    (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
+#define MT_SHARED(type, name, count) __shared__ type name[count]
+#define MT_DEVICE_UNROLL _Pragma("unroll")
+#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2") /* where all of it would take too many registers */
+#define MT_HOST_DEVICE __host__ __device__
+#define MT_DYN_SHARED(type, name)                                                                                      \
+    extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
+    type *name = reinterpret_cast<type *>(mti_dynamic_shared)
+#else
+#define MT_DEVICE_UNROLL
+#define MT_DEVICE_UNROLL_2
+#define MT_HOST_DEVICE
+#endif
+
+#define MT_PLANNED ((mt_status)1) /* never leaves the library, see mt_cuda_enter */
+
+#if MT_HAS_CUDA
+/* An error of CUDA becomes a sentence that names the call. */
+static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
+    mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
+    if (error == cudaSuccess) return MT_SUCCESS;
+    cudaGetLastError(); /* or the next launch would be blamed */
+    return mt_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
+}
+#define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
+
+/* After the launch of a kernel. */
+static mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
+    return mti_cuda_check(ctx, cudaGetLastError(), kernel);
+}
+
+#if MTI_NCCL
+#define MTI_NCCL_MEMORY ((size_t)2 << 20) /* its granularity: smaller pieces would waste most of it */
+#endif
+
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
+    void *ptr = NULL;
+    (void)user;
+    (void)alignment; /* cudaMalloc aligns to 256 bytes */
+#if MTI_NCCL
+    if (bytes >= MTI_NCCL_MEMORY)
+        return ncclMemAlloc(&ptr, bytes) == ncclSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
+#endif
+    return cudaMalloc(&ptr, bytes) == cudaSuccess ? ptr : (cudaGetLastError(), (void *)NULL);
+}
+
+static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
+    (void)user;
+#if MTI_NCCL
+    if (bytes >= MTI_NCCL_MEMORY) {
+        cudaDeviceSynchronize(); /* as cudaFree does by itself */
+        ncclMemFree(ptr);
+        return;
+    }
+#endif
+    (void)bytes;
+    cudaFree(ptr);
+}
+
+/* Before anything is given to the GPU: a context's thread may have used another one in the meantime. A meta context
+   that plans for CUDA goes no further; by then its operator has taken what it needs from the arena. */
+static mt_status mt_cuda_enter(mt_context *ctx) {
+    if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
+    cudaGetLastError(); /* what the program left there is not ours, see mt_cuda_launched */
+    MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
+    return MT_SUCCESS;
+}
+
+static int mti_cuda_count(void) {
+    int devices = 0;
+    return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : (cudaGetLastError(), 0);
+}
+
+static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
+    int devices = 0, major = 0, minor = 0, lowest, highest, i;
+    ctx->ordinal = desc->ordinal;
+    ctx->stream = desc->stream;
+    MT_CUDA_TRY(ctx, cudaGetDeviceCount(&devices));
+    if (desc->ordinal < 0 || desc->ordinal >= devices)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_create: ordinal is %d, this machine has %d GPUs",
+                       desc->ordinal, devices);
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->ordinal));
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ctx->ordinal));
+    ctx->capability = 10 * major + minor;
+    if (!ctx->stream) {
+        MT_CUDA_TRY(ctx, cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
+        ctx->owns_stream = 1;
+    }
+    ctx->compute_stream = ctx->stream;
+    MT_CUDA_TRY(ctx, cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->second_stream, cudaStreamNonBlocking, highest));
+    MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, highest));
+    for (i = 0; i < MTI_EVENTS; i++)
+        MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_synchronize(mt_context *ctx) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_nccl_wait(ctx));
+    MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
+    return MT_SUCCESS;
+}
+
+/* Waits for all streams. */
+static void mti_cuda_idle(mt_context *ctx) {
+    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
+        cudaGetLastError();
+        return;
+    }
+    if (ctx->second_stream) { /* first: the other one may wait for it */
+        ctx->stream = ctx->second_stream;
+        mti_cuda_synchronize(ctx);
+    }
+    if (ctx->third_stream) {
+        ctx->stream = ctx->third_stream;
+        mti_cuda_synchronize(ctx);
+    }
+    ctx->stream = ctx->compute_stream;
+    if (ctx->stream) mti_cuda_synchronize(ctx);
+    mti_nccl_close(ctx);
+}
+
+static void mti_cuda_close(mt_context *ctx) {
+    int i;
+    for (i = 0; i < MTI_EVENTS; i++)
+        if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
+    if (ctx->third_stream) cudaStreamDestroy(ctx->third_stream);
+    if (ctx->second_stream) cudaStreamDestroy(ctx->second_stream);
+    if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
+}
+
+static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    if (bytes == 0 || to == from) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, ctx->stream));
+    return MT_SUCCESS;
+}
+
+/* Rows of bytes between any two places; one call, whatever the leading dimensions. */
+static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                   size_t row_bytes, int64_t rows) {
+    if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
+                                       ctx->stream));
+    return MT_SUCCESS;
+}
+
+/* To the host, which waits. The wait for peers comes first: a copy to pageable memory waits, too, but without a
+ * timeout. */
+static inline mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_nccl_wait(ctx));
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
+    return mti_cuda_synchronize(ctx);
+}
+
+/* Before memory is freed. */
+static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
+    mti_cuda_synchronize(ctx); /* if that fails, the memory goes all the same */
+    mti_nccl_forget(ctx, NULL, ptr);
+}
+
+/* What is called until mti_cuda_fork_end goes to stream `side`, after all that is in the compute stream by now. */
+static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
+    struct CUevent_st *now = ctx->events[MTI_EVENTS - 1];
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
+    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(side, now, 0));
+    ctx->stream = side;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) {
+    struct CUstream_st *side = ctx->stream;
+    ctx->stream = ctx->compute_stream;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaEventRecord(ctx->events[ticket], side));
+    ctx->pending |= 1u << ticket;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
+    ctx->pending &= ~(1u << ticket);
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->compute_stream, ctx->events[ticket], 0));
+    return MT_SUCCESS;
+}
+#else /* no context is on MT_DEVICE_CUDA then: these are never called */
+static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
+static mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
+    return (void)user, (void)bytes, (void)alignment, (void *)NULL;
+}
+static void mti_cuda_free(void *user, void *ptr, size_t bytes) { (void)user, (void)ptr, (void)bytes; }
+static int mti_cuda_count(void) { return 0; }
+static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
+    return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
+}
+static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
+static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
+static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+    return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
+}
+static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                   size_t row_bytes, int64_t rows) {
+    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
+           MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
+    return (void)ctx, (void)side, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_join(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
+#endif
+
+/* Between two places of the context's device, which may overlap on a CPU. */
+static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    if (bytes == 0 || to == from || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_copy(ctx, to, from, bytes);
+    memmove(to, from, bytes);
+    return MT_SUCCESS;
+}
+
 /* ---- >>local ----------------------------------------------------------------------------------------------------- */
 
 /* Ranks are threads. A group is what they share: one word that counts arrivals, one slot per rank that says what the
@@ -1325,10 +1532,6 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
    and will finish, so the second one needs no timeout, and a call that failed has touched nothing.
 
    Point to point: the sender posts its buffer in its outbox and waits; the receiver copies from it and says so. */
-
-#define MTI_SPLIT 7 /* calls beyond mt_collective, for slots and sentences */
-#define MTI_SEND_RECV 8
-#define MTI_CREATE 9
 
 #define MTI_BROKEN ((uint64_t)1) /* group state: bit 0 broken, bits 1 to 15 arrivals, bits 16 to 63 meetings held */
 #define MTI_ARRIVAL ((uint64_t)2)
@@ -1347,106 +1550,6 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 #define MTI_LATE_TURN 500e-6
 #define MTI_LATE_TURNS 2 /* of each rank, one after the other */
 #define MTI_CROWDED 32
-
-typedef struct mti_call {
-    int kind; /* mt_collective, MTI_SPLIT or MTI_SEND_RECV */
-    mt_dtype dtype;
-    mt_op op;
-    int root;   /* of a broadcast; destination of a send, -1: none */
-    int source; /* of a receive, -1: none */
-    size_t count, recvcount;
-    size_t stride; /* elements between the blocks of two ranks in what a gather receives and a reduce_scatter sends;
-                      count, or more when the call moves a chunk of each block */
-    int goes_on;   /* 1: not the first chunk of a call */
-    const void *send;
-    void *recv;
-    int color, key;
-} mti_call;
-
-typedef struct mti_slot {
-    uint64_t what, count, recvcount; /* the call, packed; atomic: others may read it at any time, for a sentence */
-    uint64_t outbox;
-    const char *left; /* why this rank will never come again; NULL: it is still there */
-    int inside;
-    int failed; /* from here on valid between the two meetings of one call, or while the outbox is posted */
-    const void *send;
-    void *recv;
-    size_t send_count;
-    mt_dtype send_dtype;
-    int ordinal; /* of the GPU that send and recv are on */
-    int color, key;
-    mt_comm **family; /* split: the new group's communicators, made by its leader */
-} mti_slot;
-
-typedef struct mti_group {
-    uint64_t state;
-    unsigned char apart[56]; /* the word everybody spins on has a cache line of its own */
-    int sleepers, left_count, references;
-    int size;
-    int spin;               /* the cores suffice for all ranks of the job */
-    struct mti_group *root; /* the group this one, and others, were split from, which it holds; NULL: it is that one */
-    int late_turns;         /* of the root, atomic: turns given away that came back late, one after the other */
-    int64_t crowded_until;  /* of the root, atomic, microseconds by mti_now: until then others would take turns */
-    double timeout;
-    pthread_mutex_t mutex;
-    pthread_cond_t cond;
-    unsigned char *slots;
-    mt_status why_broken;
-    char text[MT_ERROR_BYTES];
-} mti_group;
-
-struct mti_rank;
-
-typedef struct mti_nccl {
-    struct ncclComm *handle;    /* NULL: aborted */
-    mt_context *home;           /* the context it belongs to; NULL: destroyed */
-    mt_comm *next;              /* in the context's list */
-    struct CUstream_st *stream; /* of the last call */
-    mti_call last;
-    uint64_t number; /* of the last call, among those of the context */
-    double timeout;
-    int ordinal, owned;
-    int busy;         /* has something in the stream */
-    mt_status broken; /* MT_SUCCESS: not */
-} mti_nccl;
-
-struct mt_comm {
-    mti_group *group;    /* NULL: alone, meta, or over NCCL; over MPI: this process's own picture of the group */
-    struct mti_mpi *mpi; /* NULL: not over MPI */
-    int rank, size, meta;
-    int on_nccl;
-    mti_nccl nccl;
-    struct mti_rank *owner; /* the launched rank it belongs to, or NULL */
-    mt_comm *next;          /* in the owner's list of sub-communicators */
-    int local_rank;         /* on its machine */
-    const char *launcher;   /* of processes that nothing connects yet; NULL: of all others */
-    double timeout;         /* for what will connect them */
-    mt_ledger ledger;
-    char name[16];
-    mt_status error_status; /* the status that `error` belongs to */
-    char error[MT_ERROR_BYTES];
-};
-
-/* A rank that mt_launch or mt_world_from_env runs. */
-typedef struct mti_rank {
-    mt_comm *world, *children;
-    mt_rank_function run;
-    void *user;
-    int rank, started;
-    int leaving;     /* a communicator: if that fails, it is not what the rank failed with */
-    int ended, told; /* its function has returned; the logger knows why */
-    struct mti_watch *watch;
-    const int *core; /* the cores it is pinned to ... */
-    int cores;       /* ... and how many; 0: not pinned */
-    mt_status status;
-    pthread_t thread;
-    char reason[MT_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
-} mti_rank;
-
-typedef struct mti_text {
-    size_t used;
-    char data[MT_ERROR_BYTES];
-} mti_text;
 
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
@@ -1648,9 +1751,10 @@ static mti_slot *mti_slot_of(const mti_group *g, int rank) {
     return (mti_slot *)(void *)(g->slots + (size_t)rank * mt_align_up(sizeof(mti_slot)));
 }
 
-static mt_comm *mti_comm_new(int rank, int size, const char *name) {
+static mt_comm *mti_comm_new(const mti_transport *transport, int rank, int size, const char *name) {
     mt_comm *comm = (mt_comm *)calloc(1, sizeof *comm);
     if (!comm) return NULL;
+    comm->transport = transport;
     comm->rank = comm->local_rank = rank;
     comm->size = size;
     mt_comm_set_name(comm, name);
@@ -1701,7 +1805,7 @@ static mt_status mti_family_new(int size, double timeout, int spin, mti_group *p
     mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
     int r, made = 0;
     if (size > 1 && !g) return MT_ERR_MEMORY;
-    while (made < size && (comms[made] = mti_comm_new(made, size, name)) != NULL) made++;
+    while (made < size && (comms[made] = mti_comm_new(g ? &mti_threads : &mti_alone, made, size, name)) != NULL) made++;
     if (made < size) {
         for (r = 0; r < made; r++) free(comms[r]);
         if (g) g->references = 1;
@@ -1730,16 +1834,14 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
     if (!out) return MT_ERR_ARGUMENT;
     *out = NULL;
     if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
-    *out = mti_comm_new(rank, size, "meta");
-    if (!*out) return MT_ERR_MEMORY;
-    (*out)->meta = 1;
-    return MT_SUCCESS;
+    *out = mti_comm_new(&mti_meta, rank, size, "meta");
+    return *out ? MT_SUCCESS : MT_ERR_MEMORY;
 }
 
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
 MT_API int mt_comm_size(const mt_comm *comm) { return comm ? comm->size : 1; }
 MT_API int mt_comm_local_rank(const mt_comm *comm) { return comm ? comm->local_rank : 0; }
-MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm ? comm->meta : 0; }
+MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm && comm->transport == &mti_meta; }
 MT_API const char *mt_comm_name(const mt_comm *comm) { return comm ? comm->name : ""; }
 MT_API const char *mt_comm_last_error(const mt_comm *comm) { return comm ? comm->error : "the communicator is NULL"; }
 
@@ -2236,40 +2338,23 @@ static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* -- leaving and splitting -- */
 
-#if MTI_NCCL
-static void mti_nccl_leave(mt_comm *comm); /* >>nccl */
-static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
-#else /* no communicator is over NCCL then: these are never called */
-static void mti_nccl_leave(mt_comm *comm) { (void)comm; }
-static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    return (void)comm, (void)color, (void)key, (void)out, MT_ERR_UNSUPPORTED;
-}
-#endif
+static void mti_leave(mt_comm *comm, const char *reason) { (comm->transport->leave)(comm, reason); }
 
-#if MTI_MPI
-static void mti_mpi_leave(mt_comm *comm, const char *reason); /* >>mpi */
-static void mti_mpi_end(mt_comm *comm);
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);
-#else /* no communicator is over MPI then */
-static void mti_mpi_leave(mt_comm *comm, const char *reason) { (void)comm, (void)reason; }
-static void mti_mpi_end(mt_comm *comm) { (void)comm; }
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    return (void)comm, (void)color, (void)key, (void)out, MT_ERR_UNSUPPORTED;
-}
-#endif
-
-/* reason completes "rank 1 ..." and must outlive the group. */
-static void mti_leave(mt_comm *comm, const char *reason) {
-    mti_group *g = comm->group;
-    mti_slot *slot;
-    if (!g) return;
-    slot = mti_slot_of(g, comm->rank);
-    if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return;
+/* 0: this rank has left before. */
+static int mti_mark_left(mt_comm *comm, const char *reason) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return 0;
     __atomic_store_n(&slot->left, reason, __ATOMIC_SEQ_CST);
-    __atomic_add_fetch(&g->left_count, 1, __ATOMIC_SEQ_CST);
-    if (comm->mpi) mti_mpi_leave(comm, reason);
-    else mti_wake(g);
+    __atomic_add_fetch(&comm->group->left_count, 1, __ATOMIC_SEQ_CST);
+    return 1;
 }
+
+static void mti_local_leave(mt_comm *comm, const char *reason) {
+    if (mti_mark_left(comm, reason)) mti_wake(comm->group);
+}
+
+static void mti_no_leave(mt_comm *comm, const char *reason) { (void)comm, (void)reason; }
+static void mti_no_destroy(mt_comm *comm) { (void)comm; }
 
 static void mti_comm_free(mt_comm *comm) {
     mti_group_release(comm->group);
@@ -2287,8 +2372,7 @@ static void mti_comm_end(mt_comm *comm) {
         *at = comm->next;
         owner->leaving = 1;
     }
-    if (comm->on_nccl) mti_nccl_leave(comm);
-    if (comm->mpi) mti_mpi_end(comm);
+    (comm->transport->destroy)(comm);
     if (owner) owner->leaving = 0;
     mti_comm_free(comm);
 }
@@ -2364,30 +2448,40 @@ static mt_comm *mti_split(mt_comm *comm, int color) {
     return out;
 }
 
-static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out) {
     mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_SPLIT;
+    call.color = color;
+    call.key = key;
+    MT_TRY(mti_enter(NULL, comm, &call));
+    *out = mti_split(comm, color);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mt_comm **family = color >= 0 ? mti_split_family(comm, 1, color) : NULL;
+    (void)key;
+    if (family) *out = family[0];
+    free(family);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    (void)color, (void)key, (void)out;
+    return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
+                      "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
+                      comm->name);
+}
+
+static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    (void)color, (void)key, (void)out;
+    return mti_refuse_apart(NULL, comm, "comm_split", -1);
+}
+
+static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
     if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
-    if (comm->meta)
-        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
-                          "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
-                          comm->name);
-    if (comm->launcher) return mti_refuse_apart(NULL, comm, "comm_split", -1);
-    if (comm->on_nccl) {
-        MT_TRY(mti_nccl_split(comm, color < 0 ? -1 : color, key, out));
-    } else if (comm->mpi) {
-        MT_TRY(mti_mpi_split(comm, color < 0 ? -1 : color, key, out));
-    } else if (comm->group) {
-        memset(&call, 0, sizeof call);
-        call.kind = MTI_SPLIT;
-        call.color = color < 0 ? -1 : color;
-        call.key = key;
-        MT_TRY(mti_enter(NULL, comm, &call));
-        *out = mti_split(comm, call.color);
-    } else if (color >= 0) {
-        mt_comm **family = mti_split_family(comm, 1, color);
-        if (family) *out = family[0];
-        free(family);
-    }
+    MT_TRY((comm->transport->split)(comm, color < 0 ? -1 : color, key, out));
     if (color < 0) return MT_SUCCESS;
     if (!*out)
         return mti_refuse(NULL, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for the group of color %d", color);
@@ -2626,20 +2720,35 @@ static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_cal
                       mti_call_name(call->kind), call->send, sent, call->recv, received);
 }
 
+static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name) {
+    return (void)ctx, (void)comm, (void)name, MT_SUCCESS;
+}
+
+static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                      "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
+                      "MT_DEVICE_META",
+                      name, comm->name, comm->size, (int)ctx->device);
+}
+
+static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (ctx->device != MT_DEVICE_META) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                      "mt_%s: the context is on MT_DEVICE_META, \"%s\" (%d ranks) is not a meta communicator; use "
+                      "mt_comm_create_meta",
+                      name, comm->name, comm->size);
+}
+
+static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name) {
+    MT_TRY(mti_peers_check(ctx, comm, name));
+    return mti_refuse_apart(ctx, comm, name, (int)ctx->device);
+}
+
 static mt_status mti_check_home(mt_context *ctx, mt_comm *comm, const char *name) {
     if (!comm) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: comm is NULL", name);
     if (!ctx) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: ctx is NULL", name);
-    if (ctx->device == MT_DEVICE_META && !comm->meta && comm->size > 1)
-        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
-                          "mt_%s: the context is on MT_DEVICE_META, \"%s\" (%d ranks) is not a meta communicator; use "
-                          "mt_comm_create_meta",
-                          name, comm->name, comm->size);
-    if (ctx->device != MT_DEVICE_META && comm->meta)
-        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
-                          "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
-                          "MT_DEVICE_META",
-                          name, comm->name, comm->size, (int)ctx->device);
-    return comm->launcher ? mti_refuse_apart(ctx, comm, name, (int)ctx->device) : MT_SUCCESS;
+    return (comm->transport->check)(ctx, comm, name);
 }
 
 static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -3041,6 +3150,120 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 }
 #endif
 
+/* -- one call -- */
+
+static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    (void)comm;
+    return mti_bytes_copy(ctx, call->recv, call->send, call->count * mt_dtype_size(call->dtype));
+}
+
+static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    return (void)ctx, (void)comm, (void)call, MT_SUCCESS;
+}
+
+static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = kind;
+    call.dtype = dtype;
+    call.send = send;
+    call.recv = recv;
+    call.count = call.stride = count;
+    return call;
+}
+
+static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t elements = call->count;
+    MT_TRY(mti_check_call(ctx, comm, call));
+    MT_TRY((comm->transport->collective)(ctx, comm, call));
+    if (comm->size == 1) return MT_SUCCESS;
+    if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
+    mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
+    comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype);
+    MT_TRY(mti_check_call(ctx, comm, call));
+    if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* to itself, checked to be both ways */
+    else MT_TRY((comm->transport->p2p)(ctx, comm, call));
+    if (comm->size == 1) return MT_SUCCESS;
+    if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
+    if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    int before = mti_hold();
+    mt_status status = mti_do_collective(ctx, comm, call);
+    mti_release(before);
+    return status;
+}
+
+static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    int before = mti_hold();
+    mt_status status = mti_do_p2p(ctx, comm, call);
+    mti_release(before);
+    return status;
+}
+
+MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                               mt_dtype dtype, mt_op op) {
+    mti_call call = mti_call_make(MT_ALL_REDUCE, sendbuf, recvbuf, count, dtype);
+    call.op = op;
+    return MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_all_gather(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t sendcount,
+                               mt_dtype dtype) {
+    mti_call call = mti_call_make(MT_ALL_GATHER, sendbuf, recvbuf, sendcount, dtype);
+    return MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_reduce_scatter(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t recvcount,
+                                   mt_dtype dtype, mt_op op) {
+    mti_call call = mti_call_make(MT_REDUCE_SCATTER, sendbuf, recvbuf, recvcount, dtype);
+    call.op = op;
+    return MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
+                              mt_dtype dtype, int root) {
+    mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
+    call.root = root;
+    return MT_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {
+    mti_call call = mti_call_make(MT_BARRIER, NULL, NULL, 0, MT_U8);
+    return MT_RANGE("barrier", mti_run_collective(ctx, comm, &call));
+}
+
+MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst) {
+    mti_call call = mti_call_make(MT_SEND, sendbuf, NULL, count, dtype);
+    call.root = dst;
+    call.source = -1;
+    return MT_RANGE("send", mti_run_p2p(ctx, comm, &call));
+}
+
+MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src) {
+    mti_call call = mti_call_make(MT_RECV, NULL, recvbuf, count, dtype);
+    call.recvcount = count;
+    call.root = -1;
+    call.source = src;
+    return MT_RANGE("recv", mti_run_p2p(ctx, comm, &call));
+}
+
+MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
+                              void *recvbuf, size_t recvcount, int src, mt_dtype dtype) {
+    mti_call call = mti_call_make(MTI_SEND_RECV, sendbuf, recvbuf, dst == -1 ? 0 : sendcount, dtype);
+    call.recvcount = src == -1 ? 0 : recvcount;
+    call.root = dst;
+    call.source = src;
+    return MT_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
+}
+
 /* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
 
 /* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen
@@ -3215,12 +3438,11 @@ typedef struct mti_window {
 #endif
 } mti_window;
 
-/* Collective over comm: memory of the library's allocator that will be sent from and received into at the same place on
-   every rank. Nothing happens where that cannot be had. */
-static mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+/* Nothing happens where registering cannot be had. */
+static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     int version = 0;
     mti_window *w;
-    if (!comm->on_nccl || ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
+    if (ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
     w = (mti_window *)mt_host_alloc(sizeof *w);
     if (!w) return mt_fail(ctx, MT_ERR_MEMORY, "no memory to register %zu bytes with \"%s\"", bytes, comm->name);
     w->comm = comm;
@@ -3265,9 +3487,8 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
 
 /* A communicator without a handle yet; `call` is for the sentences. */
 static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *name, double timeout_s, int call) {
-    mt_comm *comm = mti_comm_new(rank, size, name);
+    mt_comm *comm = mti_comm_new(&mti_over_nccl, rank, size, name);
     if (!comm) return NULL;
-    comm->on_nccl = 1;
     comm->nccl.owned = 1;
     comm->nccl.timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
     comm->nccl.ordinal = ctx->ordinal;
@@ -3281,8 +3502,7 @@ static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, ncclResult_t res
     comm->nccl.home = ctx;
     comm->nccl.next = ctx->nccl;
     ctx->nccl = comm;
-    if (status == MT_SUCCESS && ctx->arena_symmetric)
-        status = mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes);
+    if (status == MT_SUCCESS && ctx->arena_symmetric) status = mti_nccl_enlist(ctx, comm, ctx->arena, ctx->arena_bytes);
     if (status == MT_SUCCESS) *out = comm;
     else mt_comm_destroy(comm);
     return status;
@@ -3294,7 +3514,7 @@ static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
     *at = comm->nccl.next;
 }
 
-static void mti_nccl_leave(mt_comm *comm) {
+static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
@@ -3518,7 +3738,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     mt_status status;
     int rank, ignored, r = 0, size = mti_nccl_place(pairs, comm->size, comm->rank, &rank);
     while (r < comm->size && mti_nccl_place(pairs, comm->size, r, &ignored) < 2) r++;
-    if (size == 1) *out = mti_comm_new(0, 1, name);
+    if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
     if (size > 1 && !child) return MT_SUCCESS; /* which mt_comm_split calls by its name */
@@ -3585,7 +3805,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
     if (ranks < 1 || rank < 0 || rank >= ranks)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
-    if (ranks == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    if (ranks == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
@@ -3610,7 +3830,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d", device,
                        ctx->ordinal);
-    if (size == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    if (size == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
     comm->nccl.handle = nccl;
@@ -3618,12 +3838,13 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
     return mti_nccl_begin(ctx, comm, ncclSuccess, out);
 }
 #else /* not built */
-static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
+#if MT_HAS_CUDA
+static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
+static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
+    (void)ctx, (void)comm, (void)memory;
 }
-static inline mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
-    return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
-}
+#endif
 static mt_status mti_nccl_unbuilt(mt_context *ctx, const char *function, mt_comm **out) {
     if (out) *out = NULL;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -3643,6 +3864,113 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
     return (void)nccl, (void)timeout_s, mti_nccl_unbuilt(ctx, "mt_comm_create_nccl", out);
 }
 #endif
+
+/* -- ranks that have another way, too -- */
+
+/* What a rank says of itself when threads, or ranks over MPI, become ranks of NCCL; rank 0 brings the id. */
+typedef struct mti_place {
+    int device, ordinal;
+    mt_status status;
+    mt_nccl_id id;
+} mti_place;
+
+/* Shows everybody's place to everybody: can all have a GPU of their own, and what rank 0 brought. */
+static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
+                                 int *own_gpus) {
+    mti_call call;
+    int r, other;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_CREATE;
+    call.dtype = MT_U8;
+    call.count = sizeof *mine;
+    call.send = mine;
+    MT_TRY((local->transport->enter)(ctx, local, &call));
+    *own_gpus = 1;
+    for (r = 0; r < local->size; r++) {
+        const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
+        if (r == 0) *first = *p;
+        if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
+        for (other = 0; other < r && local->transport->are_threads;
+             other++) /* each process counts GPUs by itself; NCCL knows them */
+            if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+    }
+    (local->transport->exit)(local);
+    return MT_SUCCESS;
+}
+
+/* Ranks that are threads, or processes over MPI. *out stays NULL where they do not have a GPU each. */
+static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    mti_place mine, first;
+    int own_gpus = 0;
+    if (!MTI_NCCL) return MT_SUCCESS;
+    memset(&mine, 0, sizeof mine);
+    mine.device = (int)ctx->device;
+    mine.ordinal = ctx->ordinal;
+    if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
+    MT_TRY(mti_meet_places(ctx, world, &mine, &first, &own_gpus));
+    if (!own_gpus) return MT_SUCCESS;
+    if (first.status != MT_SUCCESS)
+        return world->rank == 0 ? first.status
+                                : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
+    return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
+}
+
+/* Ranks that are processes: each makes the same id, from the environment. */
+static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    mt_nccl_id id;
+    if (!MTI_NCCL || ctx->device != MT_DEVICE_CUDA)
+        return mti_refuse_apart(ctx, world, "comm_create_for", (int)ctx->device);
+    if (!getenv("NCCL_COMM_ID"))
+        return mti_refuse(
+            ctx, world, MT_ERR_ARGUMENT,
+            "mt_comm_create_for: the %d ranks of \"%s\" do not know where to meet: set NCCL_COMM_ID to "
+            "host:port, or MASTER_ADDR and MASTER_PORT, the same on all of them, on the machine of rank 0",
+            world->size, world->name);
+    MT_TRY(mt_nccl_unique_id(ctx, &id));
+    return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
+}
+
+static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    (void)out;
+    return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
+                      "mt_comm_create_for: \"%s\" is no communicator of a launcher or of threads", world->name);
+}
+
+static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out) {
+    return (void)ctx, (void)comm, (void)out, MT_SUCCESS;
+}
+
+static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    if (!ctx || !world || !out)
+        return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
+                          !ctx     ? "ctx"
+                          : !world ? "world"
+                                   : "out");
+    MT_TRY((world->transport->over_nccl)(ctx, world, out));
+    if (*out) mti_adopt(world, *out);
+    else MT_TRY(mt_comm_split(world, 0, world->rank, out));
+    mt_comm_set_name(*out, world->name);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    int before = mti_hold();
+    mt_status status;
+    if (out) *out = NULL;
+    status = mti_comm_create_for(ctx, world, out);
+    mti_release(before);
+    return status;
+}
+
+/* Collective over comm: memory of the library's allocator that will be sent from and received into at the same place on
+   every rank. */
+static inline mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    return (comm->transport->enlist)(ctx, comm, memory, bytes);
+}
+
+static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
+}
 
 /* ---- >>mpi ------------------------------------------------------------------------------------------------------- */
 
@@ -3903,6 +4231,7 @@ static void mti_mpi_tell(mt_comm *comm, mti_mpi_news news, mt_status status, con
 }
 
 static void mti_mpi_leave(mt_comm *comm, const char *reason) {
+    if (!mti_mark_left(comm, reason)) return;
     mti_mpi_tell(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
 }
 
@@ -4325,7 +4654,7 @@ static mti_mpi *mti_mpi_new(int size) {
 
 /* A group whose mti_mpi.world is still to be filled. */
 static mt_comm *mti_mpi_comm_new(mti_mpi_port *port, int rank, int size, const char *name, int number) {
-    mt_comm *comm = mti_comm_new(rank, size, name);
+    mt_comm *comm = mti_comm_new(&mti_over_mpi, rank, size, name);
     mti_group *g = mti_group_new(size, port->timeout, port->spin);
     mti_mpi *m = mti_mpi_new(size);
     if (!comm || !g || !m) {
@@ -4439,7 +4768,7 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     if (MPI_Comm_rank(theirs, &rank) != MPI_SUCCESS || MPI_Comm_size(theirs, &size) != MPI_SUCCESS)
         return MT_ERR_SYSTEM;
     if (size > MTI_MAX_RANKS) return MT_ERR_UNSUPPORTED;
-    if (size == 1) return (*out = mti_comm_new(0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    if (size == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     port = mti_mpi_port_new(rank, size, timeout_s);
     if (!port) return MT_ERR_MEMORY;
     status = mti_mpi_open(port, theirs);
@@ -4474,7 +4803,7 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
     if (color < 0) return MT_SUCCESS;
     mti_split_place(comm, comm->rank, &rank, &size, &leader);
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
-    *out = size == 1 ? mti_comm_new(0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
+    *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
     if (!*out || size == 1) return MT_SUCCESS; /* mt_comm_split calls it by its name */
     for (r = 0; r < comm->size; r++) {
         if (mti_slot_of(comm->group, r)->color != color) continue;
@@ -4547,7 +4876,7 @@ static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
 }
 
 /* Of a group; with the last one the port ends, too. */
-static void mti_mpi_end(mt_comm *comm) {
+static void mti_mpi_destroy(mt_comm *comm) {
     mti_mpi *m = comm->mpi, **at;
     mti_mpi_port *port = m->port;
     for (at = &port->groups; *at != m; at = &(*at)->next) continue;
@@ -4559,221 +4888,11 @@ static void mti_mpi_end(mt_comm *comm) {
     if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
 }
 #else /* not built */
-static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
-}
-static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    return (void)ctx, (void)comm, (void)call, MT_ERR_UNSUPPORTED;
-}
-static void mti_mpi_exit(mt_comm *comm) { (void)comm; }
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {
     if (out) *out = NULL;
     return (void)mpi_comm, (void)timeout_s, MT_ERR_UNSUPPORTED;
 }
 #endif
-
-/* ---- >>nccl, continued: ranks that have another way, too --------------------------------------------------------- */
-
-/* What a rank says of itself when threads, or ranks over MPI, become ranks of NCCL; rank 0 brings the id. */
-typedef struct mti_place {
-    int device, ordinal;
-    mt_status status;
-    mt_nccl_id id;
-} mti_place;
-
-/* Shows everybody's place to everybody: can all have a GPU of their own, and what rank 0 brought. */
-static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
-                                 int *own_gpus) {
-    mti_call call;
-    int r, other;
-    memset(&call, 0, sizeof call);
-    call.kind = MTI_CREATE;
-    call.dtype = MT_U8;
-    call.count = sizeof *mine;
-    call.send = mine;
-    MT_TRY(local->mpi ? mti_mpi_enter(ctx, local, &call) : mti_enter(ctx, local, &call));
-    *own_gpus = 1;
-    for (r = 0; r < local->size; r++) {
-        const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
-        if (r == 0) *first = *p;
-        if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
-        for (other = 0; other < r && !local->mpi; other++) /* each process counts GPUs by itself; NCCL knows them */
-            if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
-    }
-    if (local->mpi) mti_mpi_exit(local);
-    else mti_exit(local);
-    return MT_SUCCESS;
-}
-
-/* Ranks that are threads, or processes over MPI. *out stays NULL where they do not have a GPU each. */
-static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    mti_place mine, first;
-    int own_gpus = 0;
-    memset(&mine, 0, sizeof mine);
-    mine.device = (int)ctx->device;
-    mine.ordinal = ctx->ordinal;
-    if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
-    MT_TRY(mti_meet_places(ctx, world, &mine, &first, &own_gpus));
-    if (!own_gpus) return MT_SUCCESS;
-    if (first.status != MT_SUCCESS)
-        return world->rank == 0 ? first.status
-                                : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
-    return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
-}
-
-/* Ranks that are processes: each makes the same id, from the environment. */
-static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    mt_nccl_id id;
-    if (!MTI_NCCL || ctx->device != MT_DEVICE_CUDA)
-        return mti_refuse_apart(ctx, world, "comm_create_for", (int)ctx->device);
-    if (!getenv("NCCL_COMM_ID"))
-        return mti_refuse(
-            ctx, world, MT_ERR_ARGUMENT,
-            "mt_comm_create_for: the %d ranks of \"%s\" do not know where to meet: set NCCL_COMM_ID to "
-            "host:port, or MASTER_ADDR and MASTER_PORT, the same on all of them, on the machine of rank 0",
-            world->size, world->name);
-    MT_TRY(mt_nccl_unique_id(ctx, &id));
-    return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
-}
-
-static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    if (!ctx || !world || !out)
-        return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
-                          !ctx     ? "ctx"
-                          : !world ? "world"
-                                   : "out");
-    if (world->meta || world->on_nccl)
-        return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
-                          "mt_comm_create_for: \"%s\" is no communicator of a launcher or of threads", world->name);
-    if (world->launcher) MT_TRY(mti_processes_over_nccl(ctx, world, out));
-    else if (MTI_NCCL && world->size > 1) MT_TRY(mti_group_over_nccl(ctx, world, out));
-    if (*out) mti_adopt(world, *out);
-    else MT_TRY(mt_comm_split(world, 0, world->rank, out));
-    mt_comm_set_name(*out, world->name);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    int before = mti_hold();
-    mt_status status;
-    if (out) *out = NULL;
-    status = mti_comm_create_for(ctx, world, out);
-    mti_release(before);
-    return status;
-}
-
-/* ---- >>collectives, continued: alone, meta, local, over NCCL or MPI ---------------------------------------------- */
-
-static mt_status mti_alone(mt_context *ctx, const mti_call *call, size_t elements) {
-    return mti_bytes_copy(ctx, call->recv, call->send, elements * mt_dtype_size(call->dtype));
-}
-
-static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
-    mti_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = kind;
-    call.dtype = dtype;
-    call.send = send;
-    call.recv = recv;
-    call.count = call.stride = count;
-    return call;
-}
-
-static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t elements = call->count;
-    MT_TRY(mti_check_call(ctx, comm, call));
-    if (comm->size == 1) return mti_alone(ctx, call, elements);
-    if (comm->on_nccl) MT_TRY(mti_nccl_call(ctx, comm, call));
-    else if (comm->mpi) MT_TRY(mti_mpi_call(ctx, comm, call));
-    else if (!comm->meta) MT_TRY(mti_local_collective(ctx, comm, call));
-    if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
-    mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
-    comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
-    return MT_SUCCESS;
-}
-
-static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype);
-    MT_TRY(mti_check_call(ctx, comm, call));
-    if (call->root == comm->rank) MT_TRY(mti_alone(ctx, call, call->count)); /* to itself, checked to be both ways */
-    else if (comm->on_nccl) MT_TRY(mti_nccl_call(ctx, comm, call));
-    else if (comm->mpi) MT_TRY(mti_mpi_call(ctx, comm, call));
-    else if (comm->group) MT_TRY(mti_local_p2p(ctx, comm, call));
-    if (comm->size == 1) return MT_SUCCESS;
-    if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
-    if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_run_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    int before = mti_hold();
-    mt_status status = mti_do_collective(ctx, comm, call);
-    mti_release(before);
-    return status;
-}
-
-static mt_status mti_run_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    int before = mti_hold();
-    mt_status status = mti_do_p2p(ctx, comm, call);
-    mti_release(before);
-    return status;
-}
-
-MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
-                               mt_dtype dtype, mt_op op) {
-    mti_call call = mti_call_make(MT_ALL_REDUCE, sendbuf, recvbuf, count, dtype);
-    call.op = op;
-    return MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
-}
-
-MT_API mt_status mt_all_gather(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t sendcount,
-                               mt_dtype dtype) {
-    mti_call call = mti_call_make(MT_ALL_GATHER, sendbuf, recvbuf, sendcount, dtype);
-    return MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
-}
-
-MT_API mt_status mt_reduce_scatter(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t recvcount,
-                                   mt_dtype dtype, mt_op op) {
-    mti_call call = mti_call_make(MT_REDUCE_SCATTER, sendbuf, recvbuf, recvcount, dtype);
-    call.op = op;
-    return MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
-}
-
-MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
-                              mt_dtype dtype, int root) {
-    mti_call call = mti_call_make(MT_BROADCAST, sendbuf, recvbuf, count, dtype);
-    call.root = root;
-    return MT_RANGE("broadcast", mti_run_collective(ctx, comm, &call));
-}
-
-MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm) {
-    mti_call call = mti_call_make(MT_BARRIER, NULL, NULL, 0, MT_U8);
-    return MT_RANGE("barrier", mti_run_collective(ctx, comm, &call));
-}
-
-MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst) {
-    mti_call call = mti_call_make(MT_SEND, sendbuf, NULL, count, dtype);
-    call.root = dst;
-    call.source = -1;
-    return MT_RANGE("send", mti_run_p2p(ctx, comm, &call));
-}
-
-MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src) {
-    mti_call call = mti_call_make(MT_RECV, NULL, recvbuf, count, dtype);
-    call.recvcount = count;
-    call.root = -1;
-    call.source = src;
-    return MT_RANGE("recv", mti_run_p2p(ctx, comm, &call));
-}
-
-MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
-                              void *recvbuf, size_t recvcount, int src, mt_dtype dtype) {
-    mti_call call = mti_call_make(MTI_SEND_RECV, sendbuf, recvbuf, dst == -1 ? 0 : sendcount, dtype);
-    call.recvcount = src == -1 ? 0 : recvcount;
-    call.root = dst;
-    call.source = src;
-    return MT_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
-}
 
 /* ---- >>compare: what ranks were told ----------------------------------------------------------------------------- */
 
@@ -4942,7 +5061,7 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: %s is NULL", ctx ? "comm" : "ctx");
     for (i = 0; !bad && i < count; i++) bad = !settings[i].name || !settings[i].value;
     if (bad) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: count is %d, or something is NULL", count);
-    if (comm->size == 1 || comm->meta) return MT_SUCCESS;
+    if (!comm->transport->has_peers) return MT_SUCCESS;
     bytes = (size_t)comm->size * sizeof *all > MTI_TOLD_CHUNK ? (size_t)comm->size * sizeof *all : MTI_TOLD_CHUNK;
     mine = mti_told_write(settings, count);
     all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
@@ -5497,7 +5616,7 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     status = mti_launch_report(desc, &rank, 1);
     *closed = 1;
     if (port) {
-        mti_mpi_end(rank.world);
+        mti_mpi_destroy(rank.world);
         *closed = mti_mpi_close(port, rank.status);
         status = mti_mpi_verdict(desc, port);
         mti_mpi_port_end(port, *closed);
@@ -5712,14 +5831,14 @@ static mt_status mti_run_process(const mt_launch_desc *desc, const mti_process *
     all.worlds = NULL;
     all.count = 1;
     memset(&rank, 0, sizeof rank);
-    rank.world = mti_comm_new(p->rank, p->size, "world");
+    rank.world = mti_comm_new(p->size > 1 ? &mti_apart : &mti_alone, p->rank, p->size, "world");
     if (!rank.world) {
         mti_launch_say(desc, "mt_world_from_env: no memory for the communicator of rank %d", p->rank);
         return MT_ERR_MEMORY;
     }
     rank.world->owner = &rank;
     rank.world->local_rank = p->local_rank;
-    rank.world->launcher = p->size > 1 ? p->launcher->name : NULL;
+    rank.world->launcher = p->launcher->name;
     rank.world->timeout = desc->timeout_s;
     rank.run = run;
     rank.user = user;

@@ -29,6 +29,8 @@ void cuda_fail_after(const char *name, int after, cudaError_t error);
 
 #define RANKS_MAX 8
 
+static bool is_on_nccl(const mt_comm *comm) { return comm->transport == &mti_over_nccl; }
+
 /* ---- ranks, started in every way --------------------------------------------------------------------------------- */
 
 typedef enum way {
@@ -283,7 +285,7 @@ static int skipped(int w, mt_dtype dtype, int in_place) {
 static mt_status all_cases(job *j, mt_context *ctx, mt_comm *comm) {
     results *r = (results *)j->result;
     int rank = mt_comm_rank(comm);
-    CHECK(comm->on_nccl == (j->how != ON_CPU && j->ranks > 1 && !j->one_gpu));
+    CHECK(is_on_nccl(comm) == (j->how != ON_CPU && j->ranks > 1 && !j->one_gpu));
     CHECK(mt_comm_size(comm) == j->ranks);
     for (int w = 0; w < WHATS; w++)
         for (int t = 0; t < TYPES; t++)
@@ -456,7 +458,7 @@ static mt_status split_all(job *j, mt_context *ctx, mt_comm *comm) {
         found[s].rank = mt_comm_rank(part);
         found[s].size = mt_comm_size(part);
         MT_TRY(mt_download(ctx, x, &found[s].sum));
-        CHECK(part->on_nccl == (comm->on_nccl && part->size > 1));
+        CHECK(is_on_nccl(part) == (is_on_nccl(comm) && part->size > 1));
         mt_comm_destroy(part);
     }
     return MT_SUCCESS;
@@ -484,8 +486,8 @@ static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
     mt_grid grid;
     (void)ctx;
     MT_TRY(mt_grid_create(comm, &shape, &grid));
-    CHECK(grid.pp->on_nccl == 0 && grid.embedding->on_nccl == 0);
-    CHECK(grid.tp->on_nccl == (grid.tp_size > 1) && grid.dp->on_nccl == (grid.dp_size > 1));
+    CHECK(!is_on_nccl(grid.pp) && !is_on_nccl(grid.embedding));
+    CHECK(is_on_nccl(grid.tp) == (grid.tp_size > 1) && is_on_nccl(grid.dp) == (grid.dp_size > 1));
     mt_grid_destroy(&grid);
     return MT_SUCCESS;
 }
