@@ -34,9 +34,9 @@
     int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
 
    Four headers; each includes only those below it and can be used without those above:
-       megatron.h       attention, MLP, transformer layer, GPT, checkpoints          (this page)
+       megatron.h       attention, MLP, transformer layer, GPT, names and layouts of Hugging Face     (this header)
        mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
-                        loss, AdamW
+                        loss, AdamW, pipelines, checkpoints
        mt_kernels.cuh   the operators, forward and backward
        mt_comm.h        contexts, communicators, collectives, the conjugates f and g, mt_launch
 
@@ -52,7 +52,7 @@
    Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
    Threads: a rank is one thread, with one context, one communicator and one registry. Config macros: see mt_comm.h.
 
-   Rooms of the implementation: >>mlp >>attention >>layer >>gpt >>checkpoint */
+   Sections of the implementation: >>mlp >>attention >>layer >>gpt >>checkpoint */
 
 #include "mt_parallel.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -319,102 +319,23 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
-/* ---- checkpoints ------------------------------------------------------------------------------------------------- */
+/* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
 
-/* A checkpoint is a directory on a file system that all ranks see, DIRECTORY/step-00000100, with whole, unsharded
-   tensors, which load on any tensor x data x pipeline grid:
-     model.safetensors      the parameters in the registry's type; what else there is to know in its __metadata__
-     optimizer.safetensors  PARAMETER.exp_avg, .exp_avg_sq and, where the optimizer keeps one, .master, all F32
-     config.json            for a model that GPT-2 can express
-   With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
-   Hugging Face has it; a parameter that several stages share is in the first one's file.
+/* A checkpoint (see mt_parallel.h) of the parameters of a GPT, which must outlive it. desc->format must be NULL. Its
+   files say what the GPT is. mt_checkpoint_load and mt_checkpoint_import refuse another one (MT_ERR_DATA), also where
+   shapes do not show the difference (heads, activation, ...).
 
-   A GPT that is made as GPT-2 is - MT_PRE_LN, MT_LAYER_NORM, a GeLU, biases, learned positions, no grouped queries,
-   causal - is stored as Hugging Face's GPT2LMHeadModel is: its names, [in, out] weights, [q | k | v]. transformers
-   opens the directory (GPT2LMHeadModel.from_pretrained), and what transformers has written is read by
-   mt_checkpoint_import. Other models have the registry's names, shapes and layouts; so have the optimizer's files
-   always.
+   Hugging Face. A GPT that is made as GPT-2 is (MT_PRE_LN, MT_LAYER_NORM, a GeLU, biases, learned positions, no grouped
+   queries, causal) is stored as Hugging Face's GPT2LMHeadModel: its names, [in, out] weights, [q | k | v], and a
+   config.json. transformers opens the directory of a checkpoint (GPT2LMHeadModel.from_pretrained). mt_checkpoint_import
+   reads what transformers has written, with or without "transformer." before its names. It ignores buffers of attention
+   masks, and an output head beside tied embeddings. Other models have the registry's names, shapes and layouts. */
+MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
+                                          const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-   Its files say which version of the library has written them. Those of this version and of older ones are read. Those
-   of a newer one, be it in the last number only, are MT_ERR_DATA with a sentence that has both versions. Files without
-   a version are not ours: mt_checkpoint_import and mt_gpt_desc_read take them, mt_checkpoint_load does not.
-
-   It is written beside (DIRECTORY/.step-00000100.tmp), every file and directory is synchronised with the disk, then it
-   is renamed: what is killed at any moment leaves the old checkpoints, or the new one with them. Each file has a
-   checksum of all its bytes. One tensor at a time is in host memory, whole.
-
-   One run writes to a directory at a time: from its first save (or mt_checkpoint_lock) until mt_checkpoint_destroy, or
-   the end of its process, a checkpoint holds the lock (flock) of the file .lock in it, where the file system has locks.
- */
-typedef struct mt_checkpoint mt_checkpoint; /* opaque */
-
-typedef struct mt_checkpoint_desc {
-    const char *directory;   /* of a run's checkpoints; made when it is missing, its parent is not; copied */
-    const mt_gpt *gpt;       /* whose parameters they are, to outlive the checkpoint; NULL: a model of your own */
-    mt_optimizer *optimizer; /* to outlive the checkpoint; NULL: parameters only */
-    int keep;                /* how many of the newest checkpoints stay; 0: 2 */
-} mt_checkpoint_desc;
-
-#define MT_NOTE_MAX 1024
-
-/* What a loop needs to go on, beside parameters and optimizer. The library only reads step. */
-typedef struct mt_training_state {
-    int64_t step;           /* steps done, at most 2^48; names the checkpoint */
-    uint64_t seed;          /* of weights, batches and dropout */
-    int64_t position;       /* in the data, in units of the loop's own, at most 2^62 */
-    mt_loss_scaler scaler;  /* zeros when there is none */
-    char note[MT_NOTE_MAX]; /* a text of the loop's own, UTF-8, such as its flags */
-} mt_training_state;
-
-/* Host memory for two of the largest tensors (one without desc->gpt) and a little of the device's. Not collective.
-   params must outlive it. */
-MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
-                                      mt_checkpoint **out);
-MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
-
-/* Collective over the grid's world, as save, load and import are: an error on one rank is every rank's, with the same
-   sentence. What the first save does before anything else, for a loop that would rather know now: makes the directory,
-   locks it and tries to write to it. MT_ERR_IO: it cannot, or another run (or another checkpoint of this one) writes to
-   the directory. */
-MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
-
-/* MT_ERR_IO: there is no room, no permission, a checkpoint of this step or a later one, or another run that writes to
-   the directory; MT_ERR_DATA: the note, or a name, is not UTF-8. The checkpoints that were there still are. Removes
-   what a save that was killed has left, and checkpoints beyond desc.keep; what of them cannot be removed (a directory
-   that is none of ours, say) is a warning to the logger, and tried again by the next save.
-   A link in the directory is removed as a link: what it points to stays as it is.
-   On MT_DEVICE_META no file is touched.
-   Ranks that write nothing wait for those that do in a collective: the timeout of the world (mt_launch_desc.timeout_s)
-   must exceed the time in which a rank's files are written and synchronised with the disk. Of the arena it needs room
-   for the largest tensor as the tensor ranks have it together, padded, once in the parameters' type and once in f32;
-   with a sharded optimizer for two in f32. */
-MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
-
-/* Everything is checked before the first parameter is written: names, shapes, types, checksums, that nothing is missing
-   or too many, that the model is the registry's in what shapes do not show (heads, activation, ...), and that what is
-   said of the run can be: this step, a loss scaler that works, counts that can be added to. MT_ERR_IO or MT_ERR_DATA
-   name file and reason; MT_ERR_MEMORY: the arena has no room for the largest shard in f32, which parameters in 16 bits
-   and sharded optimizers need. One error can come later: MT_ERR_IO when another program truncates a file, or the disk
-   fails, after the checks. Some parameters are the checkpoint's then, and the others are as they were. The type of the
-   parameters may be another one than it was: 16-bit parameters have no masters but themselves then, and f32 parameters
-   become what the masters were. */
-MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
-
-/* Parameters (and masters) only, from a directory with model.safetensors, or with its index: of one checkpoint, of
-   Hugging Face's GPT-2, with or without "transformer." before its names. Buffers of attention masks are ignored, and so
-   is an output head beside tied embeddings. */
-MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory);
-
-/* The newest checkpoint's step, -1 when there is none or no directory. comm: every rank of it is told what the first
-   one finds; NULL: not collective. */
-MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step);
-
-/* DIRECTORY/step-00000100. MT_ERR_ARGUMENT when it has more characters than `bytes` has room for. */
-MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes);
-
-/* What mt_gpt_create needs for the model in a directory, as mt_checkpoint_import reads it: from the metadata of a
-   checkpoint of a GPT, or from config.json of a GPT-2. What does not change a model's output (dropout, init_std, ...)
-   is zero. Not collective. */
+/* Reads what mt_gpt_create needs for the model in a directory: from the metadata of a checkpoint of a GPT, or from the
+   config.json of a GPT-2. What does not change a model's output (dropout, init_std, ...) is zero. *out is left alone
+   after an error. Not collective. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
 #ifdef __cplusplus
@@ -1640,185 +1561,37 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
 
-/* What is said of a model and of a run in the metadata of its files, one table for writing, reading and comparing. */
-typedef enum mti_field_kind { MTI_FIELD_I64, MTI_FIELD_U64, MTI_FIELD_INT, MTI_FIELD_F32 } mti_field_kind;
-
-typedef struct mti_field {
-    const char *name;
-    mti_field_kind kind;
-    size_t offset;
-    int64_t low, high;   /* of a whole number that is read */
-    const char *allowed; /* what else a number that is read has to be: see mti_gpt_fault, mti_state_fault */
-} mti_field;
-
-/* What is read leaves room for what is added to it and multiplied by it. 2^48 steps of 1 us take nine years. */
-#define MTI_STEPS_MAX ((int64_t)1 << 48)
-#define MTI_POSITION_MAX ((int64_t)1 << 62)
+enum { MTI_GPT_FIELDS = 15 };
 
 /* All that changes what a GPT computes, but for max_seq, which rotary embedding may change. Sizes are at most what
    mt_gpt_create takes. */
-static const mti_field mti_gpt_fields[] = {
-    {"gpt.vocab", MTI_FIELD_I64, offsetof(mt_gpt_desc, vocab), 1, INT32_MAX, NULL},
-    {"gpt.layers", MTI_FIELD_I64, offsetof(mt_gpt_desc, layers), 1, MTI_LAYERS_MAX, NULL},
-    {"gpt.max_seq", MTI_FIELD_I64, offsetof(mt_gpt_desc, max_seq), 1, INT32_MAX, NULL},
-    {"gpt.hidden", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.hidden), 1, INT32_MAX, NULL},
-    {"gpt.heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.heads), 1, INT32_MAX, NULL},
-    {"gpt.kv_heads", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.kv_heads), 1, INT32_MAX, NULL},
-    {"gpt.ffn", MTI_FIELD_I64, offsetof(mt_gpt_desc, layer.ffn), 1, INT32_MAX, NULL},
-    {"gpt.placement", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.placement), MT_PRE_LN, MT_RESIDUAL_POST_LN, NULL},
-    {"gpt.norm", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.norm), MT_LAYER_NORM, MT_RMS_NORM, NULL},
-    {"gpt.norm_eps", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.norm_eps), 0, 0, "above 0"},
-    {"gpt.activation", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.activation), MT_GELU_TANH, MT_SWIGLU, NULL},
-    {"gpt.mask", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.mask), MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, NULL},
-    {"gpt.rotary_base", MTI_FIELD_F32, offsetof(mt_gpt_desc, layer.rotary_base), 0, 0, "at least 0"},
-    {"gpt.no_bias", MTI_FIELD_INT, offsetof(mt_gpt_desc, layer.no_bias), 0, 1, NULL},
-    {"gpt.untied_head", MTI_FIELD_INT, offsetof(mt_gpt_desc, untied_head), 0, 1, NULL}};
-
-/* A loss scaler of zeros is none. */
-static const mti_field mti_state_fields[] = {
-    {"step", MTI_FIELD_I64, offsetof(mt_training_state, step), 0, MTI_STEPS_MAX, NULL},
-    {"seed", MTI_FIELD_U64, offsetof(mt_training_state, seed), 0, 0, NULL},
-    {"position", MTI_FIELD_I64, offsetof(mt_training_state, position), 0, MTI_POSITION_MAX, NULL},
-    {"loss_scaler.initial_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.initial_scale), 0, 0,
-     "at least loss_scaler.min_scale"},
-    {"loss_scaler.min_scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.min_scale), 0, 0,
-     "above 0, and so large that 1 / min_scale is finite"},
-    {"loss_scaler.growth", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.growth), 0, 0, "at least 1"},
-    {"loss_scaler.backoff", MTI_FIELD_F32, offsetof(mt_training_state, scaler.desc.backoff), 0, 0,
-     "above 0 and at most 1"},
-    {"loss_scaler.growth_interval", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.growth_interval), 0,
-     INT32_MAX, "at least 1"},
-    {"loss_scaler.hysteresis", MTI_FIELD_INT, offsetof(mt_training_state, scaler.desc.hysteresis), 0, INT32_MAX,
-     "at least 1"},
-    {"loss_scaler.scale", MTI_FIELD_F32, offsetof(mt_training_state, scaler.scale), 0, 0,
-     "at least loss_scaler.min_scale"},
-    {"loss_scaler.good_steps", MTI_FIELD_INT, offsetof(mt_training_state, scaler.good_steps), 0, INT32_MAX,
-     "below loss_scaler.growth_interval"},
-    {"loss_scaler.overflows", MTI_FIELD_INT, offsetof(mt_training_state, scaler.overflows), 0, INT32_MAX / 2, NULL},
-    {"loss_scaler.skipped", MTI_FIELD_I64, offsetof(mt_training_state, scaler.skipped), 0, MTI_STEPS_MAX, NULL}};
-
-static const mti_field mti_optimizer_fields[] = {
-    {"optimizer_step", MTI_FIELD_I64, offsetof(mt_optimizer, step), 0, MTI_STEPS_MAX, NULL}};
-
-#define MTI_VERSION_KEY "megatron" /* of the library that has written a file */
-
-#define MTI_FIELDS(list) (int)(sizeof(list) / sizeof *(list))
-#define MTI_FIELD_TEXT 32
-
-/* All digits of a float, with a decimal point in every locale. */
-static void mti_f32_text(float x, char *text) {
-    snprintf(text, MTI_FIELD_TEXT, "%.8e", (double)x);
-    if (strchr(text, 'e')) mt_decimal_point(text);
-    else snprintf(text, MTI_FIELD_TEXT, "0"); /* not finite, which no field is */
+static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
+    mt_transformer_layer_desc *l = &d->layer;
+    const mt_field list[MTI_GPT_FIELDS] = {
+        {"gpt.vocab", MT_FIELD_I64, &d->vocab, 1, INT32_MAX, 0, 0, 0},
+        {"gpt.layers", MT_FIELD_I64, &d->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
+        {"gpt.max_seq", MT_FIELD_I64, &d->max_seq, 1, INT32_MAX, 0, 0, 0},
+        {"gpt.hidden", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
+        {"gpt.heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
+        {"gpt.kv_heads", MT_FIELD_I64, &l->kv_heads, 1, INT32_MAX, 0, 0, 0},
+        {"gpt.ffn", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
+        {"gpt.placement", MT_FIELD_INT, &l->placement, MT_PRE_LN, MT_RESIDUAL_POST_LN, 0, 0, 0},
+        {"gpt.norm", MT_FIELD_INT, &l->norm, MT_LAYER_NORM, MT_RMS_NORM, 0, 0, 0},
+        {"gpt.norm_eps", MT_FIELD_F32, &l->norm_eps, 0, 0, 0, 0, 0},
+        {"gpt.activation", MT_FIELD_INT, &l->activation, MT_GELU_TANH, MT_SWIGLU, 0, 0, 0},
+        {"gpt.mask", MT_FIELD_INT, &l->mask, MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, 0, 0, 0},
+        {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
+        {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
+        {"gpt.untied_head", MT_FIELD_INT, &d->untied_head, 0, 1, 0, 0, 0}};
+    memcpy(out, list, sizeof list);
 }
-
-static void mti_field_text(const mti_field *f, const void *base, char *text) {
-    const char *at = (const char *)base + f->offset;
-    int64_t i = 0;
-    float x = 0;
-    int n = 0;
-    if (f->kind == MTI_FIELD_F32) {
-        memcpy(&x, at, sizeof x);
-        mti_f32_text(x, text);
-    } else if (f->kind == MTI_FIELD_INT) {
-        memcpy(&n, at, sizeof n);
-        snprintf(text, MTI_FIELD_TEXT, "%d", n);
-    } else {
-        memcpy(&i, at, sizeof i);
-        if (f->kind == MTI_FIELD_U64) snprintf(text, MTI_FIELD_TEXT, "%llu", (unsigned long long)i);
-        else snprintf(text, MTI_FIELD_TEXT, "%lld", (long long)i);
-    }
-}
-
-static int mti_field_parse(const mti_field *f, const char *text, void *base) {
-    char *at = (char *)base + f->offset;
-    int negative = f->kind != MTI_FIELD_U64 && *text == '-', n;
-    uint64_t whole;
-    if (f->kind == MTI_FIELD_F32) {
-        mti_json j = mti_json_begin(text, strlen(text));
-        double number = mti_json_number(&j);
-        int fits = number >= -(double)FLT_MAX && number <= (double)FLT_MAX;
-        float x = fits ? (float)number : 0.0f;
-        mti_json_end(&j);
-        memcpy(at, &x, sizeof x);
-        return !j.error && fits;
-    }
-    if (!mt_parse_whole(text + negative, f->kind == MTI_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX, &whole)) return 0;
-    if (negative) whole = 0 - whole;
-    if (f->kind != MTI_FIELD_INT) {
-        memcpy(at, &whole, sizeof whole);
-        return 1;
-    }
-    n = (int)(int64_t)whole;
-    memcpy(at, &n, sizeof n);
-    return n == (int64_t)whole;
-}
-
-static int mti_field_in_range(const mti_field *f, const void *base) {
-    const char *at = (const char *)base + f->offset;
-    int64_t x = f->low;
-    int n;
-    if (f->kind == MTI_FIELD_I64) memcpy(&x, at, sizeof x);
-    if (f->kind == MTI_FIELD_INT) {
-        memcpy(&n, at, sizeof n);
-        x = n;
-    }
-    return x >= f->low && x <= f->high;
-}
-
-/* Of a field that is no number of its kind, or outside of its range. */
-static mt_status mti_field_refuse(mt_context *ctx, const char *path, const mti_field *f, const char *text) {
-    char range[64] = "a finite number";
-    if (f->kind == MTI_FIELD_U64)
-        snprintf(range, sizeof range, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX);
-    else if (f->kind != MTI_FIELD_F32)
-        snprintf(range, sizeof range, "a whole number from %lld to %lld", (long long)f->low, (long long)f->high);
-    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", path, f->name, text, range);
-}
-
-/* fault: what of fields that are in their ranges is not allowed, by its name; may be NULL. */
-static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *s, const mti_field *fields, int count,
-                                 void *base, const char *(*fault)(const void *base)) {
-    const char *text, *name;
-    int i;
-    for (i = 0; i < count; i++) {
-        text = mt_safetensors_metadata(s, fields[i].name);
-        if (!text) return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no %s", s->path, fields[i].name);
-        if (!mti_field_parse(&fields[i], text, base) || !mti_field_in_range(&fields[i], base))
-            return mti_field_refuse(ctx, s->path, &fields[i], text);
-    }
-    name = fault ? fault(base) : NULL;
-    if (!name) return MT_SUCCESS;
-    for (i = 0; i + 1 < count && strcmp(fields[i].name, name) != 0; i++) continue;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", s->path, name,
-                   mt_safetensors_metadata(s, name), fields[i].allowed);
-}
-
-static const char *mti_gpt_fault(const void *desc) {
-    const mt_transformer_layer_desc *layer = &((const mt_gpt_desc *)desc)->layer;
-    if (!(layer->norm_eps > 0.0f)) return "gpt.norm_eps";
-    return layer->rotary_base >= 0.0f ? NULL : "gpt.rotary_base";
-}
-
-/* After mti_field_in_range, for a scaler that a run can have left so. */
-static const char *mti_state_fault(const void *state) {
-    const mt_loss_scaler *scaler = &((const mt_training_state *)state)->scaler;
-    mt_loss_scaler none;
-    memset(&none, 0, sizeof none);
-    if (memcmp(scaler, &none, sizeof none) == 0) return NULL;
-    if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
-    if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
-    return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
-}
-
-/* ---- >>checkpoint: GPT-2 of Hugging Face ---- */
 
 /* With defaults put in, so that two descriptions of the same model are the same. */
 static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     mt_gpt_desc d = *desc;
     if (!d.layer.kv_heads) d.layer.kv_heads = d.layer.heads;
     if (!d.layer.ffn) d.layer.ffn = 4 * d.layer.hidden;
-    d.layer.norm_eps = mti_default(d.layer.norm_eps, 1e-5f);
+    if (d.layer.norm_eps == 0.0f) d.layer.norm_eps = 1e-5f;
     d.layer.no_bias = d.layer.no_bias != 0;
     d.untied_head = d.untied_head != 0;
     return d;
@@ -1832,6 +1605,8 @@ static int mti_is_gpt2(const mt_gpt_desc *desc) {
 }
 
 enum { MTI_FORM_MATRIX = 0, MTI_FORM_VECTOR = 1, MTI_FORM_CONV1D = 2, MTI_FORM_QKV = 4 };
+
+#define MTI_COUNT(list) (int)(sizeof(list) / sizeof *(list))
 
 typedef struct mti_gpt2_name {
     const char *ours, *theirs;
@@ -1857,50 +1632,48 @@ static const mti_gpt2_name mti_gpt2_layer[] = {
     {"mlp.linear_fc2.weight", "mlp.c_proj.weight", MTI_FORM_CONV1D},
     {"mlp.linear_fc2.bias", "mlp.c_proj.bias", MTI_FORM_VECTOR}};
 
-/* How a parameter lies in a file. */
-typedef struct mti_layout {
-    char name[MT_NAME_MAX + 32];
-    int form, dims;
-    int64_t shape[2];
-} mti_layout;
-
 static const mti_gpt2_name *mti_gpt2_find(const mti_gpt2_name *list, int count, const char *ours) {
     while (count-- > 0)
         if (strcmp(list[count].ours, ours) == 0) return &list[count];
     return NULL;
 }
 
-/* prefix: of GPT-2's names; NULL: the registry's own. What GPT-2 has no name for keeps its own. */
-static mti_layout mti_layout_of(const mt_param *p, const char *prefix) {
+/* Before GPT-2's names in a file: in dialect 0, which is written, and in 1. NULL: the file has the registry's names,
+   as that of a model which GPT-2 cannot express always has. */
+static const char *mti_gpt2_prefix(const mt_gpt *gpt, int dialect) {
+    if (!mti_is_gpt2(&gpt->desc)) return NULL;
+    return dialect == 0 ? "transformer." : dialect == 1 ? "" : NULL;
+}
+
+/* What GPT-2 has no name for keeps its own. */
+static void mti_gpt_layout(const void *model, const mt_param *p, int dialect, mt_tensor_layout *l) {
     static const char layers[] = "decoder.layers.";
+    const char *prefix = mti_gpt2_prefix((const mt_gpt *)model, dialect);
     const mti_gpt2_name *found = NULL;
     const char *rest = p->name + sizeof layers - 1, *dot;
-    mti_layout l;
-    int row = p->desc.rows == 1;
-    memset(&l, 0, sizeof l);
-    snprintf(l.name, sizeof l.name, "%s", p->name);
-    l.form = row ? MTI_FORM_VECTOR : MTI_FORM_MATRIX;
-    if (prefix && strncmp(p->name, layers, sizeof layers - 1) == 0 && (dot = strchr(rest, '.')) != NULL) {
-        found = mti_gpt2_find(mti_gpt2_layer, MTI_FIELDS(mti_gpt2_layer), dot + 1);
-        if (found) snprintf(l.name, sizeof l.name, "%sh.%.*s.%s", prefix, (int)(dot - rest), rest, found->theirs);
-    } else if (prefix) {
-        found = mti_gpt2_find(mti_gpt2_model, MTI_FIELDS(mti_gpt2_model), p->name);
-        if (found) snprintf(l.name, sizeof l.name, "%s%s", prefix, found->theirs);
+    if (!prefix) return;
+    if (strncmp(p->name, layers, sizeof layers - 1) == 0 && (dot = strchr(rest, '.')) != NULL) {
+        found = mti_gpt2_find(mti_gpt2_layer, MTI_COUNT(mti_gpt2_layer), dot + 1);
+        if (found) snprintf(l->name, sizeof l->name, "%sh.%.*s.%s", prefix, (int)(dot - rest), rest, found->theirs);
+    } else {
+        found = mti_gpt2_find(mti_gpt2_model, MTI_COUNT(mti_gpt2_model), p->name);
+        if (found) snprintf(l->name, sizeof l->name, "%s%s", prefix, found->theirs);
     }
-    if (found) l.form = found->form;
-    l.dims = l.form & MTI_FORM_VECTOR ? 1 : 2;
-    l.shape[0] = l.form & (MTI_FORM_VECTOR | MTI_FORM_CONV1D) ? p->desc.cols : p->desc.rows;
-    l.shape[1] = l.form & MTI_FORM_CONV1D ? p->desc.rows : p->desc.cols;
-    return l;
+    if (!found) return;
+    l->form = found->form;
+    l->dims = l->form & MTI_FORM_VECTOR ? 1 : 2;
+    l->shape[0] = l->form & (MTI_FORM_VECTOR | MTI_FORM_CONV1D) ? p->desc.cols : p->desc.rows;
+    l->shape[1] = l->form & MTI_FORM_CONV1D ? p->desc.rows : p->desc.cols;
 }
 
 /* In a file of GPT-2, but no parameter: the causal mask, as older versions of transformers stored it, and the head of a
    model whose embeddings are tied. */
-static int mti_gpt2_ignores(const char *name, const char *prefix) {
-    size_t n = strlen(prefix);
-    const char *rest =
-        strncmp(name, prefix, n) == 0 && strncmp(name + n, "h.", 2) == 0 ? strchr(name + n + 2, '.') : NULL;
+static int mti_gpt_ignores(const void *model, const char *name, int dialect) {
+    const char *prefix = mti_gpt2_prefix((const mt_gpt *)model, dialect), *rest;
+    size_t n = prefix ? strlen(prefix) : 0;
+    if (!prefix) return 0;
     if (strcmp(name, "lm_head.weight") == 0) return 1;
+    rest = strncmp(name, prefix, n) == 0 && strncmp(name + n, "h.", 2) == 0 ? strchr(name + n + 2, '.') : NULL;
     return rest && (strcmp(rest, ".attn.bias") == 0 || strcmp(rest, ".attn.masked_bias") == 0);
 }
 
@@ -1911,6 +1684,37 @@ static void mti_host_transpose(const float *x, int64_t rows, int64_t cols, float
         for (c = 0; c < cols; c += 32)
             for (j = c; j < mt_min(c + 32, cols); j++)
                 for (i = r; i < mt_min(r + 32, rows); i++) y[j * rows + i] = x[i * cols + j];
+}
+
+static void mti_swap(float **x, float **y) {
+    float *z = *x;
+    *x = *y;
+    *y = z;
+}
+
+/* Between the registry's layout of a tensor and GPT-2's: queries, keys and values apart, then transposed. */
+static mt_status mti_gpt_convert(const void *model, const mt_param *p, const mt_tensor_layout *l, int to_file,
+                                 float **x, float **spare) {
+    const mt_transformer_layer_desc *d = &((const mt_gpt *)model)->desc.layer;
+    int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
+    int64_t width = l->form & MTI_FORM_VECTOR ? 1 : cols;
+    if ((l->form & MTI_FORM_CONV1D) && !to_file) {
+        mti_host_transpose(*x, cols, rows, *spare);
+        mti_swap(x, spare);
+    }
+    if (l->form & MTI_FORM_QKV) {
+        int64_t head_dim = d->hidden / d->heads;
+        if (to_file)
+            MT_TRY(mt_qkv_to_separate(d->heads, d->heads, head_dim, width, *x, *spare, *spare + third,
+                                      *spare + 2 * third));
+        else MT_TRY(mt_qkv_from_separate(d->heads, d->heads, head_dim, width, *x, *x + third, *x + 2 * third, *spare));
+        mti_swap(x, spare);
+    }
+    if ((l->form & MTI_FORM_CONV1D) && to_file) {
+        mti_host_transpose(*x, rows, cols, *spare);
+        mti_swap(x, spare);
+    }
+    return MT_SUCCESS;
 }
 
 static const struct {
@@ -1926,55 +1730,27 @@ typedef struct mti_gpt2_config {
     int scale_attn_weights, scale_attn_by_inverse_layer_idx, add_cross_attention, tie_word_embeddings;
 } mti_gpt2_config;
 
-static void mti_config_switch(mti_json *j, int *out) {
-    if (mti_json_word(j, "true")) *out = 1;
-    else if (mti_json_word(j, "false")) *out = 0;
-    else mti_json_fail(j, "true or false is missing");
+enum { MTI_CONFIG_FIELDS = 13 };
+
+static void mti_config_fields(mti_gpt2_config *c, mt_field *out) {
+    const mt_field list[MTI_CONFIG_FIELDS] = {
+        {"vocab_size", MT_FIELD_I64, &c->vocab_size, 1, INT32_MAX, 0, 0, 0},
+        {"n_positions", MT_FIELD_I64, &c->n_positions, 1, INT32_MAX, 0, 0, 0},
+        {"n_embd", MT_FIELD_I64, &c->n_embd, 1, INT32_MAX, 0, 0, 0},
+        {"n_layer", MT_FIELD_I64, &c->n_layer, 1, MTI_LAYERS_MAX, 0, 0, 0},
+        {"n_head", MT_FIELD_I64, &c->n_head, 1, INT32_MAX, 0, 0, 0},
+        {"n_inner", MT_FIELD_I64, &c->n_inner, 0, INT32_MAX, 0, 0, 1},
+        {"layer_norm_epsilon", MT_FIELD_F64, &c->layer_norm_epsilon, 0, 0, 0, 0, 0},
+        {"model_type", MT_FIELD_TEXT, c->model_type, 0, 0, sizeof c->model_type, 0, 0},
+        {"activation_function", MT_FIELD_TEXT, c->activation_function, 0, 0, sizeof c->activation_function, 0, 0},
+        {"scale_attn_weights", MT_FIELD_BOOL, &c->scale_attn_weights, 0, 0, 0, 0, 0},
+        {"scale_attn_by_inverse_layer_idx", MT_FIELD_BOOL, &c->scale_attn_by_inverse_layer_idx, 0, 0, 0, 0, 0},
+        {"add_cross_attention", MT_FIELD_BOOL, &c->add_cross_attention, 0, 0, 0, 0, 0},
+        {"tie_word_embeddings", MT_FIELD_BOOL, &c->tie_word_embeddings, 0, 0, 0, 0, 0}};
+    memcpy(out, list, sizeof list);
 }
 
-static void mti_config_member(mti_json *j, mti_gpt2_config *c, const char *name) {
-    static const char *const wholes[] = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"};
-    static const char *const switches[] = {"scale_attn_weights", "scale_attn_by_inverse_layer_idx",
-                                           "add_cross_attention", "tie_word_embeddings"};
-    int64_t *whole[6];
-    int *on[4], i;
-    whole[0] = &c->vocab_size, whole[1] = &c->n_positions, whole[2] = &c->n_embd;
-    whole[3] = &c->n_layer, whole[4] = &c->n_head, whole[5] = &c->n_inner;
-    on[0] = &c->scale_attn_weights, on[1] = &c->scale_attn_by_inverse_layer_idx;
-    on[2] = &c->add_cross_attention, on[3] = &c->tie_word_embeddings;
-    for (i = 0; i < 6; i++)
-        if (strcmp(name, wholes[i]) == 0) {
-            *whole[i] = i == 5 && mti_json_word(j, "null") ? 0 : mti_json_whole(j);
-            return;
-        }
-    for (i = 0; i < 4; i++)
-        if (strcmp(name, switches[i]) == 0) {
-            mti_config_switch(j, on[i]);
-            return;
-        }
-    if (strcmp(name, "layer_norm_epsilon") == 0) c->layer_norm_epsilon = mti_json_number(j);
-    else if (strcmp(name, "model_type") == 0) mti_json_string(j, c->model_type, sizeof c->model_type);
-    else if (strcmp(name, "activation_function") == 0)
-        mti_json_string(j, c->activation_function, sizeof c->activation_function);
-    else mti_json_skip(j, 1);
-}
-
-static mt_status mti_config_size(mt_context *ctx, const char *path, const char *name, int64_t x, int64_t low,
-                                 int64_t high) {
-    if (x >= low && x <= high) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: %s is %lld, must be from %lld to %lld", path, name, (long long)x,
-                   (long long)low, (long long)high);
-}
-
-static mt_status mti_config_sizes(mt_context *ctx, const char *path, const mti_gpt2_config *c) {
-    MT_TRY(mti_config_size(ctx, path, "vocab_size", c->vocab_size, 1, INT32_MAX));
-    MT_TRY(mti_config_size(ctx, path, "n_positions", c->n_positions, 1, INT32_MAX));
-    MT_TRY(mti_config_size(ctx, path, "n_embd", c->n_embd, 1, c->n_inner ? INT32_MAX : INT32_MAX / 4));
-    MT_TRY(mti_config_size(ctx, path, "n_layer", c->n_layer, 1, MTI_LAYERS_MAX));
-    MT_TRY(mti_config_size(ctx, path, "n_head", c->n_head, 1, INT32_MAX));
-    return mti_config_size(ctx, path, "n_inner", c->n_inner, 0, INT32_MAX);
-}
-
+/* path: of the config.json, for sentences. */
 static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti_gpt2_config *c, mt_gpt_desc *out) {
     size_t i = 0, n = sizeof mti_gpt2_activations / sizeof *mti_gpt2_activations;
     while (i < n && strcmp(c->activation_function, mti_gpt2_activations[i].name) != 0) i++;
@@ -1989,7 +1765,9 @@ static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti
             "not built here",
             path, c->activation_function, c->scale_attn_weights, c->scale_attn_by_inverse_layer_idx,
             c->add_cross_attention, c->tie_word_embeddings);
-    MT_TRY(mti_config_sizes(ctx, path, c));
+    if (!c->n_inner && c->n_embd > INT32_MAX / 4)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be from 1 to %d without n_inner", path,
+                       (long long)c->n_embd, INT32_MAX / 4);
     if (!((float)c->layer_norm_epsilon > 0 && c->layer_norm_epsilon < 1))
         return mt_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, must be above 0 and below 1", path,
                        c->layer_norm_epsilon);
@@ -2006,1122 +1784,137 @@ static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti
     return MT_SUCCESS;
 }
 
-/* The text of a config.json. */
-static mt_status mti_config_parse(mt_context *ctx, const char *path, const void *text, size_t bytes, mt_gpt_desc *out) {
-    mti_json j = mti_json_begin(text, bytes);
-    mti_gpt2_config c = {50257, 1024, 768, 12, 12, 0, 1e-5, "", "gelu_new", 1, 0, 0, 1};
-    char name[64];
-    int count = 0;
-    mti_json_take(&j, '{', "it does not begin with '{'");
-    while (mti_json_next(&j, &count, '}')) {
-        mti_json_string(&j, name, sizeof name);
-        mti_json_take(&j, ':', "a colon is missing");
-        mti_config_member(&j, &c, name);
-    }
-    mti_json_end(&j);
-    MT_TRY(mti_json_status(ctx, &j, path, "JSON"));
+static void mti_config_defaults(mti_gpt2_config *c) {
+    const mti_gpt2_config defaults = {50257, 1024, 768, 12, 12, 0, 1e-5, "", "gelu_new", 1, 0, 0, 1};
+    *c = defaults;
+}
+
+static mt_status mti_config_read(mt_context *ctx, const char *directory, int *exists, mt_gpt_desc *out) {
+    mt_field fields[MTI_CONFIG_FIELDS];
+    mti_gpt2_config c;
+    char path[MT_PATH_MAX];
+    mti_config_defaults(&c);
+    mti_config_fields(&c, fields);
+    MT_TRY(mt_json_read(ctx, directory, "config.json", fields, MTI_CONFIG_FIELDS, exists));
+    if (!*exists) return MT_SUCCESS;
+    snprintf(path, sizeof path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
     return mti_config_to_desc(ctx, path, &c, out);
 }
 
-static mt_status mti_config_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
-    char path[MT_PATH_MAX];
-    void *text;
-    size_t bytes;
-    mt_status status;
-    MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
-    status = mti_text_read(ctx, path, &text, &bytes);
-    if (status == MT_SUCCESS) status = mti_config_parse(ctx, path, text, bytes, out);
-    mt_host_free(text);
-    return status;
+static const char *mti_float_text(float x, char *text) {
+    mt_field f;
+    memset(&f, 0, sizeof f);
+    f.kind = MT_FIELD_F32;
+    f.value = &x;
+    mt_field_text(&f, text);
+    return text;
 }
 
-static void mti_config_whole(mti_file *f, const char *name, int64_t x) {
-    mti_file_text(f, ",\n  \"");
-    mti_file_text(f, name);
-    mti_file_text(f, "\": ");
-    mti_file_whole(f, x);
+/* The text of a config.json. Special tokens are those of GPT-2 for its vocabulary, else there are none. */
+static int mti_gpt_config(const void *model, char *text, size_t bytes) {
+    mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
+    char eps[MT_FIELD_TEXT_MAX], embedding[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX], hidden[MT_FIELD_TEXT_MAX];
+    int has_end = d.vocab == 50257;
+    if (!mti_is_gpt2(&d)) return 0;
+    return snprintf(text, bytes,
+                    "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n"
+                    "  \"activation_function\": \"%s\",\n  \"vocab_size\": %lld,\n  \"n_positions\": %lld,\n"
+                    "  \"n_embd\": %lld,\n  \"n_layer\": %lld,\n  \"n_head\": %lld,\n  \"n_inner\": %lld,\n"
+                    "  \"layer_norm_epsilon\": %s,\n  \"embd_pdrop\": %s,\n  \"attn_pdrop\": %s,\n"
+                    "  \"resid_pdrop\": %s,\n  \"bos_token_id\": %s,\n  \"eos_token_id\": %s,\n"
+                    "  \"tie_word_embeddings\": true\n}\n",
+                    d.layer.activation == MT_GELU_ERF ? "gelu" : "gelu_new", (long long)d.vocab, (long long)d.max_seq,
+                    (long long)d.layer.hidden, (long long)d.layers, (long long)d.layer.heads, (long long)d.layer.ffn,
+                    mti_float_text(d.layer.norm_eps, eps), mti_float_text(d.embedding_dropout, embedding),
+                    mti_float_text(d.layer.attention_dropout, attention),
+                    mti_float_text(d.layer.hidden_dropout, hidden), has_end ? "50256" : "null",
+                    has_end ? "50256" : "null");
 }
 
-static void mti_config_float(mti_file *f, const char *name, float x) {
-    char text[MTI_FIELD_TEXT];
-    mti_f32_text(x, text);
-    mti_file_text(f, ",\n  \"");
-    mti_file_text(f, name);
-    mti_file_text(f, "\": ");
-    mti_file_text(f, text);
+static const char *mti_gpt_metadata(const void *model, int index, char *value) {
+    mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
+    mt_field fields[MTI_GPT_FIELDS];
+    if (index >= MTI_GPT_FIELDS) return NULL;
+    mti_gpt_fields(&d, fields);
+    mt_field_text(&fields[index], value);
+    return fields[index].name;
 }
 
-/* Special tokens are those of GPT-2 for its vocabulary, else there are none. */
-static mt_status mti_config_write(mt_context *ctx, mti_file *f, const char *directory, const mt_gpt_desc *desc) {
-    mt_gpt_desc d = mti_gpt_plain(desc);
-    MT_TRY(mti_file_begin(ctx, f, directory, "config.json"));
-    mti_file_text(f, "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\"");
-    mti_file_text(f, ",\n  \"activation_function\": ");
-    mti_file_string(f, d.layer.activation == MT_GELU_ERF ? "gelu" : "gelu_new");
-    mti_config_whole(f, "vocab_size", d.vocab);
-    mti_config_whole(f, "n_positions", d.max_seq);
-    mti_config_whole(f, "n_embd", d.layer.hidden);
-    mti_config_whole(f, "n_layer", d.layers);
-    mti_config_whole(f, "n_head", d.layer.heads);
-    mti_config_whole(f, "n_inner", d.layer.ffn);
-    mti_config_float(f, "layer_norm_epsilon", d.layer.norm_eps);
-    mti_config_float(f, "embd_pdrop", d.embedding_dropout);
-    mti_config_float(f, "attn_pdrop", d.layer.attention_dropout);
-    mti_config_float(f, "resid_pdrop", d.layer.hidden_dropout);
-    mti_file_text(f, d.vocab == 50257 ? ",\n  \"bos_token_id\": 50256,\n  \"eos_token_id\": 50256"
-                                      : ",\n  \"bos_token_id\": null,\n  \"eos_token_id\": null");
-    mti_file_text(f, ",\n  \"tie_word_embeddings\": true\n}\n");
-    return mti_file_end(ctx, f, 0);
-}
-
-/* ---- >>checkpoint: files together ---- */
-
-/* STEM.safetensors, or the files that STEM.safetensors.index.json names. */
-typedef struct mti_bundle {
-    mt_safetensors **files;
-    int count, capacity;
-    int64_t tensors;        /* in all of them */
-    char path[MT_PATH_MAX]; /* of the file, or of the index */
-} mti_bundle;
-
-static void mti_bundle_close(mti_bundle *b) {
-    while (b->count > 0) mt_safetensors_close(b->files[--b->count]);
-    mt_host_free(b->files);
-    memset(b, 0, sizeof *b);
-}
-
-static const mt_safetensors_tensor *mti_bundle_find(const mti_bundle *b, const char *name) {
-    const mt_safetensors_tensor *found = NULL;
-    int i;
-    for (i = 0; i < b->count && !found; i++) found = mt_safetensors_find(b->files[i], name);
-    return found;
-}
-
-/* A number that grows with the version "1.2.3", -1: it is none. */
-static int64_t mti_version_number(const char *text) {
-    int64_t number = 0, part;
-    int i, digits;
-    for (i = 0; i < 3; i++) {
-        part = 0;
-        for (digits = 0; *text >= '0' && *text <= '9' && digits < 6; digits++) part = 10 * part + (*text++ - '0');
-        if (digits == 0 || *text++ != (i < 2 ? '.' : 0)) return -1;
-        number = 1000000 * number + part;
-    }
-    return number;
-}
-
-/* Whether this version of the library reads what that of a file has written. needed: a file without one is refused. */
-static mt_status mti_version_check(mt_context *ctx, const mt_safetensors *s, int needed) {
-    const char *theirs = mt_safetensors_metadata(s, MTI_VERSION_KEY);
-    int64_t number = theirs ? mti_version_number(theirs) : 0;
-    if (!theirs && !needed) return MT_SUCCESS;
-    if (!theirs) return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no " MTI_VERSION_KEY, s->path);
-    if (number < 0)
-        return mt_fail(ctx, MT_ERR_DATA,
-                       "%s: its metadata has " MTI_VERSION_KEY " '%.40s', must be a version such as " MT_VERSION,
-                       s->path, theirs);
-    if (number <= mti_version_number(MT_VERSION)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA,
-                   "%s: was written by megatron.h %.40s, this is " MT_VERSION ": it reads files of "
-                   "its own version and of older ones",
-                   s->path, theirs);
-}
-
-static mt_status mti_bundle_add(mt_context *ctx, mti_bundle *b, const char *directory, const char *name) {
-    char path[MT_PATH_MAX];
-    void *list = b->files;
-    mt_safetensors *added;
-    mt_status status;
-    int i;
-    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
-    MT_TRY(mti_reserve(ctx, &list, b->count, &b->capacity, sizeof *b->files));
-    b->files = (mt_safetensors **)list;
-    MT_TRY(mt_safetensors_open(ctx, path, &b->files[b->count]));
-    added = b->files[b->count];
-    status = mti_version_check(ctx, added, 0);
-    if (status != MT_SUCCESS) {
-        mt_safetensors_close(added);
-        return status;
-    }
-    for (i = 0; b->count > 0 && i < mt_safetensors_count(added); i++)
-        if (mti_bundle_find(b, mt_safetensors_at(added, i)->name)) {
-            status = mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is in another file, too", path,
-                             mt_safetensors_at(added, i)->name);
-            mt_safetensors_close(added);
-            return status;
-        }
-    b->tensors += mt_safetensors_count(added);
-    b->count++;
+/* The description in the metadata of a file, when there is one. */
+static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *file, mt_gpt_desc *out) {
+    mt_field fields[MTI_GPT_FIELDS];
+    mti_gpt_fields(out, fields);
+    MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_GPT_FIELDS));
+    if (!(out->layer.norm_eps > 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.norm_eps", "above 0");
+    if (!(out->layer.rotary_base >= 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.rotary_base", "at least 0");
     return MT_SUCCESS;
-}
-
-static const char *mti_file_name(const char *path) {
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
-
-/* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
-static mt_status mti_bundle_entry(mt_context *ctx, mti_bundle *b, const char *directory, const char *tp,
-                                  const char *file) {
-    int i;
-    for (i = 0; i < b->count && strcmp(mti_file_name(b->files[i]->path), file) != 0; i++) continue;
-    if (i == b->count) {
-        if (!file[0] || strchr(file, '/') || file[0] == '.')
-            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
-        MT_TRY(mti_bundle_add(ctx, b, directory, file));
-    }
-    if (mt_safetensors_find(b->files[i], tp)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tp, file);
-}
-
-/* text: room for any string of the index. */
-static mt_status mti_bundle_entries(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text,
-                                    size_t room, int64_t *entries) {
-    char file[256];
-    int count = 0;
-    mti_json_take(j, '{', "weight_map is not an object");
-    while (mti_json_next(j, &count, '}')) {
-        mti_json_string(j, text, room);
-        mti_json_take(j, ':', "a colon is missing");
-        if (mti_json_string(j, file, sizeof file) >= sizeof file) mti_json_fail(j, "the name of a file is too long");
-        if (j->error) break;
-        MT_TRY(mti_bundle_entry(ctx, b, directory, text, file));
-        ++*entries;
-    }
-    return MT_SUCCESS;
-}
-
-static mt_status mti_bundle_index(mt_context *ctx, mti_bundle *b, const char *directory, mti_json *j, char *text,
-                                  size_t room) {
-    int count = 0;
-    int64_t entries = 0;
-    mti_json_take(j, '{', "it does not begin with '{'");
-    while (mti_json_next(j, &count, '}')) {
-        mti_json_string(j, text, room);
-        mti_json_take(j, ':', "a colon is missing");
-        if (!j->error && strcmp(text, "weight_map") == 0)
-            MT_TRY(mti_bundle_entries(ctx, b, directory, j, text, room, &entries));
-        else mti_json_skip(j, 1);
-    }
-    mti_json_end(j);
-    MT_TRY(mti_json_status(ctx, j, b->path, "JSON"));
-    if (entries == b->tensors && entries > 0) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: names %lld tensors, its files have %lld", b->path, (long long)entries,
-                   (long long)b->tensors);
-}
-
-static mt_status mti_bundle_open_index(mt_context *ctx, mti_bundle *b, const char *directory) {
-    void *json, *text = NULL;
-    size_t bytes;
-    mti_json j;
-    mt_status status = mti_text_read(ctx, b->path, &json, &bytes);
-    if (status == MT_SUCCESS) status = mti_host_new(ctx, bytes + 1, &text);
-    if (status == MT_SUCCESS) {
-        j = mti_json_begin(json, bytes);
-        status = mti_bundle_index(ctx, b, directory, &j, (char *)text, bytes + 1);
-    }
-    mt_host_free(json);
-    mt_host_free(text);
-    return status;
-}
-
-/* b is to be closed also when this fails. */
-static mt_status mti_bundle_open(mt_context *ctx, const char *directory, const char *stem, mti_bundle *b) {
-    char name[64];
-    memset(b, 0, sizeof *b);
-    snprintf(name, sizeof name, "%s.safetensors", stem);
-    MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
-    if (mti_exists(b->path)) return mti_bundle_add(ctx, b, directory, name);
-    snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
-    MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
-    if (mti_exists(b->path)) return mti_bundle_open_index(ctx, b, directory);
-    return mt_fail(ctx, MT_ERR_IO, "%s: has neither %s.safetensors nor its index", directory, stem);
-}
-
-/* The index of the files model-0000s-of-0000S.safetensors that the stages have written. */
-static mt_status mti_index_write(mt_context *ctx, mti_file *f, const char *directory, const char *stem, mti_bundle *b) {
-    char name[64];
-    int64_t bytes = 0;
-    int i, k;
-    for (i = 0; i < b->count; i++) bytes += b->files[i]->data_bytes;
-    snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
-    MT_TRY(mti_file_begin(ctx, f, directory, name));
-    mti_file_text(f, "{\n  \"metadata\": {\"total_size\": ");
-    mti_file_whole(f, bytes);
-    mti_file_text(f, "},\n  \"weight_map\": {");
-    for (i = 0; i < b->count; i++)
-        for (k = 0; k < mt_safetensors_count(b->files[i]); k++) {
-            mti_file_text(f, i + k > 0 ? ",\n    " : "\n    ");
-            mti_file_string(f, mt_safetensors_at(b->files[i], k)->name);
-            mti_file_text(f, ": ");
-            mti_file_string(f, mti_file_name(b->files[i]->path));
-        }
-    mti_file_text(f, "\n  }\n}\n");
-    return mti_file_end(ctx, f, 0);
-}
-
-/* ---- >>checkpoint: saving ---- */
-
-struct mt_checkpoint {
-    mt_params *params;
-    const mt_gpt *gpt;
-    mt_optimizer *optimizer;
-    int keep;
-    const char *prefix;   /* of GPT-2's names in the files that are written; NULL: the registry's names */
-    float *whole, *spare; /* a tensor in host memory; a second one to convert it, with gpt */
-    int64_t elements;     /* that each has room for */
-    void *exchange;       /* on the device: MT_ERROR_BYTES, for mti_agree */
-    int lock;             /* the first rank's, of the directory, from its first save on; -1: it has none */
-    char directory[MT_PATH_MAX];
-    mti_file file;
-};
-
-static int64_t mti_largest_param(const mt_params *params) {
-    int64_t most = 0;
-    int i;
-    for (i = 0; i < params->count; i++) {
-        int64_t n = params->list[i]->desc.rows * params->list[i]->desc.cols;
-        if (n > most) most = n;
-    }
-    return most;
-}
-
-static mt_status mti_checkpoint_memory(mt_context *ctx, mt_checkpoint *c) {
-    void *memory;
-    c->elements = mti_largest_param(c->params);
-    MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
-    c->whole = (float *)memory;
-    if (c->gpt) MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
-    if (c->gpt) c->spare = (float *)memory;
-    return mt_context_alloc(ctx, MT_ERROR_BYTES, &c->exchange);
-}
-
-MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
-                                      mt_checkpoint **out) {
-    static const char *const function = "mt_checkpoint_create";
-    mt_checkpoint *c;
-    void *memory;
-    size_t end;
-    mt_status status;
-    MT_TRY(mti_params_ready(ctx, params, function));
-    if (!desc || !desc->directory || !desc->directory[0] || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "there is no directory" : "out is NULL");
-    *out = NULL;
-    if (desc->keep < 0 || strlen(desc->directory) > MT_PATH_MAX - 128)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
-                       desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
-    if ((desc->gpt && desc->gpt->tokens.weight &&
-         mt_params_find(params, desc->gpt->tokens.weight->name) != desc->gpt->tokens.weight) ||
-        (desc->optimizer && desc->optimizer->params != params))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt or optimizer is not of this registry", function);
-    MT_TRY(mti_host_new(ctx, sizeof *c, &memory));
-    c = (mt_checkpoint *)memory;
-    c->params = params;
-    c->gpt = desc->gpt;
-    c->optimizer = desc->optimizer;
-    c->keep = desc->keep ? desc->keep : 2;
-    c->prefix = c->gpt && mti_is_gpt2(&c->gpt->desc) ? "transformer." : NULL;
-    c->file.fd = c->lock = -1;
-    snprintf(c->directory, sizeof c->directory, "%s", desc->directory);
-    for (end = strlen(c->directory); end > 1 && c->directory[end - 1] == '/'; end--) c->directory[end - 1] = 0;
-    status = mti_checkpoint_memory(ctx, c);
-    if (status == MT_SUCCESS) *out = c;
-    else mt_checkpoint_destroy(ctx, c);
-    return status;
-}
-
-MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
-    if (!ctx || !checkpoint) return;
-    if (checkpoint->lock >= 0) close(checkpoint->lock);
-    mt_context_free(ctx, checkpoint->exchange, MT_ERROR_BYTES);
-    mt_host_free(checkpoint->whole);
-    mt_host_free(checkpoint->spare);
-    mt_host_free(checkpoint);
-}
-
-/* Status and sentence of the first rank that failed, for every rank; exchange: MT_ERROR_BYTES on the device. What goes
-   wrong on one rank must not keep it from coming here. */
-static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_status mine) {
-    int rank = mt_comm_rank(comm), size = mt_comm_size(comm), worst;
-    mt_tensor one = mt_tensor_make(exchange, MT_I32, 1, 1), all = mt_tensor_make(exchange, MT_U8, 1, MT_ERROR_BYTES);
-    char text[MT_ERROR_BYTES];
-    int32_t code = mine == MT_SUCCESS ? 0 : size - rank;
-    if (size == 1) return mine;
-    MT_TRY(mt_upload(ctx, &code, one));
-    MT_TRY(mt_all_reduce(ctx, comm, exchange, exchange, 1, MT_I32, MT_MAX));
-    MT_TRY(mt_download(ctx, one, &code));
-    if (code <= 0 || code > size) return mine; /* nobody failed; a meta communicator has nobody */
-    worst = size - code;
-    memcpy(text, &mine, sizeof mine);
-    memcpy(text + sizeof mine, ctx->error, sizeof text - sizeof mine);
-    text[sizeof text - 1] = 0;
-    MT_TRY(mt_upload(ctx, text, all));
-    MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MT_ERROR_BYTES, MT_U8, worst));
-    MT_TRY(mt_download(ctx, all, text));
-    if (rank == worst) return mine;
-    memcpy(&mine, text, sizeof mine);
-    return mt_fail(ctx, mine, "%s", text + sizeof mine);
-}
-
-static const char *const mti_step_format = "step-%08lld";
-
-MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes) {
-    char name[32];
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!directory || !path || step < 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_path: step %lld, directory or path is NULL",
-                       (long long)step);
-    snprintf(name, sizeof name, mti_step_format, (long long)step);
-    return mti_path(ctx, directory, name, path, bytes);
-}
-
-/* The step of the entry of a directory that is named like a checkpoint, or -1. */
-static int64_t mti_step_of(const char *name) {
-    uint64_t step;
-    char same[32];
-    if (strncmp(name, "step-", 5) != 0 || !mt_parse_whole(name + 5, (uint64_t)MTI_STEPS_MAX, &step)) return -1;
-    snprintf(same, sizeof same, mti_step_format, (long long)step);
-    return strcmp(same, name) == 0 ? (int64_t)step : -1;
-}
-
-static int mti_is_leftover(const char *name) {
-    size_t n = strlen(name);
-    return n > 9 && strncmp(name, ".step-", 6) == 0 && strcmp(name + n - 4, ".tmp") == 0;
-}
-
-/* The newest checkpoint in DIRECTORY below step `below`, -1 for none. 0, or errno. */
-static int mti_checkpoint_list(const char *directory, int64_t below, int64_t *newest) {
-    struct dirent *entry;
-    DIR *d = opendir(directory);
-    *newest = -1;
-    if (!d) return errno == ENOENT ? 0 : errno;
-    while ((entry = readdir(d)) != NULL) {
-        int64_t step = mti_step_of(entry->d_name);
-        if (step < below && step > *newest) *newest = step;
-    }
-    closedir(d);
-    return 0;
-}
-
-/* What a save that was killed has left, or a removal that failed. */
-static void mti_leftovers_remove(mt_context *ctx, const char *directory) {
-    char path[MT_PATH_MAX];
-    struct dirent *entry;
-    DIR *d = opendir(directory);
-    if (!d) mti_io_warning(ctx, directory, "list the directory", errno);
-    while (d && (entry = readdir(d)) != NULL)
-        if (mti_is_leftover(entry->d_name) &&
-            snprintf(path, sizeof path, "%s/%s", directory, entry->d_name) < (int)sizeof path)
-            mti_directory_remove(ctx, path);
-    if (d) closedir(d);
-}
-
-static mt_status mti_checkpoint_newest(mt_context *ctx, const char *directory, int64_t *step) {
-    int error = mti_checkpoint_list(directory, INT64_MAX, step);
-    return error ? mti_io_error(ctx, directory, "list the directory", error) : MT_SUCCESS;
-}
-
-MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step) {
-    mt_tensor room = mt_none();
-    mt_status status = MT_SUCCESS;
-    size_t mark;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!directory || !step)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_latest: %s is NULL", step ? "directory" : "step");
-    *step = -1;
-    if (!comm || mt_comm_rank(comm) == 0) status = mti_checkpoint_newest(ctx, directory, step);
-    if (!comm || mt_comm_size(comm) == 1) return status;
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MT_ERROR_BYTES, &room));
-    MT_TRY(mti_agree(ctx, comm, room.data, status));
-    room.cols = (int64_t)sizeof *step;
-    MT_TRY(mt_upload(ctx, step, room));
-    MT_TRY(mt_broadcast(ctx, comm, room.data, room.data, sizeof *step, MT_U8, 0));
-    MT_TRY(mt_download(ctx, room, step));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-/* A parameter that several stages share is written by the first. */
-static int mti_param_is_ours(const mt_params *params, const mt_param *p) {
-    return !p->desc.shared_embedding || params->grid->pp_rank == 0;
-}
-
-/* What a file holds of every parameter: its value, or one after the other what the optimizer keeps. */
-enum { MTI_VALUE = -1 };
-
-typedef struct mti_part {
-    const char *stem;
-    const char *prefix; /* of GPT-2's names, or NULL */
-    mt_dtype dtype;
-    int first, last; /* MTI_VALUE, or of mt_optimizer_state */
-} mti_part;
-
-static int mti_has_masters(const mt_optimizer *optimizer) {
-    return mt_params_dtype(optimizer->params) != MT_F32 && !optimizer->desc.stochastic_rounding;
-}
-
-static mti_part mti_model_part(const mt_checkpoint *c) {
-    mti_part part;
-    part.stem = "model";
-    part.prefix = c->prefix;
-    part.dtype = mt_params_dtype(c->params);
-    part.first = part.last = MTI_VALUE;
-    return part;
-}
-
-static mti_part mti_optimizer_part(const mt_checkpoint *c) {
-    mti_part part;
-    part.stem = "optimizer";
-    part.prefix = NULL;
-    part.dtype = MT_F32;
-    part.first = MT_EXP_AVG;
-    part.last = mti_has_masters(c->optimizer) ? MT_MASTER : MT_EXP_AVG_SQ;
-    return part;
-}
-
-static mti_layout mti_part_layout(const mti_part *part, const mt_param *p, int what) {
-    static const char *const suffixes[] = {".exp_avg", ".exp_avg_sq", ".master"};
-    mti_layout l = mti_layout_of(p, part->prefix);
-    size_t n = strlen(l.name);
-    if (what != MTI_VALUE) snprintf(l.name + n, sizeof l.name - n, "%s", suffixes[what]);
-    return l;
-}
-
-static void mti_put_member(mti_file *f, const char *key, const char *value) {
-    mti_file_text(f, ",");
-    mti_file_string(f, key);
-    mti_file_text(f, ":");
-    mti_file_string(f, value);
-}
-
-static void mti_put_fields(mti_file *f, const mti_field *fields, int count, const void *base) {
-    char text[MTI_FIELD_TEXT];
-    int i;
-    for (i = 0; i < count; i++) {
-        mti_field_text(&fields[i], base, text);
-        mti_put_member(f, fields[i].name, text);
-    }
-}
-
-/* "format" is what transformers wants to see. */
-static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *state, mti_file *f) {
-    mti_file_text(f, MTI_CHECKSUM_BEFORE "0000000000000000\"");
-    mti_put_member(f, "format", "pt");
-    mti_put_member(f, MTI_VERSION_KEY, MT_VERSION);
-    mti_put_fields(f, mti_state_fields, MTI_FIELDS(mti_state_fields), state);
-    mti_put_member(f, "note", state->note);
-    if (c->optimizer) mti_put_fields(f, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), c->optimizer);
-    if (c->gpt) {
-        mt_gpt_desc d = mti_gpt_plain(&c->gpt->desc);
-        mti_put_fields(f, mti_gpt_fields, MTI_FIELDS(mti_gpt_fields), &d);
-    }
-    mti_file_text(f, "}");
-}
-
-/* The header, without its length; *offset: of all data. */
-static void mti_put_header(const mt_checkpoint *c, const mti_part *part, const mt_training_state *state, mti_file *f) {
-    int64_t offset = 0;
-    int what, i, k;
-    mti_put_metadata(c, state, f);
-    for (what = part->first; what <= part->last; what++)
-        for (i = 0; i < c->params->count; i++) {
-            const mt_param *p = c->params->list[i];
-            mti_layout l = mti_part_layout(part, p, what);
-            if (!mti_param_is_ours(c->params, p)) continue;
-            mti_file_text(f, ",");
-            mti_file_string(f, l.name);
-            mti_file_text(f, part->dtype == MT_F32    ? ":{\"dtype\":\"F32\",\"shape\":["
-                             : part->dtype == MT_BF16 ? ":{\"dtype\":\"BF16\",\"shape\":["
-                                                      : ":{\"dtype\":\"F16\",\"shape\":[");
-            for (k = 0; k < l.dims; k++) {
-                if (k > 0) mti_file_text(f, ",");
-                mti_file_whole(f, l.shape[k]);
-            }
-            mti_file_text(f, "],\"data_offsets\":[");
-            mti_file_whole(f, offset);
-            offset += p->desc.rows * p->desc.cols * (int64_t)mt_dtype_size(part->dtype);
-            mti_file_text(f, ",");
-            mti_file_whole(f, offset);
-            mti_file_text(f, "]}");
-        }
-    mti_file_text(f, "}");
-    while (f->bytes % 8 != 0) mti_file_text(f, " "); /* aligns the data */
-}
-
-/* "model.safetensors", or the file of a stage. */
-static void mti_part_name(char *name, size_t bytes, const char *stem, int stage, int stages) {
-    if (stages == 1) snprintf(name, bytes, "%s.safetensors", stem);
-    else snprintf(name, bytes, "%s-%05d-of-%05d.safetensors", stem, stage + 1, stages);
-}
-
-static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
-                                const char *directory) {
-    char name[64];
-    uint64_t header;
-    mti_part_name(name, sizeof name, part->stem, c->params->grid->pp_rank, c->params->grid->pp_size);
-    MT_TRY(mti_file_begin(ctx, &c->file, NULL, NULL));
-    mti_put_header(c, part, state, &c->file);
-    header = (uint64_t)c->file.bytes;
-    if (header > MTI_HEADER_MAX)
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
-                       (unsigned long long)header, MTI_HEADER_MAX);
-    MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
-    mti_file_put(&c->file, &header, sizeof header);
-    mti_put_header(c, part, state, &c->file);
-    return MT_SUCCESS;
-}
-
-static void mti_swap(mt_checkpoint *c) {
-    float *whole = c->whole;
-    c->whole = c->spare;
-    c->spare = whole;
-}
-
-/* c->whole, as the registry has it, becomes what the file has. */
-static mt_status mti_layout_to_file(mt_checkpoint *c, const mt_param *p, const mti_layout *l) {
-    int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
-    if (l->form & MTI_FORM_QKV) {
-        const mt_transformer_layer_desc *d = &c->gpt->desc.layer;
-        MT_TRY(mt_qkv_to_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols,
-                                  c->whole, c->spare, c->spare + third, c->spare + 2 * third));
-        mti_swap(c);
-    }
-    if (l->form & MTI_FORM_CONV1D) {
-        mti_host_transpose(c->whole, rows, cols, c->spare);
-        mti_swap(c);
-    }
-    return MT_SUCCESS;
-}
-
-static mt_status mti_layout_from_file(mt_checkpoint *c, const mt_param *p, const mti_layout *l) {
-    int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
-    if (l->form & MTI_FORM_CONV1D) {
-        mti_host_transpose(c->whole, cols, rows, c->spare);
-        mti_swap(c);
-    }
-    if (l->form & MTI_FORM_QKV) {
-        const mt_transformer_layer_desc *d = &c->gpt->desc.layer;
-        MT_TRY(mt_qkv_from_separate(d->heads, d->heads, d->hidden / d->heads, l->form & MTI_FORM_VECTOR ? 1 : cols,
-                                    c->whole, c->whole + third, c->whole + 2 * third, c->spare));
-        mti_swap(c);
-    }
-    return MT_SUCCESS;
-}
-
-/* n elements of c->whole. What comes from a 16-bit parameter is rounded to what it was. */
-static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
-    uint16_t halves[256];
-    int64_t i, count;
-    if (dtype == MT_F32) {
-        mti_file_put(&c->file, c->whole, (size_t)n * sizeof(float));
-        return;
-    }
-    for (i = 0; i < n; i += count) {
-        count = mt_min(n - i, (int64_t)(sizeof halves / sizeof *halves));
-        mt_f32_to_16bit(dtype, c->whole + i, halves, count);
-        mti_file_put(&c->file, halves, (size_t)count * sizeof *halves);
-    }
-}
-
-/* Collective: every rank gathers, also one whose file cannot be written, whose error goes to *io. */
-static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
-    int what, i;
-    for (what = part->first; what <= part->last; what++)
-        for (i = 0; i < c->params->count; i++) {
-            const mt_param *p = c->params->list[i];
-            mti_layout l = mti_part_layout(part, p, what);
-            if (!mti_param_is_ours(c->params, p)) continue;
-            MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole)
-                                     : mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
-            if (!writes || *io != MT_SUCCESS) continue;
-            *io = mti_layout_to_file(c, p, &l);
-            mti_put_elements(c, part->dtype, p->desc.rows * p->desc.cols);
-        }
-    return MT_SUCCESS;
-}
-
-static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
-                               const char *directory, mt_status *io) {
-    const mt_grid *g = c->params->grid;
-    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_device(ctx) != MT_DEVICE_META;
-    mt_status status;
-    if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
-    status = mti_part_write(ctx, c, part, writes, io);
-    if (c->file.fd >= 0) MT_KEEP(*io, mti_file_end(ctx, &c->file, 1));
-    return status;
-}
-
-/* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time.
- */
-static int mti_lock_wait(int fd) {
-    struct timespec nap = mti_timespec(10e-3);
-    int tries = 0, error = 0;
-    do {
-        if (error == EWOULDBLOCK) nanosleep(&nap, NULL);
-        error = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
-    } while (error == EINTR || (error == EWOULDBLOCK && ++tries < 100));
-    return error;
-}
-
-/* The lock of a directory, on a file in it, since on some networks' file systems that of a directory binds one host
-   only. However a process ends, its lock ends with it; the file stays. */
-static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
-    char path[MT_PATH_MAX];
-    int error;
-    MT_TRY(mti_path(ctx, c->directory, ".lock", path, sizeof path));
-    c->lock = mti_open(path, O_RDWR | O_CREAT | MTI_NOFOLLOW);
-    if (c->lock < 0) return mti_io_error(ctx, path, "open it", errno);
-    error = mti_lock_wait(c->lock);
-    if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS; /* it has no locks */
-    close(c->lock);
-    c->lock = -1;
-    if (error == EWOULDBLOCK) return mt_fail(ctx, MT_ERR_IO, "%s: another run writes to it", c->directory);
-    return mti_io_error(ctx, path, "lock it", error);
-}
-
-/* Makes the directory, locks it, tries what a save does first. On the first rank, until it has succeeded once. */
-static mt_status mti_checkpoint_lock(mt_context *ctx, mt_checkpoint *c) {
-    char probe[MT_PATH_MAX];
-    if (c->lock >= 0) return MT_SUCCESS;
-    if (!mti_exists(c->directory)) MT_TRY(mti_directory_make(ctx, c->directory));
-    MT_TRY(mti_lock_take(ctx, c));
-    mti_leftovers_remove(ctx, c->directory);
-    MT_TRY(mti_path(ctx, c->directory, ".step-probe.tmp", probe, sizeof probe));
-    if (mkdir(probe, 0777) != 0) return mti_io_error(ctx, probe, "create the directory", errno);
-    if (rmdir(probe) != 0) mti_io_warning(ctx, probe, "remove the directory", errno);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) {
-    mt_status status = MT_SUCCESS;
-    mt_comm *world;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!checkpoint) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
-    world = checkpoint->params->grid->world;
-    if (mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META)
-        status = mti_checkpoint_lock(ctx, checkpoint);
-    return mti_agree(ctx, world, checkpoint->exchange, status);
-}
-
-/* On the first rank, before anything is written. */
-static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t step, const char *beside) {
-    int64_t newest;
-    if (c->lock >= 0) mti_leftovers_remove(ctx, c->directory);
-    else MT_TRY(mti_checkpoint_lock(ctx, c));
-    MT_TRY(mti_checkpoint_newest(ctx, c->directory, &newest));
-    if (newest >= step)
-        return mt_fail(ctx, MT_ERR_IO,
-                       "%s: has a checkpoint of step %lld already; one of step %lld would not be its newest",
-                       c->directory, (long long)newest, (long long)step);
-    return mti_directory_make(ctx, beside);
-}
-
-/* Where the checkpoint of a step is written, and removed. mt_checkpoint_create has seen to it that this fits. */
-static void mti_beside(mt_context *ctx, const char *directory, int64_t step, char *path) {
-    char name[48];
-    snprintf(name, sizeof name, ".step-%08lld.tmp", (long long)step);
-    mti_path(ctx, directory, name, path, MT_PATH_MAX);
-}
-
-/* Checkpoints older than the newest c->keep. Renamed first, so that no half of one ever looks whole. The new one is
-   there: what cannot be removed is left to the next save. */
-static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
-    char path[MT_PATH_MAX], beside[MT_PATH_MAX];
-    int64_t step = INT64_MAX;
-    int i = 0, error;
-    while (step >= 0) {
-        error = mti_checkpoint_list(c->directory, step, &step);
-        if (error) mti_io_warning(ctx, c->directory, "list the directory", error);
-        if (step < 0 || i++ < c->keep) continue;
-        mti_beside(ctx, c->directory, step, beside);
-        mt_checkpoint_path(ctx, c->directory, step, path, sizeof path);
-        if (rename(path, beside) == 0) mti_directory_remove(ctx, beside);
-        else mti_io_warning(ctx, path, "rename it", errno);
-    }
-}
-
-/* What is published can be read: names and note may be no UTF-8, or one name be given twice. Writes the index of
- * stages. */
-static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *directory, const char *stem) {
-    char name[64];
-    mti_bundle b;
-    mt_status status = MT_SUCCESS;
-    int i, stages = c->params->grid->pp_size;
-    memset(&b, 0, sizeof b);
-    for (i = 0; i < stages && status == MT_SUCCESS; i++) {
-        mti_part_name(name, sizeof name, stem, i, stages);
-        status = mti_bundle_add(ctx, &b, directory, name);
-    }
-    if (status == MT_SUCCESS && stages > 1) status = mti_index_write(ctx, &c->file, directory, stem, &b);
-    mti_bundle_close(&b);
-    return status;
-}
-
-/* On the first rank, when all stages have written their files. */
-static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char *final_path, const char *beside) {
-    MT_TRY(mti_save_check(ctx, c, beside, "model"));
-    if (c->optimizer) MT_TRY(mti_save_check(ctx, c, beside, "optimizer"));
-    if (c->prefix) MT_TRY(mti_config_write(ctx, &c->file, beside, &c->gpt->desc));
-    MT_TRY(mti_directory_sync(ctx, beside));
-    if (rename(beside, final_path) != 0) return mti_io_error(ctx, final_path, "rename a directory to it", errno);
-    MT_TRY(mti_directory_sync(ctx, c->directory));
-    mti_save_prune(ctx, c);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
-                                     const char *final_path, const char *beside) {
-    mt_comm *world = c->params->grid->world;
-    int first = mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META;
-    mti_part model = mti_model_part(c), optimizer;
-    mt_status status = first ? mti_save_prepare(ctx, c, state->step, beside) : MT_SUCCESS, io = MT_SUCCESS;
-    MT_TRY(mti_agree(ctx, world, c->exchange, status));
-    status = mti_part_save(ctx, c, &model, state, beside, &io);
-    if (c->optimizer && status == MT_SUCCESS) {
-        optimizer = mti_optimizer_part(c);
-        status = mti_part_save(ctx, c, &optimizer, state, beside, &io);
-    }
-    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, io);
-    if (status == MT_SUCCESS)
-        status = mti_agree(ctx, world, c->exchange, first ? mti_save_publish(ctx, c, final_path, beside) : MT_SUCCESS);
-    return status;
-}
-
-MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state) {
-    char final_path[MT_PATH_MAX], beside[MT_PATH_MAX];
-    mt_status status;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!checkpoint || !state || state->step < 0 || !memchr(state->note, 0, sizeof state->note))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %s",
-                       !checkpoint       ? "checkpoint is NULL"
-                       : !state          ? "state is NULL"
-                       : state->step < 0 ? "step is negative"
-                                         : "the note does not end");
-    if (state->step > MTI_STEPS_MAX)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: step %lld, must be at most %lld",
-                       (long long)state->step, (long long)MTI_STEPS_MAX);
-    MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, state->step, final_path, sizeof final_path));
-    mti_beside(ctx, checkpoint->directory, state->step, beside);
-    status = mti_checkpoint_save(ctx, checkpoint, state, final_path, beside);
-    if (status != MT_SUCCESS && checkpoint->lock >= 0 && mti_exists(beside)) mti_directory_remove(ctx, beside);
-    return status;
-}
-
-/* ---- >>checkpoint: loading ---- */
-
-/* What is to be loaded, opened and checked. */
-typedef struct mti_source {
-    mti_bundle model, optimizer;
-    const char *prefix; /* of GPT-2's names in the model's files; NULL: they are the registry's */
-    int has_masters;
-} mti_source;
-
-static const char *mti_source_prefix(const mti_bundle *b, const mt_checkpoint *c) {
-    if (!c->prefix) return NULL;
-    if (mti_bundle_find(b, "transformer.wte.weight")) return "transformer.";
-    return mti_bundle_find(b, "wte.weight") ? "" : NULL;
 }
 
 /* Reads the metadata of a GPT, or config.json; *known: whether there was either. */
-static mt_status mti_source_gpt(mt_context *ctx, const char *directory, const mti_bundle *model, int *known,
+static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
                                 mt_gpt_desc *out) {
-    char path[MT_PATH_MAX];
+    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
     memset(out, 0, sizeof *out);
     *known = 1;
-    if (mt_safetensors_metadata(model->files[0], mti_gpt_fields[0].name))
-        return mti_fields_read(ctx, model->files[0], mti_gpt_fields, MTI_FIELDS(mti_gpt_fields), out, mti_gpt_fault);
-    MT_TRY(mti_path(ctx, directory, "config.json", path, sizeof path));
-    if (mti_exists(path)) return mti_config_read(ctx, directory, out);
-    *known = 0;
-    return MT_SUCCESS;
+    if (mt_safetensors_metadata(first, "gpt.vocab")) return mti_gpt_read_metadata(ctx, first, out);
+    return mti_config_read(ctx, directory, known, out);
 }
 
-static mt_status mti_source_check_gpt(mt_context *ctx, const mt_checkpoint *c, const char *directory,
-                                      const mti_bundle *model) {
-    mt_gpt_desc theirs, ours;
-    char their_text[MTI_FIELD_TEXT], our_text[MTI_FIELD_TEXT];
+/* Whether files are of this GPT, and what names they have. */
+static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
+                                 const mt_safetensors_set *files, int *dialect) {
+    const mt_gpt *gpt = (const mt_gpt *)model;
+    mt_gpt_desc theirs, ours = mti_gpt_plain(&gpt->desc);
+    mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
+    char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
     int i, known;
-    if (!c->gpt) return MT_SUCCESS;
-    MT_TRY(mti_source_gpt(ctx, directory, model, &known, &theirs));
-    ours = mti_gpt_plain(&c->gpt->desc);
-    for (i = 0; known && i < MTI_FIELDS(mti_gpt_fields); i++) {
-        if (ours.layer.rotary_base > 0.0f && mti_gpt_fields[i].offset == offsetof(mt_gpt_desc, max_seq)) continue;
-        mti_field_text(&mti_gpt_fields[i], &theirs, their_text);
-        mti_field_text(&mti_gpt_fields[i], &ours, our_text);
+    *dialect = mt_safetensors_set_find(files, "transformer.wte.weight") ? 0
+               : mt_safetensors_set_find(files, "wte.weight")           ? 1
+                                                                        : 2;
+    MT_TRY(mti_gpt_source(ctx, directory, files, &known, &theirs));
+    mti_gpt_fields(&theirs, their_fields);
+    mti_gpt_fields(&ours, our_fields);
+    for (i = 0; known && i < MTI_GPT_FIELDS; i++) {
+        if (ours.layer.rotary_base > 0.0f && our_fields[i].value == (void *)&ours.max_seq) continue;
+        mt_field_text(&their_fields[i], their_text);
+        mt_field_text(&our_fields[i], our_text);
         if (strcmp(their_text, our_text) != 0)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory,
-                           mti_gpt_fields[i].name + 4, their_text, our_text);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, our_fields[i].name + 4,
+                           their_text, our_text);
     }
     return MT_SUCCESS;
 }
 
-static int mti_shape_fits(const mti_layout *l, const mt_safetensors_tensor *t) {
-    int dims = l->dims;
-    if (t->dims == 2 && dims == 1 && t->shape[0] == 1) return t->shape[1] == l->shape[0]; /* a vector as one row */
-    return t->dims == dims && t->shape[0] == l->shape[0] && (dims == 1 || t->shape[1] == l->shape[1]);
-}
+static const mt_checkpoint_format mti_gpt_format = {mti_gpt_metadata, mti_gpt_config,  mti_gpt_compare,
+                                                    mti_gpt_layout,   mti_gpt_convert, mti_gpt_ignores};
 
-static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t bytes) {
-    size_t used = 0;
-    int i;
-    text[0] = 0;
-    for (i = 0; i < dims && used < bytes; i++)
-        used += (size_t)snprintf(text + used, bytes - used, "%s%lld", i > 0 ? ", " : "", (long long)shape[i]);
-}
-
-static mt_status mti_source_check_tensor(mt_context *ctx, const mti_bundle *b, const mti_layout *l) {
-    const mt_safetensors_tensor *t = mti_bundle_find(b, l->name);
-    char theirs[192], ours[64];
-    if (!t) return mt_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
-    if (mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype < 0)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, BF16 or F16", b->path, l->name, t->dtype);
-    if (mti_shape_fits(l, t)) return MT_SUCCESS;
-    mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
-    mti_shape_text(l->shape, l->dims, ours, sizeof ours);
-    return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
-}
-
-/* Every tensor of a part is there, and of the right shape. */
-static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b,
-                                       const mti_part *part) {
-    int what, i;
-    for (what = part->first; what <= part->last; what++)
-        for (i = 0; i < c->params->count; i++) {
-            mti_layout l = mti_part_layout(part, c->params->list[i], what);
-            MT_TRY(mti_source_check_tensor(ctx, b, &l));
-        }
-    return MT_SUCCESS;
-}
-
-static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
-    mti_part part = mti_model_part(c);
-    MT_TRY(mti_bundle_open(ctx, directory, part.stem, &s->model));
-    part.prefix = s->prefix = mti_source_prefix(&s->model, c);
-    MT_TRY(mti_source_check_gpt(ctx, c, directory, &s->model));
-    return mti_source_check_part(ctx, c, &s->model, &part);
-}
-
-/* Every file is checked by one rank. needed: a file without a checksum is refused. */
-static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int needed) {
-    mt_comm *world = c->params->grid->world;
-    int i, has;
-    for (i = mt_comm_rank(world); i < s->model.count + s->optimizer.count; i += mt_comm_size(world)) {
-        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
-        MT_TRY(mti_safetensors_verify(ctx, file, &has));
-        if (needed && !has) return mt_fail(ctx, MT_ERR_DATA, "%s: has no checksum, is not of a checkpoint", file->path);
-    }
-    return MT_SUCCESS;
-}
-
-/* What belongs to no parameter of this rank. */
-static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b,
-                                       const mti_part *part) {
-    int f, k, i, what;
-    for (f = 0; f < b->count; f++)
-        for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
-            const char *name = mt_safetensors_at(b->files[f], k)->name;
-            int ours = part->prefix && mti_gpt2_ignores(name, part->prefix);
-            for (what = part->first; what <= part->last && !ours; what++)
-                for (i = 0; i < c->params->count && !ours; i++) {
-                    mti_layout l = mti_part_layout(part, c->params->list[i], what);
-                    ours = strcmp(l.name, name) == 0;
-                }
-            if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
-        }
-    return MT_SUCCESS;
-}
-
-/* Collective over the pipeline: the files hold as many tensors as the stages have parameters. */
-static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const mti_bundle *b, const mti_part *part) {
-    mt_comm *pipeline = c->params->grid->pp;
-    int32_t wanted = 0;
-    int64_t has = b->tensors;
-    int i, k;
-    for (i = 0; i < c->params->count; i++)
-        wanted += mti_param_is_ours(c->params, c->params->list[i]) ? part->last - part->first + 1 : 0;
-    if (mt_comm_size(pipeline) > 1) {
-        mt_tensor one = mt_tensor_make(c->exchange, MT_I32, 1, 1);
-        MT_TRY(mt_upload(ctx, &wanted, one));
-        MT_TRY(mt_all_reduce(ctx, pipeline, c->exchange, c->exchange, 1, MT_I32, MT_SUM));
-        MT_TRY(mt_download(ctx, one, &wanted));
-    }
-    for (i = 0; part->prefix && i < b->count; i++)
-        for (k = 0; k < mt_safetensors_count(b->files[i]); k++)
-            has -= mti_gpt2_ignores(mt_safetensors_at(b->files[i], k)->name, part->prefix);
-    if (has == wanted) return MT_SUCCESS;
-    if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
-    return mt_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
-}
-
-/* Every rank reads the whole tensor and takes its part; nothing is communicated. */
-static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mti_bundle *b, const mti_part *part, int i,
-                                    int what, int as) {
-    const mt_param *p = c->params->list[i];
-    mti_layout l = mti_part_layout(part, p, what);
-    MT_TRY(mt_safetensors_read(ctx, mti_bundle_find(b, l.name), c->whole));
-    MT_TRY(mti_layout_from_file(c, p, &l));
-    if (as == MTI_VALUE) return mt_param_scatter(ctx, p, c->whole, p->value);
-    return mt_optimizer_scatter(ctx, c->optimizer, p, (mt_optimizer_state)as, c->whole);
-}
-
-/* Parameters come from the masters where there are any, and masters from the parameters where there are none. */
-static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
-    mti_part model = mti_model_part(c), optimizer = model;
-    int masters = c->optimizer && !c->optimizer->desc.stochastic_rounding, i, what;
-    int value = masters ? (int)MT_MASTER : (int)MTI_VALUE; /* a master brings its parameter with it */
-    model.prefix = s->prefix;
-    if (s->optimizer.count > 0) optimizer = mti_optimizer_part(c);
-    for (i = 0; i < c->params->count; i++) {
-        if (masters && s->has_masters)
-            MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, MT_MASTER, value));
-        else MT_TRY(mti_source_scatter(ctx, c, &s->model, &model, i, MTI_VALUE, value));
-        for (what = MT_EXP_AVG; s->optimizer.count > 0 && what <= MT_EXP_AVG_SQ; what++)
-            MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, what, what));
-    }
-    return MT_SUCCESS;
-}
-
-static void mti_source_close(mti_source *s) {
-    mti_bundle_close(&s->model);
-    mti_bundle_close(&s->optimizer);
-}
-
-/* The optimizer's files; of masters either all or none. */
-static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
-    mti_part part = mti_optimizer_part(c);
-    mti_layout l = mti_part_layout(&part, c->params->list[0], MT_MASTER);
-    MT_TRY(mti_bundle_open(ctx, directory, part.stem, &s->optimizer));
-    s->has_masters = mti_bundle_find(&s->optimizer, l.name) != NULL;
-    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
-    return mti_source_check_part(ctx, c, &s->optimizer, &part);
-}
-
-/* The state of step `wanted`, as the first file has it. */
-static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
-                                mt_optimizer *optimizer) {
-    const mt_safetensors *first = s->model.files[0];
-    const char *note = mt_safetensors_metadata(first, "note");
-    memset(state, 0, sizeof *state);
-    MT_TRY(mti_fields_read(ctx, first, mti_state_fields, MTI_FIELDS(mti_state_fields), state, mti_state_fault));
-    if (!note || strlen(note) >= sizeof state->note)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no note of at most %d bytes", first->path,
-                       MT_NOTE_MAX - 1);
-    memcpy(state->note, note, strlen(note) + 1);
-    if (s->optimizer.count > 0)
-        MT_TRY(mti_fields_read(ctx, first, mti_optimizer_fields, MTI_FIELDS(mti_optimizer_fields), optimizer, NULL));
-    if (state->step == wanted) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
-                   (long long)state->step, (long long)wanted);
-}
-
-/* All files are of that step; *state is what the first one says. */
-static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
-                                  mt_optimizer *optimizer) {
-    const mt_safetensors *first = s->model.files[0];
-    const char *step = mt_safetensors_metadata(first, "step"), *other;
-    int i;
-    MT_TRY(mti_source_run(ctx, s, wanted, state, optimizer));
-    for (i = 0; i < s->model.count + s->optimizer.count; i++) {
-        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
-        MT_TRY(mti_version_check(ctx, file, 1));
-        other = mt_safetensors_metadata(file, "step");
-        if (!other || strcmp(step, other) != 0)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: is of step %.24s, %s of %.24s", file->path, other ? other : "(none)",
-                           mti_file_name(first->path), step);
-    }
-    return MT_SUCCESS;
-}
-
-/* Room in the arena for whatever is scattered: for a shard in f32 on its way to another type, or to the data ranks'
- * shares. */
-static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor shard;
-    int i;
-    for (i = 0; i < c->params->count; i++) {
-        const mt_tensor *value = &c->params->list[i]->value;
-        if (value->dtype == MT_F32 && c->params->buckets.ranks <= 1) continue;
-        MT_TRY(mt_arena_tensor(ctx, MT_F32, value->rows, value->cols, &shard));
-        mt_arena_release(ctx, mark);
-    }
-    return MT_SUCCESS;
-}
-
-/* state NULL: parameters only; else step is what state->step must be. */
-static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
-                                 mt_training_state *state, mt_optimizer *optimizer) {
-    MT_TRY(mti_source_arena(ctx, c));
-    MT_TRY(mti_source_open_model(ctx, c, directory, s));
-    if (state && c->optimizer) MT_TRY(mti_source_open_optimizer(ctx, c, directory, s));
-    if (state) MT_TRY(mti_source_state(ctx, s, step, state, optimizer));
-    return mti_source_verify(ctx, c, s, state != NULL);
-}
-
-/* Collective, when every rank has found everything in order. */
-static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
-    mti_part part = mti_model_part(c);
-    part.prefix = s->prefix;
-    MT_TRY(mti_source_count(ctx, c, &s->model, &part));
-    if (s->optimizer.count == 0) return MT_SUCCESS;
-    part = mti_optimizer_part(c);
-    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
-    return mti_source_count(ctx, c, &s->optimizer, &part);
-}
-
-/* state NULL: parameters only. */
-static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const char *directory, int64_t step,
-                                     mt_training_state *state) {
-    mt_comm *world = c->params->grid->world;
-    mt_training_state theirs;
-    mt_optimizer steps;
-    mti_source s;
-    mt_status status;
-    memset(&s, 0, sizeof s);
-    memset(&steps, 0, sizeof steps);
-    status = mti_agree(ctx, world, c->exchange,
-                       mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
-    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
-    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
-    mti_source_close(&s);
-    if (status != MT_SUCCESS || !state) return status;
-    *state = theirs;
-    if (c->optimizer) c->optimizer->step = steps.step;
-    return MT_SUCCESS;
-}
-
-static mt_status mti_load_check(mt_context *ctx, const char *function, const mt_checkpoint *c, const void *argument,
-                                const char *name) {
+MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
+                                          const mt_checkpoint_desc *desc, mt_checkpoint **out) {
+    mt_checkpoint_desc d;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!c || !argument) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
-    if (mt_context_device(ctx) != MT_DEVICE_META) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
-}
-
-MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step,
-                                    mt_training_state *state) {
-    char path[MT_PATH_MAX];
-    MT_TRY(mti_load_check(ctx, "mt_checkpoint_load", checkpoint, state, "state"));
-    MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, step, path, sizeof path));
-    return mti_checkpoint_load(ctx, checkpoint, path, step, state);
-}
-
-MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory) {
-    MT_TRY(mti_load_check(ctx, "mt_checkpoint_import", checkpoint, directory, "directory"));
-    return mti_checkpoint_load(ctx, checkpoint, directory, -1, NULL);
+    if (!gpt || !desc)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: %s is NULL", gpt ? "desc" : "gpt");
+    if (gpt->tokens.weight && mt_params_find(params, gpt->tokens.weight->name) != gpt->tokens.weight)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: the gpt is not of this registry");
+    if (desc->format)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: desc.format is set, a GPT has its own");
+    d = *desc;
+    d.format = &mti_gpt_format;
+    d.model = gpt;
+    return mt_checkpoint_create(ctx, params, &d, out);
 }
 
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
-    mti_bundle model;
+    mt_safetensors_set *files;
     mt_gpt_desc theirs;
     mt_status status;
-    int known = 1;
+    int known;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
-    status = mti_bundle_open(ctx, directory, "model", &model);
-    if (status == MT_SUCCESS) status = mti_source_gpt(ctx, directory, &model, &known, &theirs);
-    mti_bundle_close(&model);
+    MT_TRY(mt_safetensors_set_open(ctx, directory, "model", &files));
+    status = mti_gpt_source(ctx, directory, files, &known, &theirs);
+    mt_safetensors_set_close(files);
     if (status == MT_SUCCESS && known) *out = theirs;
     if (status != MT_SUCCESS || known) return status;
     return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT",

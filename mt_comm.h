@@ -45,6 +45,11 @@
 #ifndef MT_COMM_H
 #define MT_COMM_H
 
+#define MT_VERSION_MAJOR 0
+#define MT_VERSION_MINOR 4
+#define MT_VERSION_PATCH 0
+#define MT_VERSION "0.4.0"
+
 #include <stddef.h>
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
 /* mt_parallel.h - process grid, parallel parameters, column- and row-parallel linear, vocabulary-parallel embedding and
-   cross-entropy, gradient sync and norm, loss scaling, AdamW.
+   cross-entropy, gradient sync and norm, loss scaling, AdamW, pipelines, checkpoints.
 
    Do this (every rank; ctx from mt_comm.h):
        mt_grid grid;        mt_grid_desc shape = {.tp = 8};             // data parallel over the rest
@@ -24,10 +24,10 @@
    shapes never include padding.
 
    It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group,
-   so scale your loss by 1 / (tokens of the whole global batch).
+   so scale your loss by 1 / (tokens of the whole global batch). It reads no files other than checkpoints.
 
    Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
-   >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors */
+   >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
 
 #include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
@@ -717,19 +717,19 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 
 /* ---- safetensors files ------------------------------------------------------------------------------------------- */
 
-/* A file in the format of github.com/huggingface/safetensors: opening it reads and checks the header, a tensor's bytes
-   are read when they are used. What the format's own library refuses is refused, and duplicate keys, NUL characters,
-   and more than MT_SAFETENSORS_DIMS dimensions.
+/* A file in the format of github.com/huggingface/safetensors. Opening it reads and checks the header. The bytes of a
+   tensor are read when they are used. Files that the format's own library refuses are refused, and so are duplicate
+   keys, NUL characters, and more than MT_SAFETENSORS_DIMS dimensions.
    The file stays open, and mapped into memory, until mt_safetensors_close. It must not change in that time. When
-   another program truncates it all the same, mt_safetensors_read returns MT_ERR_IO, and so do the functions below that
-   load checkpoints. A program that uses mt_safetensors_tensor.data itself gets SIGBUS then, as with any mapping. */
+   another program truncates it, mt_safetensors_read and the functions that load checkpoints return MT_ERR_IO. A program
+   that uses mt_safetensors_tensor.data itself gets SIGBUS then, as with any mapping. */
 typedef struct mt_safetensors mt_safetensors; /* opaque */
 
 #define MT_SAFETENSORS_DIMS 8
 #define MT_PATH_MAX 1024
 
 typedef struct mt_safetensors_tensor {
-    const char *name;  /* UTF-8, of the file, as all pointers here */
+    const char *name;  /* UTF-8. Memory of the file, as all pointers here */
     const char *dtype; /* as the format writes it: "F32", "BF16", "I64", ... */
     int dims;
     int64_t shape[MT_SAFETENSORS_DIMS];
@@ -738,7 +738,8 @@ typedef struct mt_safetensors_tensor {
     const mt_safetensors *file;
 } mt_safetensors_tensor;
 
-/* MT_ERR_IO: it cannot be read; MT_ERR_DATA: it is not what it should be. The sentence names file and reason. */
+/* MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not a valid safetensors file. The sentence names the file and
+   the reason. */
 MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
 MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
 MT_API int mt_safetensors_count(const mt_safetensors *file);
@@ -749,8 +750,195 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
                                            const char *key); /* of "__metadata__"; NULL: none */
 
 /* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. MT_ERR_IO: they
-   cannot be read, or the file was truncated since it was opened; the content of out is undefined then. */
+   cannot be read, or the file was truncated since it was opened. The content of out is undefined then. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out);
+
+/* The files of one model: DIRECTORY/STEM.safetensors, or the files that DIRECTORY/STEM.safetensors.index.json names, as
+   Hugging Face shards a model. Every tensor is in one of them only (MT_ERR_DATA). Files of a newer version of this
+   library are MT_ERR_DATA. MT_ERR_IO: there is neither such a file nor such an index. */
+typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
+
+MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
+                                         mt_safetensors_set **out);
+MT_API void mt_safetensors_set_close(mt_safetensors_set *set);                                  /* NULL is allowed */
+MT_API const mt_safetensors *mt_safetensors_set_file(const mt_safetensors_set *set, int index); /* NULL: no such file */
+MT_API const mt_safetensors_tensor *mt_safetensors_set_find(const mt_safetensors_set *set,
+                                                            const char *name); /* NULL: there is none */
+
+/* ---- named values in files --------------------------------------------------------------------------------------- */
+
+/* The type of mt_field.value. */
+typedef enum mt_field_kind {
+    MT_FIELD_I64 = 0,  /* int64_t */
+    MT_FIELD_U64 = 1,  /* uint64_t */
+    MT_FIELD_INT = 2,  /* int */
+    MT_FIELD_F32 = 3,  /* float, finite */
+    MT_FIELD_F64 = 4,  /* double, finite */
+    MT_FIELD_BOOL = 5, /* int: 0 or 1 */
+    MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
+} mt_field_kind;
+
+/* A value of the caller's that is written to a file or read from one. Zeros mean: int64_t, any number. */
+typedef struct mt_field {
+    const char *name;
+    mt_field_kind kind;
+    void *value;
+    int64_t low, high; /* of MT_FIELD_I64 and MT_FIELD_INT: the smallest and largest that is read; both 0: any */
+    size_t bytes;      /* of MT_FIELD_TEXT: the size of the array */
+    int must_match;    /* in a checkpoint. 0: load reads the value. 1: load refuses a file that has another value */
+    int nullable;      /* in JSON. 1: null leaves the value as it is */
+} mt_field;
+
+#define MT_FIELD_TEXT_MAX 32
+
+/* The text of a number, as it stands in the metadata of a file. With all digits, in every locale the same. */
+MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
+
+/* Reads fields from the metadata of a file. Every one must be there, and be a value of its kind in its range: else
+   MT_ERR_DATA. The sentence names the file, the field, its value and what it must be. Values of fields before the wrong
+   one are written already. must_match is not looked at. */
+MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
+
+/* Returns MT_ERR_DATA with the sentence "FILE: its metadata has NAME 'VALUE', must be WANTED". For a value that
+   mt_safetensors_fields accepts and the caller does not. */
+MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
+                                       const char *wanted);
+
+/* Reads members of the object of JSON that the file DIRECTORY/NAME consists of. A field that the object does not have
+   stays as it is; other members are passed over. A text that is longer than its array is cut off. exists: whether there
+   is such a file, and nothing is read when there is not; NULL: then MT_ERR_IO. MT_ERR_IO: the file cannot be read.
+   MT_ERR_DATA: it is not JSON, or a member has another type or is out of its range. */
+MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
+                              int count, int *exists);
+
+/* ---- checkpoints ------------------------------------------------------------------------------------------------- */
+
+/* Saves and loads the parameters of a registry, the state of its optimizer, and what a loop needs to go on:
+       mt_checkpoint *c;        mt_checkpoint_desc d = {.directory = "runs/a", .optimizer = &adam};
+                                MT_TRY(mt_checkpoint_create(ctx, params, &d, &c));
+       mt_training_state s = {.step = 100};            // on every rank the same
+                                MT_TRY(mt_checkpoint_save(ctx, c, &s));        // runs/a/step-00000100
+                                MT_TRY(mt_checkpoint_load(ctx, c, 100, &s));   // in another run, on any split
+
+   A checkpoint is a directory on a file system that all ranks see: DIRECTORY/step-00000100. Its tensors are whole, not
+   sharded, and load on any tensor x data x pipeline grid:
+     model.safetensors      the parameters in the registry's type; in its __metadata__ training state and fields
+     optimizer.safetensors  PARAMETER.exp_avg, .exp_avg_sq and, where the optimizer keeps one, .master, all F32
+     config.json            when the model has a format that writes one
+   With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
+   Hugging Face has it. A parameter that several stages share is in the first one's file.
+
+   The files have the registry's names, shapes and layouts, but for those of a format (mt_checkpoint_format). The
+   optimizer's files always have the registry's.
+
+   Versions. A file says which version of the library has written it. Files of this version and of older ones are read.
+   Those of a newer one, be it in the last number only, are MT_ERR_DATA with a sentence that has both versions.
+   mt_checkpoint_import also reads files without a version, which other programs wrote. mt_checkpoint_load does not.
+
+   Killed at any moment. A checkpoint is written beside the others (DIRECTORY/.step-00000100.tmp). Every file and
+   directory is synchronised with the disk. Then the directory is renamed. A run that is killed at any moment leaves the
+   old checkpoints, or the new one with them. Each file has a checksum of all its bytes.
+
+   Two runs. One run writes to a directory at a time. From its first save (or mt_checkpoint_lock) until
+   mt_checkpoint_destroy, or the end of its process, a checkpoint holds the lock (flock) of the file .lock in the
+   directory, where the file system has locks. */
+typedef struct mt_checkpoint mt_checkpoint; /* opaque */
+
+/* How a parameter lies in the file of a format. */
+typedef struct mt_tensor_layout {
+    char name[MT_NAME_MAX + 32];
+    int dims;         /* 1 or 2 */
+    int64_t shape[2]; /* of as many elements as the parameter has */
+    int form;         /* for the format's own use */
+} mt_tensor_layout;
+
+/* Files whose metadata, names or layouts are not just the registry's, such as those of Hugging Face. megatron.h has one
+   for its GPT (mt_gpt_checkpoint_create). Every function is optional. They are called on every rank, and not
+   collective. `model` is mt_checkpoint_desc.model. */
+typedef struct mt_checkpoint_format {
+    /* Further metadata: returns the name of entry `index`, 0, 1, ..., and writes its value. NULL: there are no more. */
+    const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
+    /* Writes the text of a config.json as snprintf does, and returns its length. 0: there is to be no such file. */
+    int (*config)(const void *model, char *text, size_t bytes);
+    /* Before names are looked up: whether the files in the directory are of this model. One format can read several
+       dialects, sets of names: says which one these files have. 0 is the one that is written. */
+    mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
+                       int *dialect);
+    /* Changes *layout, which is the registry's, to that of the files. */
+    void (*layout)(const void *model, const mt_param *param, int dialect, mt_tensor_layout *layout);
+    /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back. It is in *x, and
+       *spare is memory of the same size. The two may be swapped. */
+    mt_status (*convert)(const void *model, const mt_param *param, const mt_tensor_layout *layout, int to_file,
+                         float **x, float **spare);
+    /* Whether a tensor of a file that is no parameter may be there. */
+    int (*ignores)(const void *model, const char *name, int dialect);
+} mt_checkpoint_format;
+
+typedef struct mt_checkpoint_desc {
+    const char *directory;   /* of a run's checkpoints; made when it is missing, its parent is not; copied */
+    mt_optimizer *optimizer; /* to outlive the checkpoint; NULL: parameters only */
+    int keep;                /* how many of the newest checkpoints stay; 0: 2 */
+    const mt_field *fields;  /* the program's own, copied; their names and values are to outlive the checkpoint */
+    int field_count;
+    const mt_checkpoint_format *format; /* to outlive the checkpoint; NULL: the registry's names and layouts */
+    const void *model;                  /* for the functions of the format */
+} mt_checkpoint_desc;
+
+#define MT_NOTE_MAX 1024
+
+/* What a loop needs to go on, beside parameters and optimizer. The library only reads step. */
+typedef struct mt_training_state {
+    int64_t step;           /* steps done, at most 2^48; names the checkpoint */
+    uint64_t seed;          /* of weights, batches and dropout */
+    int64_t position;       /* in the data, in units of the loop's own, at most 2^62 */
+    mt_loss_scaler scaler;  /* zeros when there is none */
+    char note[MT_NOTE_MAX]; /* a text of the loop's own, UTF-8, such as its flags */
+} mt_training_state;
+
+/* Allocates host memory for the largest tensor, twice for a format that converts, and a little of the device's. params
+   must outlive the checkpoint. Not collective. MT_ERR_ARGUMENT: a field without a name or value, or with a name that is
+   taken already. */
+MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
+                                      mt_checkpoint **out);
+MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
+
+/* Makes the directory, locks it and tries to write to it. The first save does so, too; call it for an error before the
+   training begins. Collective over the grid's world, as save, load and import are: an error on one rank is every
+   rank's, with the same sentence. MT_ERR_IO: the directory cannot be written, or another run (or another checkpoint of
+   this one) writes to it. */
+MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
+
+/* Writes a checkpoint of state->step. state and fields are the same on every rank. Removes checkpoints beyond
+   desc.keep, and what a killed save has left. What cannot be removed is a warning to the logger; the next save tries
+   again. A link in the directory is removed as a link. On MT_DEVICE_META no file is touched.
+   MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one is there, or another run writes to the
+   directory. MT_ERR_DATA: the note, a text or a name is not UTF-8. The older checkpoints still are there.
+   Ranks that write nothing wait in a collective: the timeout of the world (mt_launch_desc.timeout_s) must exceed the
+   time in which a rank writes its files.
+   The arena must have memory for the largest tensor as the tensor ranks have it together, padded, once in the
+   parameters' type and once in f32; with a sharded optimizer for two in f32. */
+MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
+
+/* Loads the checkpoint of a step, of any split. Everything is checked before the first parameter is written: names,
+   shapes, types, checksums, that no tensor is missing or too many, what the format checks, the training state and the
+   fields. The type of the parameters may differ from the files': 16-bit parameters become their own masters, and f32
+   parameters become what the masters were.
+   MT_ERR_IO or MT_ERR_DATA name the file and the reason. MT_ERR_MEMORY: the arena has no memory for the largest shard
+   in f32, which parameters in 16 bits and sharded optimizers need. After an error nothing has changed, with one
+   exception: MT_ERR_IO when the disk fails, or another program truncates a file, after the checks. Some parameters are
+   the checkpoint's then. */
+MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
+
+/* Loads parameters (and masters) only, from a directory with model.safetensors or its index: of one checkpoint, or of
+   another program. Fields that must match are compared where the file has them; no field is read. */
+MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory);
+
+/* The newest checkpoint's step, -1 when there is none or no directory. comm: every rank of it is told what the first
+   one finds; NULL: not collective. */
+MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step);
+
+/* Writes DIRECTORY/step-00000100 to path. MT_ERR_ARGUMENT when it does not fit into `bytes` characters with its NUL. */
+MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes);
 
 #ifdef __cplusplus
 }
@@ -4017,13 +4205,13 @@ static uint32_t mti_json_escape(mti_json *j) {
     return (uint32_t)mti_json_fail(j, "half a surrogate pair");
 }
 
-/* The string that comes next, decoded into out, as much as fits into `room` bytes with a NUL. Returns all its bytes,
-   the NUL not counted; its quoted text is longer by one at least. */
-static size_t mti_json_string(mti_json *j, char *out, size_t room) {
+/* The string that comes next, decoded into out, as much as fits into `capacity` bytes with a NUL. Returns all its
+   bytes, the NUL not counted; its quoted text is longer by one at least. */
+static size_t mti_json_string(mti_json *j, char *out, size_t capacity) {
     size_t length = 0;
     char c[4];
     int n;
-    if (room > 0) out[0] = 0;
+    if (capacity > 0) out[0] = 0;
     if (!mti_json_take(j, '"', "a string is missing")) return 0;
     while (!j->error && j->at < j->end && *j->at != '"') {
         if (*j->at == '\\') {
@@ -4037,7 +4225,7 @@ static size_t mti_json_string(mti_json *j, char *out, size_t room) {
             j->at += n;
         }
         if (j->error) break;
-        if (length + (size_t)n < room) {
+        if (length + (size_t)n < capacity) {
             memcpy(out + length, c, (size_t)n);
             out[length + (size_t)n] = 0;
         }
@@ -4356,7 +4544,7 @@ static void mti_file_put(mti_file *f, const void *data, size_t bytes) {
     f->bytes += (int64_t)bytes;
     if (f->fd < 0) return;
     while (bytes > 0) {
-        size_t room = sizeof f->buffer - f->used, n = bytes < room ? bytes : room;
+        size_t left = sizeof f->buffer - f->used, n = bytes < left ? bytes : left;
         memcpy(f->buffer + f->used, from, n);
         f->used += n;
         from += n;
@@ -4511,7 +4699,7 @@ static int mti_safetensors_dtype(const char *name) {
     return -1;
 }
 
-/* Room for one more item of a list that grows. */
+/* Makes space for one more item of a list that grows. */
 static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capacity, size_t bytes) {
     int more = *capacity ? 2 * *capacity : 64;
     void *memory;
@@ -4813,6 +5001,1381 @@ static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s
     if (!*has || memcmp(digits, wanted, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %s", s->path,
                    digits, wanted);
+}
+
+/* ---- >>safetensors: several files ---- */
+
+#define MTI_VERSION_KEY "megatron" /* of the library that has written a file */
+
+struct mt_safetensors_set {
+    mt_safetensors **files;
+    int count, capacity;
+    int64_t tensors;        /* in all of them */
+    char path[MT_PATH_MAX]; /* of the file, or of the index */
+};
+
+static void mti_set_close(mt_safetensors_set *b) {
+    while (b->count > 0) mt_safetensors_close(b->files[--b->count]);
+    mt_host_free(b->files);
+    memset(b, 0, sizeof *b);
+}
+
+MT_API const mt_safetensors_tensor *mt_safetensors_set_find(const mt_safetensors_set *set, const char *name) {
+    const mt_safetensors_tensor *found = NULL;
+    int i;
+    for (i = 0; set && i < set->count && !found; i++) found = mt_safetensors_find(set->files[i], name);
+    return found;
+}
+
+MT_API const mt_safetensors *mt_safetensors_set_file(const mt_safetensors_set *set, int index) {
+    return set && index >= 0 && index < set->count ? set->files[index] : NULL;
+}
+
+/* A number that grows with the version "1.2.3", -1: it is none. */
+static int64_t mti_version_number(const char *text) {
+    int64_t number = 0, part;
+    int i, digits;
+    for (i = 0; i < 3; i++) {
+        part = 0;
+        for (digits = 0; *text >= '0' && *text <= '9' && digits < 6; digits++) part = 10 * part + (*text++ - '0');
+        if (digits == 0 || *text++ != (i < 2 ? '.' : 0)) return -1;
+        number = 1000000 * number + part;
+    }
+    return number;
+}
+
+/* Whether this version of the library reads what that of a file has written. needed: a file without one is refused. */
+static mt_status mti_version_check(mt_context *ctx, const mt_safetensors *s, int needed) {
+    const char *theirs = mt_safetensors_metadata(s, MTI_VERSION_KEY);
+    int64_t number = theirs ? mti_version_number(theirs) : 0;
+    if (!theirs && !needed) return MT_SUCCESS;
+    if (!theirs) return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no " MTI_VERSION_KEY, s->path);
+    if (number < 0)
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s: its metadata has " MTI_VERSION_KEY " '%.40s', must be a version such as " MT_VERSION,
+                       s->path, theirs);
+    if (number <= mti_version_number(MT_VERSION)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA,
+                   "%s: was written by megatron.h %.40s, this is " MT_VERSION ": it reads files of "
+                   "its own version and of older ones",
+                   s->path, theirs);
+}
+
+static mt_status mti_set_add(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *name) {
+    char path[MT_PATH_MAX];
+    void *list = b->files;
+    mt_safetensors *added;
+    mt_status status;
+    int i;
+    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
+    MT_TRY(mti_reserve(ctx, &list, b->count, &b->capacity, sizeof *b->files));
+    b->files = (mt_safetensors **)list;
+    MT_TRY(mt_safetensors_open(ctx, path, &b->files[b->count]));
+    added = b->files[b->count];
+    status = mti_version_check(ctx, added, 0);
+    if (status != MT_SUCCESS) {
+        mt_safetensors_close(added);
+        return status;
+    }
+    for (i = 0; b->count > 0 && i < mt_safetensors_count(added); i++)
+        if (mt_safetensors_set_find(b, mt_safetensors_at(added, i)->name)) {
+            status = mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is in another file, too", path,
+                             mt_safetensors_at(added, i)->name);
+            mt_safetensors_close(added);
+            return status;
+        }
+    b->tensors += mt_safetensors_count(added);
+    b->count++;
+    return MT_SUCCESS;
+}
+
+static const char *mti_file_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+/* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
+static mt_status mti_set_entry(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *tp,
+                               const char *file) {
+    int i;
+    for (i = 0; i < b->count && strcmp(mti_file_name(b->files[i]->path), file) != 0; i++) continue;
+    if (i == b->count) {
+        if (!file[0] || strchr(file, '/') || file[0] == '.')
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
+        MT_TRY(mti_set_add(ctx, b, directory, file));
+    }
+    if (mt_safetensors_find(b->files[i], tp)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tp, file);
+}
+
+/* text: of `capacity` bytes, enough for any string of the index. */
+static mt_status mti_set_entries(mt_context *ctx, mt_safetensors_set *b, const char *directory, mti_json *j, char *text,
+                                 size_t capacity, int64_t *entries) {
+    char file[256];
+    int count = 0;
+    mti_json_take(j, '{', "weight_map is not an object");
+    while (mti_json_next(j, &count, '}')) {
+        mti_json_string(j, text, capacity);
+        mti_json_take(j, ':', "a colon is missing");
+        if (mti_json_string(j, file, sizeof file) >= sizeof file) mti_json_fail(j, "the name of a file is too long");
+        if (j->error) break;
+        MT_TRY(mti_set_entry(ctx, b, directory, text, file));
+        ++*entries;
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_set_index(mt_context *ctx, mt_safetensors_set *b, const char *directory, mti_json *j, char *text,
+                               size_t capacity) {
+    int count = 0;
+    int64_t entries = 0;
+    mti_json_take(j, '{', "it does not begin with '{'");
+    while (mti_json_next(j, &count, '}')) {
+        mti_json_string(j, text, capacity);
+        mti_json_take(j, ':', "a colon is missing");
+        if (!j->error && strcmp(text, "weight_map") == 0)
+            MT_TRY(mti_set_entries(ctx, b, directory, j, text, capacity, &entries));
+        else mti_json_skip(j, 1);
+    }
+    mti_json_end(j);
+    MT_TRY(mti_json_status(ctx, j, b->path, "JSON"));
+    if (entries == b->tensors && entries > 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: names %lld tensors, its files have %lld", b->path, (long long)entries,
+                   (long long)b->tensors);
+}
+
+static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, const char *directory) {
+    void *json, *text = NULL;
+    size_t bytes;
+    mti_json j;
+    mt_status status = mti_text_read(ctx, b->path, &json, &bytes);
+    if (status == MT_SUCCESS) status = mti_host_new(ctx, bytes + 1, &text);
+    if (status == MT_SUCCESS) {
+        j = mti_json_begin(json, bytes);
+        status = mti_set_index(ctx, b, directory, &j, (char *)text, bytes + 1);
+    }
+    mt_host_free(json);
+    mt_host_free(text);
+    return status;
+}
+
+/* b is to be closed also when this fails. */
+static mt_status mti_set_open(mt_context *ctx, const char *directory, const char *stem, mt_safetensors_set *b) {
+    char name[64];
+    memset(b, 0, sizeof *b);
+    snprintf(name, sizeof name, "%s.safetensors", stem);
+    MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
+    if (mti_exists(b->path)) return mti_set_add(ctx, b, directory, name);
+    snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
+    MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
+    if (mti_exists(b->path)) return mti_set_open_index(ctx, b, directory);
+    return mt_fail(ctx, MT_ERR_IO, "%s: has neither %s.safetensors nor its index", directory, stem);
+}
+
+MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
+                                         mt_safetensors_set **out) {
+    void *memory;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !stem || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_set_open: %s is NULL",
+                       !directory ? "directory"
+                       : !stem    ? "stem"
+                                  : "out");
+    *out = NULL;
+    MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
+    status = mti_set_open(ctx, directory, stem, (mt_safetensors_set *)memory);
+    if (status == MT_SUCCESS) *out = (mt_safetensors_set *)memory;
+    else mt_safetensors_set_close((mt_safetensors_set *)memory);
+    return status;
+}
+
+MT_API void mt_safetensors_set_close(mt_safetensors_set *set) {
+    if (set) mti_set_close(set);
+    mt_host_free(set);
+}
+
+/* ---- >>fields ---------------------------------------------------------------------------------------------------- */
+
+/* All digits of a number, with a decimal point in every locale. */
+static void mti_number_text(double x, int digits, char *text) {
+    snprintf(text, MT_FIELD_TEXT_MAX, "%.*e", digits, x);
+    if (strchr(text, 'e')) mt_decimal_point(text);
+    else snprintf(text, MT_FIELD_TEXT_MAX, "0"); /* not finite, which no field is */
+}
+
+MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
+    int64_t i = 0;
+    double d = 0;
+    float x = 0;
+    int n = 0;
+    text[0] = 0;
+    switch (field->kind) {
+    case MT_FIELD_F32:
+        memcpy(&x, field->value, sizeof x);
+        mti_number_text((double)x, 8, text);
+        return;
+    case MT_FIELD_F64:
+        memcpy(&d, field->value, sizeof d);
+        mti_number_text(d, 16, text);
+        return;
+    case MT_FIELD_INT:
+    case MT_FIELD_BOOL:
+        memcpy(&n, field->value, sizeof n);
+        snprintf(text, MT_FIELD_TEXT_MAX, "%d", n);
+        return;
+    case MT_FIELD_I64:
+    case MT_FIELD_U64:
+        memcpy(&i, field->value, sizeof i);
+        if (field->kind == MT_FIELD_U64) snprintf(text, MT_FIELD_TEXT_MAX, "%llu", (unsigned long long)i);
+        else snprintf(text, MT_FIELD_TEXT_MAX, "%lld", (long long)i);
+        return;
+    case MT_FIELD_TEXT: return; /* may be longer: who writes it takes it as it is */
+    }
+}
+
+/* Whether a number is one of a field's kind; writes it to `value`. */
+static int mti_field_store_number(const mt_field *f, double number, void *value) {
+    double limit = f->kind == MT_FIELD_F32 ? (double)FLT_MAX : DBL_MAX;
+    int fits = number >= -limit && number <= limit;
+    float x = f->kind == MT_FIELD_F32 && fits ? (float)number : 0.0f;
+    if (!fits) number = 0;
+    if (f->kind == MT_FIELD_F32) memcpy(value, &x, sizeof x);
+    else memcpy(value, &number, sizeof number);
+    return fits;
+}
+
+/* The bits of a whole number. */
+static int mti_field_store_whole(const mt_field *f, uint64_t whole, void *value) {
+    int n = (int)(int64_t)whole;
+    if (f->kind == MT_FIELD_INT || f->kind == MT_FIELD_BOOL) memcpy(value, &n, sizeof n);
+    else memcpy(value, &whole, sizeof whole);
+    return (f->kind != MT_FIELD_INT && f->kind != MT_FIELD_BOOL) || n == (int64_t)whole;
+}
+
+/* Writes what the text of a number says to `value`, which may have been changed when it is none of its kind. */
+static int mti_field_parse(const mt_field *f, const char *text, void *value) {
+    int negative = f->kind != MT_FIELD_U64 && *text == '-';
+    uint64_t whole;
+    if (f->kind == MT_FIELD_TEXT) {
+        if (strlen(text) >= f->bytes) return 0;
+        memcpy(value, text, strlen(text) + 1);
+        return 1;
+    }
+    if (f->kind == MT_FIELD_F32 || f->kind == MT_FIELD_F64) {
+        mti_json j = mti_json_begin(text, strlen(text));
+        double number = mti_json_number(&j);
+        int fits = mti_field_store_number(f, number, value);
+        mti_json_end(&j);
+        return !j.error && fits;
+    }
+    if (!mt_parse_whole(text + negative, f->kind == MT_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX, &whole)) return 0;
+    return mti_field_store_whole(f, negative ? 0 - whole : whole, value);
+}
+
+static int mti_field_in_range(const mt_field *f, const void *value) {
+    int64_t x = 0, high = f->kind == MT_FIELD_BOOL ? 1 : f->high;
+    int n;
+    if (f->kind == MT_FIELD_I64) memcpy(&x, value, sizeof x);
+    else if (f->kind == MT_FIELD_INT || f->kind == MT_FIELD_BOOL) {
+        memcpy(&n, value, sizeof n);
+        x = n;
+    } else return 1;
+    return (f->low == 0 && high == 0) || (x >= f->low && x <= high);
+}
+
+MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
+                                       const char *wanted) {
+    const char *value;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!file || !name || !wanted)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_refuse: %s is NULL",
+                       !file   ? "file"
+                       : !name ? "name"
+                               : "wanted");
+    value = mt_safetensors_metadata(file, name);
+    if (!value) return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no %s", file->path, name);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", file->path, name, value, wanted);
+}
+
+/* Of a field that is no value of its kind, or outside of its range. */
+static mt_status mti_field_refuse(mt_context *ctx, const mt_safetensors *file, const mt_field *f) {
+    char range[80] = "a finite number";
+    int64_t low = f->low, high = f->high;
+    if (low == 0 && high == 0) {
+        low = f->kind == MT_FIELD_INT ? INT32_MIN : INT64_MIN;
+        high = f->kind == MT_FIELD_INT ? INT32_MAX : INT64_MAX;
+    }
+    if (f->kind == MT_FIELD_U64)
+        snprintf(range, sizeof range, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX);
+    else if (f->kind == MT_FIELD_TEXT) snprintf(range, sizeof range, "a text of at most %zu bytes", f->bytes - 1);
+    else if (f->kind == MT_FIELD_BOOL) snprintf(range, sizeof range, "0 or 1");
+    else if (f->kind == MT_FIELD_I64 || f->kind == MT_FIELD_INT)
+        snprintf(range, sizeof range, "a whole number from %lld to %lld", (long long)low, (long long)high);
+    return mt_safetensors_refuse(ctx, file, f->name, range);
+}
+
+MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count) {
+    const char *text;
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!file || (!fields && count > 0))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_fields: %s is NULL", file ? "fields" : "file");
+    for (i = 0; i < count; i++) {
+        text = mt_safetensors_metadata(file, fields[i].name);
+        if (!text || !mti_field_parse(&fields[i], text, fields[i].value) ||
+            !mti_field_in_range(&fields[i], fields[i].value))
+            return mti_field_refuse(ctx, file, &fields[i]);
+    }
+    return MT_SUCCESS;
+}
+
+/* One value of JSON, into a field. */
+static void mti_json_value(mti_json *j, const mt_field *f) {
+    int fits = 1, on = 0;
+    if (f->nullable && mti_json_word(j, "null")) return;
+    if (f->kind == MT_FIELD_TEXT) mti_json_string(j, (char *)f->value, f->bytes);
+    else if (f->kind == MT_FIELD_F32 || f->kind == MT_FIELD_F64)
+        fits = mti_field_store_number(f, mti_json_number(j), f->value);
+    else if (f->kind != MT_FIELD_BOOL) fits = mti_field_store_whole(f, (uint64_t)mti_json_whole(j), f->value);
+    else if (mti_json_word(j, "true")) on = 1;
+    else if (!mti_json_word(j, "false")) mti_json_fail(j, "true or false is missing");
+    if (f->kind == MT_FIELD_BOOL) memcpy(f->value, &on, sizeof on);
+    if (!fits) mti_json_fail(j, "a number is too large");
+}
+
+/* The fields of an object, from the text of a whole file. */
+static mt_status mti_json_object(mt_context *ctx, const char *path, const void *text, size_t bytes,
+                                 const mt_field *fields, int fields_count) {
+    mti_json j = mti_json_begin(text, bytes);
+    char name[64];
+    int count = 0, i;
+    mti_json_take(&j, '{', "it does not begin with '{'");
+    while (mti_json_next(&j, &count, '}')) {
+        size_t length = mti_json_string(&j, name, sizeof name);
+        mti_json_take(&j, ':', "a colon is missing");
+        for (i = 0; i < fields_count && (length >= sizeof name || strcmp(name, fields[i].name) != 0); i++) continue;
+        if (i < fields_count) mti_json_value(&j, &fields[i]);
+        else mti_json_skip(&j, 1);
+    }
+    mti_json_end(&j);
+    MT_TRY(mti_json_status(ctx, &j, path, "JSON"));
+    for (i = 0; i < fields_count; i++)
+        if (!mti_field_in_range(&fields[i], fields[i].value)) {
+            mt_field_text(&fields[i], name);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: %s is %s, must be from %lld to %lld", path, fields[i].name, name,
+                           (long long)fields[i].low, (long long)fields[i].high);
+        }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
+                              int count, int *exists) {
+    char path[MT_PATH_MAX];
+    void *text;
+    size_t bytes;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !name || (!fields && count > 0))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_json_read: %s is NULL",
+                       !directory ? "directory"
+                       : !name    ? "name"
+                                  : "fields");
+    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
+    if (exists) *exists = mti_exists(path);
+    if (exists && !*exists) return MT_SUCCESS;
+    status = mti_text_read(ctx, path, &text, &bytes);
+    if (status == MT_SUCCESS) status = mti_json_object(ctx, path, text, bytes, fields, count);
+    mt_host_free(text);
+    return status;
+}
+
+/* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
+
+/* Numbers that are read stay far from the largest, so that sums and products do not overflow. 2^48 steps of 1 us take
+   nine years. */
+#define MTI_STEPS_MAX ((int64_t)1 << 48)
+#define MTI_POSITION_MAX ((int64_t)1 << 62)
+
+enum { MTI_STATE_FIELDS = 13 };
+
+/* What is said of a run in the metadata of its files. A loss scaler of zeros is none. */
+static void mti_state_fields(mt_training_state *s, mt_field *out) {
+    mt_loss_scaler *l = &s->scaler;
+    const mt_field list[MTI_STATE_FIELDS] = {
+        {"step", MT_FIELD_I64, &s->step, 0, MTI_STEPS_MAX, 0, 0, 0},
+        {"seed", MT_FIELD_U64, &s->seed, 0, 0, 0, 0, 0},
+        {"position", MT_FIELD_I64, &s->position, 0, MTI_POSITION_MAX, 0, 0, 0},
+        {"loss_scaler.initial_scale", MT_FIELD_F32, &l->desc.initial_scale, 0, 0, 0, 0, 0},
+        {"loss_scaler.min_scale", MT_FIELD_F32, &l->desc.min_scale, 0, 0, 0, 0, 0},
+        {"loss_scaler.growth", MT_FIELD_F32, &l->desc.growth, 0, 0, 0, 0, 0},
+        {"loss_scaler.backoff", MT_FIELD_F32, &l->desc.backoff, 0, 0, 0, 0, 0},
+        {"loss_scaler.growth_interval", MT_FIELD_INT, &l->desc.growth_interval, 0, INT32_MAX, 0, 0, 0},
+        {"loss_scaler.hysteresis", MT_FIELD_INT, &l->desc.hysteresis, 0, INT32_MAX, 0, 0, 0},
+        {"loss_scaler.scale", MT_FIELD_F32, &l->scale, 0, 0, 0, 0, 0},
+        {"loss_scaler.good_steps", MT_FIELD_INT, &l->good_steps, 0, INT32_MAX, 0, 0, 0},
+        {"loss_scaler.overflows", MT_FIELD_INT, &l->overflows, 0, INT32_MAX / 2, 0, 0, 0},
+        {"loss_scaler.skipped", MT_FIELD_I64, &l->skipped, 0, MTI_STEPS_MAX, 0, 0, 0}};
+    memcpy(out, list, sizeof list);
+}
+
+static mt_field mti_optimizer_field(mt_optimizer *optimizer) {
+    const mt_field field = {"optimizer_step", MT_FIELD_I64, &optimizer->step, 0, MTI_STEPS_MAX, 0, 0, 0};
+    return field;
+}
+
+/* What fields of a scaler have to be, beside what their ranges say. */
+static const struct {
+    const char *name, *wanted;
+} mti_state_wanted[] = {{"loss_scaler.initial_scale", "at least loss_scaler.min_scale"},
+                        {"loss_scaler.min_scale", "above 0, and so large that 1 / min_scale is finite"},
+                        {"loss_scaler.growth", "at least 1"},
+                        {"loss_scaler.backoff", "above 0 and at most 1"},
+                        {"loss_scaler.growth_interval", "at least 1"},
+                        {"loss_scaler.hysteresis", "at least 1"},
+                        {"loss_scaler.scale", "at least loss_scaler.min_scale"},
+                        {"loss_scaler.good_steps", "below loss_scaler.growth_interval"}};
+
+/* Which field makes a scaler one that no run can have left so; NULL: none. */
+static const char *mti_state_fault(const mt_training_state *state) {
+    const mt_loss_scaler *scaler = &state->scaler;
+    mt_loss_scaler none;
+    memset(&none, 0, sizeof none);
+    if (memcmp(scaler, &none, sizeof none) == 0) return NULL;
+    if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
+    if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
+    return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
+}
+
+static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_training_state *state) {
+    mt_field fields[MTI_STATE_FIELDS];
+    const char *fault;
+    size_t i = 0;
+    mti_state_fields(state, fields);
+    MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_STATE_FIELDS));
+    fault = mti_state_fault(state);
+    if (!fault) return MT_SUCCESS;
+    while (strcmp(mti_state_wanted[i].name, fault) != 0) i++;
+    return mt_safetensors_refuse(ctx, file, fault, mti_state_wanted[i].wanted);
+}
+
+/* ---- >>checkpoint: saving ---- */
+
+struct mt_checkpoint {
+    mt_params *params;
+    mt_optimizer *optimizer;
+    int keep;
+    mt_checkpoint_format format; /* zeros: none */
+    const void *model;
+    mt_field *fields; /* the program's own */
+    int field_count;
+    float *whole, *spare; /* a tensor in host memory; a second one to convert it */
+    int64_t elements;     /* that each has memory for */
+    void *exchange;       /* on the device: MT_ERROR_BYTES, for mti_agree */
+    int lock;             /* the first rank's, of the directory, from its first save on; -1: it has none */
+    char directory[MT_PATH_MAX];
+    mti_file file;
+};
+
+static int64_t mti_largest_param(const mt_params *params) {
+    int64_t most = 0;
+    int i;
+    for (i = 0; i < params->count; i++) {
+        int64_t n = params->list[i]->desc.rows * params->list[i]->desc.cols;
+        if (n > most) most = n;
+    }
+    return most;
+}
+
+static mt_status mti_checkpoint_memory(mt_context *ctx, mt_checkpoint *c) {
+    void *memory;
+    c->elements = mti_largest_param(c->params);
+    MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
+    c->whole = (float *)memory;
+    if (c->format.convert) MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
+    if (c->format.convert) c->spare = (float *)memory;
+    return mt_context_alloc(ctx, MT_ERROR_BYTES, &c->exchange);
+}
+
+/* Whether the name of a field is written already: by the library, the format, or one of the first `fields` fields. */
+static int mti_field_is_taken(const mt_checkpoint *c, const char *name, int fields) {
+    static const char *const own[] = {"checksum", "format", MTI_VERSION_KEY, "note", "optimizer_step"};
+    mt_training_state none;
+    mt_field state[MTI_STATE_FIELDS];
+    const char *other;
+    char value[MT_FIELD_TEXT_MAX];
+    int i;
+    for (i = 0; i < (int)(sizeof own / sizeof *own); i++)
+        if (strcmp(name, own[i]) == 0) return 1;
+    mti_state_fields(&none, state);
+    for (i = 0; i < MTI_STATE_FIELDS; i++)
+        if (strcmp(name, state[i].name) == 0) return 1;
+    for (i = 0; c->format.metadata && (other = (c->format.metadata)(c->model, i, value)) != NULL; i++)
+        if (strcmp(name, other) == 0) return 1;
+    while (fields-- > 0)
+        if (strcmp(name, c->fields[fields].name) == 0) return 1;
+    return 0;
+}
+
+static mt_status mti_checkpoint_fields(mt_context *ctx, mt_checkpoint *c, const mt_checkpoint_desc *desc) {
+    void *memory;
+    int i;
+    if (desc->field_count == 0) return MT_SUCCESS;
+    MT_TRY(mti_host_new(ctx, (size_t)desc->field_count * sizeof *c->fields, &memory));
+    c->fields = (mt_field *)memory;
+    c->field_count = desc->field_count;
+    memcpy(c->fields, desc->fields, (size_t)c->field_count * sizeof *c->fields);
+    for (i = 0; i < c->field_count; i++) {
+        const mt_field *f = &c->fields[i];
+        if (!f->name || !f->name[0] || !f->value || (int)f->kind < MT_FIELD_I64 || f->kind > MT_FIELD_TEXT ||
+            (f->kind == MT_FIELD_TEXT && f->bytes == 0))
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: field %d (%.100s) has no name, value or size",
+                           i, f->name ? f->name : "");
+        if (mti_field_is_taken(c, f->name, i))
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: field %d: there is another '%.100s'", i,
+                           f->name);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
+                                      mt_checkpoint **out) {
+    static const char *const function = "mt_checkpoint_create";
+    mt_checkpoint *c;
+    void *memory;
+    size_t end;
+    mt_status status;
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (!desc || !desc->directory || !desc->directory[0] || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "there is no directory" : "out is NULL");
+    *out = NULL;
+    if (desc->keep < 0 || strlen(desc->directory) > MT_PATH_MAX - 128)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
+                       desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
+    if (desc->optimizer && desc->optimizer->params != params)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the optimizer is not of this registry", function);
+    if (desc->field_count < 0 || (desc->field_count > 0 && !desc->fields))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: field_count is %d, fields is %s", function, desc->field_count,
+                       desc->fields ? "not NULL" : "NULL");
+    MT_TRY(mti_host_new(ctx, sizeof *c, &memory));
+    c = (mt_checkpoint *)memory;
+    c->params = params;
+    c->optimizer = desc->optimizer;
+    c->keep = desc->keep ? desc->keep : 2;
+    if (desc->format) c->format = *desc->format;
+    c->model = desc->model;
+    c->file.fd = c->lock = -1;
+    snprintf(c->directory, sizeof c->directory, "%s", desc->directory);
+    for (end = strlen(c->directory); end > 1 && c->directory[end - 1] == '/'; end--) c->directory[end - 1] = 0;
+    status = mti_checkpoint_fields(ctx, c, desc);
+    if (status == MT_SUCCESS) status = mti_checkpoint_memory(ctx, c);
+    if (status == MT_SUCCESS) *out = c;
+    else mt_checkpoint_destroy(ctx, c);
+    return status;
+}
+
+MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
+    if (!ctx || !checkpoint) return;
+    if (checkpoint->lock >= 0) close(checkpoint->lock);
+    mt_context_free(ctx, checkpoint->exchange, MT_ERROR_BYTES);
+    mt_host_free(checkpoint->whole);
+    mt_host_free(checkpoint->spare);
+    mt_host_free(checkpoint->fields);
+    mt_host_free(checkpoint);
+}
+
+/* Status and sentence of the first rank that failed, for every rank; exchange: MT_ERROR_BYTES on the device. What goes
+   wrong on one rank must not keep it from coming here. */
+static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_status mine) {
+    int rank = mt_comm_rank(comm), size = mt_comm_size(comm), worst;
+    mt_tensor one = mt_tensor_make(exchange, MT_I32, 1, 1), all = mt_tensor_make(exchange, MT_U8, 1, MT_ERROR_BYTES);
+    char text[MT_ERROR_BYTES];
+    int32_t code = mine == MT_SUCCESS ? 0 : size - rank;
+    if (size == 1) return mine;
+    MT_TRY(mt_upload(ctx, &code, one));
+    MT_TRY(mt_all_reduce(ctx, comm, exchange, exchange, 1, MT_I32, MT_MAX));
+    MT_TRY(mt_download(ctx, one, &code));
+    if (code <= 0 || code > size) return mine; /* nobody failed; a meta communicator has nobody */
+    worst = size - code;
+    memcpy(text, &mine, sizeof mine);
+    memcpy(text + sizeof mine, ctx->error, sizeof text - sizeof mine);
+    text[sizeof text - 1] = 0;
+    MT_TRY(mt_upload(ctx, text, all));
+    MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MT_ERROR_BYTES, MT_U8, worst));
+    MT_TRY(mt_download(ctx, all, text));
+    if (rank == worst) return mine;
+    memcpy(&mine, text, sizeof mine);
+    return mt_fail(ctx, mine, "%s", text + sizeof mine);
+}
+
+static const char *const mti_step_format = "step-%08lld";
+
+MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes) {
+    char name[32];
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !path || step < 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_path: step %lld, directory or path is NULL",
+                       (long long)step);
+    snprintf(name, sizeof name, mti_step_format, (long long)step);
+    return mti_path(ctx, directory, name, path, bytes);
+}
+
+/* The step of the entry of a directory that is named like a checkpoint, or -1. */
+static int64_t mti_step_of(const char *name) {
+    uint64_t step;
+    char same[32];
+    if (strncmp(name, "step-", 5) != 0 || !mt_parse_whole(name + 5, (uint64_t)MTI_STEPS_MAX, &step)) return -1;
+    snprintf(same, sizeof same, mti_step_format, (long long)step);
+    return strcmp(same, name) == 0 ? (int64_t)step : -1;
+}
+
+static int mti_is_leftover(const char *name) {
+    size_t n = strlen(name);
+    return n > 9 && strncmp(name, ".step-", 6) == 0 && strcmp(name + n - 4, ".tmp") == 0;
+}
+
+/* The newest checkpoint in DIRECTORY below step `below`, -1 for none. 0, or errno. */
+static int mti_checkpoint_list(const char *directory, int64_t below, int64_t *newest) {
+    struct dirent *entry;
+    DIR *d = opendir(directory);
+    *newest = -1;
+    if (!d) return errno == ENOENT ? 0 : errno;
+    while ((entry = readdir(d)) != NULL) {
+        int64_t step = mti_step_of(entry->d_name);
+        if (step < below && step > *newest) *newest = step;
+    }
+    closedir(d);
+    return 0;
+}
+
+/* What a save that was killed has left, or a removal that failed. */
+static void mti_leftovers_remove(mt_context *ctx, const char *directory) {
+    char path[MT_PATH_MAX];
+    struct dirent *entry;
+    DIR *d = opendir(directory);
+    if (!d) mti_io_warning(ctx, directory, "list the directory", errno);
+    while (d && (entry = readdir(d)) != NULL)
+        if (mti_is_leftover(entry->d_name) &&
+            snprintf(path, sizeof path, "%s/%s", directory, entry->d_name) < (int)sizeof path)
+            mti_directory_remove(ctx, path);
+    if (d) closedir(d);
+}
+
+static mt_status mti_checkpoint_newest(mt_context *ctx, const char *directory, int64_t *step) {
+    int error = mti_checkpoint_list(directory, INT64_MAX, step);
+    return error ? mti_io_error(ctx, directory, "list the directory", error) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step) {
+    mt_tensor exchange = mt_none();
+    mt_status status = MT_SUCCESS;
+    size_t mark;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !step)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_latest: %s is NULL", step ? "directory" : "step");
+    *step = -1;
+    if (!comm || mt_comm_rank(comm) == 0) status = mti_checkpoint_newest(ctx, directory, step);
+    if (!comm || mt_comm_size(comm) == 1) return status;
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MT_ERROR_BYTES, &exchange));
+    MT_TRY(mti_agree(ctx, comm, exchange.data, status));
+    exchange.cols = (int64_t)sizeof *step;
+    MT_TRY(mt_upload(ctx, step, exchange));
+    MT_TRY(mt_broadcast(ctx, comm, exchange.data, exchange.data, sizeof *step, MT_U8, 0));
+    MT_TRY(mt_download(ctx, exchange, step));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* A parameter that several stages share is written by the first. */
+static int mti_param_is_ours(const mt_params *params, const mt_param *p) {
+    return !p->desc.shared_embedding || params->grid->pp_rank == 0;
+}
+
+/* What a file holds of every parameter: its value, or one after the other what the optimizer keeps. */
+enum { MTI_VALUE = -1 };
+
+typedef struct mti_part {
+    const char *stem;
+    int dialect; /* of the format; -1: the registry's names and layouts */
+    mt_dtype dtype;
+    int first, last; /* MTI_VALUE, or of mt_optimizer_state */
+} mti_part;
+
+static int mti_has_masters(const mt_optimizer *optimizer) {
+    return mt_params_dtype(optimizer->params) != MT_F32 && !optimizer->desc.stochastic_rounding;
+}
+
+static mti_part mti_model_part(const mt_checkpoint *c) {
+    mti_part part;
+    part.stem = "model";
+    part.dialect = 0;
+    part.dtype = mt_params_dtype(c->params);
+    part.first = part.last = MTI_VALUE;
+    return part;
+}
+
+static mti_part mti_optimizer_part(const mt_checkpoint *c) {
+    mti_part part;
+    part.stem = "optimizer";
+    part.dialect = -1;
+    part.dtype = MT_F32;
+    part.first = MT_EXP_AVG;
+    part.last = mti_has_masters(c->optimizer) ? MT_MASTER : MT_EXP_AVG_SQ;
+    return part;
+}
+
+static mt_tensor_layout mti_part_layout(const mt_checkpoint *c, const mti_part *part, const mt_param *p, int what) {
+    static const char *const suffixes[] = {".exp_avg", ".exp_avg_sq", ".master"};
+    int row = p->desc.rows == 1;
+    mt_tensor_layout l;
+    memset(&l, 0, sizeof l);
+    snprintf(l.name, sizeof l.name, "%s%s", p->name, what == MTI_VALUE ? "" : suffixes[what]);
+    l.dims = row ? 1 : 2;
+    l.shape[0] = row ? p->desc.cols : p->desc.rows;
+    l.shape[1] = p->desc.cols;
+    if (part->dialect >= 0 && c->format.layout) (c->format.layout)(c->model, p, part->dialect, &l);
+    return l;
+}
+
+static void mti_put_member(mti_file *f, const char *key, const char *value) {
+    mti_file_text(f, ",");
+    mti_file_string(f, key);
+    mti_file_text(f, ":");
+    mti_file_string(f, value);
+}
+
+static void mti_put_fields(mti_file *f, const mt_field *fields, int count) {
+    char text[MT_FIELD_TEXT_MAX];
+    int i;
+    for (i = 0; i < count; i++) {
+        mt_field_text(&fields[i], text);
+        mti_put_member(f, fields[i].name, fields[i].kind == MT_FIELD_TEXT ? (const char *)fields[i].value : text);
+    }
+}
+
+/* "format" is what transformers wants to see. */
+static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *state, mti_file *f) {
+    mt_training_state copy = *state;
+    mt_field fields[MTI_STATE_FIELDS];
+    char text[MT_FIELD_TEXT_MAX];
+    const char *name;
+    int i;
+    mti_file_text(f, MTI_CHECKSUM_BEFORE "0000000000000000\"");
+    mti_put_member(f, "format", "pt");
+    mti_put_member(f, MTI_VERSION_KEY, MT_VERSION);
+    mti_state_fields(&copy, fields);
+    mti_put_fields(f, fields, MTI_STATE_FIELDS);
+    mti_put_member(f, "note", state->note);
+    if (c->optimizer) {
+        fields[0] = mti_optimizer_field(c->optimizer);
+        mti_put_fields(f, fields, 1);
+    }
+    for (i = 0; c->format.metadata && (name = (c->format.metadata)(c->model, i, text)) != NULL; i++)
+        mti_put_member(f, name, text);
+    mti_put_fields(f, c->fields, c->field_count);
+    mti_file_text(f, "}");
+}
+
+/* The header, without its length; *offset: of all data. */
+static void mti_put_header(const mt_checkpoint *c, const mti_part *part, const mt_training_state *state, mti_file *f) {
+    int64_t offset = 0;
+    int what, i, k;
+    mti_put_metadata(c, state, f);
+    for (what = part->first; what <= part->last; what++)
+        for (i = 0; i < c->params->count; i++) {
+            const mt_param *p = c->params->list[i];
+            mt_tensor_layout l = mti_part_layout(c, part, p, what);
+            if (!mti_param_is_ours(c->params, p)) continue;
+            mti_file_text(f, ",");
+            mti_file_string(f, l.name);
+            mti_file_text(f, part->dtype == MT_F32    ? ":{\"dtype\":\"F32\",\"shape\":["
+                             : part->dtype == MT_BF16 ? ":{\"dtype\":\"BF16\",\"shape\":["
+                                                      : ":{\"dtype\":\"F16\",\"shape\":[");
+            for (k = 0; k < l.dims; k++) {
+                if (k > 0) mti_file_text(f, ",");
+                mti_file_whole(f, l.shape[k]);
+            }
+            mti_file_text(f, "],\"data_offsets\":[");
+            mti_file_whole(f, offset);
+            offset += p->desc.rows * p->desc.cols * (int64_t)mt_dtype_size(part->dtype);
+            mti_file_text(f, ",");
+            mti_file_whole(f, offset);
+            mti_file_text(f, "]}");
+        }
+    mti_file_text(f, "}");
+    while (f->bytes % 8 != 0) mti_file_text(f, " "); /* aligns the data */
+}
+
+/* "model.safetensors", or the file of a stage. */
+static void mti_part_name(char *name, size_t bytes, const char *stem, int stage, int stages) {
+    if (stages == 1) snprintf(name, bytes, "%s.safetensors", stem);
+    else snprintf(name, bytes, "%s-%05d-of-%05d.safetensors", stem, stage + 1, stages);
+}
+
+static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
+                                const char *directory) {
+    char name[64];
+    uint64_t header;
+    mti_part_name(name, sizeof name, part->stem, c->params->grid->pp_rank, c->params->grid->pp_size);
+    MT_TRY(mti_file_begin(ctx, &c->file, NULL, NULL));
+    mti_put_header(c, part, state, &c->file);
+    header = (uint64_t)c->file.bytes;
+    if (header > MTI_HEADER_MAX)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
+                       (unsigned long long)header, MTI_HEADER_MAX);
+    MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
+    mti_file_put(&c->file, &header, sizeof header);
+    mti_put_header(c, part, state, &c->file);
+    return MT_SUCCESS;
+}
+
+/* Converts c->whole between the registry's layout and that of the file. */
+static mt_status mti_layout_convert(mt_checkpoint *c, const mti_part *part, const mt_param *p,
+                                    const mt_tensor_layout *l, int to_file) {
+    if (part->dialect < 0 || !c->format.convert) return MT_SUCCESS;
+    return (c->format.convert)(c->model, p, l, to_file, &c->whole, &c->spare);
+}
+
+/* n elements of c->whole. What comes from a 16-bit parameter is rounded to what it was. */
+static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
+    uint16_t halves[256];
+    int64_t i, count;
+    if (dtype == MT_F32) {
+        mti_file_put(&c->file, c->whole, (size_t)n * sizeof(float));
+        return;
+    }
+    for (i = 0; i < n; i += count) {
+        count = mt_min(n - i, (int64_t)(sizeof halves / sizeof *halves));
+        mt_f32_to_16bit(dtype, c->whole + i, halves, count);
+        mti_file_put(&c->file, halves, (size_t)count * sizeof *halves);
+    }
+}
+
+/* Collective: every rank gathers, also one whose file cannot be written, whose error goes to *io. */
+static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
+    int what, i;
+    for (what = part->first; what <= part->last; what++)
+        for (i = 0; i < c->params->count; i++) {
+            const mt_param *p = c->params->list[i];
+            mt_tensor_layout l = mti_part_layout(c, part, p, what);
+            if (!mti_param_is_ours(c->params, p)) continue;
+            MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole)
+                                     : mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
+            if (!writes || *io != MT_SUCCESS) continue;
+            *io = mti_layout_convert(c, part, p, &l, 1);
+            mti_put_elements(c, part->dtype, p->desc.rows * p->desc.cols);
+        }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
+                               const char *directory, mt_status *io) {
+    const mt_grid *g = c->params->grid;
+    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    mt_status status;
+    if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
+    status = mti_part_write(ctx, c, part, writes, io);
+    if (c->file.fd >= 0) MT_KEEP(*io, mti_file_end(ctx, &c->file, 1));
+    return status;
+}
+
+/* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time.
+ */
+static int mti_lock_wait(int fd) {
+    struct timespec nap = mti_timespec(10e-3);
+    int tries = 0, error = 0;
+    do {
+        if (error == EWOULDBLOCK) nanosleep(&nap, NULL);
+        error = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    } while (error == EINTR || (error == EWOULDBLOCK && ++tries < 100));
+    return error;
+}
+
+/* The lock of a directory, on a file in it, since on some networks' file systems that of a directory binds one host
+   only. However a process ends, its lock ends with it; the file stays. */
+static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
+    char path[MT_PATH_MAX];
+    int error;
+    MT_TRY(mti_path(ctx, c->directory, ".lock", path, sizeof path));
+    c->lock = mti_open(path, O_RDWR | O_CREAT | MTI_NOFOLLOW);
+    if (c->lock < 0) return mti_io_error(ctx, path, "open it", errno);
+    error = mti_lock_wait(c->lock);
+    if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS; /* it has no locks */
+    close(c->lock);
+    c->lock = -1;
+    if (error == EWOULDBLOCK) return mt_fail(ctx, MT_ERR_IO, "%s: another run writes to it", c->directory);
+    return mti_io_error(ctx, path, "lock it", error);
+}
+
+/* Makes the directory, locks it, tries what a save does first. On the first rank, until it has succeeded once. */
+static mt_status mti_checkpoint_lock(mt_context *ctx, mt_checkpoint *c) {
+    char probe[MT_PATH_MAX];
+    if (c->lock >= 0) return MT_SUCCESS;
+    if (!mti_exists(c->directory)) MT_TRY(mti_directory_make(ctx, c->directory));
+    MT_TRY(mti_lock_take(ctx, c));
+    mti_leftovers_remove(ctx, c->directory);
+    MT_TRY(mti_path(ctx, c->directory, ".step-probe.tmp", probe, sizeof probe));
+    if (mkdir(probe, 0777) != 0) return mti_io_error(ctx, probe, "create the directory", errno);
+    if (rmdir(probe) != 0) mti_io_warning(ctx, probe, "remove the directory", errno);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) {
+    mt_status status = MT_SUCCESS;
+    mt_comm *world;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!checkpoint) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
+    world = checkpoint->params->grid->world;
+    if (mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META)
+        status = mti_checkpoint_lock(ctx, checkpoint);
+    return mti_agree(ctx, world, checkpoint->exchange, status);
+}
+
+/* On the first rank, before anything is written. */
+static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t step, const char *beside) {
+    int64_t newest;
+    if (c->lock >= 0) mti_leftovers_remove(ctx, c->directory);
+    else MT_TRY(mti_checkpoint_lock(ctx, c));
+    MT_TRY(mti_checkpoint_newest(ctx, c->directory, &newest));
+    if (newest >= step)
+        return mt_fail(ctx, MT_ERR_IO,
+                       "%s: has a checkpoint of step %lld already; one of step %lld would not be its newest",
+                       c->directory, (long long)newest, (long long)step);
+    return mti_directory_make(ctx, beside);
+}
+
+/* Where the checkpoint of a step is written, and removed. mt_checkpoint_create has seen to it that this fits. */
+static void mti_beside(mt_context *ctx, const char *directory, int64_t step, char *path) {
+    char name[48];
+    snprintf(name, sizeof name, ".step-%08lld.tmp", (long long)step);
+    mti_path(ctx, directory, name, path, MT_PATH_MAX);
+}
+
+/* Checkpoints older than the newest c->keep. Renamed first, so that no half of one ever looks whole. The new one is
+   there: what cannot be removed is left to the next save. */
+static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
+    char path[MT_PATH_MAX], beside[MT_PATH_MAX];
+    int64_t step = INT64_MAX;
+    int i = 0, error;
+    while (step >= 0) {
+        error = mti_checkpoint_list(c->directory, step, &step);
+        if (error) mti_io_warning(ctx, c->directory, "list the directory", error);
+        if (step < 0 || i++ < c->keep) continue;
+        mti_beside(ctx, c->directory, step, beside);
+        mt_checkpoint_path(ctx, c->directory, step, path, sizeof path);
+        if (rename(path, beside) == 0) mti_directory_remove(ctx, beside);
+        else mti_io_warning(ctx, path, "rename it", errno);
+    }
+}
+
+/* The index of the files model-0000s-of-0000S.safetensors that the stages have written. */
+static mt_status mti_index_write(mt_context *ctx, mti_file *f, const char *directory, const char *stem,
+                                 mt_safetensors_set *b) {
+    char name[64];
+    int64_t bytes = 0;
+    int i, k;
+    for (i = 0; i < b->count; i++) bytes += b->files[i]->data_bytes;
+    snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
+    MT_TRY(mti_file_begin(ctx, f, directory, name));
+    mti_file_text(f, "{\n  \"metadata\": {\"total_size\": ");
+    mti_file_whole(f, bytes);
+    mti_file_text(f, "},\n  \"weight_map\": {");
+    for (i = 0; i < b->count; i++)
+        for (k = 0; k < mt_safetensors_count(b->files[i]); k++) {
+            mti_file_text(f, i + k > 0 ? ",\n    " : "\n    ");
+            mti_file_string(f, mt_safetensors_at(b->files[i], k)->name);
+            mti_file_text(f, ": ");
+            mti_file_string(f, mti_file_name(b->files[i]->path));
+        }
+    mti_file_text(f, "\n  }\n}\n");
+    return mti_file_end(ctx, f, 0);
+}
+
+/* What is published can be read: names and note may be no UTF-8, or one name be given twice. Writes the index of
+ * stages. */
+static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *directory, const char *stem) {
+    char name[64];
+    mt_safetensors_set b;
+    mt_status status = MT_SUCCESS;
+    int i, stages = c->params->grid->pp_size;
+    memset(&b, 0, sizeof b);
+    for (i = 0; i < stages && status == MT_SUCCESS; i++) {
+        mti_part_name(name, sizeof name, stem, i, stages);
+        status = mti_set_add(ctx, &b, directory, name);
+    }
+    if (status == MT_SUCCESS && stages > 1) status = mti_index_write(ctx, &c->file, directory, stem, &b);
+    mti_set_close(&b);
+    return status;
+}
+
+#define MTI_CONFIG_MAX 4096
+
+static mt_status mti_config_write(mt_context *ctx, mt_checkpoint *c, const char *directory) {
+    char text[MTI_CONFIG_MAX];
+    int length = c->format.config ? (c->format.config)(c->model, text, sizeof text) : 0;
+    if (length <= 0) return MT_SUCCESS;
+    if (length >= MTI_CONFIG_MAX)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: a config.json of %d bytes, at most %d are written", directory,
+                       length, MTI_CONFIG_MAX - 1);
+    MT_TRY(mti_file_begin(ctx, &c->file, directory, "config.json"));
+    mti_file_text(&c->file, text);
+    return mti_file_end(ctx, &c->file, 0);
+}
+
+/* On the first rank, when all stages have written their files. */
+static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char *final_path, const char *beside) {
+    MT_TRY(mti_save_check(ctx, c, beside, "model"));
+    if (c->optimizer) MT_TRY(mti_save_check(ctx, c, beside, "optimizer"));
+    MT_TRY(mti_config_write(ctx, c, beside));
+    MT_TRY(mti_directory_sync(ctx, beside));
+    if (rename(beside, final_path) != 0) return mti_io_error(ctx, final_path, "rename a directory to it", errno);
+    MT_TRY(mti_directory_sync(ctx, c->directory));
+    mti_save_prune(ctx, c);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
+                                     const char *final_path, const char *beside) {
+    mt_comm *world = c->params->grid->world;
+    int first = mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    mti_part model = mti_model_part(c), optimizer;
+    mt_status status = first ? mti_save_prepare(ctx, c, state->step, beside) : MT_SUCCESS, io = MT_SUCCESS;
+    MT_TRY(mti_agree(ctx, world, c->exchange, status));
+    status = mti_part_save(ctx, c, &model, state, beside, &io);
+    if (c->optimizer && status == MT_SUCCESS) {
+        optimizer = mti_optimizer_part(c);
+        status = mti_part_save(ctx, c, &optimizer, state, beside, &io);
+    }
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, io);
+    if (status == MT_SUCCESS)
+        status = mti_agree(ctx, world, c->exchange, first ? mti_save_publish(ctx, c, final_path, beside) : MT_SUCCESS);
+    return status;
+}
+
+MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state) {
+    char final_path[MT_PATH_MAX], beside[MT_PATH_MAX];
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!checkpoint || !state || state->step < 0 || !memchr(state->note, 0, sizeof state->note))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %s",
+                       !checkpoint       ? "checkpoint is NULL"
+                       : !state          ? "state is NULL"
+                       : state->step < 0 ? "step is negative"
+                                         : "the note does not end");
+    if (state->step > MTI_STEPS_MAX)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: step %lld, must be at most %lld",
+                       (long long)state->step, (long long)MTI_STEPS_MAX);
+    MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, state->step, final_path, sizeof final_path));
+    mti_beside(ctx, checkpoint->directory, state->step, beside);
+    status = mti_checkpoint_save(ctx, checkpoint, state, final_path, beside);
+    if (status != MT_SUCCESS && checkpoint->lock >= 0 && mti_exists(beside)) mti_directory_remove(ctx, beside);
+    return status;
+}
+
+/* ---- >>checkpoint: loading ---- */
+
+/* What is to be loaded, opened and checked. */
+typedef struct mti_source {
+    mt_safetensors_set model, optimizer;
+    int dialect; /* of the model's files */
+    int has_masters;
+} mti_source;
+
+static int mti_shape_fits(const mt_tensor_layout *l, const mt_safetensors_tensor *t) {
+    int dims = l->dims;
+    if (t->dims == 2 && dims == 1 && t->shape[0] == 1) return t->shape[1] == l->shape[0]; /* a vector as one row */
+    return t->dims == dims && t->shape[0] == l->shape[0] && (dims == 1 || t->shape[1] == l->shape[1]);
+}
+
+static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t bytes) {
+    size_t used = 0;
+    int i;
+    text[0] = 0;
+    for (i = 0; i < dims && used < bytes; i++)
+        used += (size_t)snprintf(text + used, bytes - used, "%s%lld", i > 0 ? ", " : "", (long long)shape[i]);
+}
+
+static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mt_tensor_layout *l) {
+    const mt_safetensors_tensor *t = mt_safetensors_set_find(b, l->name);
+    char theirs[192], ours[64];
+    if (!t) return mt_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
+    if (mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype < 0)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, BF16 or F16", b->path, l->name, t->dtype);
+    if (mti_shape_fits(l, t)) return MT_SUCCESS;
+    mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
+    mti_shape_text(l->shape, l->dims, ours, sizeof ours);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
+}
+
+/* Every tensor of a part is there, and of the right shape. */
+static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
+                                       const mti_part *part) {
+    int what, i;
+    for (what = part->first; what <= part->last; what++)
+        for (i = 0; i < c->params->count; i++) {
+            mt_tensor_layout l = mti_part_layout(c, part, c->params->list[i], what);
+            MT_TRY(mti_source_check_tensor(ctx, b, &l));
+        }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
+    mti_part part = mti_model_part(c);
+    MT_TRY(mti_set_open(ctx, directory, part.stem, &s->model));
+    if (c->format.check) MT_TRY((c->format.check)(ctx, c->model, directory, &s->model, &s->dialect));
+    part.dialect = s->dialect;
+    return mti_source_check_part(ctx, c, &s->model, &part);
+}
+
+/* Every file is checked by one rank. needed: a file without a checksum is refused. */
+static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int needed) {
+    mt_comm *world = c->params->grid->world;
+    int i, has;
+    for (i = mt_comm_rank(world); i < s->model.count + s->optimizer.count; i += mt_comm_size(world)) {
+        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
+        MT_TRY(mti_safetensors_verify(ctx, file, &has));
+        if (needed && !has) return mt_fail(ctx, MT_ERR_DATA, "%s: has no checksum, is not of a checkpoint", file->path);
+    }
+    return MT_SUCCESS;
+}
+
+static int mti_source_ignores(const mt_checkpoint *c, const mti_part *part, const char *name) {
+    return part->dialect >= 0 && c->format.ignores && (c->format.ignores)(c->model, name, part->dialect);
+}
+
+/* What belongs to no parameter of this rank. */
+static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
+                                       const mti_part *part) {
+    int f, k, i, what;
+    for (f = 0; f < b->count; f++)
+        for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
+            const char *name = mt_safetensors_at(b->files[f], k)->name;
+            int ours = mti_source_ignores(c, part, name);
+            for (what = part->first; what <= part->last && !ours; what++)
+                for (i = 0; i < c->params->count && !ours; i++) {
+                    mt_tensor_layout l = mti_part_layout(c, part, c->params->list[i], what);
+                    ours = strcmp(l.name, name) == 0;
+                }
+            if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
+        }
+    return MT_SUCCESS;
+}
+
+/* Collective over the pipeline: the files hold as many tensors as the stages have parameters. */
+static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
+                                  const mti_part *part) {
+    mt_comm *pipeline = c->params->grid->pp;
+    int32_t wanted = 0;
+    int64_t has = b->tensors;
+    int i, k;
+    for (i = 0; i < c->params->count; i++)
+        wanted += mti_param_is_ours(c->params, c->params->list[i]) ? part->last - part->first + 1 : 0;
+    if (mt_comm_size(pipeline) > 1) {
+        mt_tensor one = mt_tensor_make(c->exchange, MT_I32, 1, 1);
+        MT_TRY(mt_upload(ctx, &wanted, one));
+        MT_TRY(mt_all_reduce(ctx, pipeline, c->exchange, c->exchange, 1, MT_I32, MT_SUM));
+        MT_TRY(mt_download(ctx, one, &wanted));
+    }
+    for (i = 0; i < b->count; i++)
+        for (k = 0; k < mt_safetensors_count(b->files[i]); k++)
+            has -= mti_source_ignores(c, part, mt_safetensors_at(b->files[i], k)->name);
+    if (has == wanted) return MT_SUCCESS;
+    if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
+    return mt_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
+}
+
+/* Every rank reads the whole tensor and takes its part; nothing is communicated. */
+static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mt_safetensors_set *b,
+                                    const mti_part *part, int i, int what, int as) {
+    const mt_param *p = c->params->list[i];
+    mt_tensor_layout l = mti_part_layout(c, part, p, what);
+    MT_TRY(mt_safetensors_read(ctx, mt_safetensors_set_find(b, l.name), c->whole));
+    MT_TRY(mti_layout_convert(c, part, p, &l, 0));
+    if (as == MTI_VALUE) return mt_param_scatter(ctx, p, c->whole, p->value);
+    return mt_optimizer_scatter(ctx, c->optimizer, p, (mt_optimizer_state)as, c->whole);
+}
+
+/* Parameters come from the masters where there are any, and masters from the parameters where there are none. */
+static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
+    mti_part model = mti_model_part(c), optimizer = model;
+    int masters = c->optimizer && !c->optimizer->desc.stochastic_rounding, i, what;
+    int value = masters ? (int)MT_MASTER : (int)MTI_VALUE; /* a master brings its parameter with it */
+    model.dialect = s->dialect;
+    if (s->optimizer.count > 0) optimizer = mti_optimizer_part(c);
+    for (i = 0; i < c->params->count; i++) {
+        if (masters && s->has_masters)
+            MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, MT_MASTER, value));
+        else MT_TRY(mti_source_scatter(ctx, c, &s->model, &model, i, MTI_VALUE, value));
+        for (what = MT_EXP_AVG; s->optimizer.count > 0 && what <= MT_EXP_AVG_SQ; what++)
+            MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, what, what));
+    }
+    return MT_SUCCESS;
+}
+
+static void mti_source_close(mti_source *s) {
+    mti_set_close(&s->model);
+    mti_set_close(&s->optimizer);
+}
+
+/* The optimizer's files; of masters either all or none. */
+static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
+    mti_part part = mti_optimizer_part(c);
+    mt_tensor_layout l = mti_part_layout(c, &part, c->params->list[0], MT_MASTER);
+    MT_TRY(mti_set_open(ctx, directory, part.stem, &s->optimizer));
+    s->has_masters = mt_safetensors_set_find(&s->optimizer, l.name) != NULL;
+    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
+    return mti_source_check_part(ctx, c, &s->optimizer, &part);
+}
+
+/* The state of step `wanted`, as the first file has it. */
+static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
+                                mt_optimizer *optimizer) {
+    const mt_safetensors *first = s->model.files[0];
+    const char *note = mt_safetensors_metadata(first, "note");
+    mt_field step = mti_optimizer_field(optimizer);
+    memset(state, 0, sizeof *state);
+    MT_TRY(mti_state_read(ctx, first, state));
+    if (!note || strlen(note) >= sizeof state->note)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has no note of at most %d bytes", first->path,
+                       MT_NOTE_MAX - 1);
+    memcpy(state->note, note, strlen(note) + 1);
+    if (s->optimizer.count > 0) MT_TRY(mt_safetensors_fields(ctx, first, &step, 1));
+    if (state->step == wanted) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has step '%lld', its directory %lld", first->path,
+                   (long long)state->step, (long long)wanted);
+}
+
+/* All files are of that step; *state is what the first one says. */
+static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
+                                  mt_optimizer *optimizer) {
+    const mt_safetensors *first = s->model.files[0];
+    const char *step = mt_safetensors_metadata(first, "step"), *other;
+    int i;
+    MT_TRY(mti_source_run(ctx, s, wanted, state, optimizer));
+    for (i = 0; i < s->model.count + s->optimizer.count; i++) {
+        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
+        MT_TRY(mti_version_check(ctx, file, 1));
+        other = mt_safetensors_metadata(file, "step");
+        if (!other || strcmp(step, other) != 0)
+            return mt_fail(ctx, MT_ERR_DATA, "%s: is of step %.24s, %s of %.24s", file->path, other ? other : "(none)",
+                           mti_file_name(first->path), step);
+    }
+    return MT_SUCCESS;
+}
+
+/* Whether the values of the program's fields can be read, and those that must match do. Writes none. all: every field
+   must be there, too. */
+static mt_status mti_source_fields(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int all) {
+    const mt_safetensors *first = s->model.files[0];
+    int i;
+    for (i = 0; i < c->field_count; i++) {
+        mt_field f = c->fields[i];
+        const char *text = mt_safetensors_metadata(first, f.name);
+        char ours[MT_FIELD_TEXT_MAX], theirs[MT_FIELD_TEXT_MAX], wanted[64];
+        uint64_t value = 0;
+        if (!text && !all) continue;
+        if (f.kind == MT_FIELD_TEXT) {
+            if (!text || strlen(text) >= f.bytes) return mti_field_refuse(ctx, first, &f);
+            if (!f.must_match || strcmp(text, (const char *)f.value) == 0) continue;
+            snprintf(wanted, sizeof wanted, "'%.40s'", (const char *)f.value);
+            return mt_safetensors_refuse(ctx, first, f.name, wanted);
+        }
+        mt_field_text(&f, ours);
+        f.value = &value;
+        MT_TRY(mt_safetensors_fields(ctx, first, &f, 1));
+        mt_field_text(&f, theirs);
+        if (f.must_match && strcmp(ours, theirs) != 0) return mt_safetensors_refuse(ctx, first, f.name, ours);
+    }
+    return MT_SUCCESS;
+}
+
+/* The values that are read, when nothing can go wrong any more. */
+static mt_status mti_source_take_fields(mt_context *ctx, const mt_checkpoint *c, const mti_source *s) {
+    int i;
+    for (i = 0; i < c->field_count; i++)
+        if (!c->fields[i].must_match) MT_TRY(mt_safetensors_fields(ctx, s->model.files[0], &c->fields[i], 1));
+    return MT_SUCCESS;
+}
+
+/* Whether the arena has memory for whatever is scattered: for a shard in f32 on its way to another type, or to the data
+   ranks' shares. */
+static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor shard;
+    int i;
+    for (i = 0; i < c->params->count; i++) {
+        const mt_tensor *value = &c->params->list[i]->value;
+        if (value->dtype == MT_F32 && c->params->buckets.ranks <= 1) continue;
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, value->rows, value->cols, &shard));
+        mt_arena_release(ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
+/* state NULL: parameters only; else step is what state->step must be. */
+static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
+                                 mt_training_state *state, mt_optimizer *optimizer) {
+    MT_TRY(mti_source_arena(ctx, c));
+    MT_TRY(mti_source_open_model(ctx, c, directory, s));
+    if (state && c->optimizer) MT_TRY(mti_source_open_optimizer(ctx, c, directory, s));
+    if (state) MT_TRY(mti_source_state(ctx, s, step, state, optimizer));
+    MT_TRY(mti_source_fields(ctx, c, s, state != NULL));
+    return mti_source_verify(ctx, c, s, state != NULL);
+}
+
+/* Collective, when every rank has found everything in order. */
+static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
+    mti_part part = mti_model_part(c);
+    part.dialect = s->dialect;
+    MT_TRY(mti_source_count(ctx, c, &s->model, &part));
+    if (s->optimizer.count == 0) return MT_SUCCESS;
+    part = mti_optimizer_part(c);
+    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
+    return mti_source_count(ctx, c, &s->optimizer, &part);
+}
+
+/* state NULL: parameters only. */
+static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const char *directory, int64_t step,
+                                     mt_training_state *state) {
+    mt_comm *world = c->params->grid->world;
+    mt_training_state theirs;
+    mt_optimizer steps;
+    mti_source s;
+    mt_status status;
+    memset(&s, 0, sizeof s);
+    memset(&steps, 0, sizeof steps);
+    status = mti_agree(ctx, world, c->exchange,
+                       mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
+    if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
+    if (status == MT_SUCCESS && state) status = mti_source_take_fields(ctx, c, &s);
+    mti_source_close(&s);
+    if (status != MT_SUCCESS || !state) return status;
+    *state = theirs;
+    if (c->optimizer) c->optimizer->step = steps.step;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_load_check(mt_context *ctx, const char *function, const mt_checkpoint *c, const void *argument,
+                                const char *name) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!c || !argument) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
+    if (mt_context_device(ctx) != MT_DEVICE_META) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
+}
+
+MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step,
+                                    mt_training_state *state) {
+    char path[MT_PATH_MAX];
+    MT_TRY(mti_load_check(ctx, "mt_checkpoint_load", checkpoint, state, "state"));
+    MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, step, path, sizeof path));
+    return mti_checkpoint_load(ctx, checkpoint, path, step, state);
+}
+
+MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory) {
+    MT_TRY(mti_load_check(ctx, "mt_checkpoint_import", checkpoint, directory, "directory"));
+    return mti_checkpoint_load(ctx, checkpoint, directory, -1, NULL);
 }
 
 #ifdef __cplusplus

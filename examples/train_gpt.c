@@ -590,8 +590,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
     mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6),
                                    .sharded_optimizer = o->distributed_optimizer};
-    mt_checkpoint_desc files = {
-        .directory = o->checkpoint ? o->checkpoint : o->init_from, .gpt = &t->gpt, .optimizer = &t->optimizer};
+    mt_checkpoint_desc files = {.directory = o->checkpoint ? o->checkpoint : o->init_from, .optimizer = &t->optimizer};
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));
@@ -609,7 +608,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     MT_TRY(mt_loss_scaler_create(t->ctx, o->dtype == MT_F16 ? NULL : &constant, &t->scaler));
     MT_TRY(create_slots(t));
     if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
-    if (files.directory) MT_TRY(mt_checkpoint_create(t->ctx, t->params, &files, &t->checkpoint));
+    if (files.directory) MT_TRY(mt_gpt_checkpoint_create(t->ctx, t->params, &t->gpt, &files, &t->checkpoint));
     if (device == MT_DEVICE_META) return MT_SUCCESS;
     t->starts = (int64_t *)malloc((size_t)o->micro_batch * sizeof *t->starts);
     t->staging = (int32_t *)malloc((size_t)t->micro_tokens * sizeof *t->staging);

@@ -27,7 +27,7 @@ static mt_status save_rank(mt_comm *world, void *user) {
     mt_params *params;
     mt_gpt gpt;
     mt_optimizer optimizer;
-    mt_checkpoint_desc files = {.directory = (const char *)user, .gpt = &gpt, .optimizer = &optimizer};
+    mt_checkpoint_desc files = {.directory = (const char *)user, .optimizer = &optimizer};
     mt_checkpoint *checkpoint;
     MT_TRY(mt_context_create(world, NULL, &ctx));
     MT_TRY(mt_grid_create(world, &shape, &grid));
@@ -36,7 +36,7 @@ static mt_status save_rank(mt_comm *world, void *user) {
     MT_TRY(mt_params_init(ctx, params, 1));
     MT_TRY(fill(ctx, params));
     MT_TRY(mt_optimizer_create(ctx, params, NULL, &optimizer));
-    MT_TRY(mt_checkpoint_create(ctx, params, &files, &checkpoint));
+    MT_TRY(mt_gpt_checkpoint_create(ctx, params, &gpt, &files, &checkpoint));
     MT_TRY(mt_checkpoint_save(ctx, checkpoint, &state));
     mt_checkpoint_destroy(ctx, checkpoint);
     mt_optimizer_destroy(ctx, &optimizer);

@@ -21,9 +21,8 @@ static inline mt_status half_steps(gpt_worker *w, const half_run *h) {
     memset(&c, 0, sizeof c);
     memset(&s, 0, sizeof s);
     c.directory = h->directory;
-    c.gpt = &w->gpt;
     c.optimizer = &w->optimizer;
-    MT_TRY(mt_checkpoint_create(w->ctx, w->params, &c, &checkpoint));
+    MT_TRY(mt_gpt_checkpoint_create(w->ctx, w->params, &w->gpt, &c, &checkpoint));
     for (int step = 0; !h->resumes && step < RESUME_AT; step++) MT_TRY(gpt_step(w, step));
     s.step = RESUME_AT;
     s.scaler = w->scaler;

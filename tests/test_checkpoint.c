@@ -351,10 +351,9 @@ static mt_status replica_open(mt_comm *world, const job *j, replica *m) {
     MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
     MT_TRY(mt_params_init(m->r.ctx, m->r.params, 5));
     if (!j->no_optimizer) MT_TRY(mt_optimizer_create(m->r.ctx, m->r.params, &adamw, &m->optimizer));
-    c.gpt = &m->gpt;
     c.optimizer = j->no_optimizer ? NULL : &m->optimizer;
     if (j->fill) MT_TRY(fill(m, j));
-    return mt_checkpoint_create(m->r.ctx, m->r.params, &c, &m->checkpoint);
+    return mt_gpt_checkpoint_create(m->r.ctx, m->r.params, &m->gpt, &c, &m->checkpoint);
 }
 
 static void replica_close(replica *m) {
@@ -735,8 +734,7 @@ static mt_status golden_rank(mt_comm *world, void *user) {
     CHECK(d.layer.norm_eps == 1e-4f && d.layer.activation == MT_GELU_TANH && !d.untied_head);
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
-    c.gpt = &m.gpt;
-    MT_TRY(mt_checkpoint_create(m.r.ctx, m.r.params, &c, &m.checkpoint));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
     MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, g->directory));
     MT_TRY(golden_compare(g, &m));
     replica_close(&m);
@@ -771,8 +769,7 @@ static mt_status rewrite_rank(mt_comm *world, void *user) {
     MT_TRY(mt_gpt_desc_read(m.r.ctx, "tests/golden/gpt2_hf", &d));
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
-    c.gpt = &m.gpt;
-    MT_TRY(mt_checkpoint_create(m.r.ctx, m.r.params, &c, &m.checkpoint));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
     MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, "tests/golden/gpt2_hf_bare"));
     MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
     replica_close(&m);
@@ -783,17 +780,22 @@ static void as_hugging_face_writes(void **state) {
     mt_context *ctx;
     mt_safetensors *theirs, *ours;
     mt_gpt_desc a, b;
+    mt_field fields[2][MTI_GPT_FIELDS];
+    int exists;
     char path[MT_PATH_MAX];
     (void)state;
     test_launch(2, rewrite_rank, NULL);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_path(ctx, in_scratch("hf"), 0, path, sizeof path));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, "tests/golden/gpt2_hf", &a));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, path, &b));
-    for (int i = 0; i < MTI_FIELDS(mti_gpt_fields); i++) {
-        char x[MTI_FIELD_TEXT], y[MTI_FIELD_TEXT];
-        mti_field_text(&mti_gpt_fields[i], &a, x);
-        mti_field_text(&mti_gpt_fields[i], &b, y);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, "tests/golden/gpt2_hf", &exists, &a));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, path, &exists, &b));
+    assert_true(exists);
+    mti_gpt_fields(&a, fields[0]);
+    mti_gpt_fields(&b, fields[1]);
+    for (int i = 0; i < MTI_GPT_FIELDS; i++) {
+        char x[MT_FIELD_TEXT_MAX], y[MT_FIELD_TEXT_MAX];
+        mt_field_text(&fields[0][i], x);
+        mt_field_text(&fields[1][i], y);
         assert_string_equal(x, y);
     }
     strcat(path, "/model.safetensors");
@@ -1315,10 +1317,12 @@ static void versions(void **state) {
 
 /* Numbers that are none of their field's type. */
 static void field_texts(void **state) {
-    static const mti_field f32 = {.name = "x", .kind = MTI_FIELD_F32}, i64 = {.name = "x", .kind = MTI_FIELD_I64},
-                           u64 = {.name = "x", .kind = MTI_FIELD_U64}, whole = {.name = "x", .kind = MTI_FIELD_INT};
+    static const mt_field f32 = {.name = "x", .kind = MT_FIELD_F32}, i64 = {.name = "x", .kind = MT_FIELD_I64},
+                          u64 = {.name = "x", .kind = MT_FIELD_U64}, whole = {.name = "x", .kind = MT_FIELD_INT},
+                          f64 = {.name = "x", .kind = MT_FIELD_F64},
+                          text = {.name = "x", .kind = MT_FIELD_TEXT, .bytes = 8};
     static const struct {
-        const mti_field *field;
+        const mt_field *field;
         const char *text;
         int good;
     } texts[] = {{&f32, "3.4028234e38", 1},
@@ -1342,15 +1346,21 @@ static void field_texts(void **state) {
                  {&whole, "2147483647", 1},
                  {&whole, "2147483648", 0},
                  {&whole, "-2147483648", 1},
-                 {&whole, "1x", 0}};
+                 {&whole, "1x", 0},
+                 {&f64, "1.7976931348623157e308", 1},
+                 {&f64, "-1e999", 0},
+                 {&text, "seven..", 1},
+                 {&text, "eight...", 0}};
     (void)state;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         uint64_t room = 0;
-        char again[MTI_FIELD_TEXT];
-        int good = mti_field_parse(texts[i].field, texts[i].text, &room);
+        char again[MT_FIELD_TEXT_MAX];
+        mt_field field = *texts[i].field;
+        int good = mti_field_parse(&field, texts[i].text, &room);
         if (good != texts[i].good) fail_msg("'%s' was %s", texts[i].text, good ? "taken" : "refused");
-        mti_field_text(texts[i].field, &room, again);
-        if (good && texts[i].field->kind != MTI_FIELD_F32) assert_string_equal(again, texts[i].text);
+        field.value = &room;
+        mt_field_text(&field, again);
+        if (good && field.kind < MT_FIELD_F32) assert_string_equal(again, texts[i].text);
     }
 }
 
@@ -2013,8 +2023,11 @@ static void arguments(void **state) {
     d.optimizer = &n.optimizer;
     REFUSED(ctx, MT_ERR_ARGUMENT, "not of this registry", mt_checkpoint_create(ctx, m.r.params, &d, &c));
     d.optimizer = NULL;
-    d.gpt = &n.gpt;
-    REFUSED(ctx, MT_ERR_ARGUMENT, "not of this registry", mt_checkpoint_create(ctx, m.r.params, &d, &c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "not of this registry", mt_gpt_checkpoint_create(ctx, m.r.params, &n.gpt, &d, &c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "gpt is NULL", mt_gpt_checkpoint_create(ctx, m.r.params, NULL, &d, &c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, NULL, &c));
+    d.format = &mti_gpt_format;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "desc.format", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, &d, &c));
     REFUSED(ctx, MT_ERR_ARGUMENT, "step is negative", mt_checkpoint_save(ctx, m.checkpoint, &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "state", mt_checkpoint_save(ctx, m.checkpoint, NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "checkpoint", mt_checkpoint_save(ctx, NULL, &s));

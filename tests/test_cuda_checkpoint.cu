@@ -73,9 +73,8 @@ static mt_status copy_steps(gpt_worker *w, const copier *c) {
         mt_checkpoint *checkpoint;
         memset(&d, 0, sizeof d);
         d.directory = directories[i];
-        d.gpt = &w->gpt;
         d.optimizer = &w->optimizer;
-        MT_TRY(mt_checkpoint_create(w->ctx, w->params, &d, &checkpoint));
+        MT_TRY(mt_gpt_checkpoint_create(w->ctx, w->params, &w->gpt, &d, &checkpoint));
         MT_TRY(i == 0 ? mt_checkpoint_load(w->ctx, checkpoint, RESUME_AT, &s)
                       : mt_checkpoint_save(w->ctx, checkpoint, &s));
         mt_checkpoint_destroy(w->ctx, checkpoint);

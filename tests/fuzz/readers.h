@@ -89,22 +89,27 @@ static inline int readers_safetensors(mt_context *ctx, const unsigned char *byte
 }
 
 static inline int readers_config(mt_context *ctx, const unsigned char *bytes, size_t size) {
+    mti_gpt2_config config;
+    mt_field fields[MTI_CONFIG_FIELDS];
     mt_gpt_desc d;
-    mt_status status = mti_config_parse(ctx, "fuzz", bytes, size, &d);
+    mti_config_defaults(&config);
+    mti_config_fields(&config, fields);
+    mt_status status = mti_json_object(ctx, "fuzz", bytes, size, fields, MTI_CONFIG_FIELDS);
+    if (status == MT_SUCCESS) status = mti_config_to_desc(ctx, "fuzz", &config, &d);
     readers_status(ctx, status);
     return status == MT_SUCCESS;
 }
 
 static inline int readers_index(mt_context *ctx, const unsigned char *bytes, size_t size) {
-    mti_bundle b;
+    mt_safetensors_set b;
     mti_json j = mti_json_begin(bytes, size);
-    char *text = (char *)malloc(size + 1); /* as mti_bundle_open_index has it, with ends that a sanitizer sees */
+    char *text = (char *)malloc(size + 1); /* as mti_set_open_index has it, with ends that a sanitizer sees */
     READERS_HOLD(text);
     memset(&b, 0, sizeof b);
     snprintf(b.path, sizeof b.path, "fuzz");
-    mt_status status = mti_bundle_index(ctx, &b, "/dev/null/fuzz", &j, text, size + 1);
+    mt_status status = mti_set_index(ctx, &b, "/dev/null/fuzz", &j, text, size + 1);
     readers_status(ctx, status);
-    mti_bundle_close(&b);
+    mti_set_close(&b);
     free(text);
     return status == MT_SUCCESS;
 }
