@@ -403,24 +403,6 @@ static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
 }
 
 static mt_tensor mti_bias_value(const mt_param *bias) { return bias ? bias->value : mt_none(); }
-static mt_tensor mti_bias_grad(const mt_param *bias) { return bias ? bias->grad : mt_none(); }
-
-/* act = activation(h), h = x W1^T + bias: in one operator where epilogues are wanted. */
-static mt_status mti_mlp_activation(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor act, mt_mlp_saved *saved,
-                                    int training) {
-    int s, shards = mlp->fc1.weight->shards;
-    if (mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE) {
-        mti_activation_after at_once = {mlp->desc.activation, mti_bias_value(mlp->fc1.bias), act};
-        saved->fc1.x = x;
-        return mti_column_run(ctx, &mlp->fc1, x, saved->h, &at_once);
-    }
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &mlp->fc1, x, saved->h, training ? &saved->fc1 : NULL));
-    for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_forward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
-                                     mt_shard_cols(mti_bias_value(mlp->fc1.bias), s, shards),
-                                     mt_shard_cols(act, s, shards)));
-    return MT_SUCCESS;
-}
 
 /* y is mt_none() where only `saved` is wanted. */
 static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
@@ -429,7 +411,8 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
     mt_tensor act;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
-    MT_TRY(mti_mlp_activation(ctx, mlp, x, act, saved, training));
+    MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &mlp->fc1, mlp->desc.activation, x, saved->h, act,
+                                                        training ? &saved->fc1 : NULL));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
     saved->fc2.x = act;
@@ -458,34 +441,12 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     return status;
 }
 
-/* dh from dy, through fc2 and the activation, with the gradients of fc2 and of fc1's bias. */
-static mt_status mti_mlp_activation_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dh,
-                                             const mt_mlp_saved *saved) {
-    int s, shards = mlp->fc1.weight->shards;
-    mt_tensor dact;
-    if (mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE) {
-        mti_activation_before act = {mlp->desc.activation, saved->h, mti_bias_grad(mlp->fc1.bias)};
-        return mti_row_run_backward(ctx, &mlp->fc2, dy, dh, saved->fc2.x, &act);
-    }
-    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc2.local_features, &dact));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &mlp->fc2, dy, dact, &saved->fc2));
-    for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_backward(ctx, mlp->desc.activation, mt_shard_cols(saved->h, s, shards),
-                                      mt_shard_cols(dact, s, shards), mt_shard_cols(dh, s, shards),
-                                      mt_shard_cols(mti_bias_grad(mlp->fc1.bias), s, shards)));
-    return MT_SUCCESS;
-}
-
 static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
                                   const mt_mlp_saved *saved) {
     mt_tensor dh;
-    size_t mark;
-    mt_status status;
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc1.local_features, &dh));
-    mark = mt_arena_mark(ctx);
-    status = mti_mlp_activation_backward(ctx, mlp, dy, dh, saved);
-    mt_arena_release(ctx, mark);
-    if (status != MT_SUCCESS) return status;
+    MT_TRY(mt_row_parallel_linear_activation_backward(ctx, &mlp->fc2, &mlp->fc1, mlp->desc.activation, dy, saved->h, dh,
+                                                      &saved->fc2));
     MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
@@ -1513,13 +1474,9 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
 /* On the last stage, from the output of the trunk. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor x,
                                      mt_tensor logits) {
-    int gather = !mti_is_whole(gpt->head.weight);
-    mt_tensor local = logits;
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
-    if (gather) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, gpt->head.local_features, &local));
-    MT_TRY(mti_column_product(ctx, gpt->head.weight, NULL, x, local));
-    return gather ? mti_gather_features(ctx, gpt->head.tp, gpt->head.weight, local, logits) : MT_SUCCESS;
+    return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
 }
 
 /* From stage to stage, and the last one's logits to all of them. */
@@ -1606,7 +1563,7 @@ static int mti_is_gpt2(const mt_gpt_desc *desc) {
 
 enum { MTI_FORM_MATRIX = 0, MTI_FORM_VECTOR = 1, MTI_FORM_CONV1D = 2, MTI_FORM_QKV = 4 };
 
-#define MTI_COUNT(list) (int)(sizeof(list) / sizeof *(list))
+#define MTI_GPT2_COUNT(list) (int)(sizeof(list) / sizeof *(list))
 
 typedef struct mti_gpt2_name {
     const char *ours, *theirs;
@@ -1653,10 +1610,10 @@ static void mti_gpt_layout(const void *model, const mt_param *p, int dialect, mt
     const char *rest = p->name + sizeof layers - 1, *dot;
     if (!prefix) return;
     if (strncmp(p->name, layers, sizeof layers - 1) == 0 && (dot = strchr(rest, '.')) != NULL) {
-        found = mti_gpt2_find(mti_gpt2_layer, MTI_COUNT(mti_gpt2_layer), dot + 1);
+        found = mti_gpt2_find(mti_gpt2_layer, MTI_GPT2_COUNT(mti_gpt2_layer), dot + 1);
         if (found) snprintf(l->name, sizeof l->name, "%sh.%.*s.%s", prefix, (int)(dot - rest), rest, found->theirs);
     } else {
-        found = mti_gpt2_find(mti_gpt2_model, MTI_COUNT(mti_gpt2_model), p->name);
+        found = mti_gpt2_find(mti_gpt2_model, MTI_GPT2_COUNT(mti_gpt2_model), p->name);
         if (found) snprintf(l->name, sizeof l->name, "%s%s", prefix, found->theirs);
     }
     if (!found) return;

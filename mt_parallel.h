@@ -295,6 +295,49 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
+/* Several layers that share f: column-parallel layers of one x, which is gathered once, and whose gradient dx, the sum
+   over the layers, is reduced once. And layers that share g: row-parallel layers whose outputs meet in one y = sum of
+   x[i] W[i]^T and of the biases, with one reduction forward and one gathering of dy. All are of one registry and one
+   sequence_parallel, column-parallel layers without gather_output, row-parallel ones with input_is_parallel. y and dy
+   of the former, x, dx and saved of the latter are lists, one entry for each layer; dx may be mt_none(). */
+MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
+                                                          const mt_column_parallel_linear *const *layers, int count,
+                                                          mt_tensor x, const mt_tensor *y, mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
+                                                           const mt_column_parallel_linear *const *layers, int count,
+                                                           const mt_tensor *dy, mt_tensor dx,
+                                                           const mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
+                                                       int count, const mt_tensor *x, mt_tensor y,
+                                                       mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
+                                                        int count, mt_tensor dy, const mt_tensor *dx,
+                                                        const mt_linear_saved *saved);
+
+/* The product of a column-parallel layer without f: x [tokens, in], all of them whatever the layer's sequence_parallel,
+   y [tokens, local_features], or with gather_output [tokens, out]. y may be of another float type. For inference. */
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   int gather_output, mt_tensor y);
+
+/* The activation behind a column-parallel layer, on its h [tokens, local_features], with its bias where the layer has
+   skip_bias_add: mt_activation_forward and _backward, once for each virtual shard in invariant mode. */
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                       mt_activation kind, mt_tensor h, mt_tensor y);
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
+
+/* A layer and the activation beside it, in one operator where mt_context_desc.epilogue says so and the column-parallel
+   layer has skip_bias_add. forward: h as the layer leaves it, y = act(h). backward of the row-parallel layer, taken
+   through the activation of `before`: dh [tokens, before->local_features], and the gradients of the layer and of the
+   bias of `before`. */
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
+                                                              mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                                            const mt_column_parallel_linear *before, mt_activation kind,
+                                                            mt_tensor dy, mt_tensor h, mt_tensor dh,
+                                                            const mt_linear_saved *saved);
+
 /* ---- norm -------------------------------------------------------------------------------------------------------- */
 
 /* LayerNorm or RMSNorm with its gain and bias, which every tensor rank has whole. */
@@ -2514,28 +2557,42 @@ static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt
     return bias ? mti_column_bias(ctx, bias, y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
-/* A product whose inner dimension is the split one: each shard of W [rows, cols] gives a partial sum. */
+/* Where the layers of a call are: the parameter that layer i multiplies with. */
+typedef struct mti_layers {
+    const mt_column_parallel_linear *const *columns; /* or NULL */
+    const mt_row_parallel_linear *const *rows;
+    int count;
+} mti_layers;
+
+static const mt_param *mti_layer_weight(const mti_layers *l, int i) {
+    return l->columns ? l->columns[i]->weight : l->rows[i]->weight;
+}
+
+/* Products whose inner dimension is the split one, and which end in one sum: each shard of W [rows, cols] gives a
+   partial sum, to which all layers of the call add. */
 typedef struct mti_partial {
-    const mt_param *weight;
-    mt_transpose trans; /* of W */
-    mt_tensor x;        /* [tokens, local features] */
+    const mti_layers *layers;
+    mt_transpose trans;   /* of W */
+    const mt_tensor *x;   /* of each layer: [tokens, local features] */
+    const mti_chunks *of; /* x is their piece, see mti_piece; NULL: all of it */
+    int chunk, piece;
 } mti_partial;
 
 static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
     const mti_partial *p = (const mti_partial *)arg;
-    const mt_param *w = p->weight;
-    return mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(p->x, shard, w->shards),
-                    mti_param_shard(w, w->value, shard), 0.0f, out);
+    int i;
+    for (i = 0; i < p->layers->count; i++) {
+        const mt_param *w = mti_layer_weight(p->layers, i);
+        mt_tensor x = p->of ? mti_piece(p->of, p->x[i], p->chunk, p->piece) : p->x[i];
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(x, shard, w->shards),
+                        mti_param_shard(w, w->value, shard), i == 0 ? 0.0f : 1.0f, out));
+    }
+    return MT_SUCCESS;
 }
 
-/* out = x op(W), what this rank contributes to the sum over the tensor group. */
-static mt_status mti_partial_product(mt_context *ctx, const mt_param *w, mt_transpose trans, mt_tensor x,
-                                     mt_tensor out) {
-    mti_partial p;
-    p.weight = w;
-    p.trans = trans;
-    p.x = x;
-    return mti_shard_tree(ctx, mti_partial_leaf, &p, 0, w->shards, out);
+/* out = sum of x op(W), what this rank contributes to the sum over the tensor group. */
+static mt_status mti_partial_product(mt_context *ctx, const mti_partial *p, mt_tensor out) {
+    return mti_shard_tree(ctx, mti_partial_leaf, p, 0, mti_layer_weight(p->layers, 0)->shards, out);
 }
 
 static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *layer) {
@@ -2555,27 +2612,37 @@ static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_line
     return mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
 }
 
-static mt_status mti_column_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y,
+/* y[i] [tokens, local features] of each layer, from the same x. act may be NULL, and is that of a single layer. */
+static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_tensor x, const mt_tensor *y,
                                     const mti_activation_after *act) {
-    mt_tensor all, local = y;
-    int gather = layer->desc.gather_output && !mti_is_whole(layer->weight), sp = layer->desc.sequence_parallel, i, j;
-    mti_chunks c = mti_chunks_of(ctx, layer->tp, sp, sp, x.rows);
-    MT_TRY(mti_gather_chunks(ctx, layer->tp, sp, &c, x, &all));
-    if (gather) MT_TRY(mt_arena_tensor(ctx, y.dtype, all.rows, layer->local_features, &local));
+    const mt_column_parallel_linear *first = l->columns[0];
+    int sp = first->desc.sequence_parallel, i, j, k;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, x.rows);
+    mt_tensor all;
+    MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, x, &all));
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
-        for (j = 0; j < c.pieces; j++)
-            MT_TRY(mti_column_piece(ctx, layer, act, mti_piece(&c, all, i, j), mti_piece(&c, local, i, j),
-                                    act ? mti_piece(&c, act->out, i, j) : mt_none()));
+        for (k = 0; k < l->count; k++)
+            for (j = 0; j < c.pieces; j++)
+                MT_TRY(mti_column_piece(ctx, l->columns[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
+                                        act ? mti_piece(&c, act->out, i, j) : mt_none()));
     }
-    return gather ? mti_gather_features(ctx, layer->tp, layer->weight, local, y) : MT_SUCCESS;
+    return MT_SUCCESS;
 }
 
-/* Checked, act may be NULL. */
-static mt_status mti_column_run(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x, mt_tensor y,
-                                const mti_activation_after *act) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_status status = mti_column_forward(ctx, layer, x, y, act);
+/* The same of one layer, whose output may be gathered. */
+static mt_status mti_column_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                     mt_tensor y) {
+    const mti_layers l = {&layer, NULL, 1};
+    mt_tensor local = y;
+    if (!layer->desc.gather_output || mti_is_whole(layer->weight)) return mti_column_forward(ctx, &l, x, &y, NULL);
+    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
+    MT_TRY(mti_column_forward(ctx, &l, x, &local, NULL));
+    return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
+}
+
+/* Ends a call whose collectives may still be on their way, with what it took from the arena. */
+static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
     MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
     mt_arena_release(ctx, mark);
     return status;
@@ -2594,10 +2661,12 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
 
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    mt_tensor y, mt_linear_saved *saved) {
+    size_t mark;
     MT_TRY(mti_column_check(ctx, "mt_column_parallel_linear_forward", layer, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, "mt_column_parallel_linear_forward", layer->tp, layer->desc.sequence_parallel, "x", x,
                          "y", mt_none()));
-    MT_TRY(mti_column_run(ctx, layer, x, y, NULL));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_gathered(ctx, layer, x, y)));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
     return mt_hash_log_activation(ctx, layer->name, 0, "output", y, 0,
@@ -2617,35 +2686,46 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
     return MT_SUCCESS;
 }
 
-/* dx = dy W, whose reduction, ticket 0, is on its way. */
-static mt_status mti_column_input_gradient(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
-                                           mt_tensor dx) {
-    int sp = layer->desc.sequence_parallel;
+/* dx = sum of dy W, whose reduction, ticket 0, is on its way. */
+static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
+    const mt_column_parallel_linear *first = l->columns[0];
+    int sp = first->desc.sequence_parallel;
+    mti_partial p = {l, MT_NO_TRANS, dy, NULL, 0, 0};
     mt_tensor partial;
-    MT_TRY(mti_partial_tokens(ctx, layer->tp, sp, dx, &partial));
-    MT_TRY(mti_partial_product(ctx, layer->weight, MT_NO_TRANS, dy, partial));
-    MT_TRY(mti_overlap_begin(ctx, layer->tp, MT_OVERLAP_COLUMN_BACKWARD));
-    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, layer->tp, sp, partial, dx)); /* f backward */
+    MT_TRY(mti_partial_tokens(ctx, first->tp, sp, dx, &partial));
+    MT_TRY(mti_partial_product(ctx, &p, partial));
+    MT_TRY(mti_overlap_begin(ctx, first->tp, MT_OVERLAP_COLUMN_BACKWARD));
+    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, partial, dx)); /* f backward */
 }
 
-/* The input is gathered, ticket 1, under the GEMM of its gradient; that is reduced under the GEMM of the weight's
- * gradient. */
-static mt_status mti_column_backward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
-                                     mt_tensor dx, mt_tensor x) {
-    mt_tensor local = dy, all;
-    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &local));
-    MT_TRY(mti_overlap_begin(ctx, layer->tp, layer->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
-    MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, layer->tp, layer->desc.sequence_parallel, x, &all)));
-    if (dx.data) MT_TRY(mti_column_input_gradient(ctx, layer, local, dx));
+/* The input is gathered, ticket 1, under the GEMMs of its gradient; that is reduced under the GEMMs of the weights'
+   gradients. */
+static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
+                                     mt_tensor x) {
+    const mt_column_parallel_linear *first = l->columns[0];
+    mt_tensor all;
+    int i;
+    MT_TRY(mti_overlap_begin(ctx, first->tp, first->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
+    MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, first->desc.sequence_parallel, x, &all)));
+    if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, dx));
     MT_TRY(mt_overlap_wait(ctx, 1));
-    return mti_column_weight_gradient(ctx, layer->weight, mti_column_own_bias(layer), local, all);
+    for (i = 0; i < l->count; i++)
+        MT_TRY(mti_column_weight_gradient(ctx, l->columns[i]->weight, mti_column_own_bias(l->columns[i]), dy[i], all));
+    return MT_SUCCESS;
+}
+
+/* The same of one layer, of whose gathered output dy is the gradient. */
+static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
+                                              mt_tensor dx, mt_tensor x) {
+    const mti_layers l = {&layer, NULL, 1};
+    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &dy));
+    return mti_column_backward(ctx, &l, &dy, dx, x);
 }
 
 MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                     mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     static const char *const function = "mt_column_parallel_linear_backward";
     size_t mark;
-    mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
@@ -2653,11 +2733,142 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
         MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
-    status = mti_column_backward(ctx, layer, dy, dx, saved->x);
-    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
-    mt_arena_release(ctx, mark);
-    if (status != MT_SUCCESS) return status;
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_backward_gathered(ctx, layer, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
+}
+
+/* Layers that share f: all of one input, and none gathers its output. */
+static mt_status mti_shared_columns(mt_context *ctx, const char *function,
+                                    const mt_column_parallel_linear *const *layers, int count, const void *other) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layers || !other || count < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
+                       layers && other ? ", needs one" : ", a list is NULL");
+    for (i = 0; i < count; i++) {
+        MT_TRY(mt_check_param(ctx, function, layers[i] ? layers[i]->weight : NULL));
+        if (layers[i]->desc.gather_output || layers[i]->desc.sequence_parallel != layers[0]->desc.sequence_parallel ||
+            layers[i]->tp != layers[0]->tp)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: '%s' and '%s' must have one sequence_parallel, one registry, and no gather_output",
+                           function, layers[0]->name, layers[i]->name);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
+                                                          const mt_column_parallel_linear *const *layers, int count,
+                                                          mt_tensor x, const mt_tensor *y, mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_forward_shared";
+    mti_layers l = {layers, NULL, count};
+    size_t mark;
+    int i;
+    MT_TRY(mti_shared_columns(ctx, function, layers, count, y));
+    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, layers[i], "x", x, "y", y[i]));
+    MT_TRY(mt_check_sent(ctx, function, layers[0]->tp, layers[0]->desc.sequence_parallel, "x", x, "y", mt_none()));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, y, NULL)));
+    if (!saved) return MT_SUCCESS;
+    saved->x = x;
+    for (i = 0; i < count; i++)
+        MT_TRY(mt_hash_log_activation(ctx, layers[i]->name, 0, "output", y[i], 0, layers[i]->weight));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
+                                                           const mt_column_parallel_linear *const *layers, int count,
+                                                           const mt_tensor *dy, mt_tensor dx,
+                                                           const mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_backward_shared";
+    mti_layers l = {layers, NULL, count};
+    size_t mark;
+    int i, sp;
+    MT_TRY(mti_shared_columns(ctx, function, layers, count, dy));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    sp = layers[0]->desc.sequence_parallel;
+    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, layers[i], "saved->x", saved->x, "dy", dy[i]));
+    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0]->weight, "dx", dx, saved->x.rows, saved->x.cols));
+    MT_TRY(mt_check_sent(ctx, function, layers[0]->tp, sp, "saved->x", saved->x, "dx", dx));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_backward(ctx, &l, dy, dx, saved->x)));
+    return mt_hash_log_activation(ctx, layers[0]->name, 0, "input_grad", dx, sp, NULL);
+}
+
+static mt_status mti_column_product_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                             mt_tensor y) {
+    mt_tensor local;
+    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
+    MT_TRY(mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, local));
+    return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
+}
+
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   int gather_output, mt_tensor y) {
+    static const char *const function = "mt_column_parallel_linear_product";
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "x", x, x.rows, layer->desc.in_features));
+    MT_TRY(mt_tensor_check(ctx, function, "y", y, MT_ARG_FLOAT, x.rows,
+                           gather_output ? layer->desc.out_features : layer->local_features));
+    mark = mt_arena_mark(ctx);
+    if (gather_output && !mti_is_whole(layer->weight)) status = mti_column_product_gathered(ctx, layer, x, y);
+    else status = mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* The bias that is left to the activation, or its gradient; none where the layer adds it. */
+static mt_tensor mti_left_bias(const mt_column_parallel_linear *layer, int backward) {
+    if (!layer->bias || !layer->desc.skip_bias_add) return mt_none();
+    return backward ? layer->bias->grad : layer->bias->value;
+}
+
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                       mt_activation kind, mt_tensor h, mt_tensor y) {
+    int s, shards;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_param(ctx, "mt_column_parallel_activation_forward", layer ? layer->weight : NULL));
+    shards = layer->weight->shards;
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_forward(ctx, kind, mt_shard_cols(h, s, shards),
+                                     mt_shard_cols(mti_left_bias(layer, 0), s, shards), mt_shard_cols(y, s, shards)));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
+    int s, shards;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_param(ctx, "mt_column_parallel_activation_backward", layer ? layer->weight : NULL));
+    shards = layer->weight->shards;
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
+                                      mt_shard_cols(dh, s, shards), mt_shard_cols(mti_left_bias(layer, 1), s, shards)));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
+                                                              mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_activation_forward";
+    mti_layers l = {&layer, NULL, 1};
+    mti_activation_after act;
+    size_t mark;
+    MT_TRY(mti_column_check(ctx, function, layer, "x", x, "h", h));
+    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || layer->desc.gather_output ||
+        !layer->desc.skip_bias_add) {
+        MT_TRY(mt_column_parallel_linear_forward(ctx, layer, x, h, saved));
+        return mt_column_parallel_activation_forward(ctx, layer, kind, h, y);
+    }
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "h", mt_none()));
+    act.kind = kind;
+    act.bias = mti_left_bias(layer, 0);
+    act.out = y;
+    mark = mt_arena_mark(ctx);
+    if (saved) saved->x = x;
+    return mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, &h, &act));
 }
 
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
@@ -2689,35 +2900,42 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
     return mt_check_activation(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
 }
 
-/* A chunk is reduced under the GEMM of the next one. */
-static mt_status mti_row_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
-    int sp = layer->desc.sequence_parallel, i, j;
-    mti_chunks c = mti_chunks_of(ctx, layer->tp, sp, 1, y.rows);
-    mt_tensor local = x, partial;
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &local));
-    MT_TRY(mti_partial_tokens(ctx, layer->tp, sp, y, &partial));
-    for (i = 0; i < c.count; i++) {
-        for (j = 0; j < c.pieces; j++)
-            MT_TRY(mti_partial_product(ctx, layer->weight, MT_TRANS, mti_piece(&c, local, i, j),
-                                       mti_piece(&c, partial, i, j)));
-        MT_TRY(mti_overlap_begin(ctx, layer->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
-        MT_TRY(mt_overlap_end(ctx, i, mti_reduce_chunk(ctx, layer->tp, sp, &c, i, partial, y)));
+/* y = sum of x W^T over layers and ranks, and their biases. A chunk is reduced under the GEMMs of the next one. */
+static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
+    const mt_row_parallel_linear *first = l->rows[0];
+    int sp = first->desc.sequence_parallel, i;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
+    mti_partial p = {l, MT_TRANS, x, &c, 0, 0};
+    mt_tensor partial;
+    MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
+    for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
+        for (p.piece = 0; p.piece < c.pieces; p.piece++)
+            MT_TRY(mti_partial_product(ctx, &p, mti_piece(&c, partial, p.chunk, p.piece)));
+        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
     }
     MT_TRY(mt_overlap_wait_all(ctx));
-    return layer->bias && !layer->desc.skip_bias_add ? mt_bias_forward(ctx, y, layer->bias->value) : MT_SUCCESS;
+    for (i = 0; i < l->count; i++)
+        if (l->rows[i]->bias && !l->rows[i]->desc.skip_bias_add)
+            MT_TRY(mt_bias_forward(ctx, y, l->rows[i]->bias->value));
+    return MT_SUCCESS;
+}
+
+/* The same of one layer, whose input may be whole. */
+static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
+    const mti_layers l = {NULL, &layer, 1};
+    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
+    return mti_row_forward(ctx, &l, &x, y);
 }
 
 MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
                                                 mt_tensor y, mt_linear_saved *saved) {
     size_t mark;
-    mt_status status;
     MT_TRY(mti_row_check(ctx, "mt_row_parallel_linear_forward", layer, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, "mt_row_parallel_linear_forward", layer->tp, 0, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
-    status = mti_row_forward(ctx, layer, x, y);
-    MT_KEEP(status, mt_overlap_wait_all(ctx));
-    mt_arena_release(ctx, mark);
-    if (status != MT_SUCCESS || !saved) return status;
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_sliced(ctx, layer, x, y)));
+    if (!saved) return MT_SUCCESS;
     saved->x = x;
     return mt_hash_log_activation(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
 }
@@ -2755,52 +2973,166 @@ static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t
     return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
 }
 
-static mt_status mti_row_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
-                                  mt_tensor x, const mti_activation_before *act) {
-    int sp = layer->desc.sequence_parallel, gather = !layer->desc.input_is_parallel && !mti_is_whole(layer->weight), i,
-        j;
-    mti_chunks c = mti_chunks_of(ctx, layer->tp, sp, sp, dy.rows);
-    mt_tensor all, local = dx;
-    MT_TRY(mti_gather_chunks(ctx, layer->tp, sp, &c, dy, &all));
-    if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(
-            mt_sum_over_tokens(ctx, layer->tp, sp, mti_row_bias_gradient, &dy, dy.rows, layer->bias->grad, mt_none()));
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
-    if (gather && dx.data) MT_TRY(mt_arena_tensor(ctx, dx.dtype, all.rows, layer->local_features, &local));
+/* The gradients of the biases that the layers add themselves. */
+static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt_tensor dy) {
+    int i;
+    for (i = 0; i < l->count; i++) {
+        const mt_row_parallel_linear *layer = l->rows[i];
+        if (layer->bias && !layer->desc.skip_bias_add)
+            MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_row_bias_gradient, &dy,
+                                      dy.rows, layer->bias->grad, mt_none()));
+    }
+    return MT_SUCCESS;
+}
+
+/* dx[i] [tokens, local features], which may be mt_none(), and the gradients of the weights. act may be NULL, and is
+   that of a single layer. */
+static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx,
+                                  const mt_linear_saved *saved, const mti_activation_before *act) {
+    const mt_row_parallel_linear *first = l->rows[0];
+    int sp = first->desc.sequence_parallel, i, j, k;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
+    mt_tensor all;
+    MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, dy, &all));
+    MT_TRY(mti_row_bias_gradients(ctx, l, dy));
     MT_TRY(mt_invariant_input(ctx, all, &all)); /* once for all shards */
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
-        for (j = 0; j < c.pieces && dx.data; j++)
-            MT_TRY(mti_row_input_gradient(ctx, layer->weight, act, mti_piece(&c, all, i, j),
-                                          act ? mti_piece(&c, act->h, i, j) : mt_none(), mti_piece(&c, local, i, j)));
+        for (k = 0; k < l->count; k++)
+            for (j = 0; j < c.pieces && dx[k].data; j++)
+                MT_TRY(mti_row_input_gradient(ctx, l->rows[k]->weight, act, mti_piece(&c, all, i, j),
+                                              act ? mti_piece(&c, act->h, i, j) : mt_none(),
+                                              mti_piece(&c, dx[k], i, j)));
     }
-    MT_TRY(mti_row_weight_gradient(ctx, layer->weight, all, x));
-    return gather && dx.data ? mti_gather_features(ctx, layer->tp, layer->weight, local, dx) : MT_SUCCESS;
+    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->rows[k]->weight, all, saved[k].x));
+    return MT_SUCCESS;
 }
 
-/* Checked, act may be NULL. */
-static mt_status mti_row_run_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy, mt_tensor dx,
-                                      mt_tensor x, const mti_activation_before *act) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_status status = mti_row_backward(ctx, layer, dy, dx, x, act);
-    MT_KEEP(status, mt_overlap_wait_all(ctx));
-    mt_arena_release(ctx, mark);
-    return status;
+/* The same of one layer, whose input may be whole. */
+static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                         mt_tensor dx, mt_tensor x) {
+    const mti_layers l = {NULL, &layer, 1};
+    int gather = dx.data && !layer->desc.input_is_parallel && !mti_is_whole(layer->weight);
+    mt_linear_saved sliced;
+    mt_tensor local = dx;
+    sliced.x = x;
+    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &sliced.x));
+    if (gather) MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
+    MT_TRY(mti_row_backward(ctx, &l, dy, &local, &sliced, NULL));
+    return gather ? mti_gather_features(ctx, layer->tp, layer->weight, local, dx) : MT_SUCCESS;
 }
 
-MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                                 mt_tensor dx, const mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_linear_backward";
+/* Checks the call of a single layer. */
+static mt_status mti_row_backward_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                                        mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
-    if (layer->bias && !layer->desc.skip_bias_add)
-        MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
-    MT_TRY(mti_row_run_backward(ctx, layer, dy, dx, saved->x, NULL));
+    if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
+    return mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows));
+}
+
+MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                                 mt_tensor dx, const mt_linear_saved *saved) {
+    size_t mark;
+    MT_TRY(mti_row_backward_check(ctx, "mt_row_parallel_linear_backward", layer, dy, dx, saved));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_backward_sliced(ctx, layer, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, 0,
                                   layer->desc.input_is_parallel ? layer->weight : NULL);
+}
+
+/* Layers that share g: their outputs meet in one sum. */
+static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt_row_parallel_linear *const *layers,
+                                 int count, const void *other) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layers || !other || count < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
+                       layers && other ? ", needs one" : ", a list is NULL");
+    for (i = 0; i < count; i++) {
+        MT_TRY(mt_check_param(ctx, function, layers[i] ? layers[i]->weight : NULL));
+        if (!layers[i]->desc.input_is_parallel ||
+            layers[i]->desc.sequence_parallel != layers[0]->desc.sequence_parallel || layers[i]->tp != layers[0]->tp)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: '%s' and '%s' must have one sequence_parallel, one registry, and input_is_parallel",
+                           function, layers[0]->name, layers[i]->name);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
+                                                       int count, const mt_tensor *x, mt_tensor y,
+                                                       mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_linear_forward_shared";
+    mti_layers l = {NULL, layers, count};
+    size_t mark;
+    int i;
+    MT_TRY(mti_shared_rows(ctx, function, layers, count, x));
+    for (i = 0; i < count; i++) MT_TRY(mti_row_check(ctx, function, layers[i], "x", x[i], "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layers[0]->tp, 0, "x", x[0], "y", y));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_forward(ctx, &l, x, y)));
+    if (!saved) return MT_SUCCESS;
+    for (i = 0; i < count; i++) saved[i].x = x[i];
+    return mt_hash_log_activation(ctx, layers[0]->name, 0, "output", y, layers[0]->desc.sequence_parallel, NULL);
+}
+
+MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
+                                                        int count, mt_tensor dy, const mt_tensor *dx,
+                                                        const mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_linear_backward_shared";
+    mti_layers l = {NULL, layers, count};
+    size_t mark;
+    int i;
+    MT_TRY(mti_shared_rows(ctx, function, layers, count, dx));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    for (i = 0; i < count; i++) MT_TRY(mti_row_backward_check(ctx, function, layers[i], dy, dx[i], &saved[i]));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_backward(ctx, &l, dy, dx, saved, NULL)));
+    for (i = 0; i < count; i++)
+        MT_TRY(mt_hash_log_activation(ctx, layers[i]->name, 0, "input_grad", dx[i], 0, layers[i]->weight));
+    return MT_SUCCESS;
+}
+
+/* Where it is not one operator: dact, then dh. */
+static mt_status mti_row_activation_separate(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                             const mt_column_parallel_linear *before, mt_activation kind, mt_tensor dy,
+                                             mt_tensor h, mt_tensor dh, const mt_linear_saved *saved) {
+    mt_tensor dact;
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, h.rows, layer->local_features, &dact));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, layer, dy, dact, saved));
+    return mt_column_parallel_activation_backward(ctx, before, kind, h, dact, dh);
+}
+
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                                            const mt_column_parallel_linear *before, mt_activation kind,
+                                                            mt_tensor dy, mt_tensor h, mt_tensor dh,
+                                                            const mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_linear_activation_backward";
+    mti_layers l = {NULL, &layer, 1};
+    mti_activation_before act;
+    mt_status status;
+    size_t mark;
+    MT_TRY(mti_row_backward_check(ctx, function, layer, dy, mt_none(), saved));
+    if (!before || !layer->desc.input_is_parallel)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' needs input_is_parallel and the layer before", function,
+                       layer->name);
+    MT_TRY(mt_check_param(ctx, function, before->weight));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, saved->x.rows, before->local_features));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, saved->x.rows, before->local_features));
+    mark = mt_arena_mark(ctx);
+    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || !before->desc.skip_bias_add) {
+        status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);
+    } else {
+        act.kind = kind;
+        act.h = h;
+        act.dbias = mti_left_bias(before, 1);
+        status = mti_row_backward(ctx, &l, dy, &dh, saved, &act);
+    }
+    return mti_linear_end(ctx, mark, status);
 }
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {

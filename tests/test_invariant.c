@@ -581,6 +581,40 @@ static mt_status norm_per_head(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
+/* Two paths that share f and g, with an activation in parts on one of them. */
+static mt_status shared(worker *w, int sp) {
+    static const int64_t inner[] = {50, 36};
+    mt_context *ctx = w->rank.ctx;
+    mt_column_parallel_linear in[2];
+    mt_row_parallel_linear out[2];
+    const mt_column_parallel_linear *ins[] = {&in[0], &in[1]};
+    const mt_row_parallel_linear *outs[] = {&out[0], &out[1]};
+    mt_linear_saved in_saved, out_saved[2];
+    mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
+    mt_tensor h[2], act[2], dact[2];
+    for (int i = 0; i < 2; i++) {
+        mt_linear_desc a = {
+            .in_features = HIDDEN, .out_features = (1 + i) * inner[i], .parts = 1 + i, .sequence_parallel = sp};
+        mt_linear_desc b = {
+            .in_features = inner[i], .out_features = HIDDEN, .input_is_parallel = 1, .sequence_parallel = sp};
+        MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, i ? "in1" : "in0", &a, &in[i]));
+        MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, i ? "out1" : "out0", &b, &out[i]));
+        h[i] = act[i] = test_tensor(&w->rank, TOKENS, in[i].local_features, NAN);
+        dact[i] = test_tensor(&w->rank, TOKENS, out[i].local_features, NAN);
+    }
+    act[1] = test_tensor(&w->rank, TOKENS, out[1].local_features, NAN);
+    MT_TRY(mt_params_init(ctx, w->rank.params, 5));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, ins, 2, x, h, &in_saved));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &in[1], MT_SWIGLU, h[1], act[1]));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, outs, 2, act, y, out_saved));
+    MT_TRY(record_rows(w, "y", y));
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, outs, 2, dy, dact, out_saved));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &in[1], MT_SWIGLU, h[1], dact[1], h[1]));
+    dact[1] = h[1];
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, ins, 2, dact, dx, &in_saved));
+    return record_rows(w, "dx", dx);
+}
+
 static mt_status mlp(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_mlp_desc d = {.hidden = HIDDEN, .ffn = 52, .activation = MT_SWIGLU, .sequence_parallel = sp};
@@ -710,6 +744,7 @@ static const struct {
               {"row", row},
               {"row in parts", row_in_parts},
               {"row of a wider buffer", row_of_a_wider_buffer},
+              {"shared f and g", shared},
               {"norm", norm},
               {"norm per head", norm_per_head},
               {"mlp", mlp},

@@ -2042,6 +2042,176 @@ static void test_options(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- layers that share f and g ----------------------------------------------------------------------------------- */
+
+enum { SHARED = 2, SHARED_TOKENS = 8, SHARED_IN = 6, SHARED_OUT = 5 };
+static const int64_t shared_inner[SHARED] = {7, 12}; /* the first is padded */
+
+typedef struct shared_case {
+    int tp, sequence_parallel, chunks;
+} shared_case;
+
+typedef struct shared_block {
+    mt_column_parallel_linear in[SHARED];
+    mt_row_parallel_linear out[SHARED];
+} shared_block;
+
+static mt_status shared_create(test_rank *r, int sp, shared_block *b) {
+    for (int i = 0; i < SHARED; i++) {
+        mt_linear_desc in = {
+            .in_features = SHARED_IN, .out_features = shared_inner[i], .init_std = 0.5f, .sequence_parallel = sp};
+        mt_linear_desc out = {.in_features = shared_inner[i],
+                              .out_features = SHARED_OUT,
+                              .init_std = 0.5f,
+                              .input_is_parallel = 1,
+                              .sequence_parallel = sp};
+        MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, i ? "in1" : "in0", &in, &b->in[i]));
+        MT_TRY(mt_row_parallel_linear_create(r->ctx, r->params, i ? "out1" : "out0", &out, &b->out[i]));
+    }
+    return mt_params_init(r->ctx, r->params, 3);
+}
+
+/* c [m, n] += op(a) op(b), of inner size k, in double. */
+static void product(int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, const double *a, const double *b,
+                    double *c) {
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t l = 0; l < k; l++)
+                c[i * n + j] += a[trans_a ? l * m + i : i * k + l] * b[trans_b ? j * k + l : l * n + j];
+}
+
+static mt_status gathered(test_rank *r, const mt_param *p, mt_tensor shard, double *out) {
+    float *f = test_floats(r, p->desc.rows * p->desc.cols, 0.0f);
+    MT_TRY(mt_param_gather(r->ctx, r->params, p, shard, f));
+    for (int64_t i = 0; i < p->desc.rows * p->desc.cols; i++) out[i] = (double)f[i];
+    return MT_SUCCESS;
+}
+
+static mt_status gradient_is(test_rank *r, const mt_param *p, const double *want) {
+    float *f = test_floats(r, p->desc.rows * p->desc.cols, 0.0f);
+    MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, f));
+    return test_near(p->name, f, want, p->desc.rows * p->desc.cols, 1e-4);
+}
+
+/* One path x -> h -> y of the block in double: adds to y and dx, and compares the gradients of its parameters. */
+static mt_status shared_path(test_rank *r, const shared_block *b, int i, const double *x, const double *dy, double *y,
+                             double *dx) {
+    enum { MOST = 12 * 12 };
+    double w[MOST] = {0}, v[MOST] = {0}, bias[12], c[12], h[SHARED_TOKENS * 12] = {0}, dh[SHARED_TOKENS * 12] = {0};
+    double dw[MOST] = {0}, dv[MOST] = {0}, ones[SHARED_TOKENS], dbias[12] = {0}, dc[12] = {0};
+    int64_t n = shared_inner[i], t = SHARED_TOKENS;
+    MT_TRY(gathered(r, b->in[i].weight, b->in[i].weight->value, w));
+    MT_TRY(gathered(r, b->out[i].weight, b->out[i].weight->value, v));
+    MT_TRY(gathered(r, b->in[i].bias, b->in[i].bias->value, bias));
+    MT_TRY(gathered(r, b->out[i].bias, b->out[i].bias->value, c));
+    for (int64_t j = 0; j < t * n; j++) h[j] = bias[j % n];
+    product(0, 1, t, n, SHARED_IN, x, w, h);
+    for (int64_t j = 0; j < t * SHARED_OUT; j++) y[j] += c[j % SHARED_OUT];
+    product(0, 1, t, SHARED_OUT, n, h, v, y);
+    for (int64_t j = 0; j < t; j++) ones[j] = 1;
+    product(0, 0, t, n, SHARED_OUT, dy, v, dh);
+    product(0, 0, t, SHARED_IN, n, dh, w, dx);
+    product(1, 0, SHARED_OUT, n, t, dy, h, dv);
+    product(1, 0, n, SHARED_IN, t, dh, x, dw);
+    product(0, 0, 1, SHARED_OUT, t, ones, dy, dc);
+    product(0, 0, 1, n, t, ones, dh, dbias);
+    MT_TRY(gradient_is(r, b->out[i].weight, dv));
+    MT_TRY(gradient_is(r, b->in[i].weight, dw));
+    MT_TRY(gradient_is(r, b->out[i].bias, dc));
+    return gradient_is(r, b->in[i].bias, dbias);
+}
+
+static mt_status shared_check(test_rank *r, const shared_case *c) {
+    shared_block b;
+    double x[SHARED_TOKENS * SHARED_IN], dy[SHARED_TOKENS * SHARED_OUT], dx[SHARED_TOKENS * SHARED_IN] = {0};
+    double y[SHARED_TOKENS * SHARED_OUT] = {0};
+    int sp = c->sequence_parallel;
+    int64_t rows = SHARED_TOKENS / (sp ? c->tp : 1), first = sp ? r->grid.tp_rank * rows : 0;
+    mt_tensor fx = mt_tensor_f32(test_noise(r, SHARED_TOKENS * SHARED_IN, 1, 1.0f), SHARED_TOKENS, SHARED_IN);
+    mt_tensor fdy = mt_tensor_f32(test_noise(r, SHARED_TOKENS * SHARED_OUT, 2, 1.0f), SHARED_TOKENS, SHARED_OUT);
+    mt_tensor fy = test_tensor(r, rows, SHARED_OUT, NAN), fdx = test_tensor(r, rows, SHARED_IN, NAN);
+    mt_tensor h[SHARED], dh[SHARED];
+    mt_linear_saved in_saved, out_saved[SHARED];
+    mt_ledger ledger;
+    MT_TRY(shared_create(r, sp, &b));
+    const mt_column_parallel_linear *in[] = {&b.in[0], &b.in[1]};
+    const mt_row_parallel_linear *out[] = {&b.out[0], &b.out[1]};
+    for (int i = 0; i < SHARED_TOKENS * SHARED_IN; i++) x[i] = (double)((float *)fx.data)[i];
+    for (int i = 0; i < SHARED_TOKENS * SHARED_OUT; i++) dy[i] = (double)((float *)fdy.data)[i];
+    for (int i = 0; i < SHARED; i++) h[i] = test_tensor(r, SHARED_TOKENS, b.in[i].local_features, NAN);
+    for (int i = 0; i < SHARED; i++) dh[i] = test_tensor(r, SHARED_TOKENS, b.in[i].local_features, NAN);
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(mt_column_parallel_linear_forward_shared(r->ctx, in, SHARED, mt_tensor_rows(fx, first, rows), h, &in_saved));
+    MT_TRY(mt_row_parallel_linear_forward_shared(r->ctx, out, SHARED, h, fy, out_saved));
+    MT_TRY(
+        mt_row_parallel_linear_backward_shared(r->ctx, out, SHARED, mt_tensor_rows(fdy, first, rows), dh, out_saved));
+    MT_TRY(mt_column_parallel_linear_backward_shared(r->ctx, in, SHARED, dh, fdx, &in_saved));
+    ledger = mt_comm_ledger(r->grid.tp);
+    if (c->tp > 1 && c->chunks == 1) {
+        CHECK(ledger.calls[MT_ALL_REDUCE] == (sp ? 0 : 2));
+        CHECK(ledger.calls[MT_REDUCE_SCATTER] == (sp ? 2 : 0));
+        CHECK(ledger.calls[MT_ALL_GATHER] == (sp ? 3 : 0));
+    }
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    for (int i = 0; i < SHARED; i++) MT_TRY(shared_path(r, &b, i, x, dy, y, dx));
+    MT_TRY(test_near("y", fy.data, y + first * SHARED_OUT, rows * SHARED_OUT, 1e-5));
+    return test_near("dx", fdx.data, dx + first * SHARED_IN, rows * SHARED_IN, 1e-5);
+}
+
+static mt_status shared_rank(mt_comm *world, void *user) {
+    const shared_case *c = (const shared_case *)user;
+    mt_context_desc where = {.arena_bytes = 1 << 20};
+    mt_parallel_options options = {.overlap_chunks = c->chunks};
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = c->tp}, &where, &r);
+    if (status == MT_SUCCESS) status = mt_parallel_set_options(r.ctx, &options);
+    if (status == MT_SUCCESS) status = shared_check(&r, c);
+    test_rank_close(&r);
+    return status;
+}
+
+/* Two paths from one input into one sum, against double: their results, and that they communicate as one does. */
+static void test_shared_f_and_g_on_every_split(void **state) {
+    (void)state;
+    for (int tp = 1; tp <= 4; tp *= 2)
+        for (int sp = 0; sp <= (tp > 1); sp++)
+            for (int chunks = 1; chunks <= 2; chunks++) test_launch(tp, shared_rank, &(shared_case){tp, sp, chunks});
+}
+
+static void test_shared_f_and_g_refuse(void **state) {
+    shared_block b;
+    test_rank r;
+    mt_linear_saved saved[SHARED] = {{{0}}};
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, shared_create(&r, 0, &b));
+    const mt_column_parallel_linear *in[] = {&b.in[0], &b.in[1]}, *hole[] = {&b.in[0], NULL};
+    const mt_row_parallel_linear *out[] = {&b.out[0], &b.out[1]};
+    mt_tensor x = test_tensor(&r, 8, SHARED_IN, 1.0f), y = test_tensor(&r, 8, SHARED_OUT, 7.0f);
+    mt_tensor h[] = {test_tensor(&r, 8, 7, 7.0f), test_tensor(&r, 8, 12, 7.0f)}, swapped[] = {h[1], h[0]};
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_column_parallel_linear_forward_shared(r.ctx, in, 0, x, h, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_forward_shared(r.ctx, in, 2, x, NULL, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
+            mt_column_parallel_linear_forward_shared(r.ctx, hole, 2, x, h, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_column_parallel_linear_forward_shared(r.ctx, in, 2, x, swapped, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_row_parallel_linear_forward_shared(r.ctx, out, 2, swapped, y, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_row_parallel_linear_backward_shared(r.ctx, out, 2, y, h, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_row_parallel_linear_backward_shared(r.ctx, out, 2, y, h, saved));
+    b.in[1].desc.sequence_parallel = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'in0'|'in1'|sequence_parallel",
+            mt_column_parallel_linear_forward_shared(r.ctx, in, 2, x, h, NULL));
+    b.in[1].desc.sequence_parallel = 0;
+    b.in[1].desc.gather_output = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output",
+            mt_column_parallel_linear_backward_shared(r.ctx, in, 2, h, x, saved));
+    b.out[1].desc.input_is_parallel = 0;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out1'|input_is_parallel",
+            mt_row_parallel_linear_forward_shared(r.ctx, out, 2, h, y, NULL));
+    test_untouched("h", h[0].data, 8 * 7, 7.0f);
+    test_untouched("y", y.data, 8 * SHARED_OUT, 7.0f);
+    test_paper_rank_close(&r);
+}
+
 /* ---- for authors of blocks --------------------------------------------------------------------------------------- */
 
 static mt_status add_some_and_fail(test_rank *r, int *block) {
@@ -2138,6 +2308,8 @@ int main(void) {
         cmocka_unit_test(test_column_layers_share_a_weight),
         cmocka_unit_test(test_norm_layer_on_every_split),
         cmocka_unit_test(test_norm_layer_refuses),
+        cmocka_unit_test(test_shared_f_and_g_on_every_split),
+        cmocka_unit_test(test_shared_f_and_g_refuse),
         cmocka_unit_test(test_helpers_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
