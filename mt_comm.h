@@ -567,6 +567,105 @@ MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t by
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* its memory; NULL before it is created */
 
+/* What mt_context_desc said, with its defaults filled in. ctx may be NULL. */
+MT_API int mt_context_threads(const mt_context *ctx);
+MT_API mt_device mt_context_planned(const mt_context *ctx); /* the device itself, except on MT_DEVICE_META */
+MT_API int mt_context_ordinal(const mt_context *ctx);
+MT_API int mt_context_arena_symmetric(const mt_context *ctx);
+MT_API int mt_context_compute_capability(const mt_context *ctx); /* of the GPU, or of the one planned: 90 for sm_90 */
+
+/* Keeps a sentence, at most MT_ERROR_BYTES - 1 characters, as the last error of the context and of its world, logs it,
+   and returns status. mt_comm_fail does it for a communicator, without logging; the sentence goes to the launched
+   rank's world, too. mt_log only logs. The first argument may be NULL: there is nobody to tell then. */
+#define MT_ERROR_BYTES 1024
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+MT_API mt_status
+mt_fail(mt_context *ctx, mt_status status, const char *format, ...);
+MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text);
+MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
+
+/* Small structs of the host, zero-filled, whatever the context's device is; NULL: no memory. */
+MT_API void *mt_host_alloc(size_t bytes);
+MT_API void mt_host_free(void *ptr);
+
+/* What arena and allocator align to. */
+#define MT_ALIGNMENT ((size_t)64)
+static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
+
+/* Bytes of the arena that mt_arena_alloc can still give. mt_arena_set_peak sets what mt_arena_peak returns: for a
+   caller whose own scratch memory is not to count. */
+MT_API size_t mt_arena_available(const mt_context *ctx);
+MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
+
+/* A stack with a hole: what is allocated from now on lies at `first` and behind as long as it ends before `end`, then
+   at `top` and behind. Several things of the same size, allocated alike, can so be in flight without being released in
+   the order of a stack: each is kept in its own [first, end), while scratch memory, which comes and goes on top of it,
+   lies where all have theirs. end == 0: no hole. */
+MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
+
+/* Collective over comm: memory of the context's allocator that will be sent from and received into at the same place on
+   every rank. Over NCCL it is registered, where that can be had; elsewhere nothing happens. */
+MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+
+/* 1 when the rows of t follow each other and its data is aligned to MT_ALIGNMENT. 0 on MT_DEVICE_META, whose addresses
+   mean nothing, so that what is planned there is enough for the copies of any rank. */
+MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
+
+static inline int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
+static inline int mt_dtype_is_16bit(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
+static inline int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
+
+/* n values of a 16-bit type, widened to floats or rounded to nearest even; NaN stays NaN. x and y do not overlap. */
+MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n);
+MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n);
+
+/* Sizes. mt_size_mul: a * b, or -1 (which no view has) when a factor is negative or the product leaves int64_t. */
+static inline int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t mt_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+static inline int64_t mt_size_mul(int64_t a, int64_t b) {
+    if (a < 0 || b < 0) return -1;
+    return b > 0 && a > INT64_MAX / b ? -1 : a * b;
+}
+
+/* Numbers as text, the same in every locale. mt_f32_digits writes all digits of a float, and returns text.
+   mt_decimal_point puts a point into what printf has written. mt_parse_whole reads a whole number from 0 to most, and
+   nothing else; it returns 0 when text is none. */
+MT_API const char *mt_f32_digits(float x, char text[32]);
+MT_API void mt_decimal_point(char *text);
+MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
+
+/* Operators on MT_DEVICE_CUDA. Without CUDA in the implementation all of them return MT_ERR_UNSUPPORTED.
+   mt_cuda_enter comes before anything that is given to the GPU: it selects the context's GPU and forgets errors that
+   the program has left. On MT_DEVICE_META that plans for a GPU it returns MT_PLANNED, and the operator, which has taken
+   its scratch memory by then, ends there; its caller makes MT_SUCCESS of that.
+   mt_cuda_launched comes after the launch of a kernel and returns its error.
+   mt_cuda_zero and mt_cuda_copy_rows work in the context's stream; the latter copies rows between any two places.
+   mt_cuda_fetch copies to the host and waits, for collectives with their timeout. */
+#define MT_PLANNED ((mt_status)1)
+MT_API mt_status mt_cuda_enter(mt_context *ctx);
+MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
+MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
+MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                   size_t row_bytes, int64_t rows);
+MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
+
+/* These are there only where the implementation is compiled (MEGATRON_IMPLEMENTATION):
+   MT_HAS_CUDA                   1 when nvcc compiles it (or the engine of the tests), else 0
+   MT_CUDA_TRY(ctx, call)        MT_TRY for a call of the CUDA runtime; the sentence names the call
+   MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)    kernel<<<...>>>(...)
+   MT_SHARED(type, name, count)  an array in shared memory
+   MT_DYN_SHARED(type, name)     the array in shared memory whose size the launch gives
+   MT_HOST_DEVICE                __host__ __device__ for nvcc, else nothing
+   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2    in a kernel, before a loop: unrolled, or unrolled twice
+   MT_INDEPENDENT                on a CPU, before a loop whose iterations do not depend on each other
+   MT_INLINE                     static inline, always
+   MT_RANGE(name, call)          the status of call, which is an NVTX range (MT_USE_NVTX)
+   mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
+   Kernels that use only these for what CUDA adds to C++ can also run in tests/engine. */
+
 #ifdef __cplusplus
 }
 #endif
@@ -672,9 +771,7 @@ static mt_status mti_range_end(mt_status status) {
 #define MT_RANGE(name, call) (call)
 #endif
 
-#define MT_ERROR_BYTES 1024
 #define MTI_EVENTS (MT_OVERLAP_TICKET_THIRD + 2)
-#define MT_ALIGNMENT ((size_t)64)
 
 typedef struct mti_slot_memory {
     void *memory;
@@ -707,8 +804,6 @@ struct mt_context {
     struct mti_window *windows; /* what is registered with them */
     char error[MT_ERROR_BYTES];
 };
-
-static size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
 
 /* Codes of calls that are no mt_collective, in slots and sentences. The ledger does not count them. */
 typedef enum mti_call_kind { MTI_SPLIT = 64, MTI_SEND_RECV = 65, MTI_CREATE = 66 } mti_call_kind;
@@ -837,16 +932,12 @@ typedef struct mti_transport {
 
 /* -- what is called before its section -- */
 
-static mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text); /* >>local */
-
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* >>cuda */
 static void mti_cuda_free(void *user, void *ptr, size_t bytes);
 static int mti_cuda_count(void);
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
 static void mti_cuda_idle(mt_context *ctx);
 static void mti_cuda_close(mt_context *ctx);
-static mt_status mt_cuda_enter(mt_context *ctx);
-static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
 static mt_status mti_cuda_synchronize(mt_context *ctx);
 static void mti_cuda_forget(mt_context *ctx, const void *ptr);
 
@@ -974,18 +1065,18 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
 
 /* ---- >>context --------------------------------------------------------------------------------------------------- */
 
-/* Keeps a sentence as the context's (and its world's) last error, logs it, and returns `status`. */
-#if defined(__GNUC__)
-__attribute__((format(printf, 3, 4)))
-#endif
-static mt_status
-mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
+MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
+    if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text);
+}
+
+MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
     va_list args;
+    if (!ctx) return status;
     va_start(args, format);
     vsnprintf(ctx->error, sizeof ctx->error, format, args);
     va_end(args);
     if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
-    if (ctx->logger.log) (ctx->logger.log)(ctx->logger.user, MT_LOG_ERROR, ctx->error);
+    mt_log(ctx, MT_LOG_ERROR, ctx->error);
     return status;
 }
 
@@ -1001,9 +1092,8 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
     free(ptr);
 }
 
-/* Small structs of the library itself: zero-filled, in host memory whatever the context's device is. */
-static void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
-static void mt_host_free(void *ptr) { free(ptr); }
+MT_API void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
+MT_API void mt_host_free(void *ptr) { free(ptr); }
 
 /* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
@@ -1155,6 +1245,11 @@ MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
 MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
+MT_API int mt_context_threads(const mt_context *ctx) { return ctx ? ctx->threads : 1; }
+MT_API mt_device mt_context_planned(const mt_context *ctx) { return ctx ? ctx->planned : MT_DEVICE_CPU; }
+MT_API int mt_context_ordinal(const mt_context *ctx) { return ctx ? ctx->ordinal : 0; }
+MT_API int mt_context_arena_symmetric(const mt_context *ctx) { return ctx ? ctx->arena_symmetric : 0; }
+MT_API int mt_context_compute_capability(const mt_context *ctx) { return ctx ? ctx->capability : 0; }
 MT_API int mt_context_invariant_data(const mt_context *ctx) { return ctx ? ctx->invariant_data : 0; }
 MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
 
@@ -1199,18 +1294,13 @@ MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
     if (ctx && mark < ctx->arena_used && ctx->stream == ctx->compute_stream) ctx->arena_used = mark;
 }
 
-/* A stack with a hole: what is allocated from now on lies at `first` and behind as long as it ends before `end`, then
-   at `top` and behind. Several things of the same size, allocated alike, can so be in flight without being released in
-   the order of a stack: each is kept in its own [first, end), while scratch memory, which comes and goes on top of it,
-   lies where all have theirs. end == 0: no hole. */
-static inline void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
+MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
     ctx->arena_used = first;
     ctx->region_end = end;
     ctx->region_top = top;
 }
 
-/* Bytes that can still be had in one piece, or in several. */
-static inline size_t mt_arena_room(const mt_context *ctx) {
+MT_API size_t mt_arena_available(const mt_context *ctx) {
     return ctx->arena_bytes - (ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used);
 }
 
@@ -1249,6 +1339,10 @@ MT_API void mt_arena_reset_peak(mt_context *ctx) {
     if (ctx) ctx->arena_peak = ctx->arena_used;
 }
 
+MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak) {
+    if (ctx) ctx->arena_peak = peak;
+}
+
 MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols) {
     mt_tensor t;
     memcpy(&t.data, &data, sizeof data); /* a view does not say whether it will be written */
@@ -1263,7 +1357,10 @@ MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols) {
     return mt_tensor_make(data, MT_F32, rows, cols);
 }
 
-static int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
+MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t) {
+    if (mt_context_device(ctx) == MT_DEVICE_META) return 0;
+    return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
+}
 
 /* What is negative, or begins where bytes cannot be counted, has -1 rows, which every call refuses. */
 static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
@@ -1304,8 +1401,6 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 #define MT_HOST_DEVICE
 #endif
 
-#define MT_PLANNED ((mt_status)1) /* never leaves the library, see mt_cuda_enter */
-
 #if MT_HAS_CUDA
 /* An error of CUDA becomes a sentence that names the call. */
 static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
@@ -1316,8 +1411,7 @@ static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *
 }
 #define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
 
-/* After the launch of a kernel. */
-static mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
+MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
     return mti_cuda_check(ctx, cudaGetLastError(), kernel);
 }
 
@@ -1349,9 +1443,7 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     cudaFree(ptr);
 }
 
-/* Before anything is given to the GPU: a context's thread may have used another one in the meantime. A meta context
-   that plans for CUDA goes no further; by then its operator has taken what it needs from the arena. */
-static mt_status mt_cuda_enter(mt_context *ctx) {
+MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
     cudaGetLastError(); /* what the program left there is not ours, see mt_cuda_launched */
     MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
@@ -1423,7 +1515,7 @@ static void mti_cuda_close(mt_context *ctx) {
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }
 
-static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
     return MT_SUCCESS;
@@ -1436,8 +1528,7 @@ static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size
     return MT_SUCCESS;
 }
 
-/* Rows of bytes between any two places; one call, whatever the leading dimensions. */
-static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows) {
     if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
@@ -1446,9 +1537,8 @@ static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
     return MT_SUCCESS;
 }
 
-/* To the host, which waits. The wait for peers comes first: a copy to pageable memory waits, too, but without a
- * timeout. */
-static inline mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+/* The wait for peers comes first: a copy to pageable memory waits, too, but without a timeout. */
+MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_nccl_wait(ctx));
     MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
@@ -1488,7 +1578,13 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
 }
 #else /* no context is on MT_DEVICE_CUDA then: these are never called */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
-static mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+MT_API mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
+    return (void)ctx, (void)kernel, MT_ERR_UNSUPPORTED;
+}
+MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
+}
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
 }
@@ -1499,13 +1595,13 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
 }
 static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
-static mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
+MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
     return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
 }
-static mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows) {
     return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
            MT_ERR_UNSUPPORTED;
@@ -1570,9 +1666,9 @@ mti_say(mti_text *text, const char *format, ...) {
     if (n > 0) text->used += (size_t)n < left ? (size_t)n : left - 1;
 }
 
-static mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text) {
+MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text) {
     size_t n = strlen(text);
-    if (comm->owner && comm->owner->leaving) return status;
+    if (!comm || (comm->owner && comm->owner->leaving)) return status;
     if (n >= sizeof comm->error) n = sizeof comm->error - 1;
     memmove(comm->error, text, n); /* text may be comm->error itself */
     comm->error[n] = '\0';
@@ -2540,8 +2636,6 @@ MT_INLINE MT_HOST_DEVICE float mt_f32_from_bits(uint32_t u) {
     return x;
 }
 
-static int mt_dtype_is_16bit(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
-
 MT_INLINE float mti_bf16_to_f32(uint16_t h) { return mt_f32_from_bits((uint32_t)h << 16); }
 
 /* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the
@@ -2574,7 +2668,7 @@ MT_INLINE uint16_t mti_f32_to_f16(float x) {
     return (uint16_t)((((power - 0x38800000u) >> 13) + count) | nan | sign);
 }
 
-static void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
+MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
     int64_t j;
     if (dtype == MT_BF16) {
         MT_INDEPENDENT
@@ -2585,7 +2679,7 @@ static void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64
     }
 }
 
-static void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
+MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
     int64_t j;
     if (dtype == MT_BF16) {
         MT_INDEPENDENT
@@ -3967,9 +4061,9 @@ MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **o
     return status;
 }
 
-/* Collective over comm: memory of the library's allocator that will be sent from and received into at the same place on
-   every rank. */
-static inline mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_register: comm is NULL");
     return (comm->transport->enlist)(ctx, comm, memory, bytes);
 }
 
@@ -5084,8 +5178,7 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
     return status;
 }
 
-/* What printf has written of a number, with a point in every locale. */
-static inline void mt_decimal_point(char *text) {
+MT_API void mt_decimal_point(char *text) {
     static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* inf, nan(...), exponents */
     char *point = text + strspn(text, others);
     size_t n = strcspn(point, others);
@@ -5094,8 +5187,7 @@ static inline void mt_decimal_point(char *text) {
     memmove(point + 1, point + n, strlen(point + n) + 1);
 }
 
-/* All digits of a float. Returns text. */
-static inline const char *mt_f32_digits(float x, char text[32]) {
+MT_API const char *mt_f32_digits(float x, char text[32]) {
     snprintf(text, 32, "%.9g", (double)x);
     mt_decimal_point(text);
     return text;
@@ -5698,8 +5790,7 @@ static const mti_launcher *mti_find_launcher(void) {
     return l < end ? l : NULL;
 }
 
-/* A whole number from 0 to `most`, nothing else; 0: it is none. */
-static int mt_parse_whole(const char *text, uint64_t most, uint64_t *out) {
+MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out) {
     uint64_t value = 0;
     if (!*text) return 0;
     for (; *text; text++) {

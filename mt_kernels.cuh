@@ -422,23 +422,11 @@ MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx) {
 
 /* ---- >>check: what operators ask of their arguments -------------------------------------------------------------- */
 
-static int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t mt_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-
-/* a * b for sizes, or -1 (which no view has) when a factor is negative or the product leaves int64_t. */
-static int64_t mt_size_mul(int64_t a, int64_t b) {
-    if (a < 0 || b < 0) return -1;
-    return b > 0 && a > INT64_MAX / b ? -1 : a * b;
-}
-
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s has data type %d, which does not exist", where, name, (int)dtype);
     return MT_SUCCESS;
 }
-
-static int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
 
 /* An operator has nothing to do then, however many rows of no columns there are. */
 static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
@@ -2348,7 +2336,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     p->workspace = results[0].workspaceSize;
     if (mt_gemm_get_options(ctx).choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
         p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
-        bytes > mt_arena_room(ctx))
+        bytes > mt_arena_available(ctx))
         return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
@@ -2935,7 +2923,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
     p->stays = 1;
     lt->stay++;
-    if (bytes > mt_arena_room(ctx)) return MT_SUCCESS;
+    if (bytes > mt_arena_available(ctx)) return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
     if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));

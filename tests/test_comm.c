@@ -900,6 +900,80 @@ static void test_version(void **state) {
     mt_comm_destroy(comm);
 }
 
+/* What operators and layers get from a context. */
+static void test_services(void **state) {
+    logged log = {0, ""};
+    mt_context_desc d = small();
+    mt_context *ctx, *meta;
+    mt_tensor t;
+    void *p;
+    size_t left, peak;
+    (void)state;
+    d.threads = 3;
+    d.arena_symmetric = 1;
+    d.logger.log = keep_log;
+    d.logger.user = &log;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &meta));
+    assert_int_equal(mt_context_threads(ctx), 3);
+    assert_int_equal(mt_context_arena_symmetric(ctx), 1);
+    assert_int_equal(mt_context_planned(ctx), MT_DEVICE_CPU);
+    assert_int_equal(mt_context_planned(meta), MT_DEVICE_CPU);
+    assert_int_equal(mt_context_ordinal(ctx), 0);
+    assert_int_equal(mt_overlap_is_planned(ctx), 0);
+    mt_log(ctx, MT_LOG_WARNING, "a warning");
+    assert_string_equal(log.last, "a warning");
+    assert_int_equal(log.lines, 0);
+    assert_int_equal(mt_fail(ctx, MT_ERR_DATA, "%d of %s", 7, "x"), MT_ERR_DATA);
+    assert_string_equal(mt_last_error(ctx), "7 of x");
+    assert_string_equal(log.last, "7 of x");
+    assert_int_equal(mt_fail(NULL, MT_ERR_DATA, "nobody"), MT_ERR_DATA);
+    assert_int_equal(mt_comm_fail(NULL, MT_ERR_DATA, "nobody"), MT_ERR_DATA);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 4, 33, &t));
+    assert_int_equal(mt_tensor_is_aligned(ctx, t), 1);
+    assert_int_equal(mt_tensor_is_aligned(ctx, mt_tensor_rows(t, 1, 2)), 0);
+    assert_int_equal(mt_tensor_is_aligned(ctx, mt_tensor_cols(t, 0, 32)), 0);
+    assert_int_equal(mt_tensor_is_aligned(ctx, mt_tensor_rows(mt_tensor_cols(t, 0, 32), 0, 1)), 1);
+    assert_int_equal(mt_tensor_is_aligned(meta, mt_tensor_make(NULL, MT_F32, 1, 1)), 0);
+    peak = mt_arena_peak(ctx);
+    left = mt_arena_available(ctx);
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_arena_alloc(ctx, left + 1, &p));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, left, &p));
+    assert_int_equal(mt_arena_available(ctx), 0);
+    assert_int_equal(mt_arena_peak(ctx), peak + left);
+    mt_arena_set_peak(ctx, peak);
+    assert_int_equal(mt_arena_peak(ctx), peak);
+    ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_enter(ctx));
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_comm_register(ctx, NULL, p, 64));
+    mt_context_destroy(meta);
+    mt_context_destroy(ctx);
+}
+
+static void test_numbers(void **state) {
+    static const float floats[] = {0.1f, -3.4028235e38f, 1e-45f, 16777217.0f, -0.0f, 2.5f};
+    static const char *const not_whole[] = {"", "-1", "+1", " 1", "1 ", "1.0", "0x1", "256", "18446744073709551616"};
+    char text[32], comma[] = "-1,5e-07", word[] = "-nan(0x8)";
+    uint64_t value = 99;
+    size_t i;
+    (void)state;
+    for (i = 0; i < sizeof floats / sizeof *floats; i++)
+        assert_true(strtof(mt_f32_digits(floats[i], text), NULL) == floats[i]);
+    mt_decimal_point(comma);
+    assert_string_equal(comma, "-1.5e-07");
+    mt_decimal_point(word);
+    assert_string_equal(word, "-nan(0x8)");
+    assert_true(mt_parse_whole("255", 255, &value) && value == 255);
+    assert_true(mt_parse_whole("007", 255, &value) && value == 7);
+    assert_true(mt_parse_whole("18446744073709551615", UINT64_MAX, &value) && value == UINT64_MAX);
+    for (i = 0; i < sizeof not_whole / sizeof *not_whole; i++)
+        assert_int_equal(mt_parse_whole(not_whole[i], 255, &value), 0);
+    assert_true(value == UINT64_MAX);
+    assert_true(mt_size_mul(INT64_MAX / 7, 7) == INT64_MAX / 7 * 7 && mt_size_mul(INT64_MAX / 7 + 1, 7) == -1);
+    assert_true(mt_size_mul(INT64_MAX, 0) == 0 && mt_size_mul(-1, 0) == -1 && mt_size_mul(0, -1) == -1);
+    assert_true(mt_round_up(17, 8) == 24 && mt_round_up(16, 8) == 16 && mt_align_up(1) == MT_ALIGNMENT);
+}
+
 static void test_context_arguments(void **state) {
     logged log = {0, ""};
     mt_context_desc d = small();
@@ -1150,6 +1224,8 @@ int main(void) {
         cmocka_unit_test(test_allocator),
         cmocka_unit_test(test_slots),
         cmocka_unit_test(test_version),
+        cmocka_unit_test(test_services),
+        cmocka_unit_test(test_numbers),
         cmocka_unit_test(test_context_arguments),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_launch),
