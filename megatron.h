@@ -487,7 +487,7 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
     if (max_seq > 0 && batch->seq > max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: sequences of %lld tokens, max_seq is %lld", function,
                        (long long)batch->seq, (long long)max_seq);
-    for (i = 0; batch->lengths && ctx->device == MT_DEVICE_CPU && i < batch->sequences; i++)
+    for (i = 0; batch->lengths && mt_context_device(ctx) == MT_DEVICE_CPU && i < batch->sequences; i++)
         if (batch->lengths[i] < 0 || batch->lengths[i] > batch->seq)
             return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, sequences have %lld tokens", function,
                            (long long)i, (long)batch->lengths[i], (long long)batch->seq);
@@ -514,7 +514,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
     if (d->kv_heads < shards)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
                        (long long)d->kv_heads, shards,
-                       ctx->invariant ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks");
+                       mt_context_invariant(ctx) ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks");
     if (d->rotary_base > 0.0f && (d->max_seq < 1 || d->hidden / d->heads % 2 != 0))
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
                        function, name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
@@ -1095,7 +1095,7 @@ static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gp
     if (d->layers % grid->pp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
                        (long long)d->layers, grid->pp_size);
-    if (grid->pp_size > 1 && ctx->arena_symmetric)
+    if (grid->pp_size > 1 && mt_context_arena_symmetric(ctx))
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_gpt_create: %d pipeline stages do not use their arenas alike, as "
                        "mt_context_desc.arena_symmetric promises",

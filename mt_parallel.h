@@ -1207,14 +1207,14 @@ MT_API void mt_grid_destroy(mt_grid *grid) {
 
 /* Virtual shards that this rank of the tensor group holds. */
 static int mti_shards(const mt_context *ctx, const mt_comm *tp) {
-    return ctx->invariant ? ctx->invariant / mt_comm_size(tp) : 1;
+    return mt_context_invariant(ctx) ? mt_context_invariant(ctx) / mt_comm_size(tp) : 1;
 }
 
 static mt_status mti_expect_shards(mt_context *ctx, const char *function, const mt_comm *tp) {
-    if (!ctx->invariant || ctx->invariant % mt_comm_size(tp) == 0) return MT_SUCCESS;
+    if (!mt_context_invariant(ctx) || mt_context_invariant(ctx) % mt_comm_size(tp) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %d virtual shards (mt_context_desc.invariant) cannot be split over %d tensor ranks", function,
-                   ctx->invariant, mt_comm_size(tp));
+                   mt_context_invariant(ctx), mt_comm_size(tp));
 }
 
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
@@ -1243,7 +1243,7 @@ static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg,
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     int64_t step, i;
     MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
-    if (x.cols == 0 || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    if (x.cols == 0) return MT_SUCCESS;
     for (step = 1; step < x.rows; step *= 2)
         for (i = 0; i + step < x.rows; i += 2 * step)
             MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
@@ -1253,16 +1253,14 @@ MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
 /* A GEMM library may take another path, with other bits, for another leading dimension or alignment: in invariant mode
    every operand is contiguous and aligned, by a copy where it is not. */
 static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
-    if (!ctx->invariant) return 1;
-    if (ctx->device == MT_DEVICE_META) return 0; /* to plan for the rank that needs most copies */
-    return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
+    return !mt_context_invariant(ctx) || mt_tensor_is_aligned(ctx, t);
 }
 
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     *out = t;
     if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, t.dtype, t.rows, t.cols, out);
-    if (ctx->invariant) out->ld = t.cols; /* of one row, too */
+    if (mt_context_invariant(ctx)) out->ld = t.cols; /* of one row, too */
     return MT_SUCCESS;
 }
 
@@ -1312,10 +1310,10 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
     size_t mark;
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!ctx->invariant) return op(ctx, arg, 0, rows, a, b);
+    if (!mt_context_invariant(ctx)) return op(ctx, arg, 0, rows, a, b);
     MT_TRY(mt_check_tokens(ctx, "mt_sum_over_tokens", mt_sequence_tokens(tp, sequence_parallel, rows)));
     mark = mt_arena_mark(ctx);
-    shards = sequence_parallel ? mti_shards(ctx, tp) : ctx->invariant;
+    shards = sequence_parallel ? mti_shards(ctx, tp) : mt_context_invariant(ctx);
     sum.op = op;
     sum.arg = arg;
     sum.rows = rows / shards;
@@ -1330,10 +1328,10 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
 
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!ctx->invariant || tokens % ctx->invariant == 0) return MT_SUCCESS;
+    if (!mt_context_invariant(ctx) || tokens % mt_context_invariant(ctx) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
                    "%s: %lld tokens cannot be split into %d virtual shards (mt_context_desc.invariant)", function,
-                   (long long)tokens, ctx->invariant);
+                   (long long)tokens, mt_context_invariant(ctx));
 }
 
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
@@ -1438,11 +1436,11 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_create: %s", out ? "the grid was not created" : "out is NULL");
     *out = NULL;
     MT_TRY(mti_expect_shards(ctx, "mt_params_create", grid->tp));
-    if (ctx->invariant && ctx->invariant_data % grid->dp_size != 0)
+    if (mt_context_invariant(ctx) && mt_context_invariant_data(ctx) % grid->dp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_params_create: %d virtual data shards (mt_context_desc.invariant_data) cannot "
                        "be split over %d data ranks",
-                       ctx->invariant_data, grid->dp_size);
+                       mt_context_invariant_data(ctx), grid->dp_size);
     MT_TRY(mti_parallel_open(ctx, &options));
     MT_TRY(mt_gemm_prepare(ctx));
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
@@ -1657,7 +1655,7 @@ static int64_t mti_param_slot(const mt_param *p) {
 /* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant
  * mode. */
 static int mti_has_lookup_grad(const mt_params *params, const mt_param *p) {
-    return params->ctx->invariant && p->desc.shared_embedding && params->grid->pp_size == 1;
+    return params->mt_context_invariant(ctx) && p->desc.shared_embedding && params->grid->pp_size == 1;
 }
 
 /* The slots of all parameters together, and, as params->gradients, of what is behind theirs. */
@@ -1679,7 +1677,7 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t el
     size_t bytes = (size_t)params->gradients * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL;
     mt_status status;
-    while (params->grid->dp_size << params->levels < ctx->invariant_data) params->levels++;
+    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
     more = bytes * (size_t)params->levels;
     status = mt_context_alloc(ctx, value_bytes, &values);
     if (status == MT_SUCCESS) status = mt_context_alloc(ctx, bytes, &grads);
@@ -1837,8 +1835,8 @@ static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, ui
     int i;
     MT_TRY(mti_told_begin(ctx, 3, &t));
     mti_told_add(&t, "seed", "%llu", (unsigned long long)seed);
-    mti_told_add(&t, "mt_context_desc.invariant", "%d", ctx->invariant);
-    mti_told_add(&t, "mt_context_desc.invariant_data", "%d", ctx->invariant_data);
+    mti_told_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
+    mti_told_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
     MT_TRY(mti_told_end(ctx, params, function, 0, &t));
     MT_TRY(mti_told_begin(ctx, params->count + 3, &t));
     mti_told_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
@@ -1866,10 +1864,12 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
     if (!params || !params->values)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                        params ? "call mt_params_init first" : "params is NULL");
-    if (ctx->invariant == params->ctx->invariant && ctx->invariant_data == params->ctx->invariant_data)
+    if (mt_context_invariant(ctx) == params->mt_context_invariant(ctx) &&
+        mt_context_invariant_data(ctx) == params->mt_context_invariant_data(ctx))
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d",
-                   function, params->ctx->invariant, params->ctx->invariant_data, ctx->invariant, ctx->invariant_data);
+                   function, params->mt_context_invariant(ctx), params->mt_context_invariant_data(ctx),
+                   mt_context_invariant(ctx), mt_context_invariant_data(ctx));
 }
 
 static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->gradients); }
@@ -2420,8 +2420,8 @@ MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_par
 static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor y, mt_tensor *out) {
     int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
     *out = y;
-    if (ranks == 1 && (!ctx->invariant || y.dtype == MT_F32)) return MT_SUCCESS;
-    return mt_arena_tensor(ctx, ctx->invariant ? MT_F32 : y.dtype, y.rows * ranks, y.cols, out);
+    if (ranks == 1 && (!mt_context_invariant(ctx) || y.dtype == MT_F32)) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, mt_context_invariant(ctx) ? MT_F32 : y.dtype, y.rows * ranks, y.cols, out);
 }
 
 /* -- tokens in chunks, so that one chunk is multiplied while another one is communicated -- */
@@ -2441,7 +2441,7 @@ static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence
     int64_t count = mt_parallel_get_options(ctx).overlap_chunks;
     mti_chunks c;
     if (count == 0) count = mt_overlap_is_planned(ctx) ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
-    if (ranks == 1 || !travel || ctx->invariant) count = 1;
+    if (ranks == 1 || !travel || mt_context_invariant(ctx)) count = 1;
     c.count = (int)mt_max(mt_min(count, rows), 1);
     c.pieces = c.count == 1 ? 1 : pieces;
     c.rows = c.count == 1 ? rows * pieces : rows;
@@ -2549,7 +2549,7 @@ static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tenso
 static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x,
                                     mt_tensor y) {
     int s;
-    if (!ctx->invariant) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
+    if (!mt_context_invariant(ctx)) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
     MT_TRY(mt_invariant_input(ctx, x, &x)); /* once for all shards */
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
@@ -2677,7 +2677,7 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor dy,
                                             mt_tensor x) {
     int s;
-    if (!ctx->invariant) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
+    if (!mt_context_invariant(ctx)) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
     if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
@@ -3278,7 +3278,7 @@ static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int shard, mt_
 static mt_status mti_norm_groups(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor out;
-    if (!ctx->invariant) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
+    if (!mt_context_invariant(ctx)) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, dbias.data ? 2 : 1, dgain.cols, &out));
     MT_TRY(mti_shard_tree(ctx, mti_norm_shard, c, 0, mti_shards(ctx, c->layer->tp), out));
     MT_TRY(mt_add(ctx, dgain, mt_tensor_rows(out, 0, 1), dgain));
@@ -3350,8 +3350,9 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
    single rank adds a 0, too. */
 static mt_status mti_embedding_lookup(mt_context *ctx, const mt_vocab_parallel_embedding *layer, const int32_t *ids,
                                       mt_tensor y) {
-    if (ctx->invariant) MT_TRY(mt_fill(ctx, y, 0.0f));
-    return mt_embedding_forward(ctx, layer->weight->value, layer->first_row, ids, ctx->invariant ? 1.0f : 0.0f, y);
+    if (mt_context_invariant(ctx)) MT_TRY(mt_fill(ctx, y, 0.0f));
+    return mt_embedding_forward(ctx, layer->weight->value, layer->first_row, ids,
+                                mt_context_invariant(ctx) ? 1.0f : 0.0f, y);
 }
 
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
@@ -3517,7 +3518,9 @@ static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_m
 
 /* Whether a data rank has the sums of its share only. In invariant mode the norm is added up parameter by parameter,
    and so needs all of them. */
-static int mti_is_scattered(const mt_params *params) { return params->buckets.ranks > 1 && !params->ctx->invariant; }
+static int mti_is_scattered(const mt_params *params) {
+    return params->buckets.ranks > 1 && !params->mt_context_invariant(ctx);
+}
 
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
     mt_comm *data = params->grid->dp;
@@ -3605,13 +3608,13 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
     int64_t n, level;
     MT_TRY(mti_params_ready(ctx, params, "mt_accumulate_gradients"));
-    if (!ctx->invariant) return MT_SUCCESS;
+    if (!mt_context_invariant(ctx)) return MT_SUCCESS;
     n = params->micro_batches;
     if (n >= (int64_t)1 << params->levels)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
                        "mt_context_desc.invariant_data is %d",
-                       (long long)n, params->grid->dp_size, ctx->invariant_data);
+                       (long long)n, params->grid->dp_size, mt_context_invariant_data(ctx));
     MT_TRY(mti_sync_partial(ctx, params));
     for (level = 0; n >> level & 1; level++)
         MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
@@ -3645,7 +3648,7 @@ MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params) {
     if (b->begun)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_sync_gradients_begin: was called already, and mt_sync_gradients not since");
-    if (ctx->invariant) return MT_SUCCESS;
+    if (mt_context_invariant(ctx)) return MT_SUCCESS;
     for (i = 0; i < params->count; i++) params->list[i]->final = 0;
     b->begun = 1;
     b->waits_for = params->count;
@@ -3713,12 +3716,12 @@ static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients"));
     MT_TRY(mti_join_micro_batches(ctx, params));
-    if (!ctx->invariant) MT_TRY(mti_sync_embeddings(ctx, params));
+    if (!mt_context_invariant(ctx)) MT_TRY(mti_sync_embeddings(ctx, params));
     if (!params->buckets.begun) params->buckets.sent = params->elements;
     MT_TRY(mti_buckets_send(ctx, params, 0));
     params->buckets.begun = 0;
     MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
-    return ctx->invariant ? mti_sync_lookups(ctx, params) : MT_SUCCESS;
+    return mt_context_invariant(ctx) ? mti_sync_lookups(ctx, params) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
@@ -3767,7 +3770,7 @@ static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_te
    tensor group knows, so that the all-reduce is exact, and one for all that does not count; then a tree over the
    shards. */
 static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, mt_tensor sums) {
-    int i, s, v = ctx->invariant, columns = params->count + 1;
+    int i, s, v = mt_context_invariant(ctx), columns = params->count + 1;
     mt_tensor all;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, v, columns, &all));
     MT_TRY(mt_fill(ctx, all, 0.0f));
@@ -3793,7 +3796,8 @@ static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) 
     float squares[2];
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
     MT_TRY(mt_fill(ctx, sums, 0.0f));
-    MT_TRY(ctx->invariant ? mti_sum_squares_invariant(ctx, params, sums) : mti_sum_squares(ctx, params, sums));
+    MT_TRY(mt_context_invariant(ctx) ? mti_sum_squares_invariant(ctx, params, sums)
+                                     : mti_sum_squares(ctx, params, sums));
     MT_TRY(mt_download(ctx, sums, squares));
     *norm = (float)sqrt((double)squares[0] + 0.0 * (double)squares[1]);
     return MT_SUCCESS;
@@ -4673,9 +4677,8 @@ static mt_status mti_io_error(mt_context *ctx, const char *path, const char *wha
 /* Of what can wait: it is logged, and no error. */
 static void mti_io_warning(mt_context *ctx, const char *path, const char *what, int error) {
     char text[MT_PATH_MAX + 128];
-    if (!ctx->logger.log) return;
     snprintf(text, sizeof text, "%s: cannot %s: %s", path, what, strerror(error));
-    (ctx->logger.log)(ctx->logger.user, MT_LOG_WARNING, text);
+    mt_log(ctx, MT_LOG_WARNING, text);
 }
 
 #if defined(O_CLOEXEC)
@@ -5929,9 +5932,9 @@ static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_st
     MT_TRY(mt_download(ctx, one, &code));
     if (code <= 0 || code > size) return mine; /* nobody failed; a meta communicator has nobody */
     worst = size - code;
+    memset(text, 0, sizeof text);
     memcpy(text, &mine, sizeof mine);
-    memcpy(text + sizeof mine, ctx->error, sizeof text - sizeof mine);
-    text[sizeof text - 1] = 0;
+    snprintf(text + sizeof mine, sizeof text - sizeof mine, "%s", mt_last_error(ctx));
     MT_TRY(mt_upload(ctx, text, all));
     MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MT_ERROR_BYTES, MT_U8, worst));
     MT_TRY(mt_download(ctx, all, text));
