@@ -1655,7 +1655,7 @@ static int64_t mti_param_slot(const mt_param *p) {
 /* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant
  * mode. */
 static int mti_has_lookup_grad(const mt_params *params, const mt_param *p) {
-    return params->mt_context_invariant(ctx) && p->desc.shared_embedding && params->grid->pp_size == 1;
+    return mt_context_invariant(params->ctx) && p->desc.shared_embedding && params->grid->pp_size == 1;
 }
 
 /* The slots of all parameters together, and, as params->gradients, of what is behind theirs. */
@@ -1864,11 +1864,11 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
     if (!params || !params->values)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                        params ? "call mt_params_init first" : "params is NULL");
-    if (mt_context_invariant(ctx) == params->mt_context_invariant(ctx) &&
-        mt_context_invariant_data(ctx) == params->mt_context_invariant_data(ctx))
+    if (mt_context_invariant(ctx) == mt_context_invariant(params->ctx) &&
+        mt_context_invariant_data(ctx) == mt_context_invariant_data(params->ctx))
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d",
-                   function, params->mt_context_invariant(ctx), params->mt_context_invariant_data(ctx),
+                   function, mt_context_invariant(params->ctx), mt_context_invariant_data(params->ctx),
                    mt_context_invariant(ctx), mt_context_invariant_data(ctx));
 }
 
@@ -3519,7 +3519,7 @@ static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_m
 /* Whether a data rank has the sums of its share only. In invariant mode the norm is added up parameter by parameter,
    and so needs all of them. */
 static int mti_is_scattered(const mt_params *params) {
-    return params->buckets.ranks > 1 && !params->mt_context_invariant(ctx);
+    return params->buckets.ranks > 1 && !mt_context_invariant(params->ctx);
 }
 
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
@@ -5588,6 +5588,22 @@ static int mti_field_store_whole(const mt_field *f, uint64_t whole, void *value)
     return (f->kind != MT_FIELD_INT && f->kind != MT_FIELD_BOOL) || n == (int64_t)whole;
 }
 
+/* The double whose text this is. mti_json_number comes within a few of it. */
+static double mti_same_double(const char *text, double number) {
+    double low = number, high = number;
+    char again[MT_FIELD_TEXT_MAX];
+    int i;
+    for (i = 0; i < 8; i++) {
+        mti_number_text(low, 16, again);
+        if (strcmp(again, text) == 0) return low;
+        mti_number_text(high, 16, again);
+        if (strcmp(again, text) == 0) return high;
+        low = nextafter(low, -DBL_MAX);
+        high = nextafter(high, DBL_MAX);
+    }
+    return number; /* another program wrote it in other words */
+}
+
 /* Writes what the text of a number says to `value`, which may have been changed when it is none of its kind. */
 static int mti_field_parse(const mt_field *f, const char *text, void *value) {
     int negative = f->kind != MT_FIELD_U64 && *text == '-';
@@ -5600,7 +5616,9 @@ static int mti_field_parse(const mt_field *f, const char *text, void *value) {
     if (f->kind == MT_FIELD_F32 || f->kind == MT_FIELD_F64) {
         mti_json j = mti_json_begin(text, strlen(text));
         double number = mti_json_number(&j);
-        int fits = mti_field_store_number(f, number, value);
+        int fits;
+        if (f->kind == MT_FIELD_F64) number = mti_same_double(text, number);
+        fits = mti_field_store_number(f, number, value);
         mti_json_end(&j);
         return !j.error && fits;
     }
@@ -5934,7 +5952,8 @@ static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_st
     worst = size - code;
     memset(text, 0, sizeof text);
     memcpy(text, &mine, sizeof mine);
-    snprintf(text + sizeof mine, sizeof text - sizeof mine, "%s", mt_last_error(ctx));
+    snprintf(text + sizeof mine, sizeof text - sizeof mine, "%.*s", (int)(sizeof text - sizeof mine - 1),
+             mt_last_error(ctx));
     MT_TRY(mt_upload(ctx, text, all));
     MT_TRY(mt_broadcast(ctx, comm, exchange, exchange, MT_ERROR_BYTES, MT_U8, worst));
     MT_TRY(mt_download(ctx, all, text));
@@ -6599,8 +6618,8 @@ static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t 
     return MT_SUCCESS;
 }
 
-/* Whether the values of the program's fields can be read, and those that must match do. Writes none. all: every field
-   must be there, too. */
+/* Whether the program's fields can be read, and those that must match do. Writes none of them. all: every field must be
+   there; else only those that must match are looked at, where they are there. */
 static mt_status mti_source_fields(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int all) {
     const mt_safetensors *first = s->model.files[0];
     int i;
@@ -6609,7 +6628,7 @@ static mt_status mti_source_fields(mt_context *ctx, const mt_checkpoint *c, cons
         const char *text = mt_safetensors_metadata(first, f.name);
         char ours[MT_FIELD_TEXT_MAX], theirs[MT_FIELD_TEXT_MAX], wanted[64];
         uint64_t value = 0;
-        if (!text && !all) continue;
+        if (!all && (!text || !f.must_match)) continue;
         if (f.kind == MT_FIELD_TEXT) {
             if (!text || strlen(text) >= f.bytes) return mti_field_refuse(ctx, first, &f);
             if (!f.must_match || strcmp(text, (const char *)f.value) == 0) continue;

@@ -1,0 +1,677 @@
+/* test_resume_layers - checkpoints of a program with layers of its own, with mt_parallel.h alone. Two linear layers are
+   trained, saved, killed, loaded on another split and trained on. Fields, formats and JSON of the program. What is
+   refused, with what sentence. Run it from the checkout's root. */
+
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MEGATRON_IMPLEMENTATION
+#include "mt_parallel.h"
+
+#ifdef MEGATRON_H
+#error "mt_parallel.h includes megatron.h"
+#endif
+
+#include "mt_test_ranks.h"
+
+enum { IN = 12, MIDDLE = 20, OUT = 6, TOKENS = 8, STEPS = 6, HALF = 3 };
+
+static char scratch[] = "/tmp/test_resume_layers_XXXXXX";
+
+static const char *in_scratch(const char *name) {
+    static char path[4][256];
+    static int next;
+    char *p = path[next++ % 4];
+    snprintf(p, sizeof path[0], "%s/%s", scratch, name);
+    return p;
+}
+
+static void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static void shell(const char *format, ...) {
+    char command[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(command, sizeof command, format, args);
+    va_end(args);
+    if (system(command) != 0) fail_msg("%s", command);
+}
+
+static void forget(const char *directory) { shell("rm -rf '%s'", in_scratch(directory)); }
+
+/* ---- a program of two linear layers ------------------------------------------------------------------------------ */
+
+/* What a program keeps beside parameters: each kind of field, the last two must match. */
+typedef struct notes {
+    int64_t epoch;
+    uint64_t words;
+    int level, frozen;
+    float temperature;
+    double clock;
+    char tokenizer[16];
+    int64_t width;
+    char task[16];
+} notes;
+
+enum { FIELDS = 9 };
+
+static void notes_fields(notes *n, mt_field *out) {
+    const mt_field list[FIELDS] = {
+        {.name = "my.epoch", .value = &n->epoch, .low = 0, .high = 1000},
+        {.name = "my.words", .kind = MT_FIELD_U64, .value = &n->words},
+        {.name = "my.level", .kind = MT_FIELD_INT, .value = &n->level},
+        {.name = "my.frozen", .kind = MT_FIELD_BOOL, .value = &n->frozen},
+        {.name = "my.temperature", .kind = MT_FIELD_F32, .value = &n->temperature},
+        {.name = "my.clock", .kind = MT_FIELD_F64, .value = &n->clock},
+        {.name = "my.tokenizer", .kind = MT_FIELD_TEXT, .value = n->tokenizer, .bytes = 16},
+        {.name = "my.width", .value = &n->width, .must_match = 1},
+        {.name = "my.task", .kind = MT_FIELD_TEXT, .value = n->task, .bytes = sizeof n->task, .must_match = 1}};
+    memcpy(out, list, sizeof list);
+}
+
+static const notes written = {.epoch = 7,
+                              .words = UINT64_MAX,
+                              .level = -3,
+                              .frozen = 1,
+                              .temperature = 0.1f,
+                              .clock = 1.0 / 3,
+                              .tokenizer = "\"bytes\" \xc3\xa9",
+                              .width = MIDDLE,
+                              .task = "sums"};
+static const notes fresh = {.width = MIDDLE, .task = "sums"};
+
+#define STATE_MAX (4 * (IN * MIDDLE + MIDDLE + MIDDLE * OUT + OUT))
+
+typedef struct job {
+    int tp, dp;
+    mt_dtype dtype;
+    int sharded, invariant;
+    const char *directory;
+    int64_t from, to, save_at; /* from: the checkpoint to begin with; 0: none */
+    int middle;                /* features between the layers, at most MIDDLE; 0: MIDDLE */
+    const char *second;        /* name of the second layer; NULL: "second" */
+    int one_layer, no_optimizer;
+    const mt_checkpoint_format *format;
+    notes n;
+    /* what came of it, on the first rank */
+    mt_status status; /* of load */
+    char sentence[MT_ERROR_BYTES];
+    mt_training_state state;
+    int64_t optimizer_step;
+    float values[STATE_MAX]; /* parameters, moments, masters, whole */
+    int changed;             /* by a load that failed */
+} job;
+
+typedef struct model {
+    test_rank r;
+    mt_column_parallel_linear first;
+    mt_row_parallel_linear second;
+    mt_optimizer adam;
+    mt_checkpoint *checkpoint;
+    mt_field fields[FIELDS];
+} model;
+
+static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
+    int middle = j->middle ? j->middle : MIDDLE;
+    mt_grid_desc shape = {.tp = j->tp, .dp = j->dp};
+    mt_context_desc where = {.arena_bytes = 1 << 20, .invariant = j->invariant};
+    mt_data_parallel_desc share = {.sharded_optimizer = j->sharded};
+    mt_linear_desc first = {.in_features = IN, .out_features = middle},
+                   second = {.in_features = middle, .out_features = OUT, .input_is_parallel = 1};
+    mt_checkpoint_desc c = {.directory = in_scratch(j->directory), .fields = m->fields, .field_count = FIELDS};
+    memset(m, 0, sizeof *m);
+    MT_TRY(test_rank_open(world, shape, &where, &m->r));
+    MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, j->dtype));
+    MT_TRY(mt_params_set_data_parallel(m->r.ctx, m->r.params, &share));
+    MT_TRY(mt_column_parallel_linear_create(m->r.ctx, m->r.params, "first", &first, &m->first));
+    if (!j->one_layer)
+        MT_TRY(mt_row_parallel_linear_create(m->r.ctx, m->r.params, j->second ? j->second : "second", &second,
+                                             &m->second));
+    MT_TRY(mt_params_init(m->r.ctx, m->r.params, j->from ? 99 : 5)); /* what is loaded was not there */
+    if (!j->no_optimizer) MT_TRY(mt_optimizer_create(m->r.ctx, m->r.params, NULL, &m->adam));
+    notes_fields(n, m->fields);
+    c.optimizer = j->no_optimizer ? NULL : &m->adam;
+    c.format = j->format;
+    c.model = m;
+    return mt_checkpoint_create(m->r.ctx, m->r.params, &c, &m->checkpoint);
+}
+
+static void model_close(model *m) {
+    mt_checkpoint_destroy(m->r.ctx, m->checkpoint);
+    mt_optimizer_destroy(m->r.ctx, &m->adam);
+    test_rank_close(&m->r);
+}
+
+/* The same x and dy for every rank of a data parallel rank, another one in each step. */
+static void put_noise(mt_tensor t, uint64_t seed) {
+    for (int64_t i = 0; i < t.rows * t.cols; i++) {
+        float x = test_float(&seed);
+        if (t.dtype == MT_F32) ((float *)t.data)[i] = x;
+        else mt_f32_to_16bit(t.dtype, &x, (uint16_t *)t.data + i, 1);
+    }
+}
+
+static mt_status train(model *m, const job *j, int64_t step) {
+    mt_context *ctx = m->r.ctx;
+    size_t mark = mt_arena_mark(ctx);
+    uint64_t seed = (uint64_t)(100 * step + m->r.grid.dp_rank);
+    mt_linear_saved saved[2];
+    mt_tensor x, h, y, dh;
+    MT_TRY(mt_arena_tensor(ctx, j->dtype, TOKENS, IN, &x));
+    MT_TRY(mt_arena_tensor(ctx, j->dtype, TOKENS, m->first.local_features, &h));
+    MT_TRY(mt_arena_tensor(ctx, j->dtype, TOKENS, m->first.local_features, &dh));
+    MT_TRY(mt_arena_tensor(ctx, j->dtype, TOKENS, OUT, &y));
+    put_noise(x, seed);
+    MT_TRY(mt_params_zero_grad(ctx, m->r.params));
+    MT_TRY(mt_column_parallel_linear_forward(ctx, &m->first, x, h, &saved[0]));
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &m->second, h, y, &saved[1])); /* y: the gradient of sum(y^2) / 2 */
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &m->second, y, dh, &saved[1]));
+    MT_TRY(mt_column_parallel_linear_backward(ctx, &m->first, dh, mt_none(), &saved[0]));
+    MT_TRY(mt_sync_gradients(ctx, m->r.params));
+    MT_TRY(mt_optimizer_step(ctx, &m->adam, 1e-2f, 1.0f));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status whole(model *m, const job *j, float *out) {
+    memset(out, 0, STATE_MAX * sizeof *out);
+    for (int i = 0; i < mt_params_count(m->r.params); i++) {
+        const mt_param *p = mt_params_at(m->r.params, i);
+        MT_TRY(mt_param_gather(m->r.ctx, m->r.params, p, p->value, out));
+        out += p->desc.rows * p->desc.cols;
+        for (int what = MT_EXP_AVG; !j->no_optimizer && what <= MT_MASTER; what++) {
+            MT_TRY(mt_optimizer_gather(m->r.ctx, &m->adam, p, (mt_optimizer_state)what, out));
+            out += p->desc.rows * p->desc.cols;
+        }
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status job_rank(mt_comm *world, void *user) {
+    job *shared = (job *)user, j = *shared;
+    model m;
+    float before[STATE_MAX];
+    mt_status status;
+    MT_TRY(model_open(world, &j, &j.n, &m));
+    if (j.from) {
+        MT_TRY(whole(&m, &j, before));
+        j.status = mt_checkpoint_load(m.r.ctx, m.checkpoint, j.from, &j.state);
+        snprintf(j.sentence, sizeof j.sentence, "%s", mt_last_error(m.r.ctx));
+    }
+    for (int64_t step = j.from; j.status == MT_SUCCESS && step < j.to; step++) {
+        MT_TRY(train(&m, &j, step));
+        j.state.step = step + 1;
+        if (step + 1 == j.save_at) MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &j.state));
+    }
+    status = whole(&m, &j, j.values);
+    j.changed = j.status != MT_SUCCESS && memcmp(before, j.values, sizeof before) != 0;
+    j.optimizer_step = m.adam.step;
+    model_close(&m);
+    if (mt_comm_rank(world) == 0) *shared = j;
+    return status;
+}
+
+static void run(job *j) {
+    if (!j->dp) j->dp = 1;
+    test_launch(j->tp * j->dp, job_rank, j);
+}
+
+/* ---- training goes on -------------------------------------------------------------------------------------------- */
+
+/* What `before` trains in one go is what `after` has that loads in the middle. */
+static void goes_on(job before, job after) {
+    before.directory = after.directory = "resume";
+    before.n = written;
+    after.n = fresh;
+    before.state.seed = 11;
+    before.state.position = 12;
+    before.save_at = HALF;
+    before.to = after.to = STEPS;
+    after.from = HALF;
+    run(&before);
+    run(&after);
+    if (after.status != MT_SUCCESS) fail_msg("%s", after.sentence);
+    assert_memory_equal(after.values, before.values, sizeof before.values);
+    assert_memory_equal(&after.n, &written, sizeof written);
+    assert_true(after.state.seed == 11 && after.state.position == 12);
+    assert_int_equal(after.optimizer_step, STEPS);
+    forget("resume");
+}
+
+static void same_bits(void **state) {
+    (void)state;
+    for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
+        for (int sharded = 0; sharded <= 1; sharded++) {
+            job j = {.tp = 2, .dp = 1 + sharded, .dtype = (mt_dtype)dtype, .sharded = sharded};
+            goes_on(j, j);
+        }
+}
+
+/* In invariant mode the split changes no bit of the training, and so it must not of the checkpoint. */
+static void another_split(void **state) {
+    (void)state;
+    for (int dtype = MT_F32; dtype <= MT_BF16; dtype++) {
+        job one = {.tp = 1, .dtype = (mt_dtype)dtype, .invariant = 2}, two = one, shares = one;
+        two.tp = 2;
+        goes_on(two, one);
+        goes_on(one, two);
+        shares.dp = 2; /* ZeRO-1, and the same two data ranks without it */
+        one.dp = two.dp = 2;
+        shares.sharded = 1;
+        goes_on(two, shares);
+        goes_on(shares, two);
+    }
+}
+
+/* Values do not depend on the type of optimizer's shares: a checkpoint of ZeRO-1 on 2 ranks loads on 1 without it. */
+static void fewer_data_ranks(void **state) {
+    job save = {.tp = 1, .dp = 2, .dtype = MT_BF16, .sharded = 1, .directory = "z", .to = HALF, .save_at = HALF};
+    job load = {.tp = 2, .dp = 1, .dtype = MT_BF16, .directory = "z", .from = HALF, .to = HALF};
+    (void)state;
+    save.n = written;
+    load.n = fresh;
+    run(&save);
+    run(&load);
+    if (load.status != MT_SUCCESS) fail_msg("%s", load.sentence);
+    assert_memory_equal(load.values, save.values, sizeof save.values);
+    forget("z");
+}
+
+/* ---- the files --------------------------------------------------------------------------------------------------- */
+
+static void expect_tensor(mt_context *ctx, const mt_safetensors *s, const char *name, int64_t rows, int64_t cols,
+                          const float *want) {
+    const mt_safetensors_tensor *t = mt_safetensors_find(s, name);
+    float got[IN * MIDDLE];
+    if (!t) fail_msg("there is no '%s'", name);
+    assert_string_equal(t->dtype, "F32");
+    assert_int_equal(t->dims, rows ? 2 : 1);
+    assert_int_equal(t->shape[0], rows ? rows : cols);
+    if (rows) assert_int_equal(t->shape[1], cols);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, t, got));
+    assert_memory_equal(got, want, (size_t)(cols * (rows ? rows : 1)) * sizeof *want);
+}
+
+/* Whole tensors of the registry's names, and all fields, in words that were written by hand. */
+static void files(void **state) {
+    static const char *const words[FIELDS][2] = {{"my.epoch", "7"},
+                                                 {"my.words", "18446744073709551615"},
+                                                 {"my.level", "-3"},
+                                                 {"my.frozen", "1"},
+                                                 {"my.temperature", "1.00000001e-01"},
+                                                 {"my.clock", "3.3333333333333331e-01"},
+                                                 {"my.tokenizer", "\"bytes\" \xc3\xa9"},
+                                                 {"my.width", "20"},
+                                                 {"my.task", "sums"}};
+    job j = {.tp = 2, .directory = "f", .to = 1, .save_at = 1, .n = written};
+    mt_context *ctx;
+    mt_safetensors *s;
+    const float *x = j.values;
+    struct stat info;
+    (void)state;
+    run(&j);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("f/step-00000001/model.safetensors"), &s));
+    assert_int_equal(mt_safetensors_count(s), 4);
+    expect_tensor(ctx, s, "first.weight", MIDDLE, IN, x);
+    expect_tensor(ctx, s, "first.bias", 0, MIDDLE, x + 4 * MIDDLE * IN);
+    for (int i = 0; i < FIELDS; i++) {
+        const char *text = mt_safetensors_metadata(s, words[i][0]);
+        assert_string_equal(text ? text : "(none)", words[i][1]);
+    }
+    assert_true(!mt_safetensors_metadata(s, "gpt.vocab"));
+    mt_safetensors_close(s);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("f/step-00000001/optimizer.safetensors"), &s));
+    assert_int_equal(mt_safetensors_count(s), 8);
+    expect_tensor(ctx, s, "first.weight.exp_avg", MIDDLE, IN, x + MIDDLE * IN);
+    expect_tensor(ctx, s, "first.bias.exp_avg_sq", 0, MIDDLE, x + 4 * MIDDLE * IN + 2 * MIDDLE);
+    mt_safetensors_close(s);
+    assert_true(stat(in_scratch("f/step-00000001/config.json"), &info) != 0);
+    mt_context_destroy(ctx);
+    forget("f");
+}
+
+/* ---- what is refused --------------------------------------------------------------------------------------------- */
+
+/* The sentence holds the words, and nothing was changed. */
+static void refused(job j, mt_status status, const char *words) {
+    char list[256], *word, *rest = NULL;
+    notes before;
+    if (!j.tp) j.tp = 2;
+    if (!j.from) j.from = HALF;
+    if (!j.n.width) j.n = fresh;
+    j.directory = "r";
+    before = j.n;
+    run(&j);
+    if (j.status != status) fail_msg("%s: got %s: %s", words, mt_status_name(j.status), j.sentence);
+    snprintf(list, sizeof list, "%s", words);
+    for (word = strtok_r(list, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
+        if (!strstr(j.sentence, word)) fail_msg("'%s' is not in '%s'", word, j.sentence);
+    assert_false(j.changed);
+    assert_memory_equal(&j.n, &before, sizeof before);
+}
+
+static void other_models(void **state) {
+    job save = {.tp = 1, .directory = "r", .to = HALF, .save_at = HALF, .n = written}, other;
+    (void)state;
+    run(&save);
+    refused((job){.from = 2}, MT_ERR_IO, "step-00000002: has neither model.safetensors nor its index");
+    refused((job){.middle = 16}, MT_ERR_DATA, "'first.weight' has shape [20, 12], this model's has [16, 12]");
+    refused((job){.second = "last"}, MT_ERR_DATA, "model.safetensors: has no tensor 'last.weight'");
+    refused((job){.one_layer = 1}, MT_ERR_DATA, "'second.bias' is no parameter of this model");
+    memset(&other, 0, sizeof other);
+    other.n = fresh;
+    other.n.width = 21;
+    refused(other, MT_ERR_DATA, "model.safetensors: its metadata has my.width '20', must be 21");
+    other.n = fresh;
+    strcpy(other.n.task, "products");
+    refused(other, MT_ERR_DATA, "its metadata has my.task 'sums', must be 'products'");
+    shell("rm '%s'", in_scratch("r/step-00000003/optimizer.safetensors"));
+    refused((job){.tp = 1}, MT_ERR_IO, "has neither optimizer.safetensors");
+    forget("r");
+}
+
+/* A checkpoint of fields that another version of the program wrote. */
+static void other_fields(void **state) {
+    static const char *const wrong[][2] = {{"my.epoch", "must be a whole number from 0 to 1000"},
+                                           {"my.tokenizer", "must be a text of at most 15 bytes"},
+                                           {"my.level", "must be a whole number from -2147483648 to 2147483647"},
+                                           {"my.frozen", "must be 0 or 1"},
+                                           {"my.clock", "must be a finite number"}};
+    (void)state;
+    for (size_t i = 0; i <= sizeof wrong / sizeof *wrong; i++) {
+        mt_field f = {
+            .name = "my.other", .kind = MT_FIELD_TEXT, .value = (void *)(uintptr_t) "a text of 18 bytes", .bytes = 32};
+        mt_checkpoint_desc c = {.directory = in_scratch("r"), .fields = &f, .field_count = 1};
+        mt_linear_desc first = {.in_features = IN, .out_features = MIDDLE};
+        mt_training_state s = {.step = 1};
+        mt_column_parallel_linear layer;
+        mt_checkpoint *checkpoint;
+        mt_comm *world;
+        test_rank r;
+        char words[128];
+        if (i < sizeof wrong / sizeof *wrong) f.name = wrong[i][0];
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, test_rank_open(world, (mt_grid_desc){0}, NULL, &r));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "first", &first, &layer));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &checkpoint));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, checkpoint, &s));
+        /* only the field of this name is asked for */
+        notes n = fresh;
+        mt_field all[FIELDS];
+        notes_fields(&n, all);
+        for (int k = 0; k < FIELDS; k++)
+            if (strcmp(all[k].name, f.name) == 0 || (i == sizeof wrong / sizeof *wrong && k == 0)) c.fields = &all[k];
+        mt_checkpoint_destroy(r.ctx, checkpoint);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &checkpoint));
+        snprintf(words, sizeof words, "its metadata has %s 'a text of 18 bytes'|%s", f.name,
+                 i < sizeof wrong / sizeof *wrong ? wrong[i][1] : "");
+        if (i == sizeof wrong / sizeof *wrong) snprintf(words, sizeof words, "its metadata has no my.epoch");
+        REFUSED(r.ctx, MT_ERR_DATA, words, mt_checkpoint_load(r.ctx, checkpoint, 1, &s));
+        assert_memory_equal(&n, &fresh, sizeof n);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_checkpoint_import(r.ctx, checkpoint, in_scratch("r/step-00000001"))); /* no field is read */
+        assert_memory_equal(&n, &fresh, sizeof n);
+        mt_checkpoint_destroy(r.ctx, checkpoint);
+        test_rank_close(&r);
+        mt_comm_destroy(world);
+        forget("r");
+    }
+}
+
+static void arguments(void **state) {
+    static const mt_field taken[] = {
+        {.name = "step"},     {.name = "note"},           {.name = "checksum"},         {.name = "format"},
+        {.name = "megatron"}, {.name = "optimizer_step"}, {.name = "loss_scaler.scale"}};
+    int64_t x = 0;
+    mt_field two[2] = {{.name = "my", .value = &x}, {.name = "my", .value = &x}}, f = {.name = "my", .value = &x};
+    mt_checkpoint_desc c = {.directory = "x", .fields = &f, .field_count = 1};
+    mt_checkpoint *out;
+    mt_safetensors_set *set;
+    mt_field_kind kinds[] = {(mt_field_kind)7, MT_FIELD_TEXT};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    mt_param_desc p = {.name = "w", .rows = 1, .cols = 1};
+    mt_param *w;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &p, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
+        f.name = taken[i].name;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0: there is another", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    }
+    f.name = NULL;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 ()", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    f.name = "my";
+    for (int i = 0; i < 2; i++) {
+        f.kind = kinds[i];
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 (my)", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    }
+    f.kind = MT_FIELD_I64, f.value = NULL;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 (my)", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    c.fields = two, c.field_count = 2;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 1: there is another 'my'", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    c.fields = NULL;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is 2", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    c.field_count = -1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is -1", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "directory is NULL", mt_safetensors_set_open(r.ctx, NULL, "model", &set));
+    REFUSED(r.ctx, MT_ERR_IO, "/none|neither", mt_safetensors_set_open(r.ctx, "/none", "model", &set));
+    assert_true(!set && !mt_safetensors_set_file(NULL, 0) && !mt_safetensors_set_find(NULL, "x"));
+    mt_safetensors_set_close(NULL);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "file is NULL", mt_safetensors_fields(r.ctx, NULL, &f, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_json_read(r.ctx, "/none", NULL, &f, 1, NULL));
+    test_paper_rank_close(&r);
+}
+
+/* ---- a save that is killed --------------------------------------------------------------------------------------- */
+
+/* Saves every step, for as long as it lives. */
+static mt_status saves_until_killed(mt_comm *world, void *user) {
+    job *j = (job *)user;
+    notes n = written;
+    model m;
+    mt_training_state s = {.step = j->from};
+    MT_TRY(model_open(world, j, &n, &m));
+    if (j->from) MT_TRY(mt_checkpoint_load(m.r.ctx, m.checkpoint, j->from, &s));
+    for (;;) {
+        MT_TRY(train(&m, j, s.step));
+        s.step++;
+        MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
+    }
+}
+
+static int64_t newest(void) {
+    mt_context *ctx;
+    int64_t step;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_latest(ctx, NULL, in_scratch("k"), &step));
+    mt_context_destroy(ctx);
+    return step;
+}
+
+/* What is there after each kill is the newest step, as a run without a kill has it: two tensor ranks with masters and
+   ZeRO-1 write, and one rank reads. */
+static void killed(void **state) {
+    job j = {.tp = 2, .dp = 2, .dtype = MT_BF16, .sharded = 1, .invariant = 2, .directory = "k"};
+    job whole = j, load = {.tp = 1, .dp = 2, .dtype = MT_BF16, .invariant = 2, .directory = "k"};
+    uint64_t seed = (uint64_t)time(NULL);
+    int64_t before = -1;
+    (void)state;
+    for (int kills = 0; kills < (test_all() ? 30 : 6) || before < 3; kills++) {
+        int status;
+        pid_t child = fork();
+        if (child == 0) {
+            mt_launch_desc d = {.ranks = 4, .no_pinning = 1, .timeout_s = 60.0};
+            mt_launch(&d, saves_until_killed, &j);
+            _exit(1);
+        }
+        usleep((useconds_t)(10000 + test_below(&seed, 50000) * (SANITIZED ? 4 : 1)));
+        kill(child, SIGKILL);
+        assert_int_equal(waitpid(child, &status, 0), child);
+        if (!WIFSIGNALED(status)) fail_msg("the writer stopped by itself: %d", status);
+        if (newest() < before) fail_msg("step %lld is gone", (long long)before);
+        before = newest();
+        j.from = before > 0 ? before : 0;
+    }
+    load.from = load.to = whole.to = before;
+    load.n = fresh;
+    whole.directory = "never";
+    whole.n = written;
+    run(&whole);
+    run(&load);
+    if (load.status != MT_SUCCESS) fail_msg("%s", load.sentence);
+    assert_memory_equal(load.values, whole.values, sizeof whole.values);
+    assert_memory_equal(&load.n, &written, sizeof written);
+    forget("k");
+}
+
+/* ---- a format of the program's own ------------------------------------------------------------------------------- */
+
+/* Weights are [in, out] in the file, and called "net.". Dialect 1: the names without it. */
+static const char *my_metadata(const void *model, int index, char value[MT_FIELD_TEXT_MAX]) {
+    (void)model;
+    if (index > 0) return NULL;
+    strcpy(value, "nobody");
+    return "author";
+}
+
+static int my_config(const void *model, char *text, size_t bytes) {
+    (void)model;
+    return snprintf(text, bytes, "{\"layers\": 2, \"eps\": 1e-5, \"name\": \"net\", \"norm\": true}\n");
+}
+
+static mt_status my_check(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
+                          int *dialect) {
+    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
+    (void)model;
+    CHECK(directory && !mt_safetensors_set_file(files, 1) && !mt_safetensors_set_file(files, -1));
+    *dialect = mt_safetensors_set_find(files, "net.first.weight") == NULL;
+    if (strcmp(mt_safetensors_metadata(first, "author"), "nobody") == 0) return MT_SUCCESS;
+    return mt_safetensors_refuse(ctx, first, "author", "nobody");
+}
+
+static void my_layout(const void *model, const mt_param *p, int dialect, mt_tensor_layout *l) {
+    (void)model;
+    snprintf(l->name, sizeof l->name, "%s%s", dialect == 0 ? "net." : "", p->name);
+    l->form = l->dims == 2;
+    if (!l->form) return;
+    l->shape[0] = p->desc.cols;
+    l->shape[1] = p->desc.rows;
+}
+
+static mt_status my_convert(const void *model, const mt_param *p, const mt_tensor_layout *l, int to_file, float **x,
+                            float **spare) {
+    int64_t rows = to_file ? p->desc.rows : p->desc.cols, cols = to_file ? p->desc.cols : p->desc.rows;
+    float *from = *x;
+    (void)model;
+    if (!l->form) return MT_SUCCESS;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) (*spare)[c * rows + r] = from[r * cols + c];
+    *x = *spare;
+    *spare = from;
+    return MT_SUCCESS;
+}
+
+static const mt_checkpoint_format mine = {
+    .metadata = my_metadata, .config = my_config, .check = my_check, .layout = my_layout, .convert = my_convert};
+
+static void own_format(void **state) {
+    job j = {.tp = 2, .format = &mine}, save = j, strange = j;
+    mt_context *ctx;
+    mt_safetensors *s;
+    float transposed[IN * MIDDLE];
+    (void)state;
+    goes_on(j, j);
+    save.directory = "r", save.to = save.save_at = HALF, save.n = written;
+    run(&save);
+    for (int r = 0; r < MIDDLE; r++)
+        for (int c = 0; c < IN; c++) transposed[c * MIDDLE + r] = save.values[r * IN + c];
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("r/step-00000003/model.safetensors"), &s));
+    expect_tensor(ctx, s, "net.first.weight", IN, MIDDLE, transposed);
+    assert_string_equal(mt_safetensors_metadata(s, "author"), "nobody");
+    mt_safetensors_close(s);
+    shell("grep -q '^{\"layers\": 2, ' '%s'", in_scratch("r/step-00000003/config.json"));
+    /* without the format it is another model, and what the format does not know is refused by it */
+    strange.format = NULL;
+    refused(strange, MT_ERR_DATA, "has no tensor 'first.weight'");
+    strange = j;
+    strange.n = fresh, strange.n.width = 5;
+    refused(strange, MT_ERR_DATA, "my.width '20', must be 5");
+    mt_context_destroy(ctx);
+    forget("r");
+}
+
+/* ---- JSON -------------------------------------------------------------------------------------------------------- */
+
+static void json(void **state) {
+    static const struct {
+        const char *text, *words;
+    } wrong[] = {{"{\"whole\": 1.5}", "a.json: JSON, byte |a number is not whole"},
+                 {"{\"whole\": 101}", "a.json: whole is 101, must be from 1 to 100"},
+                 {"{\"whole\": null}", "a whole number is missing"},
+                 {"{\"real\": 1e999}", "a number is too large"},
+                 {"{\"on\": 1}", "true or false is missing"},
+                 {"{\"text\": 5}", "a string is missing"},
+                 {"[1]", "it does not begin with '{'"},
+                 {"{\"whole\": 7", "a comma or a closing bracket is missing"}};
+    struct {
+        int64_t whole, null;
+        double real;
+        int on;
+        char text[8];
+    } v = {1, 5, 2, 0, "before"}, before = v;
+    const mt_field fields[] = {{.name = "whole", .value = &v.whole, .low = 1, .high = 100},
+                               {.name = "null", .value = &v.null, .nullable = 1},
+                               {.name = "real", .kind = MT_FIELD_F64, .value = &v.real},
+                               {.name = "on", .kind = MT_FIELD_BOOL, .value = &v.on},
+                               {.name = "text", .kind = MT_FIELD_TEXT, .value = v.text, .bytes = sizeof v.text}};
+    char path[256];
+    mt_context *ctx;
+    int exists = 1;
+    (void)state;
+    snprintf(path, sizeof path, "%s/a.json", scratch);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_read(ctx, scratch, "a.json", fields, 5, &exists));
+    assert_true(!exists);
+    REFUSED(ctx, MT_ERR_IO, "a.json: cannot open it", mt_json_read(ctx, scratch, "a.json", fields, 5, NULL));
+    shell("printf '{}' > '%s'", path);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_read(ctx, scratch, "a.json", fields, 5, &exists));
+    assert_true(exists);
+    assert_memory_equal(&v, &before, sizeof v);
+    shell("printf '{\"other\": [{}, 5], \"whole\": 100, \"null\": null, \"real\": -2.5e-3, \"on\": true,"
+          " \"text\": \"a long text\"}' > '%s'",
+          path);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_read(ctx, scratch, "a.json", fields, 5, NULL));
+    assert_true(v.whole == 100 && v.null == 5 && v.real == -2.5e-3 && v.on == 1);
+    assert_string_equal(v.text, "a long ");
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        shell("printf '%s' > '%s'", wrong[i].text, path);
+        REFUSED(ctx, MT_ERR_DATA, wrong[i].words, mt_json_read(ctx, scratch, "a.json", fields, 5, NULL));
+    }
+    unlink(path);
+    mt_context_destroy(ctx);
+}
+
+static int open_all(void **state) {
+    (void)state;
+    return !mkdtemp(scratch);
+}
+
+static int close_all(void **state) {
+    (void)state;
+    return rmdir(scratch); /* everything in it is gone */
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(same_bits), cmocka_unit_test(another_split), cmocka_unit_test(fewer_data_ranks),
+        cmocka_unit_test(files),     cmocka_unit_test(other_models),  cmocka_unit_test(other_fields),
+        cmocka_unit_test(arguments), cmocka_unit_test(killed),        cmocka_unit_test(own_format),
+        cmocka_unit_test(json),
+    };
+    return cmocka_run_group_tests(tests, open_all, close_all);
+}
