@@ -364,6 +364,7 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     fc1.in_features = d->hidden;
     fc1.out_features = parts * d->ffn;
     fc1.parts = parts;
+    fc1.parts_by_shard = parts > 1;
     fc1.no_bias = d->no_bias;
     fc1.skip_bias_add = 1; /* fused with the activation */
     fc1.sequence_parallel = d->sequence_parallel;

@@ -85,13 +85,15 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
      - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
        mt_invariant_micro_batch says which;
      - a rank's features are those of its virtual shards one after the other: with two parts (SwiGLU) the columns
-       between a column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own between the two
-       once for each shard, on mt_shard_cols;
+       between a column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own that see parts
+       once for each shard, on mt_shard_cols, or use mt_column_parallel_activation_forward; a create refuses parts until
+       parts_by_shard says that this is done;
      - GEMMs are V times narrower, and the registry holds log2(V_d / data ranks) more gradients.
    It covers the layers of mt_parallel.h and the blocks of megatron.h, each used once between two
-   mt_accumulate_gradients. A block that multiplies with mt_gemm itself, or sums over tokens (mt_bias_backward,
-   mt_norm_backward), is as it was. The same bits need the same program, GEMM library, mt_context_desc.threads and kind
-   of processor. A sum over micro-batches of your own, like the mean loss, is as invariant when made with mt_tree_sum.
+   mt_accumulate_gradients, and blocks of your own that are made of them. Not covered is a block that multiplies with
+   mt_gemm itself, or sums over tokens with mt_bias_backward or mt_norm_backward, rather than with mt_sum_over_tokens
+   and mt_norm_layer_backward. The same bits need the same program, GEMM library, mt_context_desc.threads and kind of
+   processor. A sum over micro-batches of your own, like the mean loss, is as invariant when made with mt_tree_sum.
  */
 
 /* The columns of t [tokens, local features] that belong to one of a rank's `shards` virtual shards (mt_param.shards); t
@@ -155,7 +157,7 @@ typedef struct mt_param_desc {
     int64_t rows, cols; /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
     mt_placement placement;
     int64_t parts;        /* the split dimension is this many equal blocks, at most 65536, each split by itself (2:
-                             [gate; up]); 0: 1 */
+                             [gate; up]): one product for branches that are not alike; 0: 1 */
     int64_t unit;         /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
     float init_std;       /* N(0, init_std^2) by global element ... */
     float init_value;     /* ... or, when init_std is 0, this constant */
@@ -238,8 +240,9 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
-/* Y = X W^T + b, W [out_features, in_features]. Zero-initialised but for the sizes means: bias, input not split, output
-   split (column) or reduced (row), no sequence parallelism. */
+/* Y = X W^T + b, W [out_features, in_features]. A column-parallel layer contains f, and a row-parallel layer contains
+   g: what lies between the two needs no conjugates. Zero-initialised but for the sizes means: bias, input not split,
+   output split (column) or reduced (row), no sequence parallelism. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
     int64_t parts, unit;               /* as in mt_param_desc, of the split dimension */
@@ -249,6 +252,9 @@ typedef struct mt_linear_desc {
     int gather_output;     /* column: y is [tokens, out_features] on every rank */
     int input_is_parallel; /* row: x is already split over its columns, as a column-parallel layer leaves it */
     int sequence_parallel; /* column: x is [tokens / t, in]; row: y is [tokens / t, out] */
+    int parts_by_shard;    /* 1: the caller works on parts with mt_column_parallel_activation_forward, or once for each
+                              virtual shard; without it parts > 1 are refused in invariant mode, where they are not
+                              side by side, unless the layer itself gathers or splits them */
     mt_param *weight;      /* column: use this parameter instead of an own one (a tied output head); NULL: own */
 } mt_linear_desc;
 
@@ -2320,8 +2326,9 @@ static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *n
     return mt_params_add(ctx, params, &desc, out);
 }
 
+/* whole: the layer gathers its output, or takes an input that is not split. */
 static mt_status mti_linear_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
-                                  const mt_linear_desc *d, const void *out) {
+                                  const mt_linear_desc *d, int whole, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || !name || !d || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
@@ -2335,7 +2342,12 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const m
                        "init_std %g",
                        function, name, (long long)d->in_features, (long long)d->out_features, (long long)d->parts,
                        (long long)d->unit, (double)d->init_std);
-    return MT_SUCCESS;
+    if (!ctx->invariant || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "%s: '%s' has %lld parts, which lie shard by shard in invariant mode: work on each virtual shard, and "
+        "set parts_by_shard",
+        function, name, (long long)d->parts);
 }
 
 static float mti_default(float value, float otherwise) { return value == 0.0f ? otherwise : value; }
@@ -2511,7 +2523,10 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_create";
     int count;
-    MT_TRY(mti_linear_check(ctx, function, params, name, desc, out));
+    MT_TRY(mti_linear_check(ctx, function, params, name, desc, desc && desc->gather_output, out));
+    if (desc->input_is_parallel)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets input_is_parallel, which is for row-parallel layers",
+                       function, name);
     if (desc->weight && (desc->weight->desc.rows != desc->out_features ||
                          desc->weight->desc.cols != desc->in_features || desc->weight->desc.placement != MT_SPLIT_ROWS))
         return mt_fail(
@@ -2875,7 +2890,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
                                                const mt_linear_desc *desc, mt_row_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_create";
     int count;
-    MT_TRY(mti_linear_check(ctx, function, params, name, desc, out));
+    MT_TRY(mti_linear_check(ctx, function, params, name, desc, desc && !desc->input_is_parallel, out));
     if (desc->weight || desc->gather_output)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
                        desc->weight ? "weight" : "gather_output");

@@ -581,6 +581,32 @@ static mt_status norm_per_head(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
+/* Parts that a caller may take to be side by side, which they are on one rank without the mode only. */
+static void test_parts_that_nobody_looks_after(void **state) {
+    mt_linear_desc d = {.in_features = 8, .out_features = 16, .parts = 2};
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &(mt_context_desc){.invariant = 2}, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'c'|2 parts|parts_by_shard",
+            mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "whole", &d, &row));
+    d.input_is_parallel = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'r'|parts_by_shard",
+            mt_row_parallel_linear_create(r.ctx, r.params, "r", &d, &row));
+    d.parts_by_shard = 1;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "r", &d, &row));
+    test_paper_rank_close(&r);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    d.parts_by_shard = d.input_is_parallel = 0;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
+    d.input_is_parallel = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'d'|input_is_parallel",
+            mt_column_parallel_linear_create(r.ctx, r.params, "d", &d, &column));
+    test_paper_rank_close(&r);
+}
+
 /* Two paths that share f and g, with an activation in parts on one of them. */
 static mt_status shared(worker *w, int sp) {
     static const int64_t inner[] = {50, 36};
@@ -593,8 +619,11 @@ static mt_status shared(worker *w, int sp) {
     mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
     mt_tensor h[2], act[2], dact[2];
     for (int i = 0; i < 2; i++) {
-        mt_linear_desc a = {
-            .in_features = HIDDEN, .out_features = (1 + i) * inner[i], .parts = 1 + i, .sequence_parallel = sp};
+        mt_linear_desc a = {.in_features = HIDDEN,
+                            .out_features = (1 + i) * inner[i],
+                            .parts = 1 + i,
+                            .parts_by_shard = 1,
+                            .sequence_parallel = sp};
         mt_linear_desc b = {
             .in_features = inner[i], .out_features = HIDDEN, .input_is_parallel = 1, .sequence_parallel = sp};
         MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, i ? "in1" : "in0", &a, &in[i]));
@@ -970,6 +999,7 @@ int main(void) {
         cmocka_unit_test(test_models),
         cmocka_unit_test(test_default_mode_differs),
         cmocka_unit_test(test_layers),
+        cmocka_unit_test(test_parts_that_nobody_looks_after),
         cmocka_unit_test(test_refused_shards),
         cmocka_unit_test(test_refused_grids),
         cmocka_unit_test(test_refused_calls),
