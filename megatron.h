@@ -388,7 +388,7 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     int count;
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, name, desc, out));
     if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
-        desc->activation < MT_GELU_TANH || desc->activation > MT_SWIGLU)
+        desc->activation < MT_GELU_TANH || desc->activation > MT_SQUARED_RELU)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
                        (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
     count = mt_params_count(params);
@@ -1536,7 +1536,7 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
         {"gpt.placement", MT_FIELD_INT, &l->placement, MT_PRE_LN, MT_RESIDUAL_POST_LN, 0, 0, 0},
         {"gpt.norm", MT_FIELD_INT, &l->norm, MT_LAYER_NORM, MT_RMS_NORM, 0, 0, 0},
         {"gpt.norm_eps", MT_FIELD_F32, &l->norm_eps, 0, 0, 0, 0, 0},
-        {"gpt.activation", MT_FIELD_INT, &l->activation, MT_GELU_TANH, MT_SWIGLU, 0, 0, 0},
+        {"gpt.activation", MT_FIELD_INT, &l->activation, MT_GELU_TANH, MT_SQUARED_RELU, 0, 0, 0},
         {"gpt.mask", MT_FIELD_INT, &l->mask, MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, 0, 0, 0},
         {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
         {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
@@ -1557,7 +1557,7 @@ static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
 
 static int mti_is_gpt2(const mt_gpt_desc *desc) {
     mt_gpt_desc d = mti_gpt_plain(desc);
-    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation != MT_SWIGLU &&
+    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation <= MT_GELU_ERF &&
            d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base == 0.0f && d.layer.kv_heads == d.layer.heads &&
            !d.layer.no_bias && !d.untied_head;
 }

@@ -30,6 +30,12 @@
    Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm
    is declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
 
+   To add an operator, look at a small one (>>bias) and change six places: its contract and declaration here; a section
+   for it below, with its table of arguments (mt_arg), its loop on a CPU, its kernel, their launch and its public
+   function; its name in the list that follows; and three tests, tests/test_kernels.c (double precision, finite
+   differences, refusals), tests/test_kernels_16bit.c (16-bit types) and tests/test_cuda.cu (a GPU against a CPU).
+   docs/adding-an-operator.md walks through it.
+
    Sections of the implementation. Shared by operators: >>options >>check >>math >>views >>vector-loads >>half >>rows
    >>map >>columns >>random-words >>ptx >>tile >>dispatch. One for each operator, with its checks, its loop on a CPU,
    its kernels, their launch and its public functions, in this order: >>fill >>copy >>add >>hash >>sum >>gemm >>bias
@@ -111,9 +117,10 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias);
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias);
 
 typedef enum mt_activation {
-    MT_GELU_TANH = 0, /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2 */
-    MT_GELU_ERF = 1,  /* 0.5 x (1 + erf(x / sqrt(2))): BERT, arXiv 1606.08415 */
-    MT_SWIGLU = 2     /* silu(gate) * up, h = [gate | up]: arXiv 2002.05202 */
+    MT_GELU_TANH = 0,   /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2 */
+    MT_GELU_ERF = 1,    /* 0.5 x (1 + erf(x / sqrt(2))): BERT, arXiv 1606.08415 */
+    MT_SWIGLU = 2,      /* silu(gate) * up, h = [gate | up]: arXiv 2002.05202 */
+    MT_SQUARED_RELU = 3 /* max(x, 0)^2, whose slope is 2 max(x, 0): Primer, arXiv 2109.08668; Nemotron */
 } mt_activation;
 
 /* forward: h [tokens, w] += bias [1, w] (optional), y [tokens, f] = act(h); w = f, and w = 2 f for MT_SWIGLU.
@@ -2620,7 +2627,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
 
 static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU)
+    if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU && kind != MT_SQUARED_RELU)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
     return MT_SUCCESS;
 }
@@ -2651,6 +2658,8 @@ MT_INLINE float mti_gelu_erf_slope(float x) {
 
 MT_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
 
+static MT_HOST_DEVICE float mti_relu(float x) { return x < 0.0f ? 0.0f : x; } /* NaN stays */
+
 static void mti_gelu_tanh_row(const float *h, float *y, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -2661,6 +2670,12 @@ static void mti_gelu_erf_row(const float *h, float *y, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = mti_gelu_erf(h[j]);
+}
+
+static void mti_squared_relu_row(const float *h, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_relu(h[j]) * mti_relu(h[j]);
 }
 
 static void mti_swiglu_row(const float *gate, const float *up, float *y, int64_t n) {
@@ -2679,6 +2694,12 @@ static void mti_gelu_erf_backward_row(const float *h, const float *dy, float *dh
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_erf_slope(h[j]);
+}
+
+static void mti_squared_relu_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) dh[j] = dy[j] * (2.0f * mti_relu(h[j]));
 }
 
 static void mti_swiglu_backward_row(const float *gate, const float *up, const float *dy, float *dgate, float *dup,
@@ -2700,6 +2721,7 @@ static void mti_activation_block(mt_activation kind, float *h, const float *bias
     if (bias && kind == MT_SWIGLU) mti_row_add(h + f, bias + f, h + f, n);
     if (kind == MT_GELU_TANH) mti_gelu_tanh_row(h, y, n);
     else if (kind == MT_GELU_ERF) mti_gelu_erf_row(h, y, n);
+    else if (kind == MT_SQUARED_RELU) mti_squared_relu_row(h, y, n);
     else mti_swiglu_row(h, h + f, y, n);
 }
 
@@ -2716,6 +2738,7 @@ static void mti_activation_backward_block(mt_activation kind, const float *h, co
                                           int64_t f, int64_t n) {
     if (kind == MT_GELU_TANH) mti_gelu_tanh_backward_row(h, dy, dh, n);
     else if (kind == MT_GELU_ERF) mti_gelu_erf_backward_row(h, dy, dh, n);
+    else if (kind == MT_SQUARED_RELU) mti_squared_relu_backward_row(h, dy, dh, n);
     else mti_swiglu_backward_row(h, h + f, dy, dh, dh + f, n);
     if (dbias) mti_row_add(dbias, dh, dbias, n);
     if (dbias && kind == MT_SWIGLU) mti_row_add(dbias + f, dh + f, dbias + f, n);
@@ -2733,18 +2756,20 @@ static void mti_cpu_activation_backward(mt_activation kind, mt_tensor h, mt_tens
 #if MT_HAS_CUDA
 extern "C++" {
 
-static __device__ __forceinline__ float mti_act(int kind, float x) {
+static __device__ __forceinline__ float mti_activation_of(int kind, float x) {
     if (kind == MT_GELU_ERF) return 0.5f * x * erfcf(x * -0.70710678f); /* nothing cancels in the left tail */
     if (kind == MT_GELU_TANH) return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    if (kind == MT_SQUARED_RELU) return mti_relu(x) * mti_relu(x);
     return x / (1.0f + expf(-x)); /* SiLU */
 }
 
-static __device__ __forceinline__ float mti_act_slope(int kind, float x) {
+static __device__ __forceinline__ float mti_activation_slope(int kind, float x) {
     if (kind == MT_GELU_ERF) return 0.5f * erfcf(x * -0.70710678f) + x * 0.3989422804f * expf(-0.5f * x * x);
     if (kind == MT_GELU_TANH) {
         float s = 1.0f / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
         return s + x * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * x * x);
     }
+    if (kind == MT_SQUARED_RELU) return 2.0f * mti_relu(x);
     float s = 1.0f / (1.0f + expf(-x));
     return s * (1.0f + x * (1.0f - s));
 }
@@ -2765,7 +2790,7 @@ struct mti_activation_op { /* h += bias, y = act(h); a gated one has its second 
         float x[MTI_CHUNK], up[MTI_CHUNK];
         half<WIDE>(row, col, n, x);
         if (kind == MT_SWIGLU) half<WIDE>(row, col + width, n, up);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_act(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_activation_of(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
         mti_store<WIDE>(y, row, col, n, x);
     }
 };
@@ -2790,12 +2815,12 @@ struct mti_activation_backward_op {
             float up[MTI_CHUNK];
             mti_load<WIDE>(h, row, col + width, n, up);
             for (int j = 0; j < MTI_CHUNK; j++) {
-                x[0][j] = g[j] * up[j] * mti_act_slope(kind, gate[j]);
-                x[1][j] = g[j] * mti_act(kind, gate[j]);
+                x[0][j] = g[j] * up[j] * mti_activation_slope(kind, gate[j]);
+                x[1][j] = g[j] * mti_activation_of(kind, gate[j]);
             }
             mti_store<WIDE>(dh, row, col + width, n, x[1]);
         } else {
-            for (int j = 0; j < MTI_CHUNK; j++) x[0][j] = g[j] * mti_act_slope(kind, gate[j]);
+            for (int j = 0; j < MTI_CHUNK; j++) x[0][j] = g[j] * mti_activation_slope(kind, gate[j]);
         }
         mti_store<WIDE>(dh, row, col, n, x[0]);
     }

@@ -117,6 +117,7 @@ static const block_case cases[] = {
     {"mlp, tanh", MLP, .mlp = {.hidden = 16, .ffn = 48}},
     {"mlp, erf", MLP, .mlp = {.hidden = 16, .activation = MT_GELU_ERF}},
     {"mlp, swiglu", MLP, .mlp = {.hidden = 16, .ffn = 24, .activation = MT_SWIGLU}},
+    {"mlp, squared relu", MLP, .mlp = {.hidden = 16, .activation = MT_SQUARED_RELU}},
     {"mlp, uneven", MLP, .mlp = {.hidden = 16, .ffn = 19}},
     {"mlp, swiglu, uneven, no bias", MLP, .mlp = {.hidden = 16, .ffn = 13, .activation = MT_SWIGLU, .no_bias = 1}},
     {"mlp, bias left to the caller", MLP, .mlp = {.hidden = 16, .ffn = 5, .skip_bias_add = 1}},
@@ -356,6 +357,7 @@ static const block_case small_cases[] = {
     {"mlp, tanh", MLP, .mlp = {.hidden = 8, .ffn = 12}},
     {"mlp, erf", MLP, .mlp = {.hidden = 8, .ffn = 12, .activation = MT_GELU_ERF}},
     {"mlp, swiglu", MLP, .mlp = {.hidden = 8, .ffn = 12, .activation = MT_SWIGLU}},
+    {"mlp, squared relu", MLP, .mlp = {.hidden = 8, .ffn = 12, .activation = MT_SQUARED_RELU}},
     {"attention", ATTENTION, .attention = {.hidden = 12, .heads = 3, .dropout = 0.2f}},
     {"attention, groups, rotary", ATTENTION,
      .attention = {.hidden = 16, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f, .max_seq = 9, .dropout = 0.2f}},
@@ -1320,7 +1322,7 @@ static void test_mlp_create_refuses(void **state) {
         {{.hidden = 8, .ffn = -1}, MT_ERR_ARGUMENT, "ffn -1"},
         {{.hidden = HUGE_SIZE}, MT_ERR_ARGUMENT, "hidden 4611686018427387903"},
         {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
-        {{.hidden = 8, .activation = (mt_activation)3}, MT_ERR_ARGUMENT, "activation 3"},
+        {{.hidden = 8, .activation = (mt_activation)4}, MT_ERR_ARGUMENT, "activation 4"},
         {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
         {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};
     static char name[MT_NAME_MAX];

@@ -528,6 +528,22 @@ static void every_split(void **state) {
     round_trips((job){.model = GPT2, .activation = MT_GELU_ERF});
 }
 
+/* Names and config.json of GPT-2 are for what is one: its activation is GELU. */
+static void what_is_a_gpt2(void **state) {
+    static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        job save = {
+            .model = GPT2, .activation = kinds[i], .action = SAVE, .fill = 1, .directory = "a", .state = {.step = 1}};
+        run(&save);
+        expect_success(&save);
+        shell("test %s -e '%s'", i < 2 ? "" : "!", in_scratch("a/step-00000001/config.json"));
+        free(save.dump);
+        forget("a");
+    }
+    round_trips((job){.model = GPT2, .activation = MT_SQUARED_RELU});
+}
+
 /* In invariant mode a rank's shards lie elsewhere; the files are the same. */
 static void invariant_mode(void **state) {
     job plain = {.model = LLAMA, .action = SAVE, .fill = 2, .directory = "a", .state = {.step = 1}};
@@ -1224,7 +1240,7 @@ static void bounds_of_a_model(void **state) {
                   {"gpt.norm", "1", "2", "must be a whole number from 0 to 1"},
                   {"gpt.norm_eps", "1e-30", "0", "must be above 0"},
                   {"gpt.norm_eps", "1e-5", "-1e-5", "must be above 0"},
-                  {"gpt.activation", "2", "3", "must be a whole number from 0 to 2"},
+                  {"gpt.activation", "3", "4", "must be a whole number from 0 to 3"},
                   {"gpt.mask", "1", "-1", "must be a whole number from 0 to 1"},
                   {"gpt.rotary_base", "3e38", "-1", "must be at least 0"},
                   {"gpt.rotary_base", "0", "4e38", "must be a finite number"},
@@ -2083,6 +2099,7 @@ static int close_all(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_split),
+        cmocka_unit_test(what_is_a_gpt2),
         cmocka_unit_test(invariant_mode),
         cmocka_unit_test(other_types),
         cmocka_unit_test(stages),

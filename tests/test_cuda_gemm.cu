@@ -167,14 +167,14 @@ static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation
 
 static void test_epilogues(void **state) {
     static const mt_dtype types[][2] = {{MT_F32, MT_F32}, {MT_BF16, MT_BF16}, {MT_F16, MT_F16}, {MT_BF16, MT_F32}};
+    static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU};
     static const sizes shapes[] = {{8, 16, 24, 0},  {1, 8, 8, 0}, {13, 40, 16, 0},
                                    {33, 24, 72, 8}, {5, 7, 9, 0}, {6, 8, 12, 3}};
     (void)state;
     for (int i = 0; i < 4; i++)
         for (size_t j = 0; j < sizeof shapes / sizeof *shapes; j++)
-            for (int how = 0; how < 6; how++)
-                check_operators(types[i][0], types[i][1], shapes[j],
-                                (mt_activation)(how / 2 == 2 ? MT_GELU_ERF : MT_GELU_TANH), how & 1);
+            for (int how = 0; how < 8; how++)
+                check_operators(types[i][0], types[i][1], shapes[j], kinds[how / 2], how & 1);
 }
 
 /* Shapes that cuBLASLt can take are fused, others are not, and neither is anything that does not ask for it. */
@@ -182,7 +182,7 @@ static void test_what_is_fused(void **state) {
     (void)state;
 #if defined(MT_CUDA_ENGINE)
     sizes s = {16, 24, 40, 0}, crooked = {16, 23, 41, 0};
-    for (int how = 0; how < 5; how++) {
+    for (int how = 0; how < 6; how++) {
         mt_context *ctx = how == 3 ? separate : fused;
         size_t mark = mt_arena_mark(ctx);
         mt_dtype type = how == 1 ? MT_BF16 : MT_F32;
@@ -190,12 +190,12 @@ static void test_what_is_fused(void **state) {
         mt_tensor h = noise(ctx, type, t.dh.rows, t.dh.cols, 0, 11, 2.0f);
         int expected = how < 2;
         start_noting();
-        operators(ctx, t, how == 4 ? MT_GELU_ERF : MT_GELU_TANH, 1, h);
+        operators(ctx, t, how == 4 ? MT_GELU_ERF : how == 5 ? MT_SQUARED_RELU : MT_GELU_TANH, 1, h);
         OK(ctx, mt_context_synchronize(ctx));
         assert_int_equal(SEEN(CUBLASLT_EPILOGUE_GELU_AUX_BIAS), expected);
         assert_int_equal(SEEN(how == 1 ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DGELU_BGRAD), expected);
-        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BGRADB), expected || how == 4);
-        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BIAS), expected || how == 4);
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BGRADB), expected || how >= 4);
+        assert_int_equal(SEEN(CUBLASLT_EPILOGUE_BIAS), expected || how >= 4);
         assert_int_equal(SEEN(CUBLASLT_EPILOGUE_DEFAULT), !expected);
         mt_arena_release(ctx, mark);
     }
@@ -238,7 +238,7 @@ static void test_refusals(void **state) {
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.dy, t.weight, t.bias, t.y));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.x, t.weight, t.dbias_in, t.y));
     ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
-                  mt_linear_activation_forward(fused, (mt_activation)3, t.x, t.weight, t.bias, t.h, t.y));
+                  mt_linear_activation_forward(fused, (mt_activation)4, t.x, t.weight, t.bias, t.h, t.y));
     ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
                   mt_linear_activation_forward(fused, MT_GELU_TANH, t.x, t.weight, t.bias, t.h, t.h));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_forward(fused, MT_SWIGLU, t.x, t.weight, t.bias, t.h, t.y));

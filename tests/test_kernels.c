@@ -251,6 +251,38 @@ static void test_activation_near_zero(void **state) {
         }
 }
 
+/* A product of two floats is exact in double, so value and slope are the exact ones, rounded once. */
+static void test_squared_relu(void **state) {
+    static const float ends[] = {0, -0.0f, 1e-45f, -1e-45f, 1e-30f, -1e-30f, 1.8e19f, -1.8e19f, 3e38f, -3e38f};
+    enum { n = 10000 };
+    mt_tensor h = ref_guarded(1, n, 0), y = ref_guarded(1, n, 0), dy = ref_random(1, n, 0, 2, 0);
+    mt_tensor dh = ref_guarded(1, n, 0);
+    int i;
+    (void)state;
+    for (i = 0; i < n; i++) ref_row(h, 0)[i] = (float)ldexp((double)test_float(&ref.random), i % 80 - 40);
+    memcpy(ref_row(h, 0), ends, sizeof ends);
+    OK(mt_activation_forward(ref.ctx, MT_SQUARED_RELU, h, mt_none(), y));
+    OK(mt_activation_backward(ref.ctx, MT_SQUARED_RELU, h, dy, dh, mt_none()));
+    for (i = 0; i < n; i++) {
+        double x = (double)ref_row(h, 0)[i], relu = x > 0 ? x : 0;
+        float want = (float)(relu * relu), slope = (float)((double)ref_row(dy, 0)[i] * (2 * relu));
+        if (fabs(x) > 1e38) continue; /* 2 x is infinite in float; checked below */
+        if (ref_row(y, 0)[i] != want || ref_row(dh, 0)[i] != slope)
+            fail_msg("squared ReLU of %.9g is %.9g, must be %.9g; its gradient is %.9g, must be %.9g", x,
+                     (double)ref_row(y, 0)[i], (double)want, (double)ref_row(dh, 0)[i], (double)slope);
+    }
+    assert_true(ref_row(y, 0)[8] == INFINITY && ref_row(y, 0)[9] == 0 && ref_row(dh, 0)[9] == 0);
+    ref_row(h, 0)[0] = NAN;
+    ref_row(h, 0)[1] = INFINITY;
+    ref_row(h, 0)[2] = -INFINITY;
+    OK(mt_activation_forward(ref.ctx, MT_SQUARED_RELU, h, mt_none(), y));
+    OK(mt_activation_backward(ref.ctx, MT_SQUARED_RELU, h, dy, dh, mt_none()));
+    assert_true(ref_row(y, 0)[0] != ref_row(y, 0)[0] && ref_row(dh, 0)[0] != ref_row(dh, 0)[0]);
+    assert_true(ref_row(y, 0)[1] == INFINITY && ref_row(y, 0)[2] == 0 && ref_row(dh, 0)[2] == 0);
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "activation 4 does not exist",
+                   mt_activation_forward(ref.ctx, (mt_activation)4, h, mt_none(), y));
+}
+
 /* exp within two units in the last place, 1.2e-7. Phi within 9e-8 and so erf(x) = 2 Phi(sqrt(2) x) - 1 within 1.8e-7;
    left of 0, also within 4e-7 of its value, plus what rounding x^2 / 2 does to e^(-x^2 / 2). */
 static void test_exp_and_normal(void **state) {
@@ -365,7 +397,7 @@ static void try_activation(mt_activation kind, int64_t t, int64_t f, int with_bi
 static void test_activation(void **state) {
     int kind, i;
     (void)state;
-    for (kind = 0; kind < 3; kind++)
+    for (kind = 0; kind <= MT_SQUARED_RELU; kind++)
         for (i = 0; i < 4; i++) {
             try_activation((mt_activation)kind, 1, 1, i & 1, i >> 1);
             try_activation((mt_activation)kind, 3, 37, i & 1, i >> 1);
@@ -377,7 +409,7 @@ static void test_activation(void **state) {
 static void test_activation_wide(void **state) {
     int kind;
     (void)state;
-    for (kind = 0; kind < 3; kind++) {
+    for (kind = 0; kind <= MT_SQUARED_RELU; kind++) {
         int64_t f = 2500, w = kind == MT_SWIGLU ? 5000 : 2500, j;
         mt_tensor h = ref_random(2, w, 0, 3, 0), bias = ref_random(1, w, 0, 1, 0), y = ref_guarded(2, f, 0);
         double *x = ref_doubles((size_t)(3 * w)), *want = ref_doubles((size_t)(2 * f));
@@ -1696,6 +1728,7 @@ int main(void) {
         REF_TEST(test_exp_ends),
         REF_TEST(test_activation_sweep),
         REF_TEST(test_activation_near_zero),
+        REF_TEST(test_squared_relu),
         REF_TEST(test_exp_and_normal),
         REF_TEST(test_sqrt_sweep),
         REF_TEST(test_bias),

@@ -497,6 +497,12 @@ static mt_status run_erf(mt_context *c, const mt_tensor *v) {
 static mt_status run_swiglu(mt_context *c, const mt_tensor *v) {
     return mt_activation_forward(c, MT_SWIGLU, v[0], v[1], v[2]);
 }
+static mt_status run_squared_relu(mt_context *c, const mt_tensor *v) {
+    return mt_activation_forward(c, MT_SQUARED_RELU, v[0], v[1], v[2]);
+}
+static mt_status run_squared_relu_backward(mt_context *c, const mt_tensor *v) {
+    return mt_activation_backward(c, MT_SQUARED_RELU, v[0], v[1], v[2], v[3]);
+}
 static mt_status run_gelu_backward(mt_context *c, const mt_tensor *v) {
     return mt_activation_backward(c, MT_GELU_TANH, v[0], v[1], v[2], v[3]);
 }
@@ -512,6 +518,11 @@ static void test_activation(void **state) {
         {"mt_activation_forward", run_gelu, {IN("h", 5, 37), IN("bias", 1, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_activation_forward", run_erf, {IN("h", 5, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_activation_forward", run_swiglu, {IN("h", 2, 2062), IN("bias", 1, 2062), OUT("y", 2, 1031)}, {{0, 0}}},
+        {"mt_activation_forward", run_squared_relu, {IN("h", 5, 37), IN("bias", 1, 37), OUT("y", 5, 37)}, {{0, 0}}},
+        {"mt_activation_backward",
+         run_squared_relu_backward,
+         {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)},
+         {{2, 0}}},
         {"mt_activation_backward",
          run_gelu_backward,
          {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)},
