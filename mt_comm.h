@@ -45,6 +45,7 @@
 #ifndef MT_COMM_H
 #define MT_COMM_H
 
+/* The version of the four headers. */
 #define MT_VERSION_MAJOR 0
 #define MT_VERSION_MINOR 4
 #define MT_VERSION_PATCH 0

@@ -840,23 +840,26 @@ typedef struct mt_field {
 
 #define MT_FIELD_TEXT_MAX 32
 
-/* The text of a number, as it stands in the metadata of a file. With all digits, in every locale the same. */
+/* Writes the text of a number as it is in the metadata of a file: all digits, and a decimal point in every locale. Of
+   MT_FIELD_TEXT: no text. */
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 
-/* Reads fields from the metadata of a file. Every one must be there, and be a value of its kind in its range: else
-   MT_ERR_DATA. The sentence names the file, the field, its value and what it must be. Values of fields before the wrong
-   one are written already. must_match is not looked at. */
+/* Reads fields from the metadata of a file, without regard to must_match. MT_ERR_DATA: a field is not there, is no
+   value of its kind, or is out of its range. The sentence names the file, the field, its value and what it must be. The
+   fields before it, and perhaps it itself, are written then. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
-/* Returns MT_ERR_DATA with the sentence "FILE: its metadata has NAME 'VALUE', must be WANTED". For a value that
-   mt_safetensors_fields accepts and the caller does not. */
+/* Returns MT_ERR_DATA with the sentence "FILE: its metadata has NAME 'VALUE', must be WANTED". For callers that refuse
+   a value which mt_safetensors_fields accepts. */
 MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
                                        const char *wanted);
 
-/* Reads members of the object of JSON that the file DIRECTORY/NAME consists of. A field that the object does not have
-   stays as it is; other members are passed over. A text that is longer than its array is cut off. exists: whether there
-   is such a file, and nothing is read when there is not; NULL: then MT_ERR_IO. MT_ERR_IO: the file cannot be read.
-   MT_ERR_DATA: it is not JSON, or a member has another type or is out of its range. */
+/* Reads fields from the file DIRECTORY/NAME, which is one object of JSON. A field that the object does not have stays
+   as it is. Other members of the object are ignored. A text that is longer than its array is cut off. Whole numbers
+   must not be negative.
+   *exists becomes 0, and nothing is read, when there is no such file. Where exists is NULL, that is MT_ERR_IO.
+   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a member has another type or is out of its range.
+   Fields may have been written then. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
 
@@ -901,25 +904,25 @@ typedef struct mt_tensor_layout {
     int form;         /* for the format's own use */
 } mt_tensor_layout;
 
-/* Files whose metadata, names or layouts are not just the registry's, such as those of Hugging Face. megatron.h has one
-   for its GPT (mt_gpt_checkpoint_create). Every function is optional. They are called on every rank, and not
-   collective. `model` is mt_checkpoint_desc.model. */
+/* A format changes what the files hold: metadata, names and layouts. megatron.h has one for its GPT, with the names of
+   Hugging Face (mt_gpt_checkpoint_create). Every function is optional, and none may communicate. `model` is
+   mt_checkpoint_desc.model. */
 typedef struct mt_checkpoint_format {
-    /* Further metadata: returns the name of entry `index`, 0, 1, ..., and writes its value. NULL: there are no more. */
+    /* Adds metadata. Returns the name of entry number `index`, and writes its value. NULL: there are no more. */
     const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
-    /* Writes the text of a config.json as snprintf does, and returns its length. 0: there is to be no such file. */
+    /* Writes the text of a config.json, of less than 4096 bytes. Returns its length as snprintf does. 0: no file. */
     int (*config)(const void *model, char *text, size_t bytes);
-    /* Before names are looked up: whether the files in the directory are of this model. One format can read several
-       dialects, sets of names: says which one these files have. 0 is the one that is written. */
+    /* Returns an error when the files in the directory are not of this model. Called first by load and import. A format
+       may know several sets of names: *dialect becomes the number of the one in these files. Save writes dialect 0. */
     mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
                        int *dialect);
-    /* Changes *layout, which is the registry's, to that of the files. */
+    /* Changes the name and the shape of a parameter in the files. *layout is the registry's before. */
     void (*layout)(const void *model, const mt_param *param, int dialect, mt_tensor_layout *layout);
-    /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back. It is in *x, and
-       *spare is memory of the same size. The two may be swapped. */
+    /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back when to_file is 0.
+       The tensor is in *x before and after. *spare is memory of the same size. The two pointers may be swapped. */
     mt_status (*convert)(const void *model, const mt_param *param, const mt_tensor_layout *layout, int to_file,
                          float **x, float **spare);
-    /* Whether a tensor of a file that is no parameter may be there. */
+    /* Returns 1 for a tensor that is no parameter and may be in a file. Without this function there is none. */
     int (*ignores)(const void *model, const char *name, int dialect);
 } mt_checkpoint_format;
 
@@ -945,8 +948,8 @@ typedef struct mt_training_state {
 } mt_training_state;
 
 /* Allocates host memory for the largest tensor, twice for a format that converts, and a little of the device's. params
-   must outlive the checkpoint. Not collective. MT_ERR_ARGUMENT: a field without a name or value, or with a name that is
-   taken already. */
+   must outlive the checkpoint. Not collective. MT_ERR_ARGUMENT: a field has no name or no value, or the metadata
+   already has an entry of its name. */
 MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
                                       mt_checkpoint **out);
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
@@ -6252,8 +6255,10 @@ static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part
 /* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time.
  */
 static int mti_lock_wait(int fd) {
-    struct timespec nap = mti_timespec(10e-3);
+    struct timespec nap;
     int tries = 0, error = 0;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 10000000;
     do {
         if (error == EWOULDBLOCK) nanosleep(&nap, NULL);
         error = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
