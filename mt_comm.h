@@ -644,6 +644,8 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
    its scratch memory by then, ends there; its caller makes MT_SUCCESS of that.
    mt_cuda_launched comes after the launch of a kernel and returns its error.
    mt_cuda_zero and mt_cuda_copy_rows work in the context's stream; the latter copies rows between any two places.
+   mt_cuda_wait_peers waits for the collectives that are in the stream, at most for their timeout. It comes before every
+   call of CUDA that waits, because those wait without a timeout.
    mt_cuda_fetch copies to the host and waits, for collectives with their timeout. */
 #define MT_PLANNED ((mt_status)1)
 MT_API mt_status mt_cuda_enter(mt_context *ctx);
@@ -651,6 +653,7 @@ MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
 MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows);
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
 
 /* These are there only where the implementation is compiled (MEGATRON_IMPLEMENTATION):
@@ -967,7 +970,6 @@ static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **
 static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 #if MT_HAS_CUDA
-static mt_status mti_nccl_wait(mt_context *ctx);
 static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
 #endif
@@ -1483,7 +1485,7 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
 
 static mt_status mti_cuda_synchronize(mt_context *ctx) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_nccl_wait(ctx));
+    MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
     return MT_SUCCESS;
 }
@@ -1541,7 +1543,7 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
 /* The wait for peers comes first: a copy to pageable memory waits, too, but without a timeout. */
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_nccl_wait(ctx));
+    MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
     return mti_cuda_synchronize(ctx);
 }
@@ -1580,6 +1582,7 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
 #else /* no context is on MT_DEVICE_CUDA then: these are never called */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
 MT_API mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
     return (void)ctx, (void)kernel, MT_ERR_UNSUPPORTED;
 }
@@ -3368,8 +3371,8 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen
    the stream empty. Whoever waits for a stream on the host asks, while it waits, how the busy communicators are, and
-   for how long already (mti_nccl_wait): nothing here waits without an end, and nothing is staged or allocated after
-   create. */
+   for how long already (mt_cuda_wait_peers): nothing here waits without an end, and nothing is staged or allocated
+   after create. */
 
 #if MTI_NCCL
 #define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* bytes of the arena that an ordered reduction takes at most */
@@ -3504,7 +3507,7 @@ static int mti_nccl_is_idle(const mt_context *ctx, const mt_comm *comm) {
 }
 
 /* Waits for the context's stream while something of NCCL is in it, at most for the shortest timeout of those. */
-static mt_status mti_nccl_wait(mt_context *ctx) {
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
     double timeout = -1, waited;
     mti_stopwatch watch;
     cudaError_t error;
@@ -3939,7 +3942,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 }
 #else /* not built */
 #if MT_HAS_CUDA
-static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
 static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
     (void)ctx, (void)comm, (void)memory;

@@ -497,7 +497,7 @@ static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const ch
 /* Catches the plainest forbidden overlap, the same address. Addresses of a meta context mean nothing. */
 static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char *out_name, mt_tensor out,
                                   const char *in_name, mt_tensor in) {
-    if (ctx->device == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
+    if (mt_context_device(ctx) == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
     if (mti_is_empty(out) || mti_is_empty(in)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] are the same memory", where, out_name,
                    (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows, (long long)in.cols);
@@ -876,7 +876,7 @@ static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t 
 
 static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
     int most = 0;
-    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ctx->ordinal));
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, mt_context_ordinal(ctx)));
     *bytes = (size_t)most - 2048;
     return MT_SUCCESS;
 }
@@ -923,8 +923,8 @@ static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wi
     unsigned block = (unsigned)mt_min(256, mt_round_up(items, 32)), grid = mti_grid(items, 256);
     if (items == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    if (wide) MT_LAUNCH_KERNEL((mti_map_kernel<true, Op>), grid, block, 0, ctx->stream, op, rows, cols);
-    else MT_LAUNCH_KERNEL((mti_map_kernel<false, Op>), grid, block, 0, ctx->stream, op, rows, cols);
+    if (wide) MT_LAUNCH_KERNEL((mti_map_kernel<true, Op>), grid, block, 0, mt_context_stream(ctx), op, rows, cols);
+    else MT_LAUNCH_KERNEL((mti_map_kernel<false, Op>), grid, block, 0, mt_context_stream(ctx), op, rows, cols);
     return mt_cuda_launched(ctx, name);
 }
 
@@ -1012,8 +1012,8 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
 static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums,
                             int64_t cols, const mt_tensor *outs) {
     MT_LAUNCH_KERNEL(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums),
-                     MTI_LANES * MTI_DEEP, 0, ctx->stream, (const float *)partial, strips, cols, mti_view_of(outs[0]),
-                     mti_view_of(outs[sums - 1]));
+                     MTI_LANES * MTI_DEEP, 0, mt_context_stream(ctx), (const float *)partial, strips, cols,
+                     mti_view_of(outs[0]), mti_view_of(outs[sums - 1]));
     return mt_cuda_launched(ctx, name);
 }
 
@@ -1032,11 +1032,11 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
     MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * SUMS * cols) * sizeof(float), &memory));
     MT_TRY(mt_cuda_enter(ctx));
     if (wide)
-        MT_LAUNCH_KERNEL((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
-                         cols, (float *)memory);
+        MT_LAUNCH_KERNEL((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, mt_context_stream(ctx),
+                         op, rows, cols, (float *)memory);
     else
-        MT_LAUNCH_KERNEL((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, ctx->stream, op, rows,
-                         cols, (float *)memory);
+        MT_LAUNCH_KERNEL((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, mt_context_stream(ctx),
+                         op, rows, cols, (float *)memory);
     MT_TRY(mt_cuda_launched(ctx, name));
     MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
     mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
@@ -1412,8 +1412,8 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args
     mt_status status = MT_SUCCESS;
     op->ctx = ctx;
     op->args = args;
-    op->on_cuda = runs && ctx->planned == MT_DEVICE_CUDA;
-    op->on_cpu = runs && ctx->device == MT_DEVICE_CPU;
+    op->on_cuda = runs && mt_context_planned(ctx) == MT_DEVICE_CUDA;
+    op->on_cpu = runs && mt_context_device(ctx) == MT_DEVICE_CPU;
     op->count = runs && !op->on_cuda ? count : 0;
     op->mark = mt_arena_mark(ctx);
     for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
@@ -1492,9 +1492,9 @@ static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
 static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                     size_t row_bytes, int64_t rows) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_nccl_wait(ctx));
+    MT_TRY(mt_cuda_wait_peers(ctx));
     MT_TRY(mt_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
-    return mti_cuda_synchronize(ctx);
+    return mt_context_synchronize(ctx);
 }
 
 static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
@@ -1540,7 +1540,7 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_download", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
-    if (ctx->device == MT_DEVICE_META && !mti_is_empty(x))
+    if (mt_context_device(ctx) == MT_DEVICE_META && !mti_is_empty(x))
         memset(host, 0, (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_download(ctx, x, host),
@@ -1650,8 +1650,8 @@ static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, 
     if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, sizeof sum, &memory));
     MT_TRY(mt_cuda_zero(ctx, memory, sizeof sum));
-    MT_LAUNCH_KERNEL(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, ctx->stream, mti_view_of(x), x.rows,
-                     x.cols, first_row, first_col, global_cols, (unsigned long long *)memory);
+    MT_LAUNCH_KERNEL(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, mt_context_stream(ctx), mti_view_of(x),
+                     x.rows, x.cols, first_row, first_col, global_cols, (unsigned long long *)memory);
     MT_TRY(mt_cuda_launched(ctx, "mt_hash"));
     MT_TRY(mt_cuda_fetch(ctx, &sum, memory, sizeof sum));
     mt_arena_release(ctx, mark);
@@ -1763,13 +1763,13 @@ static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tens
     MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x))
-        MT_LAUNCH_KERNEL(mti_sum_kernel<true>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
-                         (double *)partial);
+        MT_LAUNCH_KERNEL(mti_sum_kernel<true>, blocks, 256, 0, mt_context_stream(ctx), mti_view_of(x), x.rows, x.cols,
+                         squares, (double *)partial);
     else
-        MT_LAUNCH_KERNEL(mti_sum_kernel<false>, blocks, 256, 0, ctx->stream, mti_view_of(x), x.rows, x.cols, squares,
-                         (double *)partial);
+        MT_LAUNCH_KERNEL(mti_sum_kernel<false>, blocks, 256, 0, mt_context_stream(ctx), mti_view_of(x), x.rows, x.cols,
+                         squares, (double *)partial);
     MT_TRY(mt_cuda_launched(ctx, "mt_sum"));
-    MT_LAUNCH_KERNEL(mti_sum_end_kernel, 1, 256, 0, ctx->stream, (const double *)partial, (int)blocks,
+    MT_LAUNCH_KERNEL(mti_sum_end_kernel, 1, 256, 0, mt_context_stream(ctx), (const double *)partial, (int)blocks,
                      mti_view_of(out));
     mt_arena_release(ctx, mark);
     return mt_cuda_launched(ctx, "mt_sum");
@@ -1876,7 +1876,7 @@ static void mti_threads_restore(int before) { (void)before; }
 #endif
 
 static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
-    int before = mti_threads_set(ctx->threads);
+    int before = mti_threads_set(mt_context_threads(ctx));
     dnnl_status_t status = dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha, g->a,
                                       g->lda, g->b, g->ldb, g->beta, g->c, g->ldc);
     (void)scratch;
@@ -1905,7 +1905,7 @@ static void mti_threads_set(int threads) { (void)threads; }
 
 static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     (void)scratch;
-    mti_threads_set(ctx->threads);
+    mti_threads_set(mt_context_threads(ctx));
     cblas_sgemm(CblasRowMajor, g->trans_a ? CblasTrans : CblasNoTrans, g->trans_b ? CblasTrans : CblasNoTrans,
                 (int)g->m, (int)g->n, (int)g->k, g->alpha, g->a, (int)g->lda, g->b, (int)g->ldb, g->beta, g->c,
                 (int)g->ldc);
@@ -2226,7 +2226,7 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
 
 static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
     return cublasLtMatmul(lt->handle, p->desc, &g->alpha, g->b.data, p->a, g->a.data, p->b, &g->beta, g->c.data, p->c,
-                          g->c.data, p->c, &p->algo, lt->workspace, p->workspace, ctx->stream);
+                          g->c.data, p->c, &p->algo, lt->workspace, p->workspace, mt_context_stream(ctx));
 }
 
 static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
@@ -2247,10 +2247,10 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
     for (int i = 0; i < MTI_LT_RUNS; i++) {
         float x = 0.0f;
         int at = i;
-        MT_CUDA_TRY(ctx, cudaEventRecord(lt->begin, ctx->stream));
+        MT_CUDA_TRY(ctx, cudaEventRecord(lt->begin, mt_context_stream(ctx)));
         MT_TRY(run());
-        MT_CUDA_TRY(ctx, cudaEventRecord(lt->end, ctx->stream));
-        MT_TRY(mti_cuda_synchronize(ctx)); /* for peers before it with their timeout */
+        MT_CUDA_TRY(ctx, cudaEventRecord(lt->end, mt_context_stream(ctx)));
+        MT_TRY(mt_context_synchronize(ctx)); /* for peers before it with their timeout */
         MT_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
         for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
         all[at] = x;
@@ -2262,7 +2262,7 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
 /* Measuring waits for the stream, which must not be while one is being captured. */
 static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    MT_CUDA_TRY(ctx, cudaStreamIsCapturing(ctx->stream, &capture));
+    MT_CUDA_TRY(ctx, cudaStreamIsCapturing(mt_context_stream(ctx), &capture));
     *yes = capture == cudaStreamCaptureStatusNone;
     return MT_SUCCESS;
 }
@@ -2335,13 +2335,13 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
    same product always has the same bits. What is measured takes only room that nobody asked for. */
 static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
-    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
+    size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
     size_t bytes =
         mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* the last for the hash */
     int may_wait = 0;
     p->algo = results[0].algo;
     p->workspace = results[0].workspaceSize;
-    if (mt_gemm_get_options(ctx).choice != MT_GEMM_MEASURED || ctx->invariant || found < 2 ||
+    if (mt_gemm_get_options(ctx).choice != MT_GEMM_MEASURED || mt_context_invariant(ctx) || found < 2 ||
         p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p->key.m * p->key.n < MTI_LT_LEAST ||
         bytes > mt_arena_available(ctx))
         return MT_SUCCESS;
@@ -2349,7 +2349,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     if (!may_wait) return MT_SUCCESS;
     MT_TRY(mti_lt_fastest(ctx, lt, p, *g, results, found));
     mt_arena_release(ctx, mark);
-    ctx->arena_peak = peak;
+    mt_arena_set_peak(ctx, peak);
     return MT_SUCCESS;
 }
 
@@ -2515,7 +2515,7 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
 MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
 #if MT_HAS_CUDA
-    if (ctx->device == MT_DEVICE_CUDA) {
+    if (mt_context_device(ctx) == MT_DEVICE_CUDA) {
         mti_lt *lt;
         MT_TRY(mt_cuda_enter(ctx));
         return mti_lt_open(ctx, &lt);
@@ -2940,7 +2940,7 @@ static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
 template <typename Separate>
 static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
                                const Separate &separate) {
-    size_t mark = mt_arena_mark(ctx), peak = ctx->arena_peak;
+    size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
     size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
     float fused = 0.0f, apart = 0.0f;
     int may_wait = 0;
@@ -2959,7 +2959,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
         ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
     p->fused = fused < apart;
     mt_arena_release(ctx, mark);
-    ctx->arena_peak = peak;
+    mt_arena_set_peak(ctx, peak);
     return MT_SUCCESS;
 }
 
@@ -3057,8 +3057,9 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 /* The product with its epilogue where the context asks for that, or as operators of their own. */
 #if MT_HAS_CUDA
 #define MTI_FUSED(ctx, fused, separate)                                                                                \
-    ((ctx)->device == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE ? (fused)            \
-                                                                                                  : (separate))
+    (mt_context_device(ctx) == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE             \
+         ? (fused)                                                                                                     \
+         : (separate))
 #else
 #define MTI_FUSED(ctx, fused, separate) (separate)
 #endif
@@ -3278,9 +3279,11 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     if (x.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(bias) && mti_is_wide(y))
-        MT_LAUNCH_KERNEL(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+        MT_LAUNCH_KERNEL(mti_norm_kernel<true>, (unsigned)x.rows, mti_row_threads(x.cols), 0, mt_context_stream(ctx),
+                         op, x.cols);
     else
-        MT_LAUNCH_KERNEL(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, ctx->stream, op, x.cols);
+        MT_LAUNCH_KERNEL(mti_norm_kernel<false>, (unsigned)x.rows, mti_row_threads(x.cols), 0, mt_context_stream(ctx),
+                         op, x.cols);
     return mt_cuda_launched(ctx, "mt_norm_forward");
 }
 
@@ -3420,7 +3423,8 @@ static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backwa
     if (spare) bytes = 0;
     MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<WIDE>, bytes));
     MT_LAUNCH_KERNEL(mti_norm_backward_kernel<WIDE>, (unsigned)((rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP),
-                     mti_norm_threads(cols), bytes, ctx->stream, op, rows, cols, (float *)partial, (float4 *)spare);
+                     mti_norm_threads(cols), bytes, mt_context_stream(ctx), op, rows, cols, (float *)partial,
+                     (float4 *)spare);
     return mt_cuda_launched(ctx, "mt_norm_backward");
 }
 
@@ -3754,7 +3758,7 @@ static int64_t mti_attention_width(const mt_attention_shape *s) {
 
 static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
     int64_t b;
-    if (!s->lengths || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    if (!s->lengths || mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     for (b = 0; b < s->batch; b++)
         if (s->lengths[b] < 0 || s->lengths[b] > s->seq)
             return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
@@ -4604,7 +4608,7 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
                                   unsigned threads, int bytes, const mti_flash &f) {
     dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->shape->batch);
     MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, a->ctx->stream, f);
+    MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, mt_context_stream(a->ctx), f);
     return mt_cuda_launched(a->ctx, name);
 }
 
@@ -4644,9 +4648,10 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
 /* A negative scale would turn the order of the scores around. Positions are counted in int. */
 static int mti_flash_fits(const mti_attention *a) {
     const mt_attention_shape *s = a->shape;
-    return a->ctx->capability >= 80 && (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) &&
-           a->scale > 0.0f && s->seq <= INT_MAX / 2 && a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) &&
-           mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
+    return mt_context_compute_capability(a->ctx) >= 80 &&
+           (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f && s->seq <= INT_MAX / 2 &&
+           a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) && mti_flash_fits_view(a, a->out) &&
+           mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
@@ -4665,7 +4670,7 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
     f.delta = f.lse + stats;
     MT_TRY(mt_cuda_enter(a->ctx));
     MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
-                     0, a->ctx->stream, f);
+                     0, mt_context_stream(a->ctx), f);
     MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
     return mti_flash_run<mti_flash_backward>(a, f);
 }
@@ -4689,7 +4694,7 @@ static mt_status mti_cuda_attention_forward(const mti_attention *a) {
     MT_TRY(mt_cuda_enter(a->ctx));
     if (mti_flash_fits(a)) return mti_flash_run<mti_flash_forward>(a, mti_flash_of(a));
     MT_LAUNCH_KERNEL(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS,
-                     0, a->ctx->stream, mti_plain_of(a));
+                     0, mt_context_stream(a->ctx), mti_plain_of(a));
     return mt_cuda_launched(a->ctx, "mt_attention_forward");
 }
 
@@ -4700,10 +4705,10 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
     if (mti_flash_fits(a)) return mti_flash_run_backward(a);
     MT_TRY(mt_cuda_enter(a->ctx));
     MT_LAUNCH_KERNEL(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
-                     a->ctx->stream, mti_plain_of(a));
+                     mt_context_stream(a->ctx), mti_plain_of(a));
     MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
-    MT_LAUNCH_KERNEL(mti_plain_dkv_kernel, mti_plain_grid(s, s->groups), 32 * MTI_PLAIN_WARPS, 0, a->ctx->stream,
-                     mti_plain_of(a));
+    MT_LAUNCH_KERNEL(mti_plain_dkv_kernel, mti_plain_grid(s, s->groups), 32 * MTI_PLAIN_WARPS, 0,
+                     mt_context_stream(a->ctx), mti_plain_of(a));
     return mt_cuda_launched(a->ctx, "mt_attention_backward");
 }
 
@@ -4847,8 +4852,8 @@ static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor ta
     int64_t items = table.rows * (table.cols / 2);
     if (items == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, ctx->stream, mti_view_of(table), table.rows,
-                     table.cols / 2, (double)base);
+    MT_LAUNCH_KERNEL(mti_rotary_table_kernel, mti_grid(items, 256), 256, 0, mt_context_stream(ctx), mti_view_of(table),
+                     table.rows, table.cols / 2, (double)base);
     return mt_cuda_launched(ctx, "mt_rotary_table");
 }
 
@@ -4860,10 +4865,10 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, m
     if (qkv.rows * items == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
     if (wide)
-        MT_LAUNCH_KERNEL(mti_rotary_kernel<true>, blocks, threads, 0, ctx->stream, mti_view_of(qkv), mti_view_of(table),
-                         *s, qkv.rows, sign);
+        MT_LAUNCH_KERNEL(mti_rotary_kernel<true>, blocks, threads, 0, mt_context_stream(ctx), mti_view_of(qkv),
+                         mti_view_of(table), *s, qkv.rows, sign);
     else
-        MT_LAUNCH_KERNEL(mti_rotary_kernel<false>, blocks, threads, 0, ctx->stream, mti_view_of(qkv),
+        MT_LAUNCH_KERNEL(mti_rotary_kernel<false>, blocks, threads, 0, mt_context_stream(ctx), mti_view_of(qkv),
                          mti_view_of(table), *s, qkv.rows, sign);
     return mt_cuda_launched(ctx, "mt_rotary");
 }
@@ -4931,7 +4936,8 @@ static __global__ void __launch_bounds__(256)
 static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
     if (count == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, ctx->stream, first_token, seq, ids, count);
+    MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), first_token, seq, ids,
+                     count);
     return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
@@ -4952,8 +4958,8 @@ static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t
     if (count == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, sizeof bad, &memory));
     MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, ctx->stream));
-    MT_LAUNCH_KERNEL(mti_ids_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, limit, ignore,
+    MT_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, mt_context_stream(ctx)));
+    MT_LAUNCH_KERNEL(mti_ids_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), ids, count, limit, ignore,
                      (unsigned long long *)memory);
     MT_TRY(mt_cuda_launched(ctx, "mt_ids_check"));
     MT_TRY(mt_cuda_fetch(ctx, &bad, memory, sizeof bad));
@@ -5108,7 +5114,7 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 2, count, &chain));
     int32_t *next = (int32_t *)chain.data, *first = next + count;
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_chain_kernel, mti_grid(count, 256), 256, 0, ctx->stream, ids, count, next, first);
+    MT_LAUNCH_KERNEL(mti_chain_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), ids, count, next, first);
     MT_TRY(mt_cuda_launched(ctx, "mt_embedding_backward"));
     mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids,         next,
                                     first,           first_row,           dtable.rows, dy.rows};
@@ -5407,11 +5413,11 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(logits))
-        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
-                         c);
+        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<true>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0,
+                         mt_context_stream(ctx), c);
     else
-        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0, ctx->stream,
-                         c);
+        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<false>, (unsigned)logits.rows, mti_ce_threads(logits.cols), 0,
+                         mt_context_stream(ctx), c);
     return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
 }
 
@@ -5422,8 +5428,8 @@ static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logit
     int keep = bytes <= most;
     if (!keep) bytes = 0;
     MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
-    MT_LAUNCH_KERNEL(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes, ctx->stream, c,
-                     logits.cols, mti_view_of(loss), keep);
+    MT_LAUNCH_KERNEL(mti_ce_kernel<WIDE>, (unsigned)logits.rows, mti_ce_threads(logits.cols), bytes,
+                     mt_context_stream(ctx), c, logits.cols, mti_view_of(loss), keep);
     return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
 }
 
@@ -5437,10 +5443,12 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
 }
 
+#define MTI_CE_DEPTH 11 /* of the tree, for 1024 shards */
+
 /* Joins the shards of token i in the tree of mti_stats_tree: a binary counter of subtrees. */
 static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
                                       const mti_view &loss) {
-    float stack[MTI_TREE_DEPTH][4], x[4];
+    float stack[MTI_CE_DEPTH][4], x[4];
     int depth = 0;
     for (int64_t s = 0; s <= shards; s++) {
         int64_t joins = s;
@@ -5479,8 +5487,8 @@ static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_
     c.lse = mti_view_of(lse);
     if (loss.cols == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, ctx->stream, c, shards, loss.cols,
-                     mti_view_of(loss));
+    MT_LAUNCH_KERNEL(mti_ce_combine_kernel, mti_grid(loss.cols, 128), 128, 0, mt_context_stream(ctx), c, shards,
+                     loss.cols, mti_view_of(loss));
     return mt_cuda_launched(ctx, "mt_cross_entropy_combine");
 }
 

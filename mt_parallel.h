@@ -4128,7 +4128,7 @@ typedef struct mti_patch {
 } mti_patch;
 
 static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_block b, mti_patch at) {
-    return mti_tensor_at(mti_param_block_view(p, t, b), at.row, at.col, at.rows, at.cols);
+    return mt_tensor_cols(mt_tensor_rows(mti_param_block_view(p, t, b), at.row, at.rows), at.col, at.cols);
 }
 
 /* m, v or the masters, which may not be there. */
