@@ -1177,9 +1177,9 @@ static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from
                  : "memory");
 }
 static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
-/* Until all but the last N committed groups of this thread have arrived. */
-template <int N> static __device__ __forceinline__ void mti_cp_async_wait() {
-    MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
+/* Until all but the last Pending committed groups of this thread have arrived. */
+template <int Pending> static __device__ __forceinline__ void mti_cp_async_wait() {
+    MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 /* Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. */
@@ -1227,38 +1227,40 @@ static __device__ __forceinline__ float mti_ex2(float x) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A tile is [rows, D], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r) would: the
-   eight rows that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64 and of 128
-   elements begin in the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between two banks and
-   it counts pairs. */
-template <int D> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
-    return row * D + (chunk ^ (D % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
+/* A tile is [rows, HeadDim], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r)
+   would: the eight rows that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64
+   and of 128 elements begin in the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between
+   two banks and it counts pairs. */
+template <int HeadDim> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
+    return row * HeadDim + (chunk ^ (HeadDim % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
 }
 
 /* From mti_tile_at(row, 0 or 1) to the place `chunk` chunks further on, for an even chunk: mostly a constant. */
-template <int D> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
-    return D % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
+template <int HeadDim> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
+    return HeadDim % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
 }
 
 /* Lanes that move a row piece by piece: in a piece the swizzle is all that differs between rows. */
-template <int D> static __device__ __forceinline__ constexpr int mti_tile_across() { return D % 64 == 0 ? 8 : 4; }
+template <int HeadDim> static __device__ __forceinline__ constexpr int mti_tile_across() {
+    return HeadDim % 64 == 0 ? 8 : 4;
+}
 
 /* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become
  * zero. */
-template <int ROWS, int D, int THREADS>
+template <int ROWS, int HeadDim, int THREADS>
 static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
                                                       int end) {
-    constexpr int across = mti_tile_across<D>(), down = THREADS / across;
+    constexpr int across = mti_tile_across<HeadDim>(), down = THREADS / across;
     static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
     int row = (int)threadIdx.x / across, chunk = (int)threadIdx.x % across;
-    tile += mti_tile_at<D>(row, chunk);
+    tile += mti_tile_at<HeadDim>(row, chunk);
     row += first;
     from += row * ld + chunk * 8;
     MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS; r += down) {
         MT_DEVICE_UNROLL
-        for (int c = 0; c < D / 8; c += across)
-            mti_cp_async16(tile + r * D + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
+        for (int c = 0; c < HeadDim / 8; c += across)
+            mti_cp_async16(tile + r * HeadDim + c * 8, from + r * ld + c * 8, row + r < end ? 16 : 0);
     }
 }
 
@@ -1279,34 +1281,37 @@ template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(f
     return pair;
 }
 
-/* What a warp accumulates is [M * 16, N8 * 8]: float acc[M][N8][4]. Lane l has, of acc[m][n], rows m * 16 + l / 4
-   (elements 0 and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
-template <int M, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[M][N8][4]) {
+/* What a warp accumulates is [RowTiles * 16, N8 * 8]: float acc[RowTiles][N8][4]. Lane l has, of acc[m][n], rows m *
+   16 + l / 4 (elements 0 and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
+template <int RowTiles, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[RowTiles][N8][4]) {
     MT_DEVICE_UNROLL
-    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
+    for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
 }
 
-template <int M, int N8> static __device__ __forceinline__ void mti_tile_scale(float (&acc)[M][N8][4], float factor) {
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_tile_scale(float (&acc)[RowTiles][N8][4], float factor) {
     MT_DEVICE_UNROLL
-    for (int i = 0; i < M * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
+    for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
 }
 
-/* acc = a b^T with a tile a [M * 16, D] of the warp and a tile b [N8 * 8, D] of all. */
-template <int D, bool BF16, int M, int N8>
-static __device__ __forceinline__ void mti_tile_scores(float (&acc)[M][N8][4], const uint16_t *a, const uint16_t *b) {
+/* acc = a b^T with a tile a [RowTiles * 16, HeadDim] of the warp and a tile b [N8 * 8, HeadDim] of all. */
+template <int HeadDim, bool BF16, int RowTiles, int N8>
+static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8][4], const uint16_t *a,
+                                                       const uint16_t *b) {
     int lane = (int)threadIdx.x & 31;
-    int a_at = mti_tile_at<D>(lane & 15, lane >> 4), b_at = mti_tile_at<D>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    int a_at = mti_tile_at<HeadDim>(lane & 15, lane >> 4),
+        b_at = mti_tile_at<HeadDim>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
     mti_tile_zero(acc);
     MT_DEVICE_UNROLL_2
-    for (int k = 0; k < D / 8; k += 2) {
-        uint32_t x[M][4], y[4];
+    for (int k = 0; k < HeadDim / 8; k += 2) {
+        uint32_t x[RowTiles][4], y[4];
         MT_DEVICE_UNROLL
-        for (int m = 0; m < M; m++) mti_ldmatrix_x4(x[m], a + m * 16 * D + mti_tile_on<D>(a_at, k));
+        for (int m = 0; m < RowTiles; m++) mti_ldmatrix_x4(x[m], a + m * 16 * HeadDim + mti_tile_on<HeadDim>(a_at, k));
         MT_DEVICE_UNROLL
         for (int n = 0; n < N8; n += 2) {
-            mti_ldmatrix_x4(y, b + n * 8 * D + mti_tile_on<D>(b_at, k));
+            mti_ldmatrix_x4(y, b + n * 8 * HeadDim + mti_tile_on<HeadDim>(b_at, k));
             MT_DEVICE_UNROLL
-            for (int m = 0; m < M; m++) {
+            for (int m = 0; m < RowTiles; m++) {
                 mti_mma<BF16>(acc[m][n], x[m], y);
                 mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
             }
@@ -1314,25 +1319,25 @@ static __device__ __forceinline__ void mti_tile_scores(float (&acc)[M][N8][4], c
     }
 }
 
-/* acc += p b with p as mti_tile_scores leaves it, rounded to 16 bits, and a tile b [N8 * 8, D] of all: an accumulator's
-   layout is that of a first factor. */
-template <int D, bool BF16, int M, int N8>
-static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 8][4], const float (&p)[M][N8][4],
-                                                            const uint16_t *b) {
-    int lane = (int)threadIdx.x & 31, at = mti_tile_at<D>(lane & 15, lane >> 4);
+/* acc += p b with p as mti_tile_scores leaves it, rounded to 16 bits, and a tile b [N8 * 8, HeadDim] of all: an
+   accumulator's layout is that of a first factor. */
+template <int HeadDim, bool BF16, int RowTiles, int N8>
+static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTiles][HeadDim / 8][4],
+                                                            const float (&p)[RowTiles][N8][4], const uint16_t *b) {
+    int lane = (int)threadIdx.x & 31, at = mti_tile_at<HeadDim>(lane & 15, lane >> 4);
     MT_DEVICE_UNROLL
     for (int k = 0; k < N8; k += 2) {
-        uint32_t x[M][4], y[4];
+        uint32_t x[RowTiles][4], y[4];
         MT_DEVICE_UNROLL
-        for (int i = 0; i < M * 4; i++) {
+        for (int i = 0; i < RowTiles * 4; i++) {
             const float *pair = p[i / 4][k + i % 4 / 2] + i % 2 * 2;
             x[i / 4][i % 4] = mti_round_pair<BF16>(pair[0], pair[1]);
         }
         MT_DEVICE_UNROLL
-        for (int n = 0; n < D / 8; n += 2) {
-            mti_ldmatrix_x4_trans(y, b + k * 8 * D + mti_tile_on<D>(at, n));
+        for (int n = 0; n < HeadDim / 8; n += 2) {
+            mti_ldmatrix_x4_trans(y, b + k * 8 * HeadDim + mti_tile_on<HeadDim>(at, n));
             MT_DEVICE_UNROLL
-            for (int m = 0; m < M; m++) {
+            for (int m = 0; m < RowTiles; m++) {
                 mti_mma<BF16>(acc[m][n], x[m], y);
                 mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
             }
@@ -1340,23 +1345,23 @@ static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[M][D / 
     }
 }
 
-/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [M * 16, D] that only this warp uses.
- */
-template <int D, bool BF16, int M>
-static __device__ __forceinline__ void mti_tile_store(const float (&acc)[M][D / 8][4], uint16_t *tile, uint16_t *to,
-                                                      int64_t ld, int rows) {
-    int lane = (int)threadIdx.x & 31, across = mti_tile_across<D>();
+/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [RowTiles * 16, HeadDim] that only
+   this warp uses. */
+template <int HeadDim, bool BF16, int RowTiles>
+static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTiles][HeadDim / 8][4], uint16_t *tile,
+                                                      uint16_t *to, int64_t ld, int rows) {
+    int lane = (int)threadIdx.x & 31, across = mti_tile_across<HeadDim>();
     MT_DEVICE_UNROLL
-    for (int i = 0; i < M * D / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
-        int n = i % (D / 8), half = i / (D / 8);
+    for (int i = 0; i < RowTiles * HeadDim / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
+        int n = i % (HeadDim / 8), half = i / (HeadDim / 8);
         const float *pair = acc[half / 2][n] + half % 2 * 2;
-        *(uint32_t *)(tile + mti_tile_at<D>(half * 8 + lane / 4, n) + lane % 4 * 2) =
+        *(uint32_t *)(tile + mti_tile_at<HeadDim>(half * 8 + lane / 4, n) + lane % 4 * 2) =
             mti_round_pair<BF16>(pair[0], pair[1]);
     }
     __syncwarp();
-    for (int row = lane / across; row < M * 16 && row < rows; row += 32 / across)
-        for (int c = lane % across; c < D / 8; c += across)
-            *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<D>(row, c));
+    for (int row = lane / across; row < RowTiles * 16 && row < rows; row += 32 / across)
+        for (int c = lane % across; c < HeadDim / 8; c += across)
+            *(mti_words *)(to + row * ld + c * 8) = *(const mti_words *)(tile + mti_tile_at<HeadDim>(row, c));
 }
 
 } /* extern "C++" */
@@ -4242,17 +4247,17 @@ struct mti_flash {
     }
 };
 
-/* What is masked becomes -infinity, in scores [M * 16 queries, N8 * 8 keys] and [16 keys, N8 * 8 queries]; query and
-   key: the warp's first. Counted from the key or query that a loop is at, or the compiler keeps the limits of all rows
-   in registers. */
-template <int M, int N8>
-static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[M][N8][4], int length,
+/* What is masked becomes -infinity, in scores [RowTiles * 16 queries, N8 * 8 keys] and [16 keys, N8 * 8 queries];
+   query and key: the warp's first. Counted from the key or query that a loop is at, or the compiler keeps the limits
+   of all rows in registers. */
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[RowTiles][N8][4], int length,
                                                            int query, int key) {
     int lane = (int)threadIdx.x & 31, left = length - key - lane % 4 * 2,
         diagonal = query - key + lane / 4 - lane % 4 * 2;
     MT_DEVICE_UNROLL
-    for (int i = 0; i < M * N8 * 4; i++) {
-        int r = i % (M * 2), j = i / (M * 2), k = j / 2 * 8 + j % 2;
+    for (int i = 0; i < RowTiles * N8 * 4; i++) {
+        int r = i % (RowTiles * 2), j = i / (RowTiles * 2), k = j / 2 * 8 + j % 2;
         if (k >= left || (f.causal() && k > diagonal + r * 8)) s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
     }
 }
@@ -4283,14 +4288,14 @@ static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, 
     return bits & 15;
 }
 
-/* Zeros where probabilities of a tile [M * 16 queries, N8 * 8 keys] are dropped; row and key: the warp's first. The
-   four lanes of a row each draw half a row: of this one or of that 8 below. */
-template <int M, int N8>
-static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[M][N8][4], int64_t head,
-                                                           int row, int key) {
+/* Zeros where probabilities of a tile [RowTiles * 16 queries, N8 * 8 keys] are dropped; row and key: the warp's
+   first. The four lanes of a row each draw half a row: of this one or of that 8 below. */
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[RowTiles][N8][4],
+                                                           int64_t head, int row, int key) {
     int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
-    for (int m = 0; m < M; m++) {
+    for (int m = 0; m < RowTiles; m++) {
         uint64_t e = f.element(blockIdx.z, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
         uint32_t half = 0;
         for (int k = 0; k < N8 * 4; k += 4) half |= mti_flash_kept(f.p.drop, e + (uint64_t)k) << k;
@@ -4333,11 +4338,12 @@ static __device__ __forceinline__ float mti_quad_max(float x) {
 /* Scores become exponentials against the largest so far of their row; what was summed before is rescaled to that. sum:
    of this lane's part of a row, the four lanes of which meet at the end. The first tile has a key for every row, so
    `now` is finite. */
-template <int M, int N8, int D8>
-static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[M][N8][4], float (&acc)[M][D8][4],
-                                                         float (&top)[M][2], float (&sum)[M][2]) {
+template <int RowTiles, int N8, int D8>
+static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[RowTiles][N8][4],
+                                                         float (&acc)[RowTiles][D8][4], float (&top)[RowTiles][2],
+                                                         float (&sum)[RowTiles][2]) {
     MT_DEVICE_UNROLL
-    for (int i = 0; i < M * 2; i++) {
+    for (int i = 0; i < RowTiles * 2; i++) {
         int m = i / 2, h = i % 2 * 2;
         float now = top[m][i % 2], before, base, total = 0.0f;
         MT_DEVICE_UNROLL
@@ -4359,8 +4365,8 @@ static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)
 }
 
 /* out = acc / sum and lse = ln sum of exponentials, both for the warp's 32 rows from `row` on. */
-template <int D, bool BF16>
-static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][D / 8][4],
+template <int HeadDim, bool BF16>
+static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][HeadDim / 8][4],
                                                         const float (&top)[2][2], const float (&sum)[2][2], int row,
                                                         uint16_t *tile) {
     int64_t b = blockIdx.z, head = blockIdx.y;
@@ -4370,61 +4376,62 @@ static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, floa
         int m = i / 2, h = i % 2 * 2, r = row + m * 16 + i % 2 * 8 + lane / 4;
         float total = mti_quad_sum(sum[m][i % 2]), factor = total == 0.0f ? 0.0f : f.p.drop.scale / total;
         MT_DEVICE_UNROLL
-        for (int d = 0; d < D / 8; d++) acc[m][d][h] *= factor, acc[m][d][h + 1] *= factor;
+        for (int d = 0; d < HeadDim / 8; d++) acc[m][d][h] *= factor, acc[m][d][h + 1] *= factor;
         if (f.p.lse.data && lane % 4 == 0 && r < f.p.s.seq)
             mti_put(f.p.lse, head, b * f.p.s.seq + r,
                     total == 0.0f ? -INFINITY : (top[m][i % 2] * f.scale + log2f(total)) / MTI_LOG2E);
     }
-    mti_tile_store<D, BF16>(acc, tile, f.out(f.p.out, b, row, head * D), f.p.out.ld, (int)f.p.s.seq - row);
+    mti_tile_store<HeadDim, BF16>(acc, tile, f.out(f.p.out, b, row, head * HeadDim), f.p.out.ld, (int)f.p.s.seq - row);
 }
 
 /* Tiles k0 v0 k1 v1 ... go through three places: while one is worked on, the next two are on their way. As many keys as
    leave scores and output in registers. */
-template <int D, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
-    return D < 128 ? 64 : DROP ? 32 : 48;
+template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
+    return HeadDim < 128 ? 64 : DROP ? 32 : 48;
 }
 
-template <int D, bool BF16, bool DROP>
+template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
-    constexpr int N = mti_flash_keys<D, DROP>();
+    constexpr int Step = mti_flash_keys<HeadDim, DROP>();
     MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* the longest ones begin */
     int row = first + (int)threadIdx.x / 32 * 32;
     int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
     const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
-    uint16_t *k_tile = q + MTI_FLASH_ROWS * D, *v_tile = k_tile + N * D, *free_tile = v_tile + N * D;
-    float s[2][N / 8][4], acc[2][D / 8][4], top[2][2], sum[2][2] = {};
+    uint16_t *k_tile = q + MTI_FLASH_ROWS * HeadDim, *v_tile = k_tile + Step * HeadDim,
+             *free_tile = v_tile + Step * HeadDim;
+    float s[2][Step / 8][4], acc[2][HeadDim / 8][4], top[2][2], sum[2][2] = {};
     for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
     mti_tile_zero(acc);
-    mti_tile_fetch<MTI_FLASH_ROWS, D, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)f.p.s.seq);
-    mti_tile_fetch<N, D, 128>(k_tile, k, ld, 0, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)f.p.s.seq);
+    mti_tile_fetch<Step, HeadDim, 128>(k_tile, k, ld, 0, length);
     mti_cp_async_commit();
-    mti_tile_fetch<N, D, 128>(v_tile, k + D, ld, 0, length);
+    mti_tile_fetch<Step, HeadDim, 128>(v_tile, k + HeadDim, ld, 0, length);
     mti_cp_async_commit();
-    for (int key = 0; key < keys; key += N) {
+    for (int key = 0; key < keys; key += Step) {
         bool seen = f.sees(row + 31, key, length);
         uint16_t *done;
         mti_cp_async_wait<1>();
         __syncthreads(); /* k has arrived, and nobody reads the v before any more */
-        if (key + N < keys) mti_tile_fetch<N, D, 128>(free_tile, k, ld, key + N, length);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(free_tile, k, ld, key + Step, length);
         mti_cp_async_commit();
         if (seen) {
-            mti_tile_scores<D, BF16>(s, q + (row - first) * D, k_tile);
-            if (!f.sees(row, key + N - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
+            mti_tile_scores<HeadDim, BF16>(s, q + (row - first) * HeadDim, k_tile);
+            if (!f.sees(row, key + Step - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
             mti_flash_softmax(f.scale, s, acc, top, sum);
             if (DROP) mti_flash_drop_rows(f, s, head, row, key);
         }
         mti_cp_async_wait<1>();
         __syncthreads(); /* v has arrived, and nobody reads k any more */
-        if (key + N < keys) mti_tile_fetch<N, D, 128>(k_tile, k + D, ld, key + N, length);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + HeadDim, ld, key + Step, length);
         mti_cp_async_commit();
-        if (seen) mti_tile_add_product<D, BF16>(acc, s, v_tile);
+        if (seen) mti_tile_add_product<HeadDim, BF16>(acc, s, v_tile);
         done = v_tile, v_tile = k_tile, k_tile = free_tile, free_tile = done;
     }
     mti_cp_async_wait<0>();
     __syncthreads();
-    mti_flash_finish<D, BF16>(f, acc, top, sum, row, q + (row - first) * D);
+    mti_flash_finish<HeadDim, BF16>(f, acc, top, sum, row, q + (row - first) * HeadDim);
 }
 
 /* What the backward needs of each query: four lanes for a row. */
@@ -4445,17 +4452,17 @@ static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f
 }
 
 /* dq: two pairs (k, v) of tiles, one that is worked on and one on its way. */
-template <int D> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return D == 64 ? 64 : 32; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return HeadDim == 64 ? 64 : 32; }
 
-template <int D, int N>
+template <int HeadDim, int Step>
 static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, int64_t ld, int key,
                                                             int length) {
-    mti_tile_fetch<N, D, 128>(pair, k, ld, key, length);
-    mti_tile_fetch<N, D, 128>(pair + N * D, k + D, ld, key, length);
+    mti_tile_fetch<Step, HeadDim, 128>(pair, k, ld, key, length);
+    mti_tile_fetch<Step, HeadDim, 128>(pair + Step * HeadDim, k + HeadDim, ld, key, length);
     mti_cp_async_commit();
 }
 
-/* s becomes the gradient of the scores: p (D dp - delta), D the dropout, whose zeros dp has already. */
+/* s becomes the gradient of the scores: p (HeadDim dp - delta), HeadDim the dropout, whose zeros dp has already. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
                                                              const float (&dp)[2][N8][4], const float (&lse)[4],
@@ -4467,63 +4474,65 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
     }
 }
 
-template <int D, bool BF16, bool DROP>
+template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
-    constexpr int N = mti_flash_dq_keys<D>();
+    constexpr int Step = mti_flash_dq_keys<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld, seq = f.p.s.seq;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS;
     int row = first + (int)threadIdx.x / 32 * 32, lane = (int)threadIdx.x % 32;
     int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
     const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
-    uint16_t *dout = q + MTI_FLASH_ROWS * D, *pair = dout + MTI_FLASH_ROWS * D, *other = pair + 2 * N * D, *done;
-    float s[2][N / 8][4], dp[2][N / 8][4], dq[2][D / 8][4], lse[4], delta[4];
+    uint16_t *dout = q + MTI_FLASH_ROWS * HeadDim, *pair = dout + MTI_FLASH_ROWS * HeadDim,
+             *other = pair + 2 * Step * HeadDim, *done;
+    float s[2][Step / 8][4], dp[2][Step / 8][4], dq[2][HeadDim / 8][4], lse[4], delta[4];
     mti_tile_zero(dq);
-    mti_tile_fetch<MTI_FLASH_ROWS, D, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
-    mti_tile_fetch<MTI_FLASH_ROWS, D, 128>(dout, f.in(f.p.dout, b, head * D), f.p.dout.ld, first, (int)seq);
-    mti_flash_fetch_keys<D, N>(pair, k, ld, 0, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(dout, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, first, (int)seq);
+    mti_flash_fetch_keys<HeadDim, Step>(pair, k, ld, 0, length);
     for (int i = 0; i < 4; i++) {
         lse[i] = f.lse[f.stat(b, head) + row + i * 8 + lane / 4];
         delta[i] = f.delta[f.stat(b, head) + row + i * 8 + lane / 4];
     }
-    for (int key = 0; key < keys; key += N) {
+    for (int key = 0; key < keys; key += Step) {
         mti_cp_async_wait<0>();
         __syncthreads(); /* the pair has arrived, and nobody reads the one before any more */
-        if (key + N < keys) mti_flash_fetch_keys<D, N>(other, k, ld, key + N, length);
+        if (key + Step < keys) mti_flash_fetch_keys<HeadDim, Step>(other, k, ld, key + Step, length);
         if (f.sees(row + 31, key, length)) {
-            mti_tile_scores<D, BF16>(dp, dout + (row - first) * D, pair + N * D);
+            mti_tile_scores<HeadDim, BF16>(dp, dout + (row - first) * HeadDim, pair + Step * HeadDim);
             if (DROP) mti_flash_drop_rows(f, dp, head, row, key);
-            mti_tile_scores<D, BF16>(s, q + (row - first) * D, pair);
-            if (!f.sees(row, key + N - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
+            mti_tile_scores<HeadDim, BF16>(s, q + (row - first) * HeadDim, pair);
+            if (!f.sees(row, key + Step - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
             mti_flash_score_grads(f, s, dp, lse, delta);
-            mti_tile_add_product<D, BF16>(dq, s, pair);
+            mti_tile_add_product<HeadDim, BF16>(dq, s, pair);
         }
         done = pair, pair = other, other = done;
     }
     mti_cp_async_wait<0>();
     __syncthreads();
     mti_tile_scale(dq, f.p.scale);
-    mti_tile_store<D, BF16>(dq, q + (row - first) * D, f.out(f.p.dqkv, b, row, f.p.q_col(head)), f.p.dqkv.ld,
-                            (int)seq - row);
+    mti_tile_store<HeadDim, BF16>(dq, q + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, f.p.q_col(head)),
+                                  f.p.dqkv.ld, (int)seq - row);
 }
 
 /* dk, dv: two sets of tiles (q, dout) with lse and delta of their rows. */
-template <int D> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return D == 128 ? 32 : 64; }
-template <int D> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
-    return mti_flash_dkv_queries<D>() * (2 * D + 4);
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return HeadDim == 128 ? 32 : 64; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
+    return mti_flash_dkv_queries<HeadDim>() * (2 * HeadDim + 4);
 }
 
-template <int D>
+template <int HeadDim>
 static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head,
                                                                int query) {
-    constexpr int N = mti_flash_dkv_queries<D>();
+    constexpr int Step = mti_flash_dkv_queries<HeadDim>();
     int64_t b = blockIdx.z;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
-    mti_tile_fetch<N, D, 256>(set, f.in(f.p.qkv, b, f.p.q_col(head)), f.p.qkv.ld, query, seq);
-    mti_tile_fetch<N, D, 256>(set + N * D, f.in(f.p.dout, b, head * D), f.p.dout.ld, query, seq);
-    if (i < N / 2) {
-        const float *stats = (i < N / 4 ? f.lse : f.delta) + f.stat(b, head) + query;
-        mti_cp_async16((float *)(set + 2 * N * D) + i * 4, stats + i % (N / 4) * 4, 16);
+    mti_tile_fetch<Step, HeadDim, 256>(set, f.in(f.p.qkv, b, f.p.q_col(head)), f.p.qkv.ld, query, seq);
+    mti_tile_fetch<Step, HeadDim, 256>(set + Step * HeadDim, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, query,
+                                       seq);
+    if (i < Step / 2) {
+        const float *stats = (i < Step / 4 ? f.lse : f.delta) + f.stat(b, head) + query;
+        mti_cp_async16((float *)(set + 2 * Step * HeadDim) + i * 4, stats + i % (Step / 4) * 4, 16);
     }
     mti_cp_async_commit();
 }
@@ -4543,9 +4552,9 @@ static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float
     }
 }
 
-template <int D, bool BF16, bool DROP>
+template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash f) {
-    constexpr int N = mti_flash_dkv_queries<D>();
+    constexpr int Step = mti_flash_dkv_queries<HeadDim>();
     MT_DYN_SHARED(uint16_t, k);
     int64_t b = blockIdx.z, ld = f.p.qkv.ld, seq = f.p.s.seq, k_col = f.p.k_col(blockIdx.y * f.p.s.heads_per_group);
     int head = (int)(blockIdx.y * f.p.s.heads_per_group),
@@ -4553,28 +4562,29 @@ static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash 
     int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b);
     int row = first + (int)threadIdx.x / 32 * 16, lane = (int)threadIdx.x % 32;
     int begin = f.causal() ? first : 0, query = begin;
-    uint16_t *v = k + MTI_FLASH_ROWS * D, *set = v + MTI_FLASH_ROWS * D, *other = set + mti_flash_set<D>(), *done;
-    float s[1][N / 8][4], dp[1][N / 8][4], dk[1][D / 8][4], dv[1][D / 8][4];
+    uint16_t *v = k + MTI_FLASH_ROWS * HeadDim, *set = v + MTI_FLASH_ROWS * HeadDim,
+             *other = set + mti_flash_set<HeadDim>(), *done;
+    float s[1][Step / 8][4], dp[1][Step / 8][4], dk[1][HeadDim / 8][4], dv[1][HeadDim / 8][4];
     uint32_t kept[2][2] = {};
     mti_tile_zero(dk);
     mti_tile_zero(dv);
-    mti_tile_fetch<MTI_FLASH_ROWS, D, 256>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
-    mti_tile_fetch<MTI_FLASH_ROWS, D, 256>(v, f.in(f.p.qkv, b, k_col + D), ld, first, length);
-    mti_flash_fetch_queries<D>(f, set, head, begin);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(v, f.in(f.p.qkv, b, k_col + HeadDim), ld, first, length);
+    mti_flash_fetch_queries<HeadDim>(f, set, head, begin);
     while (first < length && head < heads) {
-        int next = query + N < seq ? query + N : begin, next_head = next > query ? head : head + 1;
+        int next = query + Step < seq ? query + Step : begin, next_head = next > query ? head : head + 1;
         mti_cp_async_wait<0>();
         __syncthreads(); /* the set has arrived, and nobody reads the one before any more */
-        if (next_head < heads) mti_flash_fetch_queries<D>(f, other, next_head, next);
-        if (f.sees(query + N - 1, row, length)) {
-            const float *lse = (const float *)(set + 2 * N * D) + lane % 4 * 2;
-            if (DROP) mti_flash_kept_columns<N / 8>(f, head, row, query, kept);
-            mti_tile_scores<D, BF16>(s, k + (row - first) * D, set);
-            mti_tile_scores<D, BF16>(dp, v + (row - first) * D, set + N * D);
+        if (next_head < heads) mti_flash_fetch_queries<HeadDim>(f, other, next_head, next);
+        if (f.sees(query + Step - 1, row, length)) {
+            const float *lse = (const float *)(set + 2 * Step * HeadDim) + lane % 4 * 2;
+            if (DROP) mti_flash_kept_columns<Step / 8>(f, head, row, query, kept);
+            mti_tile_scores<HeadDim, BF16>(s, k + (row - first) * HeadDim, set);
+            mti_tile_scores<HeadDim, BF16>(dp, v + (row - first) * HeadDim, set + Step * HeadDim);
             if (!f.sees(query, row + 15, length)) mti_flash_mask_columns(f, s, length, row, query);
-            mti_flash_pairs<DROP>(f, s, dp, lse, lse + N, kept);
-            mti_tile_add_product<D, BF16>(dv, s, set + N * D);
-            mti_tile_add_product<D, BF16>(dk, dp, set);
+            mti_flash_pairs<DROP>(f, s, dp, lse, lse + Step, kept);
+            mti_tile_add_product<HeadDim, BF16>(dv, s, set + Step * HeadDim);
+            mti_tile_add_product<HeadDim, BF16>(dk, dp, set);
         }
         done = set, set = other, other = done;
         query = next, head = next_head;
@@ -4583,24 +4593,26 @@ static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash 
     __syncthreads();
     mti_tile_scale(dk, f.p.scale);
     mti_tile_scale(dv, f.p.drop.scale);
-    mti_tile_store<D, BF16>(dk, k + (row - first) * D, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld, (int)seq - row);
-    mti_tile_store<D, BF16>(dv, v + (row - first) * D, f.out(f.p.dqkv, b, row, k_col + D), f.p.dqkv.ld, (int)seq - row);
+    mti_tile_store<HeadDim, BF16>(dk, k + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld,
+                                  (int)seq - row);
+    mti_tile_store<HeadDim, BF16>(dv, v + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col + HeadDim),
+                                  f.p.dqkv.ld, (int)seq - row);
 }
 
-template <int D, bool DROP> static constexpr int mti_flash_forward_bytes() {
-    return 2 * D * (MTI_FLASH_ROWS + 3 * mti_flash_keys<D, DROP>());
+template <int HeadDim, bool DROP> static constexpr int mti_flash_forward_bytes() {
+    return 2 * HeadDim * (MTI_FLASH_ROWS + 3 * mti_flash_keys<HeadDim, DROP>());
 }
-template <int D> static constexpr int mti_flash_dq_bytes() {
-    return 2 * D * (2 * MTI_FLASH_ROWS + 4 * mti_flash_dq_keys<D>());
+template <int HeadDim> static constexpr int mti_flash_dq_bytes() {
+    return 2 * HeadDim * (2 * MTI_FLASH_ROWS + 4 * mti_flash_dq_keys<HeadDim>());
 }
-template <int D> static constexpr int mti_flash_dkv_bytes() {
-    return 2 * (2 * D * MTI_FLASH_ROWS + 2 * mti_flash_set<D>());
+template <int HeadDim> static constexpr int mti_flash_dkv_bytes() {
+    return 2 * (2 * HeadDim * MTI_FLASH_ROWS + 2 * mti_flash_set<HeadDim>());
 }
 
 /* 99 KiB is what a block may have on sm_86, sm_89 and sm_120. */
-template <int D> static constexpr bool mti_flash_is_small() {
-    return mti_flash_forward_bytes<D, false>() <= 99 << 10 && mti_flash_dq_bytes<D>() <= 99 << 10 &&
-           mti_flash_dkv_bytes<D>() <= 99 << 10;
+template <int HeadDim> static constexpr bool mti_flash_is_small() {
+    return mti_flash_forward_bytes<HeadDim, false>() <= 99 << 10 && mti_flash_dq_bytes<HeadDim>() <= 99 << 10 &&
+           mti_flash_dkv_bytes<HeadDim>() <= 99 << 10;
 }
 static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_is_small<128>(), "shared memory");
 
@@ -4613,26 +4625,27 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
 }
 
 struct mti_flash_forward {
-    template <int D, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
-        return mti_flash_launch(a, "mt_attention_forward", mti_flash_forward_kernel<D, BF16, DROP>,
-                                f.p.s.groups * f.p.s.heads_per_group, 128, mti_flash_forward_bytes<D, DROP>(), f);
+    template <int HeadDim, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
+        return mti_flash_launch(a, "mt_attention_forward", mti_flash_forward_kernel<HeadDim, BF16, DROP>,
+                                f.p.s.groups * f.p.s.heads_per_group, 128, mti_flash_forward_bytes<HeadDim, DROP>(), f);
     }
 };
 
 struct mti_flash_backward {
-    template <int D, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
+    template <int HeadDim, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
         const char *name = "mt_attention_backward";
-        MT_TRY(mti_flash_launch(a, name, mti_flash_dq_kernel<D, BF16, DROP>, f.p.s.groups * f.p.s.heads_per_group, 128,
-                                mti_flash_dq_bytes<D>(), f));
-        return mti_flash_launch(a, name, mti_flash_dkv_kernel<D, BF16, DROP>, f.p.s.groups, 256,
-                                mti_flash_dkv_bytes<D>(), f);
+        MT_TRY(mti_flash_launch(a, name, mti_flash_dq_kernel<HeadDim, BF16, DROP>, f.p.s.groups * f.p.s.heads_per_group,
+                                128, mti_flash_dq_bytes<HeadDim>(), f));
+        return mti_flash_launch(a, name, mti_flash_dkv_kernel<HeadDim, BF16, DROP>, f.p.s.groups, 256,
+                                mti_flash_dkv_bytes<HeadDim>(), f);
     }
 };
 
-template <class Way, int D> static mt_status mti_flash_run_size(const mti_attention *a, const mti_flash &f) {
+template <class Way, int HeadDim> static mt_status mti_flash_run_size(const mti_attention *a, const mti_flash &f) {
     if (a->qkv.dtype == MT_BF16)
-        return f.p.drop.on ? Way::template run<D, true, true>(a, f) : Way::template run<D, true, false>(a, f);
-    return f.p.drop.on ? Way::template run<D, false, true>(a, f) : Way::template run<D, false, false>(a, f);
+        return f.p.drop.on ? Way::template run<HeadDim, true, true>(a, f)
+                           : Way::template run<HeadDim, true, false>(a, f);
+    return f.p.drop.on ? Way::template run<HeadDim, false, true>(a, f) : Way::template run<HeadDim, false, false>(a, f);
 }
 
 template <class Way> static mt_status mti_flash_run(const mti_attention *a, const mti_flash &f) {
