@@ -1,8 +1,8 @@
-/* mt_comm.h - the ground floor of megatron.h: contexts, communicators, collectives, the conjugates f and g.
+/* mt_comm.h - the lowest of the four headers: contexts, communicators, collectives, the conjugates f and g.
 
    Do this:
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
-       #include "megatron.h"                // or only "mt_comm.h", when you need no more than this floor
+       #include "megatron.h"                // or only "mt_comm.h", when you need no more than that
    and, in every other file, the #include alone. C99 or C++11; POSIX threads (-lpthread -lm).
 
    A group of ranks, as threads of this process, that sums a vector:
@@ -513,7 +513,7 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
    C++ exceptions. A rank's function must catch them and return a status. An exception that leaves the function of a
    rank with a thread of its own ends the program by std::terminate. From a single rank it goes on to the caller of
    mt_launch, which frees what it has made when the implementation is compiled as C++, or as C with -fexceptions; over
-   MPI the rank's communicator is kept. No callback (logger, allocator, stuck, those of the floors above) may throw or
+   MPI the rank's communicator is kept. No callback (logger, allocator, stuck, those of the headers above) may throw or
    longjmp. */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
@@ -5052,28 +5052,28 @@ static mt_status mti_told_fetch(mt_context *ctx, void *to, const void *from, siz
     return mt_context_synchronize(ctx);
 }
 
-/* `bytes` of rank `root` become those of all ranks, through `room` [MTI_TOLD_CHUNK] on the device. */
-static mt_status mti_told_broadcast(mt_context *ctx, mt_comm *comm, int root, void *data, uint64_t bytes, void *room) {
+/* `bytes` of rank `root` become those of all ranks, through `space` [MTI_TOLD_CHUNK] on the device. */
+static mt_status mti_told_broadcast(mt_context *ctx, mt_comm *comm, int root, void *data, uint64_t bytes, void *space) {
     uint64_t at, n;
     for (at = 0; at < bytes; at += n) {
         n = bytes - at < MTI_TOLD_CHUNK ? bytes - at : MTI_TOLD_CHUNK;
-        if (comm->rank == root) MT_TRY(mti_bytes_copy(ctx, room, (char *)data + at, (size_t)n));
-        MT_TRY(mt_broadcast(ctx, comm, room, room, (size_t)n, MT_U8, root));
-        MT_TRY(mti_told_fetch(ctx, (char *)data + at, room, (size_t)n));
+        if (comm->rank == root) MT_TRY(mti_bytes_copy(ctx, space, (char *)data + at, (size_t)n));
+        MT_TRY(mt_broadcast(ctx, comm, space, space, (size_t)n, MT_U8, root));
+        MT_TRY(mti_told_fetch(ctx, (char *)data + at, space, (size_t)n));
     }
     return MT_SUCCESS;
 }
 
 /* *out, empty so far, becomes the settings of rank `root`. The memory is the caller's to free. */
-static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const mti_told_text *mine, void *room,
+static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const mti_told_text *mine, void *space,
                                 mti_told_text *out) {
     out->bytes = mine->bytes;
-    MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, room));
+    MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, space));
     out->data = (char *)mt_host_alloc((size_t)out->bytes + 1); /* which ends with a NUL */
     if (!out->data)
         return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for the settings of rank %d", root);
     if (comm->rank == root) memcpy(out->data, mine->data, (size_t)mine->bytes);
-    return mti_told_broadcast(ctx, comm, root, out->data, out->bytes, room);
+    return mti_told_broadcast(ctx, comm, root, out->data, out->bytes, space);
 }
 
 /* Two ranks of one group that were told different things: its lowest one, and the first that differs from that. */
@@ -5127,20 +5127,20 @@ static void mti_say_told(mti_text *text, const mti_told *all, const mt_comm *com
     mti_say(text, " of \"%s\" (%d ranks)", comm->name, comm->size);
 }
 
-/* all: of every rank; room: on the device. */
+/* all: of every rank; space: on the device. */
 static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_told_text *mine,
-                                  mti_told *all, void *room) {
-    mti_told *place = (mti_told *)room + comm->rank;
+                                  mti_told *all, void *space) {
+    mti_told *place = (mti_told *)space + comm->rank;
     mti_told_text x = {NULL, 0}, y = {NULL, 0};
     mti_text text;
     mt_status status;
     int a, b;
     MT_TRY(mti_bytes_copy(ctx, place, &all[comm->rank], sizeof *all));
-    MT_TRY(mt_all_gather(ctx, comm, place, room, sizeof *all, MT_U8));
-    MT_TRY(mti_told_fetch(ctx, all, room, (size_t)comm->size * sizeof *all));
+    MT_TRY(mt_all_gather(ctx, comm, place, space, sizeof *all, MT_U8));
+    MT_TRY(mti_told_fetch(ctx, all, space, (size_t)comm->size * sizeof *all));
     if (!mti_told_differ(all, comm->size, &a, &b)) return MT_SUCCESS;
-    status = mti_told_share(ctx, comm, a, mine, room, &x);
-    if (status == MT_SUCCESS) status = mti_told_share(ctx, comm, b, mine, room, &y);
+    status = mti_told_share(ctx, comm, a, mine, space, &x);
+    if (status == MT_SUCCESS) status = mti_told_share(ctx, comm, b, mine, space, &y);
     if (status == MT_SUCCESS) {
         text.used = 0;
         mti_say(&text, "%.100s: ", what);
@@ -5156,7 +5156,7 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
                                  const mt_setting *settings, int count) {
     mti_told_text mine;
     mti_told *all;
-    void *room = NULL;
+    void *space = NULL;
     size_t bytes;
     mt_status status;
     int i, bad = !what || count < 0 || (count > 0 && !settings);
@@ -5169,14 +5169,14 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
     mine = mti_told_write(settings, count);
     all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
     status = mine.data && all
-                 ? mt_context_alloc(ctx, bytes, &room)
+                 ? mt_context_alloc(ctx, bytes, &space)
                  : mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
     if (status == MT_SUCCESS) {
         all[comm->rank].hash = mti_told_hash(&mine);
         all[comm->rank].group = group;
-        status = mti_compare_told(ctx, comm, what, &mine, all, room);
+        status = mti_compare_told(ctx, comm, what, &mine, all, space);
     }
-    mt_context_free(ctx, room, bytes); /* waits for what still reads the two below */
+    mt_context_free(ctx, space, bytes); /* waits for what still reads the two below */
     mt_host_free(all);
     mt_host_free(mine.data);
     return status;
@@ -5840,7 +5840,7 @@ static mt_status mti_env_number(const mt_launch_desc *desc, const mti_launcher *
 }
 
 /* The first host of a Slurm list: "node[01-04,7],login" is node01. 0: it is no such list, or too long. */
-static int mti_first_host(const char *list, char *host, size_t room) {
+static int mti_first_host(const char *list, char *host, size_t bytes) {
     size_t n = 0;
     int bracket = 0, skip = 0; /* inside [ ], and there past the first number */
     for (; *list && (bracket || *list != ','); list++) {
@@ -5852,7 +5852,7 @@ static int mti_first_host(const char *list, char *host, size_t room) {
             if (list[-1] == '[') return 0;
             skip = 1;
         } else if (!skip) {
-            if (n + 1 >= room) return 0;
+            if (n + 1 >= bytes) return 0;
             host[n++] = *list;
         }
     }
@@ -5860,14 +5860,14 @@ static int mti_first_host(const char *list, char *host, size_t room) {
     return n > 0 && !bracket;
 }
 
-static mt_status mti_find_host(const mt_launch_desc *desc, const mti_launcher *launcher, char *host, size_t room) {
+static mt_status mti_find_host(const mt_launch_desc *desc, const mti_launcher *launcher, char *host, size_t bytes) {
     const char *name = "MASTER_ADDR", *list = getenv(name);
     host[0] = '\0';
     if (!list && launcher->marker[0]) {
         name = getenv("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST";
         list = getenv(name);
     }
-    if (!list || mti_first_host(list, host, room)) return MT_SUCCESS;
+    if (!list || mti_first_host(list, host, bytes)) return MT_SUCCESS;
     mti_launch_say(desc, "mt_world_from_env: %s is \"%.200s\", which names no host", name, list);
     return MT_ERR_ARGUMENT;
 }
