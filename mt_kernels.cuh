@@ -130,6 +130,31 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias);
 
+/* ---- element by element ------------------------------------------------------------------------------------------ */
+
+/* What gates and scales are made of. All views [rows, cols] of any float types, each its own; a result may be the same
+   memory as an operand of its shape. A gate y = sigmoid(g) * x has dx = sigmoid(g) * dy and, through
+   mt_sigmoid_backward, dg from x * dy.
+   multiply:      y = a * b
+   multiply_row:  y = x * row, row [1, cols]: a scale per feature. backward: dx = dy * row; drow [1, cols], MT_F32, +=
+                  sum over the rows of dy * x, as a bias's gradient (in invariant mode inside mt_sum_over_tokens)
+   multiply_col:  y = x * col, col [rows, 1]: a scale per token. backward: dx = dy * col; dcol [rows, 1] = sum over the
+                  columns of dy * x
+   sigmoid:       y = 1 / (1 + exp(-x)). backward: dx = dy * sigmoid'(x)
+   silu:          y = x * sigmoid(x). backward: dx = dy * silu'(x)
+   dx, drow and dcol may be mt_none(). */
+MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
+MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y);
+MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
+                                          mt_tensor drow);
+MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor y);
+MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
+                                          mt_tensor dcol);
+MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_sigmoid_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx);
+MT_API mt_status mt_silu_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx);
+
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
 /* A product and what goes with it. On a GPU mt_gemm_options.epilogue decides whether that is one call of cuBLASLt;
@@ -5745,6 +5770,190 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
                            hyper->stochastic_rounding ? mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v)
                                                       : mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v),
                            mti_cpu_adamw(hyper, param, master, grad, m, v)));
+}
+
+/* ---- >>pointwise: products and gates, element by element --------------------------------------------------------- */
+
+typedef enum mti_pointwise {
+    MTI_MULTIPLY,
+    MTI_MULTIPLY_ROW,  /* b is one row */
+    MTI_MULTIPLY_COL,  /* b is one column */
+    MTI_SIGMOID,       /* of a; b is not there */
+    MTI_SIGMOID_SLOPE, /* at a, times b */
+    MTI_SILU,
+    MTI_SILU_SLOPE
+} mti_pointwise;
+
+static MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
+
+/* 1 - sigmoid(x) is sigmoid(-x), which keeps its digits. */
+static MT_HOST_DEVICE float mti_pointwise_of(mti_pointwise kind, float a, float b) {
+    switch (kind) {
+    case MTI_SIGMOID: return mti_sigmoid(a);
+    case MTI_SIGMOID_SLOPE: return b * (mti_sigmoid(a) * mti_sigmoid(-a));
+    case MTI_SILU: return a * mti_sigmoid(a);
+    case MTI_SILU_SLOPE: return b * (mti_sigmoid(a) * (1.0f + a * mti_sigmoid(-a)));
+    default: return a * b;
+    }
+}
+
+static void mti_cpu_pointwise(mti_pointwise kind, mt_tensor a, mt_tensor b, mt_tensor y) {
+    int64_t i, j;
+    for (i = 0; i < y.rows; i++) {
+        const float *x = mti_row(a, i), *z = mti_row(b, kind == MTI_MULTIPLY_ROW ? 0 : i);
+        float *to = mti_row(y, i);
+        for (j = 0; j < y.cols; j++)
+            to[j] = mti_pointwise_of(kind, x[j], !z ? 0.0f : z[kind == MTI_MULTIPLY_COL ? 0 : j]);
+    }
+}
+
+static void mti_cpu_row_dots(mt_tensor a, mt_tensor b, mt_tensor y) {
+    int64_t i, j;
+    for (i = 0; i < a.rows; i++) {
+        const float *x = mti_row(a, i), *z = mti_row(b, i);
+        double sum = 0;
+        for (j = 0; j < a.cols; j++) sum += (double)x[j] * (double)z[j];
+        mti_row(y, i)[0] = (float)sum;
+    }
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+struct mti_pointwise_op {
+    mti_view a, b, y;
+    mti_pointwise kind;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float x[MTI_CHUNK], z[MTI_CHUNK];
+        for (int j = 0; j < MTI_CHUNK; j++) z[j] = 0.0f;
+        mti_load<WIDE>(a, row, col, n, x);
+        if (kind == MTI_MULTIPLY_COL) {
+            for (int j = 0; j < MTI_CHUNK; j++) z[j] = j == 0 ? mti_get(b, row, 0) : z[0];
+        } else if (b.data) {
+            mti_load<WIDE>(b, kind == MTI_MULTIPLY_ROW ? 0 : row, col, n, z);
+        }
+        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_pointwise_of(kind, x[j], z[j]);
+        mti_store<WIDE>(y, row, col, n, x);
+    }
+};
+
+static mt_status mti_cuda_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, mt_tensor a, mt_tensor b,
+                                    mt_tensor y) {
+    mti_pointwise_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y), kind};
+    int wide = mti_is_wide(a) && mti_is_wide(y) && (kind == MTI_MULTIPLY_COL || !b.data || mti_is_wide(b));
+    return mti_map(ctx, name, op, wide, y.rows, y.cols);
+}
+
+/* y[row] = sum of a * b over the row: a warp for each row. */
+static __global__ void __launch_bounds__(32)
+    mti_row_dots_kernel(mti_view a, mti_view b, mti_view y, int64_t rows, int64_t cols) {
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        float sum = 0.0f;
+        for (int64_t col = threadIdx.x; col < cols; col += 32) sum += mti_get(a, row, col) * mti_get(b, row, col);
+        sum = mti_warp_sum(sum);
+        if (threadIdx.x == 0) mti_put(y, row, 0, sum);
+    }
+}
+
+static mt_status mti_cuda_row_dots(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_row_dots_kernel, mti_grid(a.rows, 1), 32, 0, ctx->stream, mti_view_of(a), mti_view_of(b),
+                     mti_view_of(y), a.rows, a.cols);
+    return mt_cuda_launched(ctx, "mt_multiply_col_backward");
+}
+
+} /* extern "C++" */
+#endif
+
+/* y = kind(a, b); b is mt_none() where the kind has none. The names are the caller's for its arguments. */
+static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, const char *a_name,
+                                   mt_tensor a, const char *b_name, mt_tensor b, const char *y_name, mt_tensor y) {
+    mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {a_name, &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {b_name, &b, kind == MTI_MULTIPLY_ROW ? 1 : y.rows, kind == MTI_MULTIPLY_COL ? 1 : y.cols,
+                      MT_ARG_FLOAT, MT_ARG_IN}};
+    int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, name, args, count));
+    MT_TRY(mti_begin(&op, ctx, args, count));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, name, kind, a, b, y), mti_cpu_pointwise(kind, a, b, y)));
+}
+
+MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+    return mti_run_pointwise(ctx, "mt_multiply", MTI_MULTIPLY, "a", a, "b", b, "y", y);
+}
+
+MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y) {
+    return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
+}
+
+/* drow before dx, which may be the memory of dy or of x. */
+MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
+                                          mt_tensor drow) {
+    static const char *const name = "mt_multiply_row_backward";
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+    mt_tensor product;
+    mt_status status = MT_SUCCESS;
+    size_t mark;
+    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    mark = mt_arena_mark(ctx);
+    if (drow.data) {
+        MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &product));
+        status = mti_run_pointwise(ctx, name, MTI_MULTIPLY, "dy", dy, "x", x, "product", product);
+        if (status == MT_SUCCESS) status = mt_bias_backward(ctx, product, drow);
+    }
+    mt_arena_release(ctx, mark);
+    if (status != MT_SUCCESS || !dx.data) return status;
+    return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
+}
+
+MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor y) {
+    return mti_run_pointwise(ctx, "mt_multiply_col_forward", MTI_MULTIPLY_COL, "x", x, "col", col, "y", y);
+}
+
+MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
+                                          mt_tensor dcol) {
+    static const char *const name = "mt_multiply_col_backward";
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+    mt_arg sums[3];
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    if (dcol.data) {
+        mt_tensor a = dy, b = x;
+        MT_TRY(mti_expect_apart(ctx, name, "dcol", dcol, "col", col));
+        sums[0] = args[4];
+        sums[1] = args[0];
+        sums[2] = args[1];
+        sums[1].view = &a;
+        sums[2].view = &b;
+        MT_TRY(mti_begin(&op, ctx, sums, 3));
+        MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_row_dots(ctx, a, b, dcol), mti_cpu_row_dots(a, b, dcol))));
+    }
+    return dx.data ? mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    return mti_run_pointwise(ctx, "mt_sigmoid_forward", MTI_SIGMOID, "x", x, "", mt_none(), "y", y);
+}
+
+MT_API mt_status mt_sigmoid_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
+    return mti_run_pointwise(ctx, "mt_sigmoid_backward", MTI_SIGMOID_SLOPE, "x", x, "dy", dy, "dx", dx);
+}
+
+MT_API mt_status mt_silu_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    return mti_run_pointwise(ctx, "mt_silu_forward", MTI_SILU, "x", x, "", mt_none(), "y", y);
+}
+
+MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
+    return mti_run_pointwise(ctx, "mt_silu_backward", MTI_SILU_SLOPE, "x", x, "dy", dy, "dx", dx);
 }
 
 #ifdef __cplusplus

@@ -909,12 +909,46 @@ static void test_slots(void **state) {
     assert_true(sum == 2.5f);
 }
 
+static void pointwise(shape s) {
+    pair x = pair_noise(s.rows, s.cols, s.l, 1, 4.0f), z = pair_noise(s.rows, s.cols, dense, 2, 1.0f);
+    pair row = pair_noise(1, s.cols, s.l, 3, 1.0f), col = pair_noise(s.rows, 1, s.l, 4, 1.0f);
+    pair y = pair_new(s.rows, s.cols, s.l), drow = noise_f32(1, s.cols, 5, 1.0f), dcol = pair_new(s.rows, 1, dense);
+    BOTH(mt_multiply(cpu, x.cpu, z.cpu, y.cpu), mt_multiply(gpu, x.gpu, z.gpu, y.gpu));
+    same("mt_multiply", y, 1e-6);
+    BOTH(mt_multiply_row_forward(cpu, x.cpu, row.cpu, y.cpu), mt_multiply_row_forward(gpu, x.gpu, row.gpu, y.gpu));
+    same("mt_multiply_row_forward", y, 1e-6);
+    BOTH(mt_multiply_col_forward(cpu, x.cpu, col.cpu, y.cpu), mt_multiply_col_forward(gpu, x.gpu, col.gpu, y.gpu));
+    same("mt_multiply_col_forward", y, 1e-6);
+    BOTH(mt_multiply_row_backward(cpu, x.cpu, row.cpu, z.cpu, y.cpu, drow.cpu),
+         mt_multiply_row_backward(gpu, x.gpu, row.gpu, z.gpu, y.gpu, drow.gpu));
+    same("dx of mt_multiply_row_backward", y, 1e-6);
+    same("drow", drow, 1e-5);
+    BOTH(mt_multiply_col_backward(cpu, x.cpu, col.cpu, z.cpu, y.cpu, dcol.cpu),
+         mt_multiply_col_backward(gpu, x.gpu, col.gpu, z.gpu, y.gpu, dcol.gpu));
+    same("dx of mt_multiply_col_backward", y, 1e-6);
+    same("dcol", dcol, 1e-5);
+    BOTH(mt_sigmoid_forward(cpu, x.cpu, y.cpu), mt_sigmoid_forward(gpu, x.gpu, y.gpu));
+    same("mt_sigmoid_forward", y, 1e-6);
+    BOTH(mt_sigmoid_backward(cpu, x.cpu, z.cpu, y.cpu), mt_sigmoid_backward(gpu, x.gpu, z.gpu, y.gpu));
+    same("mt_sigmoid_backward", y, 1e-6);
+    BOTH(mt_silu_forward(cpu, x.cpu, y.cpu), mt_silu_forward(gpu, x.gpu, y.gpu));
+    same("mt_silu_forward", y, 1e-6);
+    BOTH(mt_silu_backward(cpu, x.cpu, z.cpu, y.cpu), mt_silu_backward(gpu, x.gpu, z.gpu, y.gpu));
+    same("mt_silu_backward", y, 1e-6);
+}
+
+static void test_pointwise(void **state) {
+    (void)state;
+    each_shape(pointwise);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_memory),
         cmocka_unit_test(test_bias),
         cmocka_unit_test(test_activation),
         cmocka_unit_test(test_norm),
+        cmocka_unit_test(test_pointwise),
         cmocka_unit_test(test_dropout),
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_cross_entropy),

@@ -1717,6 +1717,116 @@ static void test_meta(void **state) {
 #undef FINE
 }
 
+/* ---- element by element ------------------------------------------------------------------------------------------ */
+
+enum { PW_ROWS = 3, PW_COLS = 5, PW = PW_ROWS * PW_COLS };
+
+/* What each operator is, in double: row and col are those of element i. */
+static double pointwise_value(int kind, double x, double other) {
+    double s = 1 / (1 + exp(-x));
+    return kind < 3 ? x * other : kind == 3 ? s : x * s;
+}
+
+static mt_status pointwise_forward(int kind, mt_tensor x, mt_tensor other, mt_tensor y) {
+    switch (kind) {
+    case 0: return mt_multiply(ref.ctx, x, other, y);
+    case 1: return mt_multiply_row_forward(ref.ctx, x, other, y);
+    case 2: return mt_multiply_col_forward(ref.ctx, x, other, y);
+    case 3: return mt_sigmoid_forward(ref.ctx, x, y);
+    default: return mt_silu_forward(ref.ctx, x, y);
+    }
+}
+
+/* Values against double, gradients against central differences of it, in every type and with gaps between rows. */
+static void pointwise(int kind, mt_dtype dtype) {
+    double digits = dtype == MT_F32 ? 1e-6 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024, h = 1e-5;
+    size_t mark = mt_arena_mark(ref.ctx);
+    int64_t n = kind == 1 ? PW_COLS : kind == 2 ? PW_ROWS : PW;
+    mt_tensor whole[5], f, x, other, y, dy, dx;
+    float at[PW], factor[PW], up[PW], out[PW], grad[PW], sums[PW];
+    uint64_t seed = 3 + (uint64_t)kind;
+    for (int i = 0; i < 5; i++) OK(mt_arena_tensor(ref.ctx, dtype, PW_ROWS, PW_COLS + 2, &whole[i]));
+    x = mt_tensor_cols(whole[0], 1, PW_COLS);
+    other = kind == 1 ? mt_tensor_cols(mt_tensor_rows(whole[1], 0, 1), 1, PW_COLS)
+                      : mt_tensor_cols(whole[1], 1, kind == 2 ? 1 : PW_COLS);
+    y = mt_tensor_cols(whole[2], 1, PW_COLS);
+    dy = mt_tensor_cols(whole[3], 1, PW_COLS);
+    dx = mt_tensor_cols(whole[4], 1, PW_COLS);
+    OK(mt_arena_tensor(ref.ctx, MT_F32, PW_ROWS, PW_COLS, &f));
+    for (int i = 0; i < PW; i++)
+        at[i] = 4 * test_float(&seed), factor[i] = test_float(&seed), up[i] = test_float(&seed);
+    at[0] = 30;
+    at[1] = -30;
+    OK(mt_convert(ref.ctx, mt_tensor_f32(at, PW_ROWS, PW_COLS), x));
+    OK(mt_convert(ref.ctx, mt_tensor_f32(factor, other.rows, other.cols), other));
+    OK(mt_convert(ref.ctx, mt_tensor_f32(up, PW_ROWS, PW_COLS), dy));
+    OK(mt_convert(ref.ctx, x, mt_tensor_f32(at, PW_ROWS, PW_COLS))); /* as rounded */
+    OK(mt_convert(ref.ctx, other, mt_tensor_f32(factor, other.rows, other.cols)));
+    OK(mt_convert(ref.ctx, dy, mt_tensor_f32(up, PW_ROWS, PW_COLS)));
+    OK(pointwise_forward(kind, x, other, y));
+    OK(mt_convert(ref.ctx, y, f));
+    memcpy(out, f.data, sizeof out);
+    for (int i = 0; i < (int)n; i++) sums[i] = 0.5f;
+    mt_tensor dother = kind == 2 ? mt_tensor_cols(y, 0, 1) : mt_tensor_f32(sums, 1, n);
+    if (kind == 0) OK(mt_multiply(ref.ctx, dy, other, dx));
+    if (kind == 1) OK(mt_multiply_row_backward(ref.ctx, x, other, dy, dx, dother));
+    if (kind == 2) OK(mt_multiply_col_backward(ref.ctx, x, other, dy, dx, dother));
+    if (kind == 2) OK(mt_convert(ref.ctx, dother, mt_tensor_f32(sums, n, 1)));
+    if (kind == 3) OK(mt_sigmoid_backward(ref.ctx, x, dy, dx));
+    if (kind == 4) OK(mt_silu_backward(ref.ctx, x, dy, dx));
+    OK(mt_convert(ref.ctx, dx, f));
+    memcpy(grad, f.data, sizeof grad);
+    for (int i = 0; i < PW; i++) {
+        double a = (double)at[i], b = (double)factor[kind == 1 ? i % PW_COLS : kind == 2 ? i / PW_COLS : i];
+        double want = pointwise_value(kind, a, b);
+        double slope = (pointwise_value(kind, a + h, b) - pointwise_value(kind, a - h, b)) / (2 * h);
+        if (fabs((double)out[i] - want) > digits * (fabs(want) + (dtype == MT_F16 ? 1e-6 : 1e-30)) + 1e-30 &&
+            !(dtype == MT_F16 && fabs(want) < 1e-6))
+            fail_msg("kind %d, %s: y[%d] is %.9g, expected %.9g", kind, mt_dtype_name(dtype), i, (double)out[i], want);
+        if (fabs((double)grad[i] - slope * (double)up[i]) > digits * fabs(slope * (double)up[i]) + 1e-6)
+            fail_msg("kind %d, %s: dx[%d] is %.9g, expected %.9g", kind, mt_dtype_name(dtype), i, (double)grad[i],
+                     slope * (double)up[i]);
+    }
+    for (int j = 0; j < (int)n && (kind == 1 || kind == 2); j++) {
+        double want = kind == 1 ? 0.5 : 0; /* a gradient of a parameter is added to */
+        for (int i = 0; i < PW; i++)
+            if ((kind == 1 ? i % PW_COLS : i / PW_COLS) == j) want += (double)up[i] * (double)at[i];
+        if (fabs((double)sums[j] - want) > digits * fabs(want) + 2e-5)
+            fail_msg("kind %d, %s: sum %d is %.9g, expected %.9g", kind, mt_dtype_name(dtype), j, (double)sums[j],
+                     want);
+    }
+    mt_arena_release(ref.ctx, mark);
+}
+
+static void test_pointwise(void **state) {
+    (void)state;
+    for (int kind = 0; kind < 5; kind++) {
+        pointwise(kind, MT_F32);
+        pointwise(kind, MT_BF16);
+        pointwise(kind, MT_F16);
+    }
+}
+
+static void test_pointwise_refuses(void **state) {
+    float data[12] = {0};
+    mt_tensor x = mt_tensor_f32(data, 3, 4), row = mt_tensor_f32(data, 1, 4), col = mt_tensor_f32(data, 3, 1);
+    (void)state;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply: b is [1, 4], must be [3, 4]", mt_multiply(ref.ctx, x, row, x));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_row_forward: row is [3, 1], must be [1, 4]",
+                   mt_multiply_row_forward(ref.ctx, x, col, x));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_col_forward: col is [1, 4], must be [3, 1]",
+                   mt_multiply_col_forward(ref.ctx, x, row, x));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_row_backward: drow is [3, 1], must be [1, 4]",
+                   mt_multiply_row_backward(ref.ctx, x, row, x, mt_none(), col));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and col [3, 1] are the same memory",
+                   mt_multiply_col_backward(ref.ctx, x, col, x, mt_none(), col));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_forward: x is [1, 4], must be [3, 4]",
+                   mt_sigmoid_forward(ref.ctx, row, x));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_silu_backward: dy is [1, 4], must be [3, 4]",
+                   mt_silu_backward(ref.ctx, x, row, x));
+    assert_int_equal(mt_multiply(NULL, x, x, x), MT_ERR_ARGUMENT);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         REF_TEST(test_rows_without_columns),
@@ -1774,6 +1884,8 @@ int main(void) {
         REF_TEST(test_bad_cross_entropy),
         REF_TEST(test_bad_adamw),
         REF_TEST(test_args),
+        REF_TEST(test_pointwise),
+        REF_TEST(test_pointwise_refuses),
         REF_TEST(test_hash_element),
         REF_TEST(test_meta),
     };
