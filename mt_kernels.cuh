@@ -40,7 +40,7 @@
    >>map >>columns >>random-words >>ptx >>tile >>dispatch. One for each operator, with its checks, its loop on a CPU,
    its kernels, their launch and its public functions, in this order: >>fill >>copy >>add >>hash >>sum >>gemm >>bias
    >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids >>embedding >>cross-entropy
-   >>adamw */
+   >>adamw >>pointwise */
 
 #include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
 
