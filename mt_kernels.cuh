@@ -922,7 +922,8 @@ template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Ke
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. */
+/* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. Threads take chunks in the order of memory, so threads
+   next to each other load and store neighbours. Nothing is shared. */
 template <bool WIDE, typename Op>
 static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
     int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
@@ -982,7 +983,12 @@ extern "C++" {
 #define MTI_DEEP 8
 #define MTI_STRIP 64
 
-/* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols]. */
+/* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols].
+
+   1. Each thread owns MTI_CHUNK columns and every MTI_DEEP-th row of the strip, and sums these up in registers.
+   2. For one sum after the other, all threads put theirs into shared [deep, lane, MTI_CHUNK], and the first row of
+      threads adds them up in the order of deep. The first barrier: all are written; the second: all are read, and
+      the next sum may overwrite them. */
 template <bool WIDE, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
@@ -1009,7 +1015,8 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
 }
 
 /* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d,
-   d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. */
+   d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. A thread owns one
+   column. The barrier: all sums of the block are in shared [deep, lane], from which the first row of threads reads. */
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_strips_kernel(const float *partial, int64_t strips, int64_t cols, mti_view first, mti_view second) {
     MT_SHARED(float, shared, MTI_DEEP *MTI_LANES);
@@ -1658,7 +1665,8 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Adds the hashes of the elements; the order does not matter to integers. */
+/* Adds the hashes of the elements; the order does not matter to integers. A thread adds up its own first: one atomic
+   addition for each thread. */
 static __global__ void __launch_bounds__(256)
     mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
                     unsigned long long *sum) {
@@ -1757,8 +1765,9 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
 }
 
 /* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take
-   longer than its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody may
-   contract with an addition has the same bits whether chunks are wide or not. */
+   longer than its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody
+   may contract with an addition has the same bits whether chunks are wide or not. A block's sum is one partial; the
+   barriers are in mti_block_sum_double. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
@@ -3254,6 +3263,14 @@ struct mti_norm_op {
     int centered; /* LayerNorm: the mean is taken off */
 };
 
+/* A block owns a row, a thread every blockDim-th chunk of it. Its first MTI_KEPT chunks stay in registers; the others
+   are read again.
+
+   1. LayerNorm: the sum of x, and from it the mean.
+   2. The sum of (x - mean)^2, and from it rstd.
+   3. y, chunk by chunk.
+
+   Sums of the block go through `shared`, whose barriers are in mti_block_sums. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
     MT_SHARED(float, shared, 64);
@@ -3413,7 +3430,13 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
 }
 
 /* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too
-   wide for that; partial [strips, 2, cols]. */
+   wide for that; partial [strips, 2, cols].
+
+   1. Each thread owns every blockDim-th chunk, and clears the sums of its chunks.
+   2. For each row: mean_g and mean_gx over the block, through `shared`; then dx, and dgain and dbias of its chunks.
+   3. Each thread writes the sums of its chunks to partial; mti_strips adds up the strips.
+
+   A chunk of the sums belongs to one thread throughout, so they need no barrier. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_NORM_THREADS)
     mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
@@ -4132,6 +4155,12 @@ static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t 
     return *i < p.s.seq;
 }
 
+/* A warp owns a query of a head: nothing is shared between warps, and there is no barrier. It walks along the keys,
+   32 at a time:
+
+   1. Each lane has one key: its score, and with the warp's maximum its exponential e and the sum so far.
+   2. Each lane has elements lane, lane + 32, ... of the output, and scales them to the new maximum. Then it adds e
+      times its elements of each of the 32 values; a shuffle brings e from the lane of the key. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f;
@@ -4166,6 +4195,8 @@ static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_
     *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.s.head_dim) - delta);
 }
 
+/* A warp owns a query of a head, as in the forward. For dscore each lane has a key; then each lane has elements of dq,
+   and adds up the keys. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, weight, ds;
@@ -4185,7 +4216,9 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kern
         mti_put(p.dqkv, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
 }
 
-/* Key j of a group: over the queries of all its heads, in their order. */
+/* A warp owns key j of a group, and walks over the queries of all its heads, in their order, 32 at a
+   time. For weight and dscore each lane has a query; then each lane has elements of dk and dv, and adds up the
+   queries. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_kernel(mti_plain p) {
     int64_t b, group, j, lane = threadIdx.x & 31;
     float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds;
@@ -4845,7 +4878,8 @@ static void mti_cpu_rotary(const mt_attention_shape *shape, mt_tensor table, flo
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. */
+/* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. A thread
+   reads both before it writes both, and nobody else touches them. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s, int64_t rows, float sign) {
@@ -5376,7 +5410,12 @@ static unsigned mti_ce_threads(int64_t cols) {
 }
 
 /* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of
-   exponentials against it. The row stays in kept, when that is there. */
+   exponentials against it. The row stays in kept, when that is there.
+
+   1. Each thread walks over every blockDim-th chunk of the row.
+   2. The maximum of the row: of each warp by shuffles, of the warps through `tops`. The barrier: tops and hit, the
+      logit of the target, are written before anybody reads them, and before the caller writes gradients over logits.
+   3. Each thread scales its sum to the row's maximum, and mti_block_sums adds these up through `shared`. */
 template <bool WIDE>
 static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
     MT_SHARED(float, shared, 64);
@@ -5407,6 +5446,7 @@ static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row
     return make_float4(all, sums.x, *hit, sums.y);
 }
 
+/* A block owns a row. */
 template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti_ce c) {
     mti_view none = {NULL, 0, 0};
     float4 s = mti_ce_row<WIDE>(c, blockIdx.x, none);
@@ -5418,7 +5458,8 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mt
 }
 
 /* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is
-   read again, while it is in the L2 cache. A thread reads back what it wrote itself. */
+   read again, while it is in the L2 cache. A block owns a row; the barriers of mti_ce_row stand between the last read
+   of the logits of others and the first gradient. A thread reads back from `room` what it wrote itself. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS)
     mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
