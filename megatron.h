@@ -159,6 +159,15 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
+/* Core attention of a rank for a block of your own: mt_attention_forward and _backward on the groups of a column-
+   parallel qkv, once for each of its `shards` virtual shards (qkv.weight->shards). qkv [tokens, groups * unit], out
+   [tokens, groups * heads_per_group * head_dim], lse [shape->groups * heads_per_group, tokens]. shape->groups may be
+   fewer than the columns are for: those of the others, which fill up the split, become zeros. */
+MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+                                           mt_tensor out, mt_tensor lse);
+MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+                                            mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
+
 /* Between the grouped QKV weight [(heads + 2 kv_heads) * head_dim, cols] and separate q [heads * head_dim, cols], k and
    v [kv_heads * head_dim, cols], all in host memory, global; for a bias cols is 1. Plain copies, no errors but sizes.
  */
@@ -594,16 +603,20 @@ static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const 
     return s;
 }
 
-/* The part of that which is a virtual shard; `*first` is its first group on this rank. */
-static mt_attention_shape mti_attention_shard(const mt_self_attention *a, const mt_attention_shape *whole, int shard,
+/* The part of a rank's groups that is a virtual shard; `*first` is its first group on this rank. */
+static mt_attention_shape mti_attention_shard(const mt_attention_shape *whole, int64_t groups, int shard, int shards,
                                               int64_t *first) {
-    int64_t each = a->groups / a->qkv.weight->shards;
+    int64_t each = groups / shards;
     mt_attention_shape s = *whole;
     *first = mt_min(whole->groups, shard * each);
     s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
     return s;
 }
+
+/* Columns of a group in qkv, and in out. */
+static int64_t mti_qkv_width(const mt_attention_shape *s) { return (s->heads_per_group + 2) * s->head_dim; }
+static int64_t mti_out_width(const mt_attention_shape *s) { return s->heads_per_group * s->head_dim; }
 
 /* The columns of t that belong to the shape's groups from `first` on, `width` for each. */
 static mt_tensor mti_attention_cols(const mt_attention_shape *shape, mt_tensor t, int64_t first, int64_t width) {
@@ -620,59 +633,95 @@ static mt_tensor mti_attention_lse(const mt_attention_shape *shape, mt_tensor ls
     return mti_some_rows(lse, first * shape->heads_per_group, shape->groups * shape->heads_per_group);
 }
 
-static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_self_attention *a,
-                                             const mt_attention_shape *whole, int shard,
-                                             const mt_self_attention_saved *saved) {
-    int64_t first;
-    mt_attention_shape shape = mti_attention_shard(a, whole, shard, &first);
-    mt_tensor out = mti_attention_cols(&shape, saved->out, first, a->proj.desc.unit), qkv, room;
+static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention_shape *shape, int64_t first,
+                                             mt_tensor qkv, mt_tensor out, mt_tensor lse) {
     size_t mark = mt_arena_mark(ctx);
-    if (shape.groups == 0) return MT_SUCCESS;
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, saved->qkv, first, a->qkv.desc.unit), &qkv));
-    MT_TRY(mt_invariant_output(ctx, out, &room));
-    MT_TRY(mt_attention_forward(ctx, &shape, qkv, room, mti_attention_lse(&shape, saved->lse, first)));
-    MT_TRY(mt_invariant_store(ctx, room, out));
+    mt_tensor to;
+    if (shape->groups == 0) return MT_SUCCESS;
+    out = mti_attention_cols(shape, out, first, mti_out_width(shape));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, qkv, first, mti_qkv_width(shape)), &qkv));
+    MT_TRY(mt_invariant_output(ctx, out, &to));
+    MT_TRY(mt_attention_forward(ctx, shape, qkv, to, mti_attention_lse(shape, lse, first)));
+    MT_TRY(mt_invariant_store(ctx, to, out));
     mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_attention_shape *shape, int shards,
+                                mt_tensor qkv, mt_tensor out) {
+    int64_t groups;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!shape || shards < 1 || shape->groups < 0 || shape->heads_per_group < 1 || shape->head_dim < 1 ||
+        shape->heads_per_group > INT32_MAX / shape->head_dim - 2)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s, %d shards", function, shape ? "shape is empty" : "shape is NULL",
+                       shards);
+    groups = qkv.cols / mti_qkv_width(shape);
+    if (groups >= shape->groups && groups % shards == 0 && qkv.cols == groups * mti_qkv_width(shape) &&
+        out.cols == groups * mti_out_width(shape))
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: qkv has %lld columns, out %lld, for %lld groups of %lld heads of %lld",
+                   function, (long long)qkv.cols, (long long)out.cols, (long long)shape->groups,
+                   (long long)shape->heads_per_group, (long long)shape->head_dim);
+}
+
+MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+                                           mt_tensor out, mt_tensor lse) {
+    int64_t groups, first;
+    int s;
+    MT_TRY(mti_core_check(ctx, "mt_core_attention_forward", shape, shards, qkv, out));
+    groups = qkv.cols / mti_qkv_width(shape);
+    MT_TRY(mti_attention_zero_rest(ctx, shape, out, mti_out_width(shape)));
+    for (s = 0; s < shards && shape->groups > 0; s++) {
+        mt_attention_shape part = mti_attention_shard(shape, groups, s, shards, &first);
+        MT_TRY(mti_attention_shard_forward(ctx, &part, first, qkv, out, lse));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_attention_shape *shape, int64_t first,
+                                              mt_tensor qkv, mt_tensor out, mt_tensor lse, mt_tensor dout,
+                                              mt_tensor dqkv) {
+    int64_t qkv_width = mti_qkv_width(shape), out_width = mti_out_width(shape);
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor to;
+    if (shape->groups == 0) return MT_SUCCESS;
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, qkv, first, qkv_width), &qkv));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, out, first, out_width), &out));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, dout, first, out_width), &dout));
+    dqkv = mti_attention_cols(shape, dqkv, first, qkv_width);
+    MT_TRY(mt_invariant_output(ctx, dqkv, &to));
+    MT_TRY(mt_attention_backward(ctx, shape, qkv, out, mti_attention_lse(shape, lse, first), dout, to));
+    MT_TRY(mt_invariant_store(ctx, to, dqkv));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+                                            mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
+    int64_t groups, first;
+    int s;
+    MT_TRY(mti_core_check(ctx, "mt_core_attention_backward", shape, shards, qkv, out));
+    MT_TRY(mti_core_check(ctx, "mt_core_attention_backward", shape, shards, dqkv, dout));
+    groups = qkv.cols / mti_qkv_width(shape);
+    MT_TRY(mti_attention_zero_rest(ctx, shape, dqkv, mti_qkv_width(shape)));
+    for (s = 0; s < shards && shape->groups > 0; s++) {
+        mt_attention_shape part = mti_attention_shard(shape, groups, s, shards, &first);
+        MT_TRY(mti_attention_shard_backward(ctx, &part, first, qkv, out, lse, dout, dqkv));
+    }
     return MT_SUCCESS;
 }
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a,
                                             const mt_attention_shape *shape, const mt_self_attention_saved *saved) {
-    int s;
-    MT_TRY(mti_attention_zero_rest(ctx, shape, saved->out, a->proj.desc.unit));
-    if (shape->groups == 0) return MT_SUCCESS;
-    for (s = 0; s < a->qkv.weight->shards; s++) MT_TRY(mti_attention_shard_forward(ctx, a, shape, s, saved));
-    return MT_SUCCESS;
-}
-
-static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_self_attention *a,
-                                              const mt_attention_shape *whole, int shard,
-                                              const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
-    int64_t first, qkv_width = a->qkv.desc.unit, out_width = a->proj.desc.unit;
-    mt_attention_shape shape = mti_attention_shard(a, whole, shard, &first);
-    mt_tensor qkv, out, room;
-    size_t mark = mt_arena_mark(ctx);
-    if (shape.groups == 0) return MT_SUCCESS;
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, saved->qkv, first, qkv_width), &qkv));
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, saved->out, first, out_width), &out));
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(&shape, dout, first, out_width), &dout));
-    dqkv = mti_attention_cols(&shape, dqkv, first, qkv_width);
-    MT_TRY(mt_invariant_output(ctx, dqkv, &room));
-    MT_TRY(mt_attention_backward(ctx, &shape, qkv, out, mti_attention_lse(&shape, saved->lse, first), dout, room));
-    MT_TRY(mt_invariant_store(ctx, room, dqkv));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
+    return mt_core_attention_forward(ctx, shape, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse);
 }
 
 static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a,
                                              const mt_attention_shape *shape, const mt_self_attention_saved *saved,
                                              mt_tensor dout, mt_tensor dqkv) {
-    int s;
-    MT_TRY(mti_attention_zero_rest(ctx, shape, dqkv, a->qkv.desc.unit));
-    if (shape->groups == 0) return MT_SUCCESS;
-    for (s = 0; s < a->qkv.weight->shards; s++)
-        MT_TRY(mti_attention_shard_backward(ctx, a, shape, s, saved, dout, dqkv));
-    if (!a->rotary.data) return MT_SUCCESS;
+    MT_TRY(
+        mt_core_attention_backward(ctx, shape, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
+    if (!a->rotary.data || shape->groups == 0) return MT_SUCCESS;
     return mt_rotary_backward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
                               mti_attention_cols(shape, dqkv, 0, a->qkv.desc.unit));
 }

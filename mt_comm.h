@@ -45,12 +45,6 @@
 #ifndef MT_COMM_H
 #define MT_COMM_H
 
-/* The version of the four headers. */
-#define MT_VERSION_MAJOR 0
-#define MT_VERSION_MINOR 4
-#define MT_VERSION_PATCH 0
-#define MT_VERSION "0.4.0"
-
 #include <stddef.h>
 #include <stdint.h>
 
@@ -64,10 +58,11 @@ extern "C" {
 
 /* ---- version ----------------------------------------------------------------------------------------------------- */
 
+/* The version of the four headers. */
 #define MT_VERSION_MAJOR 0
-#define MT_VERSION_MINOR 4
+#define MT_VERSION_MINOR 5
 #define MT_VERSION_PATCH 0
-#define MT_VERSION "0.4.0"
+#define MT_VERSION "0.5.0"
 #define MT_VERSION_NUMBER (MT_VERSION_MAJOR * 1000000 + MT_VERSION_MINOR * 1000 + MT_VERSION_PATCH)
 
 /* MT_VERSION_NUMBER of the implementation that is linked. mt_context_create refuses headers of another version. */

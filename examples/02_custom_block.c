@@ -1,10 +1,13 @@
-/* 02_custom_block - a block of your own from f, g and the parallel linears: attention and MLP side by side.
+/* 02_custom_block - a block of your own: attention with QK-norm and an output gate beside an MLP, with one f and one g.
 
    cc -O3 -march=native -I. examples/02_custom_block.c -o 02_custom_block -lm -lpthread && ./02_custom_block
 
-   GPT-J and PaLM compute y = x + attention(LN(x)) + MLP(LN(x)). Both halves read the same LN(x) and their outputs meet
-   in one sum, so one g (all-reduce) forward and one f (all-reduce) backward serve both: 2 all-reduces per layer and
-   step where the sequential layer of megatron.h needs 4. Run it with ./02_custom_block 1, 2 or 4 ranks: same losses. */
+   y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(gelu(fc1(n))), n = norm(x).
+   All branches read the same n and end in one sum: 2 all-reduces per layer and step, where the sequential layer of
+   megatron.h needs 4. docs/blocks.md explains it. ./02_custom_block [RANKS] [bf16] [cuda] [invariant] [hashes]: the
+   same losses on 1, 2 and 4 ranks, to rounding; the same bits with `invariant`; `hashes` shows the hash log of the
+   last step.
+   For CUDA: nvcc -x cu -std=c++20 -O3 -I. examples/02_custom_block.c -o 02_custom_block -lcublasLt */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -13,146 +16,201 @@
 #include <stdlib.h>
 
 enum { SEQUENCES = 4, SEQ = 32, TOKENS = SEQUENCES * SEQ, HIDDEN = 64, HEADS = 4, FFN = 256, STEPS = 60 };
+enum { HEAD = HIDDEN / HEADS, UNIT = 3 * HEAD }; /* columns of a head, and of its q, k and v */
+
+/* ---- the block --------------------------------------------------------------------------------------------------- */
 
 typedef struct block {
-    mt_param *gain, *bias; /* of the norm */
-    mt_column_parallel_linear qkv, fc1;
-    mt_row_parallel_linear proj, fc2; /* their weights; the reduction they share is done here */
-    mt_attention_shape attention;
-    mt_comm *tp;
+    mt_norm_layer norm, q_norm, k_norm;
+    mt_column_parallel_linear qkv, gate, fc1;
+    mt_row_parallel_linear proj, fc2;
 } block;
 
 typedef struct block_saved {
-    mt_tensor x, stats, norm, qkv, out, lse, h, act;
-    mt_linear_saved qkv_in, fc1_in;
+    mt_norm_saved norm, q_norm, k_norm;
+    mt_linear_saved in, out[2];
+    mt_tensor raw, qkv, gate, core, lse, h;
 } block_saved;
 
-static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
-    mt_param_desc gain = {.name = "norm.weight", .rows = 1, .cols = HIDDEN, .init_value = 1};
-    mt_param_desc bias = {.name = "norm.bias", .rows = 1, .cols = HIDDEN};
-    mt_linear_desc qkv = {
-        .in_features = HIDDEN, .out_features = 3 * HIDDEN, .unit = 3 * HIDDEN / HEADS, .init_std = 0.1f};
-    mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = FFN, .skip_bias_add = 1, .init_std = 0.1f};
-    mt_linear_desc proj = {.in_features = HIDDEN,
-                           .out_features = HIDDEN,
-                           .unit = HIDDEN / HEADS,
-                           .input_is_parallel = 1,
-                           .no_bias = 1,
-                           .init_std = 0.1f};
-    mt_linear_desc fc2 = {
-        .in_features = FFN, .out_features = HIDDEN, .input_is_parallel = 1, .no_bias = 1, .init_std = 0.1f};
-    MT_TRY(mt_params_add(ctx, params, &gain, &b->gain));
-    MT_TRY(mt_params_add(ctx, params, &bias, &b->bias));
+static mt_status block_layers(mt_context *ctx, mt_params *params, block *b) {
+    mt_norm_layer_desc norm = {.features = HIDDEN};
+    mt_norm_layer_desc per_head = {.features = HEAD, .groups = HEADS, .kind = MT_RMS_NORM};
+    mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = HEADS * UNIT, .unit = UNIT, .init_std = 0.1f};
+    mt_linear_desc gate = {.in_features = HIDDEN, .out_features = HIDDEN, .unit = HEAD, .init_std = 0.1f};
+    mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = FFN, .init_std = 0.1f};
+    mt_linear_desc proj = gate, fc2 = {.in_features = FFN, .out_features = HIDDEN, .init_std = 0.1f};
+    proj.input_is_parallel = fc2.input_is_parallel = 1;
+    MT_TRY(mt_norm_layer_create(ctx, params, "norm", &norm, &b->norm));
+    MT_TRY(mt_norm_layer_create(ctx, params, "q_norm", &per_head, &b->q_norm));
+    MT_TRY(mt_norm_layer_create(ctx, params, "k_norm", &per_head, &b->k_norm));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "qkv", &qkv, &b->qkv));
+    MT_TRY(mt_column_parallel_linear_create(ctx, params, "gate", &gate, &b->gate));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc1", &fc1, &b->fc1));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->proj));
-    MT_TRY(mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->fc2));
-    b->tp = mt_params_grid(params)->tp;
-    b->attention = (mt_attention_shape){.batch = SEQUENCES,
-                                        .seq = SEQ,
-                                        .groups = b->qkv.local_features / qkv.unit,
-                                        .heads_per_group = 1,
-                                        .head_dim = HIDDEN / HEADS};
-    return MT_SUCCESS;
+    return mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->fc2);
+}
+
+static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
+    int count = mt_params_count(params);
+    return mt_create_end(params, count, b, sizeof *b, block_layers(ctx, params, b));
+}
+
+/* q (0), k (1) or v (2) of all heads: [tokens * heads, HEAD] of qkv [tokens, heads * UNIT]. */
+static mt_tensor heads(mt_tensor qkv, int which) {
+    return mt_tensor_cols(mt_tensor_reshape(qkv, qkv.rows * qkv.cols / UNIT, UNIT), which * HEAD, HEAD);
+}
+
+static mt_attention_shape block_attention(const block *b) {
+    mt_attention_shape shape = {.batch = SEQUENCES, .seq = SEQ, .groups = b->qkv.local_features / UNIT};
+    shape.heads_per_group = 1;
+    shape.head_dim = HEAD;
+    return shape;
 }
 
 static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_tensor y, block_saved *s) {
-    s->x = x;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, 2, &s->stats));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &s->norm));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, b->qkv.local_features, &s->qkv));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, b->proj.local_features, &s->out));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, b->attention.groups, TOKENS, &s->lse));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, b->fc1.local_features, &s->h));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, b->fc2.local_features, &s->act));
-    MT_TRY(mt_norm_forward(ctx, MT_LAYER_NORM, x, b->gain->value, b->bias->value, 1e-5f, s->norm, s->stats));
-    MT_TRY(mt_copy_to_tensor_region_forward(ctx, b->tp, s->norm)); /* f: identity */
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &b->qkv, s->norm, s->qkv, &s->qkv_in));
-    MT_TRY(mt_attention_forward(ctx, &b->attention, s->qkv, s->out, s->lse));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &b->fc1, s->norm, s->h, &s->fc1_in));
-    MT_TRY(mt_activation_forward(ctx, MT_GELU_TANH, s->h, b->fc1.bias->value, s->act));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, s->out, b->proj.weight->value, 0, y));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, s->act, b->fc2.weight->value, 1, y)); /* both partial sums */
-    MT_TRY(mt_reduce_from_tensor_region_forward(ctx, b->tp, y));                        /* g: the one all-reduce */
+    const mt_column_parallel_linear *in[] = {&b->qkv, &b->gate, &b->fc1};
+    const mt_row_parallel_linear *out[] = {&b->proj, &b->fc2};
+    const mt_attention_shape shape = block_attention(b);
+    const int64_t wide = b->qkv.local_features, local = b->proj.local_features, ffn = b->fc1.local_features;
+    mt_tensor n, gated, act;
+    mt_arena_request memory[] = {
+        {&n, x.dtype, x.rows, HIDDEN},           {&s->raw, x.dtype, TOKENS, wide},   {&s->qkv, x.dtype, TOKENS, wide},
+        {&s->gate, x.dtype, TOKENS, local},      {&s->core, x.dtype, TOKENS, local}, {&gated, x.dtype, TOKENS, local},
+        {&s->lse, MT_F32, local / HEAD, TOKENS}, {&s->h, x.dtype, TOKENS, ffn},      {&act, x.dtype, TOKENS, ffn}};
+    MT_TRY(mt_arena_tensors(ctx, memory, (int)(sizeof memory / sizeof *memory)));
+    const mt_tensor into[] = {s->raw, s->gate, s->h}, from[] = {gated, act};
+    MT_TRY(mt_norm_layer_forward(ctx, &b->norm, x, n, &s->norm));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, in, 3, n, into, &s->in));
+    MT_TRY(mt_norm_layer_forward(ctx, &b->q_norm, heads(s->raw, 0), heads(s->qkv, 0), &s->q_norm));
+    MT_TRY(mt_norm_layer_forward(ctx, &b->k_norm, heads(s->raw, 1), heads(s->qkv, 1), &s->k_norm));
+    MT_TRY(mt_copy(ctx, heads(s->raw, 2), heads(s->qkv, 2)));
+    MT_TRY(mt_core_attention_forward(ctx, &shape, b->qkv.weight->shards, s->qkv, s->core, s->lse));
+    MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->proj.weight));
+    MT_TRY(mt_sigmoid_forward(ctx, s->gate, gated));
+    MT_TRY(mt_multiply(ctx, gated, s->core, gated));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &b->fc1, MT_GELU_TANH, s->h, act));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, out, 2, from, y, s->out)); /* g: the one all-reduce */
     return mt_add(ctx, x, y, y);
 }
 
-/* dy [TOKENS, HIDDEN] -> dx, and the gradients of all parameters. */
+/* dy -> dx, and the gradients of all parameters. */
 static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, mt_tensor dx, const block_saved *s) {
-    mt_tensor dout, dqkv, dact, dnorm;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, s->out.cols, &dout));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, s->qkv.cols, &dqkv));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, s->act.cols, &dact));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &dnorm));
-    MT_TRY(mt_reduce_from_tensor_region_backward(ctx, b->tp, dy)); /* g: identity */
-    MT_TRY(mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1, dy, s->out, 1, b->proj.weight->grad));
-    MT_TRY(mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1, dy, s->act, 1, b->fc2.weight->grad));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dy, b->proj.weight->value, 0, dout));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dy, b->fc2.weight->value, 0, dact));
-    MT_TRY(mt_attention_backward(ctx, &b->attention, s->qkv, s->out, s->lse, dout, dqkv));
-    MT_TRY(mt_activation_backward(ctx, MT_GELU_TANH, s->h, dact, s->h, b->fc1.bias->grad)); /* s->h is now dh */
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &b->qkv, dqkv, mt_none(), &s->qkv_in));  /* weights only */
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &b->fc1, s->h, mt_none(), &s->fc1_in));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dqkv, b->qkv.weight->value, 0, dnorm));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, s->h, b->fc1.weight->value, 1, dnorm));
-    MT_TRY(mt_copy_to_tensor_region_backward(ctx, b->tp, dnorm)); /* f: the one all-reduce */
-    return mt_norm_backward(ctx, MT_LAYER_NORM, s->x, b->gain->value, s->stats, dnorm, dy, dx, b->gain->grad,
-                            b->bias->grad);
+    const mt_column_parallel_linear *in[] = {&b->qkv, &b->gate, &b->fc1};
+    const mt_row_parallel_linear *out[] = {&b->proj, &b->fc2};
+    const mt_attention_shape shape = block_attention(b);
+    mt_tensor dn, dqkv, dgate, dcore, dgated, dact;
+    mt_arena_request memory[] = {{&dn, dy.dtype, dy.rows, HIDDEN},          {&dqkv, dy.dtype, TOKENS, s->qkv.cols},
+                                 {&dgate, dy.dtype, TOKENS, s->gate.cols},  {&dcore, dy.dtype, TOKENS, s->core.cols},
+                                 {&dgated, dy.dtype, TOKENS, s->core.cols}, {&dact, dy.dtype, TOKENS, s->h.cols}};
+    MT_TRY(mt_arena_tensors(ctx, memory, (int)(sizeof memory / sizeof *memory)));
+    const mt_tensor into[] = {dgated, dact}, from[] = {dqkv, dgate, s->h};
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, out, 2, dy, into, s->out));
+    MT_TRY(mt_multiply(ctx, dgated, s->core, dgate));
+    MT_TRY(mt_sigmoid_backward(ctx, s->gate, dgate, dgate));
+    MT_TRY(mt_sigmoid_forward(ctx, s->gate, dcore));
+    MT_TRY(mt_multiply(ctx, dcore, dgated, dcore));
+    MT_TRY(mt_core_attention_backward(ctx, &shape, b->qkv.weight->shards, s->qkv, s->core, s->lse, dcore, dqkv));
+    MT_TRY(mt_norm_layer_backward(ctx, &b->q_norm, heads(dqkv, 0), mt_none(), heads(dqkv, 0), &s->q_norm));
+    MT_TRY(mt_norm_layer_backward(ctx, &b->k_norm, heads(dqkv, 1), mt_none(), heads(dqkv, 1), &s->k_norm));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &b->fc1, MT_GELU_TANH, s->h, dact,
+                                                  s->h));                            /* h becomes its gradient */
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, in, 3, from, dn, &s->in)); /* f: the one all-reduce */
+    return mt_norm_layer_backward(ctx, &b->norm, dn, dy, dx, &s->norm);
 }
 
+/* ---- a loop that trains it --------------------------------------------------------------------------------------- */
+
+typedef struct settings {
+    int ranks, cuda, invariant, hashes;
+    mt_dtype dtype;
+    float loss[STEPS];
+} settings;
+
 /* One step towards predicting each token's predecessor; a toy task that attention can solve and an MLP alone cannot. */
-static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, mt_optimizer *adamw, float *loss) {
+static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, mt_optimizer *adamw, mt_dtype dtype,
+                            float *loss) {
+    static const float scale = 1.0f / TOKENS;
     size_t mark = mt_arena_mark(ctx);
-    mt_tensor x, y, dx;
+    mt_tensor x, y, dx, host_side;
+    mt_arena_request memory[] = {{&x, dtype, TOKENS, HIDDEN},
+                                 {&y, dtype, TOKENS, HIDDEN},
+                                 {&dx, dtype, TOKENS, HIDDEN},
+                                 {&host_side, MT_F32, TOKENS, HIDDEN}};
+    float in[TOKENS * HIDDEN], out[TOKENS * HIDDEN];
+    double sum = 0;
     block_saved saved;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &x));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &y));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &dx));
-    float *in = x.data, *out = y.data;
+    MT_TRY(mt_arena_tensors(ctx, memory, 4));
     for (int i = 0; i < TOKENS * HIDDEN; i++) in[i] = sinf(0.013f * (float)(i % 4001) * (float)(1 + i % 7));
+    MT_TRY(mt_upload(ctx, in, host_side));
+    MT_TRY(mt_convert(ctx, host_side, x));
     MT_TRY(mt_params_zero_grad(ctx, params));
     MT_TRY(block_forward(ctx, b, x, y, &saved));
-    double sum = 0;
+    MT_TRY(mt_convert(ctx, y, host_side));
+    MT_TRY(mt_download(ctx, host_side, out));
     for (int i = 0; i < TOKENS * HIDDEN; i++) { /* out becomes dy */
-        float target = i / HIDDEN % SEQ == 0 ? 0 : in[i - HIDDEN], error = out[i] - target;
-        sum += 0.5 * error * error / TOKENS;
-        out[i] = error / TOKENS;
+        float error = out[i] - (i / HIDDEN % SEQ == 0 ? 0 : in[i - HIDDEN]);
+        sum += 0.5 * (double)(error * error * scale);
+        out[i] = error * scale;
     }
     *loss = (float)sum;
+    MT_TRY(mt_upload(ctx, out, host_side));
+    MT_TRY(mt_convert(ctx, host_side, y));
     MT_TRY(block_backward(ctx, b, y, dx, &saved));
     mt_arena_release(ctx, mark);
+    MT_TRY(mt_sync_gradients(ctx, params)); /* gains per head saw only this rank's heads */
     return mt_optimizer_step(ctx, adamw, 3e-3f, 1);
 }
 
-static mt_status run(mt_comm *world, mt_context *ctx, mt_params *params, mt_optimizer *adamw) {
+static void print_hash(void *user, const char *name, uint64_t hash, int differs) {
+    if (*(const int *)user == 0)
+        printf("  %016llx %s%s\n", (unsigned long long)hash, name, differs ? ": ranks differ" : "");
+}
+
+static mt_status run(mt_comm *world, mt_context *ctx, mt_params *params, mt_optimizer *adamw, settings *s) {
+    mt_comm *tp = mt_params_grid(params)->tp;
+    mt_hash_log *log = NULL;
+    int rank = mt_comm_rank(world);
+    mt_status status = MT_SUCCESS;
     block b;
     float loss = 0;
+    MT_TRY(mt_params_set_dtype(ctx, params, s->dtype));
     MT_TRY(block_create(ctx, params, &b));
     MT_TRY(mt_params_init(ctx, params, 1234));
     MT_TRY(mt_optimizer_create(ctx, params, NULL, adamw));
-    for (int step = 0; step < STEPS; step++) {
-        mt_comm_ledger_reset(b.tp);
-        MT_TRY(train_step(ctx, &b, params, adamw, &loss));
-        if (mt_comm_rank(world) == 0 && (step % 10 == 0 || step == STEPS - 1))
-            printf("step %2d  loss %.5f\n", step, (double)loss);
+    for (int step = 0; step < STEPS && status == MT_SUCCESS; step++) {
+        if (s->hashes && step == STEPS - 1) MT_TRY(mt_hash_log_create(ctx, mt_params_grid(params), &log));
+        mt_comm_ledger_reset(tp);
+        status = train_step(ctx, &b, params, adamw, s->dtype, &loss);
+        if (rank == 0) s->loss[step] = loss;
+        if (rank == 0 && (step % 10 == 0 || step == STEPS - 1)) printf("step %2d  loss %.5f\n", step, (double)loss);
     }
-    if (mt_comm_rank(world) == 0)
-        printf("%d ranks, %llu all-reduces per step\n", mt_comm_size(world),
-               (unsigned long long)mt_comm_ledger(b.tp).calls[MT_ALL_REDUCE]);
-    return MT_SUCCESS;
+    if (status == MT_SUCCESS && rank == 0)
+        printf("%d ranks, %llu all-reduces per step, the last one of the gains per head\n", mt_comm_size(world),
+               (unsigned long long)mt_comm_ledger(tp).calls[MT_ALL_REDUCE]);
+    if (status == MT_SUCCESS && log) status = mt_hash_log_flush(ctx, log, print_hash, &rank);
+    mt_hash_log_destroy(log);
+    return status;
 }
 
 static mt_status rank_main(mt_comm *world, void *user) {
+    settings *s = (settings *)user;
     mt_context *ctx = NULL;
     mt_params *params = NULL;
-    mt_optimizer adamw = {0};
-    mt_grid grid = {0};
-    mt_grid_desc shape = {.tp = mt_comm_size(world)};
-    (void)user;
-    mt_status status = mt_context_create(world, NULL, &ctx);
+    mt_optimizer adamw;
+    mt_grid grid;
+    mt_grid_desc shape;
+    mt_context_desc where;
+    memset(&adamw, 0, sizeof adamw);
+    memset(&grid, 0, sizeof grid);
+    memset(&shape, 0, sizeof shape);
+    memset(&where, 0, sizeof where);
+    shape.tp = mt_comm_size(world);
+    where.device = s->cuda ? MT_DEVICE_CUDA : MT_DEVICE_CPU;
+    where.invariant = s->invariant;
+    mt_status status = mt_context_create(world, &where, &ctx);
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
-    if (status == MT_SUCCESS) status = run(world, ctx, params, &adamw);
+    if (status == MT_SUCCESS) status = run(world, ctx, params, &adamw, s);
     mt_optimizer_destroy(ctx, &adamw);
     mt_params_destroy(params);
     mt_grid_destroy(&grid);
@@ -160,11 +218,24 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
+#ifndef CUSTOM_BLOCK_NO_MAIN /* tests/test_custom_block.c has its own */
 int main(int argc, char **argv) {
-    mt_launch_desc launch = {.ranks = argc > 1 ? atoi(argv[1]) : 2};
-    if (launch.ranks < 1) {
-        fprintf(stderr, "02_custom_block: '%s' is no number of ranks\n", argv[1]);
-        return 1;
+    settings s;
+    mt_launch_desc launch;
+    memset(&s, 0, sizeof s);
+    memset(&launch, 0, sizeof launch);
+    launch.ranks = 2;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "bf16") == 0) s.dtype = MT_BF16;
+        else if (strcmp(argv[i], "cuda") == 0) s.cuda = 1;
+        else if (strcmp(argv[i], "invariant") == 0) s.invariant = HEADS;
+        else if (strcmp(argv[i], "hashes") == 0) s.hashes = 1;
+        else launch.ranks = atoi(argv[i]);
+        if (launch.ranks < 1) {
+            fprintf(stderr, "02_custom_block: '%s' is neither a number of ranks nor a setting\n", argv[i]);
+            return 1;
+        }
     }
-    return mt_launch(&launch, rank_main, NULL) == MT_SUCCESS ? 0 : 1;
+    return mt_launch(&launch, rank_main, &s) == MT_SUCCESS ? 0 : 1;
 }
+#endif
