@@ -5898,8 +5898,8 @@ static __global__ void __launch_bounds__(32)
 
 static mt_status mti_cuda_row_dots(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_row_dots_kernel, mti_grid(a.rows, 1), 32, 0, ctx->stream, mti_view_of(a), mti_view_of(b),
-                     mti_view_of(y), a.rows, a.cols);
+    MT_LAUNCH_KERNEL(mti_row_dots_kernel, mti_grid(a.rows, 1), 32, 0, mt_context_stream(ctx), mti_view_of(a),
+                     mti_view_of(b), mti_view_of(y), a.rows, a.cols);
     return mt_cuda_launched(ctx, "mt_multiply_col_backward");
 }
 

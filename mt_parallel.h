@@ -2345,7 +2345,7 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const m
                        "init_std %g",
                        function, name, (long long)d->in_features, (long long)d->out_features, (long long)d->parts,
                        (long long)d->unit, (double)d->init_std);
-    if (!ctx->invariant || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
+    if (!mt_context_invariant(ctx) || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
     return mt_fail(
         ctx, MT_ERR_ARGUMENT,
         "%s: '%s' has %lld parts, which lie shard by shard in invariant mode: work on each virtual shard, and "
