@@ -123,12 +123,12 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
    empty groups. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
-    int64_t kv_heads;  /* query groups; 0: heads (MHA), fewer: GQA */
-    mt_mask mask;      /* default MT_MASK_CAUSAL */
-    float rotary_base; /* rotary position embedding with this base (10000); 0: none */
-    int64_t max_seq;   /* needed for rotary only: positions in its table */
-    float dropout;     /* of attention probabilities */
-    int64_t layer;     /* this layer's number: tells its dropout masks from those of other layers */
+    int64_t kv_heads;     /* query groups; 0: heads (MHA), fewer: GQA */
+    mt_mask mask;         /* default MT_MASK_CAUSAL */
+    float rotary_base;    /* rotary position embedding with this base (10000); 0: none */
+    int64_t max_seq;      /* needed for rotary only: positions in its table */
+    float dropout;        /* of attention probabilities */
+    int64_t layer_number; /* tells its dropout masks from those of other layers */
     int no_bias;
     int skip_bias_add;     /* 1: the caller adds attention.proj.bias itself */
     int sequence_parallel; /* x and y are [tokens / t, hidden] */
@@ -210,7 +210,7 @@ typedef struct mt_transformer_layer_desc {
     float rotary_base;         /* 0: none */
     int64_t max_seq;           /* for rotary */
     float attention_dropout, hidden_dropout;
-    int64_t layer; /* this layer's number, for its dropout masks */
+    int64_t layer_number; /* for its dropout masks */
     int no_bias;
     int sequence_parallel;  /* x and y are [tokens / t, hidden] */
     mt_recompute recompute; /* default MT_RECOMPUTE_NONE */
@@ -252,7 +252,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq;
     mt_transformer_layer_desc
-        layer; /* of every layer; its layer, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
+        layer; /* of every layer; its layer_number, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
     int64_t
         recompute_layers; /* so many, the first ones of each stage, are recomputed as layer.recompute says; 0: all */
     int untied_head;
@@ -509,13 +509,13 @@ static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
     static const char *const function = "mt_self_attention_create";
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
-        d->max_seq > INT32_MAX || d->layer < 0 || !mti_probability(d->dropout) || !(d->rotary_base >= 0.0f) ||
+        d->max_seq > INT32_MAX || d->layer_number < 0 || !mti_probability(d->dropout) || !(d->rotary_base >= 0.0f) ||
         (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, max_seq %lld, layer %lld, "
+                       "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, max_seq %lld, layer_number %lld, "
                        "dropout %g, rotary_base %.9g, mask %d",
                        function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads,
-                       (long long)d->max_seq, (long long)d->layer, (double)d->dropout, (double)d->rotary_base,
+                       (long long)d->max_seq, (long long)d->layer_number, (double)d->dropout, (double)d->rotary_base,
                        (int)d->mask);
     if (d->hidden % d->heads != 0 || d->heads % d->kv_heads != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
@@ -596,7 +596,7 @@ static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const 
     s.head_dim = a->head_dim;
     s.mask = a->desc.mask;
     s.lengths = batch->lengths;
-    s.dropout = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer, 0);
+    s.dropout = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
     s.dropout.at.first_row = batch->first_sequence;
     s.dropout.at.first_col = a->first_group * s.heads_per_group;
     s.dropout.at.global_cols = a->desc.heads;
@@ -890,7 +890,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.rotary_base = d->rotary_base;
     a.max_seq = d->max_seq;
     a.dropout = d->attention_dropout;
-    a.layer = d->layer;
+    a.layer_number = d->layer_number;
     m.hidden = d->hidden;
     m.ffn = d->ffn;
     m.activation = d->activation;
@@ -929,7 +929,7 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     return mt_create_end(params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
-/* The dropout of a half's output, whose rows are tokens of the global batch. */
+/* The dropout of a sublayer's output, whose rows are tokens of the global batch. */
 static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
                                   mt_comm *tp, int64_t rows, int64_t hidden) {
     mt_dropout d = mt_batch_dropout(batch, p, layer, site);
@@ -938,48 +938,48 @@ static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer,
     return d;
 }
 
-/* What a half works with, collected once: half 0 is attention, half 1 the MLP. */
-typedef struct mti_half {
+/* What a sublayer works with, collected once: 0 is attention, 1 the MLP. */
+typedef struct mti_sublayer {
     const mt_transformer_layer *layer;
     const mt_batch *batch;
     const mt_norm_layer *norm;
-    const mt_param *bias; /* of the block's row-parallel linear, which leaves it to the half */
+    const mt_param *bias; /* of the block's row-parallel linear, which leaves it to the sublayer */
     mt_dropout dropout;
     int index;
-} mti_half;
+} mti_sublayer;
 
-static mti_half mti_layer_half(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
-                               int training) {
-    mti_half h;
+static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
+                                    int training) {
+    mti_sublayer h;
     h.layer = layer;
     h.batch = batch;
     h.index = index;
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
-    h.dropout = mti_row_dropout(batch, training ? layer->desc.hidden_dropout : 0.0f, layer->desc.layer, 1 + index,
-                                layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
+    h.dropout = mti_row_dropout(batch, training ? layer->desc.hidden_dropout : 0.0f, layer->desc.layer_number,
+                                1 + index, layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
     return h;
 }
 
-static mt_status mti_half_block_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
-                                        mt_transformer_layer_saved *saved) {
+static mt_status mti_sublayer_block_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
+                                            mt_transformer_layer_saved *saved) {
     if (h->index == 0)
         return mt_self_attention_forward(ctx, &h->layer->attention, h->batch, x, y, saved ? &saved->attention : NULL);
     return mt_mlp_forward(ctx, &h->layer->mlp, x, y, saved ? &saved->mlp : NULL);
 }
 
-static mt_status mti_half_block_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
-                                         const mt_transformer_layer_saved *saved) {
+static mt_status mti_sublayer_block_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
+                                             const mt_transformer_layer_saved *saved) {
     if (h->index == 0) return mt_self_attention_backward(ctx, &h->layer->attention, dy, dx, &saved->attention);
     return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
 }
 
 /* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. Without y, the
    layer's own, only what the MLP keeps is computed. */
-static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor residual, mt_tensor y,
-                              mt_transformer_layer_saved *saved) {
+static mt_status mti_sublayer_add(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor residual, mt_tensor y,
+                                  mt_transformer_layer_saved *saved) {
     if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
-    MT_TRY(mti_half_block_forward(ctx, h, x, y, saved));
+    MT_TRY(mti_sublayer_block_forward(ctx, h, x, y, saved));
     MT_TRY(mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y));
     if (!saved) return MT_SUCCESS;
     return mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
@@ -987,17 +987,17 @@ static mt_status mti_half_add(mt_context *ctx, const mti_half *h, mt_tensor x, m
                                   h->layer->desc.sequence_parallel, NULL);
 }
 
-static mt_status mti_half_forward(mt_context *ctx, const mti_half *h, mt_tensor x, mt_tensor y,
-                                  mt_transformer_layer_saved *saved) {
+static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
+                                      mt_transformer_layer_saved *saved) {
     mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor inner;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
     if (h->layer->desc.placement == MT_POST_LN) {
-        MT_TRY(mti_half_add(ctx, h, x, x, inner, saved));
+        MT_TRY(mti_sublayer_add(ctx, h, x, x, inner, saved));
         return mt_norm_layer_forward(ctx, h->norm, inner, y, norm);
     }
     MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, inner, norm));
-    return mti_half_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
+    return mti_sublayer_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
 /* The gradient of dropout(block + bias), for mt_sum_over_tokens. */
@@ -1018,7 +1018,7 @@ static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, 
 }
 
 /* The gradient of dropout(block + bias) with respect to block; dy itself when nothing is dropped. */
-static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor *dblock) {
+static mt_status mti_sublayer_drop_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor *dblock) {
     mti_drop_call call;
     call.dropout = h->dropout;
     call.dy = call.dblock = dy;
@@ -1030,19 +1030,19 @@ static mt_status mti_half_drop_backward(mt_context *ctx, const mti_half *h, mt_t
     return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
 }
 
-static mt_status mti_half_backward(mt_context *ctx, const mti_half *h, mt_tensor dy, mt_tensor dx,
-                                   const mt_transformer_layer_saved *saved) {
+static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
+                                       const mt_transformer_layer_saved *saved) {
     const mt_norm_saved *norm = h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
     mt_tensor dinner, dblock;
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
     if (h->layer->desc.placement == MT_POST_LN) {
         MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), dinner, norm));
-        MT_TRY(mti_half_drop_backward(ctx, h, dinner, &dblock));
-        MT_TRY(mti_half_block_backward(ctx, h, dblock, dx, saved));
+        MT_TRY(mti_sublayer_drop_backward(ctx, h, dinner, &dblock));
+        MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dx, saved));
         return mt_add(ctx, dx, dinner, dx);
     }
-    MT_TRY(mti_half_drop_backward(ctx, h, dy, &dblock));
-    MT_TRY(mti_half_block_backward(ctx, h, dblock, dinner, saved));
+    MT_TRY(mti_sublayer_drop_backward(ctx, h, dy, &dblock));
+    MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dinner, saved));
     if (h->layer->desc.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
     MT_TRY(mt_add(ctx, dinner, dy, dinner));
     return mt_norm_layer_backward(ctx, h->norm, dinner, mt_none(), dx, norm);
@@ -1060,12 +1060,12 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
 /* y is mt_none() where only `saved` is wanted. */
 static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
                                    mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved) {
-    mti_half first = mti_layer_half(layer, batch, 0, x.rows, saved != NULL);
-    mti_half second = mti_layer_half(layer, batch, 1, x.rows, saved != NULL);
+    mti_sublayer first = mti_sublayer_of(layer, batch, 0, x.rows, saved != NULL);
+    mti_sublayer second = mti_sublayer_of(layer, batch, 1, x.rows, saved != NULL);
     mt_tensor middle;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &middle));
-    MT_TRY(mti_half_forward(ctx, &first, x, middle, saved));
-    return mti_half_forward(ctx, &second, middle, y, saved);
+    MT_TRY(mti_sublayer_forward(ctx, &first, x, middle, saved));
+    return mti_sublayer_forward(ctx, &second, middle, y, saved);
 }
 
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
@@ -1097,8 +1097,8 @@ static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *la
 static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy, mt_tensor dx,
                                     const mt_transformer_layer_saved *saved) {
     mt_transformer_layer_saved again = *saved;
-    mti_half first = mti_layer_half(layer, &saved->attention.batch, 0, dy.rows, 1);
-    mti_half second = mti_layer_half(layer, &saved->attention.batch, 1, dy.rows, 1);
+    mti_sublayer first = mti_sublayer_of(layer, &saved->attention.batch, 0, dy.rows, 1);
+    mti_sublayer second = mti_sublayer_of(layer, &saved->attention.batch, 1, dy.rows, 1);
     mt_tensor dmiddle;
     size_t mark;
     if (layer->desc.recompute == MT_RECOMPUTE_FULL) {
@@ -1107,9 +1107,9 @@ static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer 
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dmiddle));
     mark = mt_arena_mark(ctx);
-    MT_TRY(mti_half_backward(ctx, &second, dy, dmiddle, saved));
+    MT_TRY(mti_sublayer_backward(ctx, &second, dy, dmiddle, saved));
     mt_arena_release(ctx, mark);
-    return mti_half_backward(ctx, &first, dmiddle, dx, saved);
+    return mti_sublayer_backward(ctx, &first, dmiddle, dx, saved);
 }
 
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
@@ -1187,7 +1187,7 @@ static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     MT_TRY(mt_params_buffer(ctx, params, (size_t)gpt->local_layers * sizeof *gpt->layers, 1, &memory));
     gpt->layers = (mt_transformer_layer *)memory;
     for (i = 0; i < gpt->local_layers; i++) {
-        gpt->desc.layer.layer = gpt->first_layer + i;
+        gpt->desc.layer.layer_number = gpt->first_layer + i;
         gpt->desc.layer.recompute = i < recomputed ? recompute : MT_RECOMPUTE_NONE;
         snprintf(name, sizeof name, "decoder.layers.%lld", (long long)(gpt->first_layer + i));
         MT_TRY(mt_transformer_layer_create(ctx, params, name, &gpt->desc.layer, &gpt->layers[i]));

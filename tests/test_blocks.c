@@ -122,7 +122,7 @@ static const block_case cases[] = {
     {"mlp, swiglu, uneven, no bias", MLP, .mlp = {.hidden = 16, .ffn = 13, .activation = MT_SWIGLU, .no_bias = 1}},
     {"mlp, bias left to the caller", MLP, .mlp = {.hidden = 16, .ffn = 5, .skip_bias_add = 1}},
     {"attention", ATTENTION, .attention = {ATT_MHA}},
-    {"attention, dropout", ATTENTION, .attention = {ATT_MHA, .dropout = 0.2f, .layer = 3}},
+    {"attention, dropout", ATTENTION, .attention = {ATT_MHA, .dropout = 0.2f, .layer_number = 3}},
     {"attention, both ways, no bias", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .no_bias = 1}},
     {"attention, lengths", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.1f},
      .lengths = 1},
@@ -138,7 +138,7 @@ static const block_case cases[] = {
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 6, .dropout = 0.2f}},
     {"attention, 5 heads, dropout, lengths", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.2f},
      .lengths = 1},
-    {"layer, pre-LN", LAYER, .layer = {ATT_MHA, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .layer = 2}},
+    {"layer, pre-LN", LAYER, .layer = {ATT_MHA, .attention_dropout = 0.1f, .hidden_dropout = 0.1f, .layer_number = 2}},
     {"layer, pre-LN, no dropout", LAYER, .layer = {ATT_MHA}},
     {"layer, pre-RMS, Llama", LAYER,
      .layer = {ATT_GQA, .norm = MT_RMS_NORM, .activation = MT_SWIGLU, .ffn = 43, .rotary_base = 10000.0f, .max_seq = 12,
@@ -604,7 +604,7 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
             b = base;
             if (v == 1) b.batch.seed++;
             if (v == 2) b.batch.step++;
-            if (v == 3) b.attention.desc.layer = ++b.layer.desc.layer;
+            if (v == 3) b.attention.desc.layer_number = ++b.layer.desc.layer_number;
             if (v == 4) b.batch.first_sequence++;
             if (v == 5) b.batch.step += 4; /* which is not one layer more */
             y[v] = test_floats(&r, block_elements(&b), NAN);
@@ -1368,7 +1368,7 @@ static void test_attention_create_refuses(void **state) {
         {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},
         {{.hidden = 16, .heads = 4, .dropout = NAN}, MT_ERR_ARGUMENT, "dropout|nan"},
         {{.hidden = 16, .heads = 4, .mask = (mt_mask)2}, MT_ERR_ARGUMENT, "mask 2"},
-        {{.hidden = 16, .heads = 4, .layer = -1}, MT_ERR_ARGUMENT, "layer -1"},
+        {{.hidden = 16, .heads = 4, .layer_number = -1}, MT_ERR_ARGUMENT, "layer_number -1"},
         {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "max_seq -1"},
         {{.hidden = 16, .heads = 4, .rotary_base = 1e4f}, MT_ERR_SHAPE, "max_seq (is 0)"},
         {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},

@@ -397,7 +397,7 @@ static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
                                    .max_seq = size_of(h, 8),
                                    .attention_dropout = 0.1f,
                                    .hidden_dropout = 0.1f,
-                                   .layer = size_of(h, 0),
+                                   .layer_number = size_of(h, 0),
                                    .sequence_parallel = test_below(&h->random, 2) == 0};
     mt_transformer_layer_saved saved;
     mt_transformer_layer layer;
