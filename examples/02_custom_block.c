@@ -14,6 +14,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { SEQUENCES = 4, SEQ = 32, TOKENS = SEQUENCES * SEQ, HIDDEN = 64, HEADS = 4, FFN = 256, STEPS = 60 };
 enum { HEAD = HIDDEN / HEADS, UNIT = 3 * HEAD }; /* columns of a head, and of its q, k and v */

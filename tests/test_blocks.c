@@ -117,7 +117,6 @@ static const block_case cases[] = {
     {"mlp, tanh", MLP, .mlp = {.hidden = 16, .ffn = 48}},
     {"mlp, erf", MLP, .mlp = {.hidden = 16, .activation = MT_GELU_ERF}},
     {"mlp, swiglu", MLP, .mlp = {.hidden = 16, .ffn = 24, .activation = MT_SWIGLU}},
-    {"mlp, squared relu", MLP, .mlp = {.hidden = 16, .activation = MT_SQUARED_RELU}},
     {"mlp, uneven", MLP, .mlp = {.hidden = 16, .ffn = 19}},
     {"mlp, swiglu, uneven, no bias", MLP, .mlp = {.hidden = 16, .ffn = 13, .activation = MT_SWIGLU, .no_bias = 1}},
     {"mlp, bias left to the caller", MLP, .mlp = {.hidden = 16, .ffn = 5, .skip_bias_add = 1}},
@@ -158,7 +157,7 @@ static const block_case cases[] = {
                .norm = MT_RMS_NORM,
                .attention_dropout = 0.2f,
                .hidden_dropout = 0.1f}},
-};
+    {"mlp, squared relu", MLP, .mlp = {.hidden = 16, .activation = MT_SQUARED_RELU}}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
 #define SEQ 12
