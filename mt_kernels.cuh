@@ -67,6 +67,10 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);         
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
+/* The first row of x [rows, cols], MT_F32, becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks.
+   The other rows are used up. */
+MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
+
 /* For looking at differences: *hash += sum over the elements of x of a hash of (global element, its 32 or 16 bits),
    modulo 2^64, which does not depend on how the whole is cut into views. (i, j) is global element (first_row + i) *
    global_cols + first_col + j. Waits for x; MT_DEVICE_META adds nothing. */
@@ -1830,6 +1834,16 @@ MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mt
 
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) {
     return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
+}
+
+MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
+    int64_t step, i;
+    MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
+    if (mti_is_empty(x) || mt_context_device(ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    for (step = 1; step < x.rows; step *= 2)
+        for (i = 0; i + step < x.rows; i += 2 * step)
+            MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
+    return MT_SUCCESS;
 }
 
 /* ---- >>gemm ------------------------------------------------------------------------------------------------------ */

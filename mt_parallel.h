@@ -104,10 +104,6 @@ MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
    micro-batches as the largest power of two up to V_d that divides sequences, and no more data ranks are possible. */
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
-/* The first row of x becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks; the others are used
- * up. */
-MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
-
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
 
 /* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of
@@ -1246,16 +1242,6 @@ static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg,
     MT_TRY(mti_shard_tree(ctx, leaf, arg, first + count / 2, count / 2, other));
     MT_TRY(mt_add(ctx, out, other, out));
     mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
-    int64_t step, i;
-    MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
-    if (x.cols == 0) return MT_SUCCESS;
-    for (step = 1; step < x.rows; step *= 2)
-        for (i = 0; i + step < x.rows; i += 2 * step)
-            MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
     return MT_SUCCESS;
 }
 
