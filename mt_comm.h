@@ -39,7 +39,7 @@
    collectives in the same order. Two contexts in one process do not see each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
-   Find a section of the implementation with grep: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
+   Sections of the implementation: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
    >>compare >>conjugates >>launch                                                                                  */
 
 #ifndef MT_COMM_H

@@ -328,7 +328,7 @@ MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
-/* A layer and the activation beside it, in one operator where mt_context_desc.epilogue says so and the column-parallel
+/* A layer and the activation beside it, in one operator where mt_gemm_options.epilogue says so and the column-parallel
    layer has skip_bias_add. forward: h as the layer leaves it, y = act(h). backward of the row-parallel layer, taken
    through the activation of `before`: dh [tokens, before->local_features], and the gradients of the layer and of the
    bias of `before`. */
@@ -5342,7 +5342,7 @@ static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s
                    digits, wanted);
 }
 
-/* ---- >>safetensors: several files ---- */
+/* Several files. */
 
 #define MTI_VERSION_KEY "megatron" /* of the library that has written a file */
 
@@ -5816,7 +5816,7 @@ static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_
     return mt_safetensors_refuse(ctx, file, fault, mti_state_wanted[i].wanted);
 }
 
-/* ---- >>checkpoint: saving ---- */
+/* Saving. */
 
 struct mt_checkpoint {
     mt_params *params;
@@ -6433,7 +6433,7 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
     return status;
 }
 
-/* ---- >>checkpoint: loading ---- */
+/* Loading. */
 
 /* What is to be loaded, opened and checked. */
 typedef struct mti_source {
