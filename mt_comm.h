@@ -2,10 +2,10 @@
 
    Do this:
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
-       #include "megatron.h"                // or only "mt_comm.h", when you need no more than that
-   and, in every other file, the #include alone. C99 or C++11; POSIX threads (-lpthread -lm).
+       #include "megatron.h"                // or only "mt_comm.h"
+   Every other file has only the #include. C99 or C++11, with POSIX threads (-lpthread -lm).
 
-   A group of ranks, as threads of this process, that sums a vector:
+   Two ranks, which are threads of this process, sum a vector:
        static mt_status rank_main(mt_comm *world, void *user) {
            float x[4] = {1, 2, 3, 4};
            mt_context *ctx; MT_TRY(mt_context_create(world, NULL, &ctx));
@@ -13,17 +13,18 @@
            mt_context_destroy(ctx); return s; }
        int main(void) { mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, rank_main, NULL); }
 
-   Ranks that are processes, on one machine or many, are started by torchrun, srun or mpirun: call mt_world_from_env
-   instead of mt_launch, and the same program also runs as threads.
+   To run ranks as processes, on one machine or many, call mt_world_from_env instead of mt_launch and start the program
+   with torchrun, srun or mpirun. Without a launcher the same program runs its ranks as threads.
 
-   It does not: start processes, spin while it waits for long, keep global state, exit or abort.
+   The library does not start processes, keep global state, call exit or abort, or spin for long while it waits.
 
-   CUDA: put the two lines into one .cu file that nvcc compiles. Other files, C or C++, need no toolkit (-lcudart).
+   CUDA: put the two lines into one .cu file and compile it with nvcc. Other C and C++ files need no CUDA Toolkit to
+         compile. Link with -lcudart.
    NCCL: in that file, #define MT_USE_NCCL before the #include (or nvcc -DMT_USE_NCCL).
-   MPI:  in the file of the two lines, #define MT_USE_MPI before the #include (or mpicc -DMT_USE_MPI). Other files need
-         no mpi.h.
+   MPI:  in the file with the two lines, #define MT_USE_MPI before the #include (or mpicc -DMT_USE_MPI). Other files
+         need no mpi.h.
 
-   Config macros, all optional, read by the implementation only (no macro changes a public struct):
+   Config macros, all optional. Only the implementation reads them, and none of them changes a public struct:
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
@@ -31,12 +32,12 @@
        MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; with nvcc only)
        MT_USE_MPI          collectives between processes  compile with mpicc     (MPI 3.0 or later)
 
-   Errors. Every call returns an mt_status: MT_SUCCESS is 0, errors are negative. A sentence with the offending values
-   is kept in the context (mt_last_error) or, for calls that take no context, in the communicator (mt_comm_last_error).
-   A call that fails for its arguments changes nothing.
+   Errors. Every call that can fail returns an mt_status: MT_SUCCESS is 0, errors are negative. The context keeps a
+   message with the offending values (mt_last_error). For a call without a context, the communicator keeps the message
+   (mt_comm_last_error). A call that refuses its arguments changes nothing.
 
-   Threads. A context and a communicator belong to one thread (one rank). Every rank of a communicator issues the same
-   collectives in the same order. Two contexts in one process do not see each other.
+   Threads. A context and a communicator belong to one thread (one rank). All ranks of a communicator call the same
+   collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
    Sections of the implementation: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
@@ -65,7 +66,7 @@ extern "C" {
 #define MT_VERSION "0.5.0"
 #define MT_VERSION_NUMBER (MT_VERSION_MAJOR * 1000000 + MT_VERSION_MINOR * 1000 + MT_VERSION_PATCH)
 
-/* MT_VERSION_NUMBER of the implementation that is linked. mt_context_create refuses headers of another version. */
+/* Returns MT_VERSION_NUMBER of the linked implementation. mt_context_create refuses headers of another version. */
 MT_API int mt_version(void);
 
 /* ---- status ------------------------------------------------------------------------------------------------------ */
@@ -92,8 +93,8 @@ typedef enum mt_status { MT_STATUS_LIST(MTI_STATUS_ENUM) } mt_status;
 MT_API const char *mt_status_name(mt_status status);
 MT_API const char *mt_status_string(mt_status status);
 
-/* Returns from the calling function when `call` fails. For clean-up, keep the first error instead: MT_KEEP(first,
- * call). */
+/* MT_TRY returns from the calling function when `call` fails. MT_KEEP goes on and stores the first error in `first`:
+   use it for clean-up. */
 #define MT_TRY(call)                                                                                                   \
     do {                                                                                                               \
         mt_status mt_try_status_ = (call);                                                                             \
@@ -107,40 +108,41 @@ MT_API const char *mt_status_string(mt_status status);
 
 /* ---- data types and tensor views --------------------------------------------------------------------------------- */
 
-/* Collectives move all of them and reduce all but MT_U8; MT_BF16 and MT_F16 are added as floats and rounded once.
-   Operators compute in the three float types. */
+/* Collectives move all types and reduce all types except MT_U8. They add MT_BF16 and MT_F16 as floats and round once;
+   over NCCL, they round at each rank. Operators compute in the three float types. */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
 
-MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for a value that is no mt_dtype */
+MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for an unknown type */
 MT_API const char *mt_dtype_name(mt_dtype dtype); /* "f32" */
 
-/* A view of a row-major matrix that somebody else owns: element (i, j) is data[i * ld + j]. Activations are
-   [tokens, features]; weights are [out_features, in_features], as in PyTorch; a vector is one row. */
+/* A view of a row-major matrix. It does not own the memory. Element (i, j) is data[i * ld + j]. Activations are
+   [tokens, features]. Weights are [out_features, in_features], as in PyTorch. A vector is one row. */
 typedef struct mt_tensor {
     void *data;
     int64_t rows, cols;
-    int64_t ld; /* leading dimension in elements, >= cols; 0 means cols */
+    int64_t ld; /* leading dimension in elements, >= cols; 0: cols */
     mt_dtype dtype;
 } mt_tensor;
 
+/* Views of contiguous memory (ld == cols). */
 MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols);
 MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols);
-MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first,
-                                int64_t count); /* rows [first, first + count) of t, no copy */
-MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first,
-                                int64_t count); /* columns [first, first + count), no copy */
-/* For a negative first or count, or an offset beyond int64_t, both return a view of -1 rows, which every call refuses
-   (MT_ERR_SHAPE). Neither compares with the rows and columns of t. */
+
+/* Rows or columns [first, first + count) of t, without a copy. The range is not compared with the shape of t. A
+   negative first or count, or an offset beyond int64_t, gives a view of -1 rows. Every call refuses it (MT_ERR_SHAPE).
+ */
+MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count);
+MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count);
 
 /* ---- context: device, allocator, logger, arena ------------------------------------------------------------------- */
 
-/* MT_DEVICE_META computes shapes, memory and communication but touches no data (as PyTorch's "meta" device): run one
-   training step on it to learn exactly what that step needs on the device that mt_context_desc.planned names.
-   Pointers handed out on it must not be dereferenced. */
+/* MT_DEVICE_META computes shapes, memory and communication but touches no data, like PyTorch's "meta" device. Run one
+   training step on it to learn how much memory that step needs on the device mt_context_desc.planned. Pointers from a
+   context on MT_DEVICE_META must not be dereferenced. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
-/* Memory of the context's device. Both or neither: alloc returns memory aligned to `alignment` (a power of two), or
-   NULL. The small structs that the library keeps on the host come from malloc. */
+/* Allocates memory of the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
+   (a power of two), or NULL. The small structs that the library keeps on the host come from malloc. */
 typedef struct mt_allocator {
     void *(*alloc)(void *user, size_t bytes, size_t alignment);
     void (*free)(void *user, void *ptr, size_t bytes);
@@ -149,8 +151,8 @@ typedef struct mt_allocator {
 
 typedef enum mt_log_level { MT_LOG_ERROR = 0, MT_LOG_WARNING = 1, MT_LOG_INFO = 2 } mt_log_level;
 
-/* message is one sentence without a newline, valid during the call only. Called on the thread of the rank it concerns.
- */
+/* message is one sentence without a newline, valid only during the call. A context logs on the thread of its rank,
+   mt_launch on the thread of its caller. */
 typedef struct mt_logger {
     void (*log)(void *user, mt_log_level level, const char *message);
     void *user;
@@ -161,178 +163,161 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* Zero-initialised means: CPU, a 256 MiB arena (memory is touched only as it is used), malloc, no log. Options of the
-   operators and of the layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
+/* Zero-initialised: CPU, a 256 MiB arena, default allocator, no log. Arena memory is touched only as it is used.
+   Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
    mt_parallel_set_options (mt_parallel.h). */
 typedef struct mt_context_desc {
-    size_t arena_bytes; /* activations and scratch; 0: MT_ARENA_DEFAULT; a MT_DEVICE_META arena has no limit */
-    mt_device device;
-    int threads;        /* of the GEMM library on this rank; 0: 1. They share the rank's cores: see mt_launch_desc */
-    int invariant;      /* V: splits up to V tensor ranks compute the same bits, see mt_parallel.h; 0: off */
-    int invariant_data; /* V_d: the same for data ranks; 0: V. Both are powers of two up to 1024 */
-    int ordinal; /* MT_DEVICE_CUDA: which GPU, as cudaSetDevice counts; calls leave it the thread's current one */
+    size_t arena_bytes; /* activations and scratch memory; no limit on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
+    mt_device device;   /* 0: CPU */
+    int threads;        /* of the GEMM library on this rank, see mt_launch_desc.cores_per_rank; 0: 1 */
+    /* V: splits over up to V tensor ranks compute the same bits, see docs/invariance.md; a power of two up to 1024 */
+    int invariant;      /* 0: off */
+    int invariant_data; /* V_d: the same for data ranks, needs invariant; 0: V */
+    int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; calls leave that GPU current */
+    /* advanced */
     struct CUstream_st
-        *stream;         /* MT_DEVICE_CUDA: the caller's cudaStream_t, to outlive the context; NULL: an own one */
-    mt_device planned;   /* MT_DEVICE_META: the device whose scratch memory is planned; 0: CPU */
-    int arena_symmetric; /* 1: every rank has an arena of the same size and allocates from it in the same order, so that
-                            NCCL may register it: see mt_comm_create_nccl. Tensors at other places on another rank would
-                            be corrupted without a word; 0: no such promise */
-    mt_allocator allocator; /* arena, parameters, optimizer state; {NULL} means malloc */
-    mt_logger logger;       /* {NULL} means silent */
+        *stream;       /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one */
+    mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; 0: CPU */
+    /* 1: all ranks have arenas of the same size and allocate from them in the same order. NCCL may then register the
+       arena, see docs/gpus.md. Ranks that break this promise corrupt data without an error. 0: no promise */
+    int arena_symmetric;
+    mt_allocator allocator; /* of arena, parameters, optimizer state; {NULL}: malloc; cudaMalloc or NCCL's on a GPU */
+    mt_logger logger;       /* {NULL}: silent */
 } mt_context_desc;
 
-/* Creates a context. world: the communicator this rank was started with; errors are also kept there, so that mt_launch
-   can print them; may be NULL (one rank, no launcher) and must outlive the context. desc may be NULL (all defaults).
-   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built; the implementation has another version than the
-   headers of the caller), MT_ERR_MEMORY. mt_context_create_version is the same for a caller that names the version of
-   its headers, for instance one in another language. */
+/* Creates a context. world is the communicator that this rank was started with, or NULL (no launcher). world must
+   outlive the context. It also keeps error messages, which mt_launch prints. desc may be NULL (all defaults).
+   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built; headers and implementation have different versions),
+   MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed).
+   mt_context_create_version takes the version of the caller's headers, for instance from another language. */
 MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out);
 static inline mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
     return mt_context_create_version(MT_VERSION_NUMBER, world, desc, out);
 }
-MT_API void mt_context_destroy(mt_context *ctx); /* NULL is allowed */
+MT_API void mt_context_destroy(mt_context *ctx); /* waits for the GPU; NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_device_count(
-    mt_device device); /* what mt_context_desc.ordinal counts: GPUs, 0 when not built; 1 of the others */
-MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
+MT_API int mt_device_count(mt_device device);           /* GPUs, 0 when CUDA is not built; 1 for the other devices */
+MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
-/* Work on MT_DEVICE_CUDA is put into the context's stream, in the order of the calls; this waits until all of it is
-   done, and says when some of it failed: MT_ERR_TIMEOUT or MT_ERR_PEER for a collective over NCCL that does not end.
-   Other devices have nothing to wait for. */
+/* Waits until all work in the context's stream is done. Returns MT_ERR_TIMEOUT or MT_ERR_PEER when a collective over
+   NCCL does not end. On MT_DEVICE_CUDA, calls put their work into this stream in the order of the calls. On other
+   devices the call returns at once. */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* NULL on other devices */
 
-/* The sentence that belongs to the last error of a call on ctx, or "" when there was none. Owned by ctx. */
+/* Message of the last error of a call on ctx; "" when there was none. Owned by ctx. */
 MT_API const char *mt_last_error(const mt_context *ctx);
 
-/* Memory from the context's allocator, outside the arena, zero-filled, 64-byte aligned; the caller frees it with the
-   same size. On MT_DEVICE_META it is only counted. For creating things; nothing of this library allocates afterwards.
- */
+/* Allocates zero-filled, 64-byte aligned memory outside the arena, from the context's allocator. The caller frees it
+   with the same size. MT_DEVICE_META only counts it. Use it for set-up: once a model is created, a training step
+   allocates nothing. */
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out);
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes);
-MT_API size_t
-mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc (arena not counted) */
+MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc */
 
-/* The arena is a stack of bytes. mark, allocate, work, release(mark). What is allocated is 64-byte aligned and not
-   initialised. When full: MT_ERR_MEMORY, and a sentence that says how many bytes would have been enough so far. */
+/* The arena is a stack of bytes: mark, allocate, work, release(mark). Allocations are 64-byte aligned and not
+   initialised. A full arena is MT_ERR_MEMORY. The message says how many bytes would have been enough so far. */
 MT_API size_t mt_arena_mark(const mt_context *ctx);
 MT_API void mt_arena_release(mt_context *ctx, size_t mark);
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out);
 MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, mt_tensor *out);
 MT_API size_t mt_arena_peak(const mt_context *ctx); /* largest number of bytes ever in use */
-MT_API void mt_arena_reset_peak(mt_context *ctx);   /* peak = what is in use now */
+MT_API void mt_arena_reset_peak(mt_context *ctx);   /* peak = bytes in use now */
 
 /* ---- communicators ----------------------------------------------------------------------------------------------- */
 
-/* Seconds. A timeout counts the time in which this process runs. A stop (Ctrl-Z, SIGSTOP, a suspended job) counts as an
-   eighth of the timeout at most, and as 2 s at most, so that no rank is blamed for it. To know, a waiting thread looks
-   at the clock 16 times in a timeout, and at least once a second; of a longer time between two looks it counts two such
-   steps. So on a machine that gives the thread no turn for longer than that, an error comes later than the timeout, but
-   after 16 looks at the latest, or one for each second of the timeout where that is more. */
+/* Timeouts are in seconds and count the time in which the process runs. A stop (Ctrl-Z, SIGSTOP, a suspended job)
+   counts as at most an eighth of the timeout and at most 2 s. See docs/many-ranks.md, "When a rank dies". */
 #define MT_TIMEOUT_DEFAULT 600.0
 
-/* `ranks` communicators that form one group inside this process (as ncclCommInitAll): comms[r] is for the thread that
-   is rank r. timeout_s <= 0 means MT_TIMEOUT_DEFAULT. ranks == 1 gives a group of one, in which every collective is
-   free. */
+/* Creates `ranks` (1 to 1024) communicators that form one group inside this process, as ncclCommInitAll does. comms[r]
+   is for the thread of rank r. timeout_s <= 0: MT_TIMEOUT_DEFAULT. A group of one does not communicate.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms);
 
-/* A communicator without peers for MT_DEVICE_META contexts: collectives check their arguments and fill the ledger. */
+/* Creates a communicator without peers, for contexts on MT_DEVICE_META. Its collectives check their arguments and fill
+   the ledger. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 
-/* Collective over comm, as MPI_Comm_split: ranks with the same color form a group, ordered by key, then by rank in
-   comm. color < 0: *out = NULL. On a meta communicator use mt_comm_create_meta instead. The timeout is inherited. */
+/* Splits comm into groups, as MPI_Comm_split does. Ranks with the same color form a group, ordered by key, then by rank
+   in comm. color < 0 gives *out = NULL. The timeout is inherited. Collective over comm. A meta communicator cannot be
+   split: use mt_comm_create_meta. */
 MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
 
-/* Leaves the group; peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. Never blocks; over NCCL it
-   waits for what the communicator has in the stream, over MPI the last one of a world for the other ranks, at most for
-   the timeout. */
+/* Leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. The call waits in two cases
+   only, and never longer than the timeout: over NCCL for the communicator's work in the stream; over MPI, when this is
+   the last communicator of a world, for the other ranks. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
 MT_API int mt_comm_size(const mt_comm *comm);
 MT_API int mt_comm_is_meta(const mt_comm *comm);
-MT_API void mt_comm_set_name(mt_comm *comm,
-                             const char *name); /* for messages, e.g. "tensor"; at most 15 characters kept */
+MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* "tensor": for messages; keeps 15 characters */
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm);
 
-/* The number of this rank among those of its machine, in which ranks take GPUs: what the launcher says, see
-   mt_world_from_env; the rank in the world where it says nothing, or where ranks are threads. The same for every
-   communicator of a rank. */
+/* The number of this rank among the ranks of its machine, for choosing a GPU. It comes from the launcher, see
+   mt_world_from_env. Over MPI it counts the ranks with the same processor name. For ranks that are threads it is the
+   rank in the world. Communicators made from another one have the same number. */
 MT_API int mt_comm_local_rank(const mt_comm *comm);
 
 /* ---- communicators over NCCL: ranks with a GPU each -------------------------------------------------------------- */
 
-/* Such a communicator belongs to one context on MT_DEVICE_CUDA, which it was made for; groups split off belong to the
-   same. Destroy it before the context, and on every rank in the same order. What differs from ranks that are threads on
-   a CPU:
+/* A communicator over NCCL belongs to one context on MT_DEVICE_CUDA. Groups split from it belong to the same context.
+   Destroy it before the context, and in the same order on every rank. See docs/gpus.md, "Communicators over NCCL".
 
-   Asynchronous. A call returns when its work is in the context's stream, with the host's part done; only mt_barrier
-   waits. What happens there is told by whoever waits: mt_context_synchronize, reading a result, or the next call. A
-   rank that does not come, or is gone, is MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s of waiting, on every rank that
-   needs it; NCCL does not compare the calls of ranks, so that different ones are a timeout, too, or worse.
+   A call returns when its work is in the context's stream. Only mt_barrier waits. Errors come from the call that waits
+   (mt_context_synchronize, reading a result) or from the next call. When a rank is late or gone, the ranks that wait
+   for it get MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s. NCCL does not compare the calls of ranks: when these
+   differ, the call times out or its result is undefined.
 
-   Broken. After those errors a communicator is good only for mt_comm_destroy, and so are the others of its context that
-   had work in the stream, which would go on with what the broken one left there. What the library made is aborted at
-   once, which frees the stream. The caller's own is never aborted or destroyed here: when it hangs, so does the stream,
-   until the caller has called ncclCommAbort, to be done after mt_comm_destroy and before mt_context_destroy.
+   After such an error, the communicator and all others of its context that had work in the stream can only be
+   destroyed. Communicators that the library made are aborted. The library never aborts or destroys the caller's
+   ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
 
-   Order of sums. NCCL gives the same bits for the same inputs on the same machines, in an order of its own, and rounds
-   a sum of bf16 or f16 at each rank. A context in invariant mode gets the tree of the other backends, by exchange and a
-   sum on the GPU (up to 64 ranks; at most 4 MiB of the arena). So does a maximum of floats, in which NCCL would lose a
-   NaN.
-
-   Registration. Gradients, over the data group, are registered as a symmetric window (NCCL 2.27; a registered buffer
-   before), and the context's arena on each communicator when mt_context_desc.arena_symmetric promises what that needs;
-   only memory of the library's own allocator, of at least 2 MiB, and not in a group of one.
-
-   No NCCL communicator is made for a group of one, nor for ranks on one GPU, which NCCL refuses. */
-struct ncclComm; /* ncclComm_t is a pointer to it */
+   NCCL adds in its own order and rounds bf16 and f16 at each rank. In invariant mode, and for MT_MAX of floats, the
+   library adds in the tree of the other communicators: at most 64 ranks, at most 4 MiB of the arena. */
+struct ncclComm; /* ncclComm_t is struct ncclComm * */
 typedef struct mt_nccl_id {
     char bytes[128];
-} mt_nccl_id; /* an ncclUniqueId, made by one rank and known to all */
+} mt_nccl_id; /* an ncclUniqueId: one rank makes it, all ranks use it */
 
-/* Collective over `world`, of mt_world_from_env, mt_launch or mt_comm_create_local, or split from one of these; *out is
-   the same group, by the fastest way between the devices of its contexts. Ranks that are threads, or processes over
-   MPI: over NCCL, when that is built and every rank's context is on a GPU of its own; else as it was. Ranks that are
-   processes, without MPI: over NCCL, by what mt_world_from_env found in the environment; MT_ERR_UNSUPPORTED where a
-   context is not on a GPU. */
+/* Connects the ranks of `world` in the fastest way for the devices of their contexts. Collective over world, which
+   comes from mt_world_from_env, mt_launch or mt_comm_create_local, or was split from such a communicator.
+   Threads, and processes over MPI, get NCCL when NCCL is built and every context is on a GPU. Otherwise, and for
+   threads that share a GPU, *out works as world does. NCCL refuses processes that share a GPU.
+   Processes without MPI get NCCL, with the rendezvous of mt_world_from_env. MT_ERR_UNSUPPORTED when the context is not
+   on a GPU or NCCL is not built; MT_ERR_ARGUMENT when the environment names no rendezvous. */
 MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
-/* From a communicator that the program has already made, for the device of ctx. It stays the caller's and must outlive
-   *out. Blocking or not; but NCCL waits without a timeout where a blocking one connects to its peers, at its first
-   calls. */
+/* Wraps an ncclComm_t that the program has made for the GPU of ctx. It stays the caller's and must outlive *out. It may
+   be blocking or not. A blocking one connects to its peers in its first calls, and NCCL waits there without a timeout.
+ */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
-/* From an id: collective over `ranks` threads or processes, which wait for each other. One rank makes the id and hands
-   it to the others, by whatever started them; with NCCL_COMM_ID=host:port in the environment every rank makes the same
-   by itself. */
+/* Creates a communicator from an id. Collective over `ranks` threads or processes, which wait for each other. One rank
+   makes the id, and the program passes it to the others. With NCCL_COMM_ID=host:port in the environment, every rank
+   makes the same id. A group of one makes no NCCL communicator. */
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                         mt_comm **out);
 
 /* ---- communicators over MPI: ranks that are processes, on CPUs --------------------------------------------------- */
 
-/* mpi_comm: the address of the caller's MPI_Comm, whatever type that is; collective over it. It is duplicated, and
-   stays the caller's. MPI must be initialized, with MPI_THREAD_FUNNELED or more, and this and all calls on *out come
-   from the thread that may call MPI. mt_world_from_env does all this by itself. What differs from ranks that are
-   threads:
+/* Creates a communicator over MPI for contexts on CPUs. Collective over mpi_comm, the address of the caller's MPI_Comm,
+   which is duplicated and stays the caller's. Call it after MPI_Init_thread with MPI_THREAD_FUNNELED or more. This call
+   and all calls on *out come from the thread that may call MPI. mt_world_from_env does all this itself.
 
-   Data. Up to some 4 KB travel with the header that every collective exchanges; more follow when all ranks are there.
-   Sums are those of threads, to the last bit; MPI's own reductions are not used.
+   When a rank is killed, stopped or stuck, the others get MT_ERR_TIMEOUT after timeout_s. When a rank has left or
+   failed, or MPI returns an error, they get MT_ERR_PEER at once. After an error in the middle of a transfer, MPI may
+   still hold the buffers of the call: do not free them, and end the process without MPI_Finalize or with MPI_Abort.
+   The last mt_comm_destroy, of *out and the groups split from it, waits for the other ranks: at most timeout_s, or 2 s
+   after an error. See docs/many-ranks.md, "Communicators over MPI".
 
-   Faults. A rank that was killed, or stopped, or is stuck elsewhere, is MT_ERR_TIMEOUT after timeout_s; one that has
-   left or failed, MT_ERR_PEER at once, by a message of its own; as is an error of MPI, where MPI survives the loss.
-   After an error in the middle of a transfer MPI may still hold the buffers of the call: they must not be freed before
-   the process ends. Then leave without MPI_Finalize, which waits for all ranks, or by MPI_Abort.
-
-   End. The last mt_comm_destroy, of *out and all groups split from it, waits for the other ranks to do the same, at
-   most for timeout_s, or for 2 s after an error. It frees the duplicate when they all have, and there was none.
-
-   Errors, for which there is no communicator yet that could keep a sentence: MT_ERR_UNSUPPORTED (not built: compile the
-   implementation with -DMT_USE_MPI by mpicc; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not
-   initialized or already finalized), MT_ERR_TIMEOUT (not all ranks came), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
+   Errors (without a message, because there is no communicator yet): MT_ERR_UNSUPPORTED (not built: compile with mpicc
+   -DMT_USE_MPI; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already
+   finalized), MT_ERR_TIMEOUT (not all ranks came), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
 /* ---- the ledger: what a communicator was asked to move ----------------------------------------------------------- */
@@ -351,8 +336,8 @@ typedef enum mt_collective {
 MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce" */
 
 /* Calls and bytes per kind since creation or reset. bytes counts the whole logical tensor of a call: count * element
-   size for all_reduce, broadcast, send and recv; size * sendcount for all_gather; size * recvcount for reduce_scatter.
-   A group of one never communicates: its ledger stays zero. */
+   size for all_reduce, broadcast, send and recv; size * sendcount * element size for all_gather; size * recvcount *
+   element size for reduce_scatter. A group of one never communicates: its ledger stays zero. */
 typedef struct mt_ledger {
     uint64_t calls[MT_COLLECTIVE_COUNT];
     uint64_t bytes[MT_COLLECTIVE_COUNT];
@@ -363,13 +348,15 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
 
 /* ---- collectives ------------------------------------------------------------------------------------------------- */
 
-/* In place or out of place, by NCCL's rule: all_reduce and broadcast in place when sendbuf == recvbuf; all_gather when
+/* Counts are in elements. Reductions add in a fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the same inputs
+   always give the same bits, on every rank. NCCL adds in another order, see above.
+   In place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount. Other overlaps are
-   not allowed. Counts are in elements. Reductions add in one fixed binary tree over the ranks, ((0+1)+(2+3))+..., so
-   the same inputs give the same bits on every rank, always. (Over NCCL: see there.) Errors: MT_ERR_ARGUMENT,
-   MT_ERR_DTYPE (reduction of MT_U8), and between ranks: MT_ERR_MISMATCH (ranks called different things), MT_ERR_TIMEOUT
-   (a rank did not call in time), MT_ERR_PEER (a rank left the group or failed). Those three reach every rank of the
-   group, name the ranks and their calls, and leave the communicator good only for mt_comm_destroy. */
+   not allowed.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), MT_ERR_UNSUPPORTED (this tree on GPUs: more than 64
+   ranks, or threads on GPUs that cannot access each other), MT_ERR_MISMATCH (ranks made different calls),
+   MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER (a rank left the group or failed). The last three reach
+   every rank of the group. The message names the ranks and their calls. The communicator can then only be destroyed. */
 typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -382,9 +369,9 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
                               mt_dtype dtype, int root);
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
-/* Point to point; returns when the buffers may be reused, over NCCL by work in the stream. mt_send_recv sends to dst
-   and receives from src at the same time, so that rings and pipelines do not deadlock; dst or src may be -1 for "none"
-   (its count is then ignored). */
+/* Point to point. Each call returns when the buffers may be reused; over NCCL, when later work in the stream may reuse
+   them. mt_send_recv sends to dst and receives from src at the same time, so rings and pipelines do not deadlock. dst
+   or src may be -1 for "none"; its count is then ignored. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -392,56 +379,59 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* ---- what ranks were told ---------------------------------------------------------------------------------------- */
 
-/* Something that each rank was told by itself: a flag and its value, a file and the hash of its content. The strings
-   are the caller's; they are needed during the call only. */
+/* A setting that each rank was given on its own: a flag and its value, or a file and the hash of its content. The
+   strings are the caller's and are needed only during the call. */
 typedef struct mt_setting {
     const char *name, *value;
 } mt_setting;
 
-/* Compares settings between ranks, so that processes that were started with different flags or data do not train side
-   by side. mt_params_init and mt_optimizer_create do it for what they are given. A program does it for its own flags:
+/* Compares settings between ranks, so that processes started with different flags or data do not train together.
+   mt_params_init and mt_optimizer_create compare their own arguments. A program compares its flags:
        char lr[32]; snprintf(lr, sizeof lr, "%.9g", flags.lr);
        mt_setting told[] = {{"--lr", lr}, {"--data", hash_of_data}};
        MT_TRY(mt_comm_compare(ctx, world, "my_program", 0, told, 2));
-   Collective over comm: one all_gather of 16 bytes, in the ledger. The texts travel only when their hashes differ. A
-   group of one and a meta communicator have nobody to compare with: the call is free. Ranks that give the same `group`
-   must have the same settings, in the same order. `what` begins the sentence. MT_ERR_MISMATCH when they differ, on
-   every rank of comm, whatever its group is. The sentence, the same on all of them, names the first setting that
-   differs, two of its values and the ranks that have them. comm can be used afterwards. MT_ERR_ARGUMENT for NULL and a
-   negative count. Other errors are those of a collective. */
+   Ranks with the same `group` must have the same settings, in the same order. If they differ, every rank of
+   comm gets MT_ERR_MISMATCH, whatever its group is. The message starts with `what` and names the first setting that
+   differs, two of its values and their ranks. comm can be used afterwards.
+   Collective over comm: one all_gather of 16 bytes, which the ledger counts. The texts travel only when their hashes
+   differ. In a group of one and on a meta communicator the call is free.
+   Errors: MT_ERR_ARGUMENT (NULL, negative count), MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
 
 /* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
 
-/* Every region function works on contiguous views (ld == cols). In a group of one each is free: in-place ones do
-   nothing, the others copy only when input and output are different memory. Names are Megatron's; backward takes
-   gradients.
+/* The functions have Megatron's names and work on contiguous views (ld == cols). backward takes gradients. In a group
+   of one, in-place functions do nothing, and the others copy if x and y are different memory.
 
-   f, copy_to_tensor_region:       forward identity, backward all-reduce, in place.
-   g, reduce_from_tensor_region:   forward all-reduce, in place, backward identity.
-   The identities do nothing; they are there so that a block reads like the paper. */
+   f, copy_to_tensor_region:       forward: identity;             backward: all-reduce, in place.
+   g, reduce_from_tensor_region:   forward: all-reduce, in place; backward: identity.
+   The identities only check their arguments. They exist so that a block reads like the paper. */
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x);
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx);
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y);
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy);
 
-/* Last dimension. scatter: x [tokens, features] -> y [tokens, features / size], this rank's columns; its backward
-   gathers. gather is its conjugate: x [tokens, features / size] -> y [tokens, features]; its backward scatters. */
+/* Last dimension (features). x and y do not overlap, except in a group of one.
+   scatter:  x [tokens, features] -> y [tokens, features / size], this rank's columns. Backward: gather.
+   gather:   x [tokens, features / size] -> y [tokens, features], all-gather. Backward: scatter.
+   gather takes scratch memory of the size of y from the arena. */
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* First dimension (tokens), for sequence parallelism.
-   scatter:         x [tokens, h] -> y [tokens / size, h], no communication; backward: gather.
-   gather:          x [tokens / size, h] -> y [tokens, h], all-gather;       backward: reduce_scatter (tensor region) or
-                                                                             scatter (replicated region).
-   reduce_scatter:  x [tokens, h] partial sums -> y [tokens / size, h];      backward: gather. */
+/* First dimension (tokens), for sequence parallelism. In place as for all_gather and reduce_scatter: the part may
+   lie in this rank's rows of the whole.
+   scatter:         x [tokens, h] -> y [tokens / size, h], no communication. Backward: gather.
+   gather:          x [tokens / size, h] -> y [tokens, h], all-gather. Backward: reduce_scatter in a tensor region,
+                    scatter in a replicated region.
+   reduce_scatter:  x [tokens, h], partial sums -> y [tokens / size, h]. Backward: gather. */
 MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* The last two and g in chunks: rows [first, first + rows) of every rank's part, to where the whole call would bring
-   them. The chunks of a call follow each other from first = 0 on; in the ledger they are one call. */
+/* gather and reduce_scatter of the sequence region, and g, in chunks. A call handles rows [first, first + rows) of
+   every rank's part (g: of y) and puts them where the whole call would. Chunks start at first = 0 and follow each
+   other. The ledger counts all chunks together as one call. */
 MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
                                                      int64_t first, int64_t rows);
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -449,16 +439,16 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows);
 
-/* Communication beside computation, on a GPU; elsewhere everything happens in the order of the calls. Collectives
-   called between begin and end go to another stream of the context, after all that was called before. What is called
-   after end does not wait for them, until mt_overlap_wait with the ticket that end was given. Until then their buffers
-   must stay as they are, those in the arena included: mark it before begin and release it after the wait; between begin
-   and end mt_arena_release does nothing. end takes the status of the collectives, and returns the first error. Nothing
-   overlaps in a group of one or in invariant mode.
+/* Overlaps communication with computation on a GPU. On other devices, in a group of one and in invariant mode, nothing
+   overlaps.
+   Collectives between begin and end run in another stream of the context, after all earlier calls. end takes their
+   status and a ticket, and returns the first error. Calls after end do not wait for the collectives, until
+   mt_overlap_wait with that ticket. Until then their buffers must not change. For buffers in the arena, mark it before
+   begin and release it after the wait. Between begin and end, mt_arena_release does nothing.
 
-   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, for which mt_overlap_wait_all waits. The third stream
-   is for what may take longer: its collectives and those of the second stream do not wait for each other. Its ticket is
-   MT_OVERLAP_TICKET_THIRD, for which only mt_overlap_wait waits. */
+   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1; mt_overlap_wait_all waits for all of them. The third
+   stream is for longer transfers, so that these and the second stream do not wait for each other. Its ticket is
+   MT_OVERLAP_TICKET_THIRD; only mt_overlap_wait waits for it. */
 typedef enum mt_stream {
     MT_STREAM_NONE = 0, /* no overlap: the context's own stream */
     MT_STREAM_SECOND = 1,
@@ -476,77 +466,52 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or on M
 
 /* ---- launch: ranks as threads of this process -------------------------------------------------------------------- */
 
-/* Zero-initialised means: one rank, pinned, MT_TIMEOUT_DEFAULT, errors to stderr. */
+/* Zero-initialised: one rank, MT_TIMEOUT_DEFAULT, errors to stderr. */
 typedef struct mt_launch_desc {
-    int ranks;      /* 0: 1, or as many as a launcher has started, see mt_world_from_env */
-    int no_pinning; /* 1: leave threads to the scheduler; by default each rank is pinned to cores of its own when there
-                       are two or more ranks and the process is allowed enough cores */
-    int cores_per_rank; /* 0: 1; more when a rank's GEMM library has threads: what mt_context_desc.threads says */
+    int ranks; /* 0: 1; under a launcher, as many as it has started, see mt_world_from_env */
+    /* advanced */
+    /* 1: leave threads to the scheduler; 0: pin each of two or more ranks to its own cores when there are enough */
+    int no_pinning;
+    int cores_per_rank; /* for a GEMM library with threads: as many as mt_context_desc.threads; 0: 1 */
     double timeout_s;   /* of every communicator; 0: MT_TIMEOUT_DEFAULT */
-    mt_logger logger;   /* gets one sentence per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
-    void (*stuck)(
-        void *user); /* called when a thread does not come back, with mt_launch's user; NULL: that is waited for */
+    mt_logger logger;   /* gets one message per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
+    /* called with mt_launch's user when a rank's thread does not return; NULL: mt_launch goes on waiting */
+    void (*stuck)(void *user);
 } mt_launch_desc;
 
-/* world belongs to the launcher and ends with the rank's function. */
+/* What a rank runs. world belongs to the launcher and is valid until the function returns. */
 typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
 
-/* Runs rank_main once per rank, each on a thread of its own, and waits for all of them. A rank that returns while
-   others wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or the status of the lowest rank that failed by itself
-   (not merely because a peer did). desc may be NULL. A thread cannot be ended from outside. When a rank fails and
-   another one has not returned 5 seconds later, the logger gets the sentences that there are, and one for each rank
-   that is missing, and this goes on waiting. When desc->stuck is set and a rank is still missing timeout_s after that
-   failure, or 5 seconds if that is longer, the logger gets what there is by then, and stuck is called: nothing is left
-   but to leave the process, with _exit, since exit ends what that thread may be using. Should stuck return, this goes
-   on waiting. A single rank runs on the caller's thread, and nobody watches it.
-
-   Cancelling. A rank's thread may be cancelled (pthread_cancel, deferred) or call pthread_exit. That rank has then
-   failed with MT_ERR_SYSTEM, and its peers get MT_ERR_PEER. A call on a communicator is completed first, after the
-   timeout at the latest; then the thread ends. mt_launch of two or more ranks, too, is completed before its caller is
-   cancelled.
-
-   C++ exceptions. A rank's function must catch them and return a status. An exception that leaves the function of a
-   rank with a thread of its own ends the program by std::terminate. From a single rank it goes on to the caller of
-   mt_launch, which frees what it has made when the implementation is compiled as C++, or as C with -fexceptions; over
-   MPI the rank's communicator is kept. No callback (logger, allocator, stuck, those of the headers above) may throw or
-   longjmp. */
+/* Runs rank_main once per rank, each on its own thread, and waits for all of them. A single rank runs on the caller's
+   thread. desc may be NULL. A rank that returns while others wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or
+   the status of the lowest rank that failed by itself, not because of a peer.
+   A thread cannot be ended from outside. When a rank has failed and another has not returned timeout_s later (at least
+   5 s), desc->stuck is called. It should end the process with _exit. If it returns, mt_launch goes on waiting.
+   rank_main must catch C++ exceptions. Callbacks (logger, allocator, stuck, those of the other headers) must not throw
+   or longjmp. A rank whose thread is cancelled has failed with MT_ERR_SYSTEM. See docs/many-ranks.md, "When a thread
+   ends early". */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- launch: ranks as processes that somebody else started ------------------------------------------------------- */
 
-/* The same where a launcher has started this program once per rank, as its environment says; mt_launch where none has.
+/* Runs rank_main as one rank of a program that torchrun, Open MPI, MPICH or Slurm has started once per rank. rank_main
+   runs once, on the calling thread. Without a launcher in the environment this is mt_launch. See docs/many-ranks.md,
+   "Launchers". desc->ranks is 0 or the number of ranks that the launcher must have started. Pinning is the launcher's.
 
-   launcher         rank                   size                                 local rank
-   torchrun         RANK                   WORLD_SIZE                           LOCAL_RANK
-   Open MPI         OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE                 OMPI_COMM_WORLD_LOCAL_RANK
-   MPICH, Hydra     PMI_RANK               PMI_SIZE                             MPI_LOCALRANKID
-   Slurm (srun)     SLURM_PROCID           SLURM_STEP_NUM_TASKS, SLURM_NTASKS   SLURM_LOCALID
+   In a program with MT_USE_MPI that mpirun or srun has started, world has all collectives, over MPI, for contexts on
+   CPUs. Otherwise mt_comm_create_for connects the ranks over NCCL, each on its own GPU. Before that, and on CPUs,
+   collectives and mt_comm_split return MT_ERR_UNSUPPORTED. In a world of one rank all calls work.
 
-   The first in this order counts, because the later ones start the earlier ones (srun torchrun, srun mpirun). Slurm
-   counts in a step of srun only, which has a SLURM_STEP_ID: the shell of salloc and the script of sbatch are no ranks.
-   srun --mpi=pmi2 gives its tasks a PMI_RANK and a PMI_SIZE, too; so in a step they are Hydra's only beside an
-   MPI_LOCALRANKID, which Hydra alone sets. An environment that is there by half, is no number, or says that rank >=
-   size, is MT_ERR_ARGUMENT, with variables and values, never threads. desc->ranks: 0, or how many ranks the program
-   wants, which a launcher must then have started. Pinning is the launcher's.
-
-   Under a launcher this process runs rank_main once, on its own thread, and returns the rank's status. world knows its
-   rank and size; what else it can do depends on what the implementation was compiled with:
-   MT_USE_MPI   started by mpirun or srun, world has all collectives, on CPUs, over MPI.
-   else         ranks meet by mt_comm_create_for over NCCL, each on a GPU of its own; before that, and on CPUs,
-                collectives and mt_comm_split answer MT_ERR_UNSUPPORTED.
-   A world of one rank can do everything everywhere.
-
-   NCCL's rendezvous: rank 0 listens at NCCL_COMM_ID=host:port, the others connect to it; host must be an address of a
-   network that they share. Where NCCL_COMM_ID is not set, but MT_USE_NCCL is, this function sets it, with setenv, in
-   the environment of this process, since NCCL reads it nowhere else: host is MASTER_ADDR, or, under srun, the first of
-   SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; port is MASTER_PORT + 1 (torchrun itself listens on MASTER_PORT), or,
-   under srun, 61440 + (SLURM_JOB_ID + SLURM_STEP_ID) % 4096. So call it before other threads read the environment. */
+   With MT_USE_NCCL this function may set NCCL_COMM_ID (setenv): call it before other threads read the environment.
+   Returns the rank's status; over MPI, the status of the whole job, chosen as by mt_launch. MT_ERR_ARGUMENT when a
+   variable is missing, is no number, or contradicts another one or desc->ranks: the logger gets variables and values.
+   Other errors: those of mt_launch and of mt_comm_create_mpi. */
 MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- for authors of operators and layers ------------------------------------------------------------------------- */
 
-/* A slot of a context is memory in which a header, or the program, keeps options and state of its own. Each header
-   above has one; MT_SLOT_USER is the program's. */
+/* A slot is memory of a context for the options and state of one header or of the program. Each of the other headers
+   has one slot. MT_SLOT_USER is the program's. */
 typedef enum mt_slot {
     MT_SLOT_KERNELS = 0,
     MT_SLOT_PARALLEL = 1,
@@ -555,24 +520,24 @@ typedef enum mt_slot {
     MT_SLOT_COUNT = 4
 } mt_slot;
 
-/* Creates a slot: *out is zero-filled memory of the host that belongs to the context. mt_context_destroy calls destroy,
-   which may be NULL, and then frees the memory. It does so from the highest slot down, on a GPU when all streams are
-   idle and still there; the arena and mt_context_free can be used. Errors: MT_ERR_ARGUMENT (out is NULL, no such slot,
-   the context has it already), MT_ERR_MEMORY. */
+/* Creates a slot. *out is zero-filled host memory that belongs to the context. mt_context_destroy calls destroy (may be
+   NULL) and frees the memory, starting with the highest slot. On a GPU the streams are then idle but still exist.
+   destroy may use the arena and mt_context_free. Errors: MT_ERR_ARGUMENT (out is NULL, no such slot, already created),
+   MT_ERR_MEMORY. */
 MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
-MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* its memory; NULL before it is created */
+MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before it is created */
 
-/* What mt_context_desc said, with its defaults filled in. ctx may be NULL. */
+/* The values of mt_context_desc with defaults filled in. ctx may be NULL. */
 MT_API int mt_context_threads(const mt_context *ctx);
-MT_API mt_device mt_context_planned(const mt_context *ctx); /* the device itself, except on MT_DEVICE_META */
+MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
-MT_API int mt_context_compute_capability(const mt_context *ctx); /* of the GPU, or of the one planned: 90 for sm_90 */
+MT_API int mt_context_compute_capability(const mt_context *ctx); /* 90 for sm_90, of the GPU or the planned one */
 
-/* Keeps a sentence, at most MT_ERROR_BYTES - 1 characters, as the last error of the context and of its world, logs it,
-   and returns status. mt_comm_fail does it for a communicator, without logging; the sentence goes to the launched
-   rank's world, too. mt_log only logs. The first argument may be NULL: there is nobody to tell then. */
+/* mt_fail stores a message of at most MT_ERROR_BYTES - 1 characters as the last error of the context and of its world,
+   logs it, and returns status. mt_comm_fail stores it in a communicator and in the launched rank's world, without
+   logging. mt_log only logs. When the first argument is NULL, the message is dropped. */
 #define MT_ERROR_BYTES 1024
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
@@ -582,42 +547,42 @@ mt_fail(mt_context *ctx, mt_status status, const char *format, ...);
 MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text);
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 
-/* Small structs of the host, zero-filled, whatever the context's device is; NULL: no memory. */
+/* Zero-filled host memory for small structs, on every device. Returns NULL when out of memory. */
 MT_API void *mt_host_alloc(size_t bytes);
 MT_API void mt_host_free(void *ptr);
 
-/* What arena and allocator align to. */
+/* Alignment of the arena and of the allocator, in bytes. */
 #define MT_ALIGNMENT ((size_t)64)
 static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
 
-/* Bytes of the arena that mt_arena_alloc can still give. mt_arena_set_peak sets what mt_arena_peak returns: for a
-   caller whose own scratch memory is not to count. */
+/* mt_arena_available: bytes that mt_arena_alloc can still return. mt_arena_set_peak sets the result of mt_arena_peak,
+   for a caller whose own scratch memory must not count. */
 MT_API size_t mt_arena_available(const mt_context *ctx);
 MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
 
-/* A stack with a hole: what is allocated from now on lies at `first` and behind as long as it ends before `end`, then
-   at `top` and behind. Several things of the same size, allocated alike, can so be in flight without being released in
-   the order of a stack: each is kept in its own [first, end), while scratch memory, which comes and goes on top of it,
-   lies where all have theirs. end == 0: no hole. */
+/* Leaves a gap in the arena. Allocations start at `first`; those that would end beyond `end` go to `top` and above.
+   With gaps, several workspaces of the same size can be in use at once and be released in any order: each has its own
+   [first, end), and all use the same scratch memory from `top` on. end == 0: no gap. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
 
-/* Collective over comm: memory of the context's allocator that will be sent from and received into at the same place on
-   every rank. Over NCCL it is registered, where that can be had; elsewhere nothing happens. */
+/* Registers memory of the context's allocator with NCCL, where NCCL supports it. Does nothing on other communicators.
+   All ranks must send and receive at the same offsets of this memory. Collective over comm. See docs/gpus.md. */
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
 
-/* 1 when the rows of t follow each other and its data is aligned to MT_ALIGNMENT. 0 on MT_DEVICE_META, whose addresses
-   mean nothing, so that what is planned there is enough for the copies of any rank. */
+/* 1 when the rows of t are contiguous and its data is aligned to MT_ALIGNMENT. 0 on MT_DEVICE_META, which has no real
+   addresses: a plan then includes the copies that any rank may need. */
 MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
 
 static inline int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
 static inline int mt_dtype_is_16bit(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
 static inline int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
 
-/* n values of a 16-bit type, widened to floats or rounded to nearest even; NaN stays NaN. x and y do not overlap. */
+/* Convert n values between f32 and a 16-bit type, rounding to nearest even. NaN stays NaN. x and y do not overlap. */
 MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n);
 MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n);
 
-/* Sizes. mt_size_mul: a * b, or -1 (which no view has) when a factor is negative or the product leaves int64_t. */
+/* Sizes. mt_size_mul returns a * b, or -1 when a factor is negative or the product does not fit into int64_t. No valid
+   view has the size -1. */
 static inline int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t mt_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
@@ -626,22 +591,22 @@ static inline int64_t mt_size_mul(int64_t a, int64_t b) {
     return b > 0 && a > INT64_MAX / b ? -1 : a * b;
 }
 
-/* Numbers as text, the same in every locale. mt_f32_digits writes all digits of a float, and returns text.
-   mt_decimal_point puts a point into what printf has written. mt_parse_whole reads a whole number from 0 to most, and
-   nothing else; it returns 0 when text is none. */
+/* Numbers as text, the same in every locale. mt_f32_digits writes 9 significant digits, enough to read the same float
+   back, and returns text. mt_decimal_point replaces the locale's decimal separator in the output of printf by a point.
+   mt_parse_whole reads a whole number from 0 to most; it returns 0 when text is anything else. */
 MT_API const char *mt_f32_digits(float x, char text[32]);
 MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
 
-/* Operators on MT_DEVICE_CUDA. Without CUDA in the implementation all of them return MT_ERR_UNSUPPORTED.
-   mt_cuda_enter comes before anything that is given to the GPU: it selects the context's GPU and forgets errors that
-   the program has left. On MT_DEVICE_META that plans for a GPU it returns MT_PLANNED, and the operator, which has taken
-   its scratch memory by then, ends there; its caller makes MT_SUCCESS of that.
+/* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of them return MT_ERR_UNSUPPORTED.
+   mt_cuda_enter comes before all work for the GPU. It selects the context's GPU and clears errors that the program left
+   in the CUDA runtime. On MT_DEVICE_META that plans for a GPU it returns MT_PLANNED. An operator takes its scratch
+   memory first, then calls mt_cuda_enter and returns MT_PLANNED; its caller turns that into MT_SUCCESS.
    mt_cuda_launched comes after the launch of a kernel and returns its error.
-   mt_cuda_zero and mt_cuda_copy_rows work in the context's stream; the latter copies rows between any two places.
-   mt_cuda_wait_peers waits for the collectives that are in the stream, at most for their timeout. It comes before every
-   call of CUDA that waits, because those wait without a timeout.
-   mt_cuda_fetch copies to the host and waits, for collectives with their timeout. */
+   mt_cuda_zero and mt_cuda_copy_rows work in the context's stream. mt_cuda_copy_rows copies between any two memories.
+   mt_cuda_wait_peers waits for the collectives in the stream, at most for their timeout. Call it before every CUDA call
+   that waits, because those have no timeout.
+   mt_cuda_fetch copies to the host and waits, for collectives at most for their timeout. */
 #define MT_PLANNED ((mt_status)1)
 MT_API mt_status mt_cuda_enter(mt_context *ctx);
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
@@ -651,19 +616,19 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
 
-/* These are there only where the implementation is compiled (MEGATRON_IMPLEMENTATION):
-   MT_HAS_CUDA                   1 when nvcc compiles it (or the engine of the tests), else 0
-   MT_CUDA_TRY(ctx, call)        MT_TRY for a call of the CUDA runtime; the sentence names the call
+/* Only in the file with MEGATRON_IMPLEMENTATION:
+   MT_HAS_CUDA                   1 when nvcc (or the engine of the tests) compiles it, else 0
+   MT_CUDA_TRY(ctx, call)        MT_TRY for a call of the CUDA runtime; the message names the call
    MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)    kernel<<<...>>>(...)
    MT_SHARED(type, name, count)  an array in shared memory
-   MT_DYN_SHARED(type, name)     the array in shared memory whose size the launch gives
+   MT_DYN_SHARED(type, name)     the array in shared memory whose size is given at launch
    MT_HOST_DEVICE                __host__ __device__ for nvcc, else nothing
-   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2    in a kernel, before a loop: unrolled, or unrolled twice
-   MT_INDEPENDENT                on a CPU, before a loop whose iterations do not depend on each other
+   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2    in a kernel, before a loop: unroll it fully, or twice
+   MT_INDEPENDENT                on a CPU, before a loop whose iterations are independent
    MT_INLINE                     static inline, always
-   MT_RANGE(name, call)          the status of call, which is an NVTX range (MT_USE_NVTX)
+   MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
    mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
-   Kernels that use only these for what CUDA adds to C++ can also run in tests/engine. */
+   A kernel that uses no other CUDA extensions also runs in tests/engine. */
 
 #ifdef __cplusplus
 }
