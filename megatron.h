@@ -2,11 +2,11 @@
 
    Do this:
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program: a .c, .cpp or .cu
-       #include "megatron.h"                // in every other file the #include alone
+       #include "megatron.h"                // the other files need only this line
        cc -O3 -march=native -I. yours.c -lm -lpthread          (add -DMT_USE_ONEDNN -ldnnl for a fast GEMM)
        nvcc -O3 -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs: mt_context_desc.device = MT_DEVICE_CUDA)
 
-   A whole program, which trains a small GPT on 2 ranks. examples/01_mlp.c also shows how everything is destroyed.
+   This program trains a small GPT on 2 ranks. examples/01_mlp.c also shows how to destroy every object.
 
     #define MEGATRON_IMPLEMENTATION                           // in exactly one file of the program
     #include "megatron.h"
@@ -44,17 +44,20 @@
    With sequence parallelism (arXiv 2205.05198) they become all-gathers and reduce-scatters. Each communicator has a
    ledger that counts them.
 
-   It does not: own your loop, your tensors or your process; read files other than checkpoints; keep globals; exit or
-   abort; allocate after create, except while the files of a checkpoint are open.
+   The library does not own your loop, your tensors or your process. It has no globals, and it never exits or aborts.
+   It reads no files except checkpoints. It allocates no memory after setup (the create functions and mt_params_init),
+   except while the files of a checkpoint are open.
 
-   Shapes: activations [tokens, features] with token = sequence * seq + position, weights [out, in], as in PyTorch.
-   Types: everything f32, or bf16 or f16 with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
-   Errors: every call returns mt_status; MT_TRY(call) passes it on; mt_last_error(ctx) is a sentence with the values.
-   Threads: a rank is one thread, with one context, one communicator and one registry. Config macros: see mt_comm.h.
+   Shapes: activations are [tokens, features] with token = sequence * seq + position. Weights are [out, in], as in
+   PyTorch. t is the number of tensor ranks. With sequence parallelism each of them holds [tokens / t, hidden].
+   Types: f32 by default; bf16 or f16, with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
+   Errors: a call that can fail returns an mt_status. MT_TRY(call) returns the error from the calling function.
+   mt_last_error(ctx) is a sentence with the offending values.
+   Threads: a rank is one thread, with its own context, communicators and registry. Config macros: see mt_comm.h.
 
    Sections of the implementation: >>mlp >>attention >>layer >>gpt >>checkpoint */
 
-#include "mt_parallel.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
+#include "mt_parallel.h" /* outside the guard: a later #include may still add the implementations */
 
 #ifndef MEGATRON_H
 #define MEGATRON_H
@@ -65,50 +68,53 @@ extern "C" {
 
 /* ---- what a call works on ---------------------------------------------------------------------------------------- */
 
-/* The tokens of one call: `sequences` sequences of `seq` tokens, on every tensor rank the same. Dropout masks are drawn
-   by (seed, step, layer, global element), so they do not depend on tensor, data or micro-batch split as long as
-   first_sequence is the index of this call's first sequence in the global batch. */
+/* The tokens of one call: `sequences` sequences of `seq` tokens each. Every tensor rank has the same batch. Dropout
+   masks are drawn by (seed, step, layer, global element). They are the same on every tensor, data and micro-batch split
+   when first_sequence is the index of this call's first sequence in the global batch. */
 typedef struct mt_batch {
     int64_t sequences, seq;
-    int64_t first_sequence;
+    int64_t first_sequence; /* in the global batch */
     const int32_t *lengths; /* key padding: valid tokens of each sequence, [sequences], on the device; NULL: all */
-    uint64_t seed, step;    /* dropout: same (seed, step), same masks; use a new step for each optimizer step */
+    uint64_t seed, step;    /* of dropout; use a new step for each optimizer step */
 } mt_batch;
 
-/* Dropout with probability p of a block's own: `at` has a random stream for each (step, layer, site); its place in the
-   global tensor (first_row, first_col, global_cols) is the caller's to fill in. Taken are, of a layer with number n,
-   (n, 0) attention probabilities, (n, 1) the output of attention, (n, 2) that of the MLP; of a GPT (layers, 3) the
-   embedding. layer < 2^18, site < 4: a block beside a GPT takes the numbers from layers + 1 on. */
+/* Returns a dropout with probability p for a block of your own. Each (seed, step, layer, site) has its own random
+   numbers; layer < 2^18, site < 4. The caller sets the place in the global tensor: at.first_row, at.first_col and
+   at.global_cols. Layer n uses (n, 0) for attention probabilities, (n, 1) for the output of attention and (n, 2) for
+   the output of the MLP. A GPT uses (layers, 3) for the embedding. Beside a GPT, use layer numbers above `layers`. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
 
-/* Y = act(X A) B: A column-parallel, B row-parallel, no communication between (arXiv 1909.08053, eq. 3 and figure 3a).
- */
+/* Y = act(X A) B. A is column-parallel and B is row-parallel, so nothing is communicated between them (arXiv
+   1909.08053, eq. 3 and figure 3a). */
 typedef struct mt_mlp_desc {
     int64_t hidden;
-    int64_t ffn;              /* inner width, of gate and of up each for MT_SWIGLU; 0: 4 * hidden */
-    mt_activation activation; /* default MT_GELU_TANH */
-    int no_bias;
-    int skip_bias_add;               /* 1: the caller adds mlp.fc2.bias itself, to fuse it with what follows */
-    int sequence_parallel;           /* x and y are [tokens / t, hidden] */
-    float init_std, output_init_std; /* of fc1, of fc2; 0: 0.02 */
+    int64_t ffn;              /* inner width; with MT_SWIGLU the width of gate, and of up; 0: 4 * hidden */
+    mt_activation activation; /* 0: MT_GELU_TANH */
+    int no_bias;              /* 1: neither product has a bias */
+    /* advanced */
+    int skip_bias_add;     /* 1: the caller adds mlp.fc2.bias, and its gradient, to fuse them with what follows */
+    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
+    float init_std, output_init_std; /* of fc1 and of fc2; 0: 0.02 */
 } mt_mlp_desc;
 
 typedef struct mt_mlp {
     mt_mlp_desc desc;
-    mt_column_parallel_linear fc1; /* parameters NAME.linear_fc1.weight, .bias; for SwiGLU its rows are [gate; up] */
+    mt_column_parallel_linear fc1; /* parameters NAME.linear_fc1.weight, .bias; with MT_SWIGLU rows are [gate; up] */
     mt_row_parallel_linear fc2;    /* parameters NAME.linear_fc2.weight, .bias */
 } mt_mlp;
 
 typedef struct mt_mlp_saved {
     mt_linear_saved fc1, fc2;
-    mt_tensor h; /* [tokens, local ffn] before the activation */
+    mt_tensor h; /* [tokens, fc1.local_features], before the activation */
 } mt_mlp_saved;
 
-/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel); y is written, not added to. x must stay
-   as it is until backward. saved: arena memory until the caller's mt_arena_release; NULL: inference. dx may be
-   mt_none(). */
+/* x, y, dx, dy [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y and dx are overwritten; gradients of
+   parameters are added to. x must not change until backward. The tensors of saved are in the arena until the caller's
+   mt_arena_release. saved == NULL: inference. dx may be mt_none(), which saves its reduction.
+   Forward does 1 all-reduce over the tensor group, and backward 1. With sequence_parallel forward does 1 all-gather and
+   1 reduce-scatter, and backward 2 all-gathers and 1 reduce-scatter. */
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out);
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved);
@@ -117,41 +123,45 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 
 /* ---- self-attention ---------------------------------------------------------------------------------------------- */
 
-/* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b): QKV column-parallel, attention on this
-   rank's heads, projection row-parallel. heads must be a multiple of kv_heads and hidden of heads; kv_heads at least
-   the tensor size, and at least V in invariant mode. Where the split does not divide kv_heads, the last ranks hold
-   empty groups. */
+/* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b). QKV is column-parallel, core attention
+   runs on this rank's heads, and the projection is row-parallel. hidden must be a multiple of heads, and heads a
+   multiple of kv_heads. kv_heads must be at least t, or in invariant mode at least V = mt_context_desc.invariant. When
+   it is not a multiple of that number, the last ranks hold empty groups. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
-    int64_t kv_heads;     /* query groups; 0: heads (MHA), fewer: GQA */
-    mt_mask mask;         /* default MT_MASK_CAUSAL */
-    float rotary_base;    /* rotary position embedding with this base (10000); 0: none */
-    int64_t max_seq;      /* needed for rotary only: positions in its table */
+    int64_t kv_heads;     /* query groups; fewer than heads: GQA; 0: heads (MHA) */
+    mt_mask mask;         /* 0: MT_MASK_CAUSAL */
+    float rotary_base;    /* base of rotary position embedding, usually 10000; 0: none */
+    int64_t max_seq;      /* positions in the rotary table; used with rotary only */
     float dropout;        /* of attention probabilities */
-    int64_t layer_number; /* tells its dropout masks from those of other layers */
-    int no_bias;
-    int skip_bias_add;     /* 1: the caller adds attention.proj.bias itself */
-    int sequence_parallel; /* x and y are [tokens / t, hidden] */
-    int recompute_core;    /* 1: core attention runs again in backward: saved keeps its qkv, not out and lse */
-    float init_std, output_init_std; /* of qkv, of proj; 0: 0.02 */
+    int64_t layer_number; /* gives each layer dropout masks of its own */
+    int no_bias;          /* 1: neither product has a bias */
+    /* advanced */
+    int skip_bias_add;               /* 1: the caller adds attention.proj.bias, and its gradient */
+    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
+    float init_std, output_init_std; /* of qkv and of proj; 0: 0.02 */
 } mt_self_attention_desc;
 
 typedef struct mt_self_attention {
     mt_self_attention_desc desc;
-    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*, rows per query group: its queries, its key, its value */
+    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; the rows of a query group are its queries, key and value */
     mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
-    mt_tensor rotary;              /* [max_seq, head_dim] or none; memory of the registry */
-    int64_t head_dim, groups;      /* groups: of this rank, empty ones included */
-    int64_t first_group;           /* global index of this rank's first */
+    mt_tensor rotary;              /* [max_seq, head_dim], or mt_none(); owned by the registry */
+    int64_t head_dim, groups;      /* groups: on this rank, empty ones included */
+    int64_t first_group;           /* global index of this rank's first group */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
-    mt_batch batch; /* what forward worked on; its lengths must stay as they are until backward */
+    mt_batch batch; /* the batch of forward; the array `lengths` must not change until backward */
     mt_linear_saved qkv_in, proj_in;
-    mt_tensor qkv, out, lse; /* [tokens, local qkv], [tokens, local heads * head_dim], [heads but empty ones, tokens];
-                                out and lse are gone with recompute_core */
+    /* qkv [tokens, qkv.local_features], out [tokens, proj.local_features], lse [heads of nonempty groups, tokens]. With
+       recompute_core, out and lse are not valid after forward. */
+    mt_tensor qkv, out, lse;
 } mt_self_attention_saved;
 
+/* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
+   batch->sequences * batch->seq. saved == NULL: inference, without dropout. Backward works on saved->batch. */
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out);
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -159,18 +169,19 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* Core attention of a rank for a block of your own: mt_attention_forward and _backward on the groups of a column-
-   parallel qkv, once for each of its `shards` virtual shards (qkv.weight->shards). qkv [tokens, groups * unit], out
-   [tokens, groups * heads_per_group * head_dim], lse [shape->groups * heads_per_group, tokens]. shape->groups may be
-   fewer than the columns are for: those of the others, which fill up the split, become zeros. */
+/* Core attention of one rank, for a block of your own: mt_attention_forward and mt_attention_backward, called once for
+   each of the `shards` virtual shards of a column-parallel qkv (its weight->shards; 1 outside invariant mode).
+   qkv, dqkv [tokens, groups * (heads_per_group + 2) * head_dim]; out, dout [tokens, groups * heads_per_group *
+   head_dim]; lse [shape->groups * heads_per_group, tokens], in forward optional. groups counts all groups of this rank.
+   shape->groups does not count the empty ones. Their columns come last; in out and dqkv they become zeros. */
 MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                             mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Between the grouped QKV weight [(heads + 2 kv_heads) * head_dim, cols] and separate q [heads * head_dim, cols], k and
-   v [kv_heads * head_dim, cols], all in host memory, global; for a bias cols is 1. Plain copies, no errors but sizes.
- */
+/* Copies between the grouped QKV weight [(heads + 2 * kv_heads) * head_dim, cols] and separate q [heads * head_dim,
+   cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded, contiguous, in host memory, and
+   do not overlap. Errors: MT_ERR_SHAPE (a size), MT_ERR_ARGUMENT (NULL). */
 MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
                                       const float *k, const float *v, float *qkv);
 MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
@@ -178,44 +189,42 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
 
 /* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
-/* Where the norms sit, D being dropout:
-   MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))): GPT-2, and the rearranged order that the paper
-                        recommends for BERT (arXiv 1909.08053, figure 7b)
-   MT_POST_LN           x1 = LN(x + D(attn(x))), y = LN(x1 + D(mlp(x1))): original BERT (figure 7a)
-   MT_RESIDUAL_POST_LN  n = LN(x), x1 = n + D(attn(n)), m = LN(x1), y = m + D(mlp(m)): Megatron's
+/* The positions of the two norms. LN is a norm and D is dropout.
+   MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))). GPT-2, and the order for BERT that the paper
+                        recommends (arXiv 1909.08053, figure 7b)
+   MT_POST_LN           x1 = LN(x + D(attn(x))), y = LN(x1 + D(mlp(x1))). The original BERT (figure 7a)
+   MT_RESIDUAL_POST_LN  n = LN(x), x1 = n + D(attn(n)), m = LN(x1), y = m + D(mlp(m)). Megatron's
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
 
-/* What backward computes again instead of forward keeping it (arXiv 2205.05198; Megatron's --recompute-granularity).
-   The bits are the same: dropout draws the same masks. A layer of MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH and kv_heads
-   == heads keeps, of n tokens until backward, with elements of e bytes, on each of t tensor ranks that divide its a
-   heads and its ffn = 4 h, where r is n, or n / t with sequence_parallel, these bytes, its input included (the paper's
-   34 without its dropout masks):
-   MT_RECOMPUTE_NONE       e h (4 r + 12 n / t) + 16 r + 4 n a / t
-   MT_RECOMPUTE_SELECTIVE  e h (4 r + 11 n / t) + 16 r   core attention runs again, from qkv: no communication
-   MT_RECOMPUTE_FULL       e h r                         the layer runs again, from its input, with its collectives.
-                                                         The MLP's last is left out, because backward does not need
-                                                         its result (with MT_POST_LN it does): 5 all-reduces in all,
-                                                         or 8 all-gathers and 5 reduce-scatters */
+/* What backward computes again, to keep less memory between forward and backward (arXiv 2205.05198; Megatron's
+   --recompute-granularity). The bits are the same, because dropout draws the same masks. For the memory of each see
+   docs/performance.md.
+   MT_RECOMPUTE_NONE       nothing
+   MT_RECOMPUTE_SELECTIVE  core attention, from qkv, without communication
+   MT_RECOMPUTE_FULL       the layer, from its input, with communication. A training step does 5 all-reduces instead of
+                           4; with sequence_parallel 8 all-gathers and 5 reduce-scatters instead of 6 and 4. With
+                           MT_POST_LN it does one more all-reduce or reduce-scatter */
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
 
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;     /* 0: heads, 4 * hidden */
-    mt_ln_placement placement; /* default MT_PRE_LN */
-    mt_norm_kind norm;         /* default MT_LAYER_NORM */
-    float norm_eps;            /* 0: 1e-5 */
-    mt_activation activation;  /* default MT_GELU_TANH */
-    mt_mask mask;              /* default MT_MASK_CAUSAL */
-    float rotary_base;         /* 0: none */
-    int64_t max_seq;           /* for rotary */
-    float attention_dropout, hidden_dropout;
-    int64_t layer_number; /* for its dropout masks */
-    int no_bias;
-    int sequence_parallel;  /* x and y are [tokens / t, hidden] */
-    mt_recompute recompute; /* default MT_RECOMPUTE_NONE */
+    int64_t kv_heads, ffn;                   /* query groups, inner width of the MLP; 0: heads, 4 * hidden */
+    mt_ln_placement placement;               /* 0: MT_PRE_LN */
+    mt_norm_kind norm;                       /* 0: MT_LAYER_NORM */
+    float norm_eps;                          /* 0: 1e-5 */
+    mt_activation activation;                /* 0: MT_GELU_TANH */
+    mt_mask mask;                            /* 0: MT_MASK_CAUSAL */
+    float rotary_base;                       /* base of rotary position embedding, usually 10000; 0: none */
+    int64_t max_seq;                         /* positions in the rotary table; used with rotary only */
+    float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
+    int64_t layer_number;                    /* gives each layer dropout masks of its own */
+    int no_bias;                             /* 1: no product has a bias; a LayerNorm keeps its own */
+    /* advanced */
+    int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
+    mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
     float init_std;         /* 0: 0.02 */
-    float output_init_std;  /* of proj and fc2; 0: 0.02; GPT-2 uses 0.02 / sqrt(2 * layers) */
+    float output_init_std;  /* of proj and fc2; GPT-2: 0.02 / sqrt(2 * layers); 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -223,21 +232,22 @@ typedef struct mt_transformer_layer {
     mt_norm_layer input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
     mt_self_attention attention;        /* NAME.self_attention.* */
     mt_mlp mlp;                         /* NAME.mlp.* */
-    mt_comm *tp;
+    mt_comm *tp;                        /* the tensor group */
 } mt_transformer_layer;
 
 typedef struct mt_transformer_layer_saved {
-    mt_tensor
-        x; /* the layer's input, a view of the caller's; with MT_RECOMPUTE_FULL all there is, but for attention.batch */
+    /* The layer's input, in the caller's memory. With MT_RECOMPUTE_FULL, forward keeps only x and attention.batch. */
+    mt_tensor x;
     mt_norm_saved input_norm, mlp_norm;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
 } mt_transformer_layer_saved;
 
-/* x, y, dx, dy [tokens, hidden] ([tokens / t, hidden] with sequence_parallel), all different memory, all wanted; x must
-   stay as it is until backward. A training step does 4 all-reduces of [tokens, hidden] over the tensor group; with
-   sequence_parallel 6 all-gathers and 4 reduce-scatters (mt_recompute tells when it is more). Backward is for the batch
-   that forward was given, which saved remembers. */
+/* x, y, dx, dy [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none may be
+   mt_none(). x must not change until backward. The tensors of saved are in the arena. saved == NULL: inference, without
+   dropout. Backward works on the batch of forward, which saved holds.
+   A training step does 4 all-reduces of [tokens, hidden] over the tensor group, or with sequence_parallel 6 all-gathers
+   and 4 reduce-scatters. MT_RECOMPUTE_FULL adds to these, see mt_recompute. */
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out);
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
@@ -247,69 +257,75 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 
 /* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
-/* Token embedding + learned positions (none with rotary), layers, final norm (none with MT_POST_LN), output head tied
-   to the token embedding or its own, cross-entropy. */
+/* Token embedding, learned positions (not with rotary), layers, final norm (not with MT_POST_LN), output head and
+   cross-entropy. The output head has the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq;
-    mt_transformer_layer_desc
-        layer; /* of every layer; its layer_number, max_seq, output_init_std (0.02 / sqrt(2 layers)) are set */
-    int64_t
-        recompute_layers; /* so many, the first ones of each stage, are recomputed as layer.recompute says; 0: all */
-    int untied_head;
-    float embedding_dropout;
-    float label_smoothing;
-    int32_t ignore_index; /* targets equal to it do not count; 0 stands for PyTorch's -100 */
+    /* Describes every layer. layer_number and max_seq are ignored: mt_gpt_create sets them. When output_init_std is 0,
+       it becomes init_std / sqrt(2 * layers). */
+    mt_transformer_layer_desc layer;
+    /* advanced */
+    int64_t recompute_layers; /* layer.recompute applies to this many layers at the start of each stage; 0: all */
+    int untied_head;          /* 1: the output head has a weight of its own */
+    float embedding_dropout;  /* of the sum of token and position embedding */
+    float label_smoothing;    /* see mt_cross_entropy_desc */
+    int32_t ignore_index;     /* targets of this value have loss 0 and gradient 0; 0: -100, as in PyTorch */
 } mt_gpt_desc;
 
-/* Of a pipeline, a stage has `local_layers` layers, which must come out even (MT_ERR_SHAPE), the first one the
-   embeddings, the last one the final norm and the head. A tied embedding is on both, with the same values;
-   mt_sync_gradients adds its gradients up. What a stage does not have is zero. */
+/* This rank's shard of the model, or of one pipeline stage. Every stage has the same number of layers. The first stage
+   has the embeddings, and the last one has the final norm and the head. Members that a stage does not have are zero.
+   A tied embedding is on the first and on the last stage; mt_sync_gradients adds up its two gradients. */
 typedef struct mt_gpt {
     mt_gpt_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
     mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
-    mt_transformer_layer *layers;       /* decoder.layers.<first_layer>.*, ...; memory of the registry */
-    int64_t first_layer, local_layers;  /* of this stage */
+    mt_transformer_layer *layers;       /* decoder.layers.<first_layer>.*, ...; the array is owned by the registry */
+    int64_t first_layer, local_layers;  /* number of this stage's first layer; how many it has */
     mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
-    mt_column_parallel_linear head;     /* output_layer.weight, or the embedding's */
+    mt_column_parallel_linear head;     /* output_layer.weight, or the weight of tokens */
     mt_cross_entropy_desc loss;
     const mt_grid *grid;
 } mt_gpt;
 
-/* What one forward leaves for its backward. Several may be in flight. */
+/* What one forward keeps for its backward. Several forwards may be in flight, each with an mt_gpt_saved of its own. */
 typedef struct mt_gpt_saved {
-    mt_transformer_layer_saved *layers; /* mt_gpt_saved_create */
+    mt_transformer_layer_saved *layers; /* [local_layers], from mt_gpt_saved_create */
     mt_batch batch;
-    const int32_t *ids; /* NULL: there is no forward that waits for its backward */
+    const int32_t *ids; /* NULL: no forward waits for its backward */
     mt_norm_saved final_norm;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
 } mt_gpt_saved;
 
+/* mt_gpt_create adds the parameters of this rank's stage to the registry. mt_gpt_saved_create allocates host memory,
+   which mt_gpt_saved_destroy frees. Errors: MT_ERR_SHAPE (`layers` is not a multiple of the number of stages),
+   MT_ERR_ARGUMENT (a value out of range; several stages with mt_context_desc.arena_symmetric), MT_ERR_MEMORY. */
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out);
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out);
-MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* a zero-initialised one is allowed */
+MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initialised struct are allowed */
 
-/* For a grid of one pipeline stage, that is the whole model; with more see mt_gpt_stage_forward.
-   ids, targets [sequences * seq] on the device, the same on every tensor rank, unchanged until backward; loss
-   [1, sequences * seq] per token, 0 where ignored.
-   Communication over the tensor group: 1 all-reduce for the embedding, 2 per layer, 1 all-gather of scalars for the
-   loss. saved == NULL: evaluation. Errors: MT_ERR_DATA for ids and targets out of range, before anything is computed.
- */
+/* Computes the loss of every token, on a grid with one pipeline stage. With more stages use mt_gpt_stage_forward.
+   ids, targets [sequences * seq] are on the device, the same on every tensor rank, and must not change until backward.
+   loss [1, sequences * seq], MT_F32, is 0 for an ignored target. saved == NULL: evaluation, without dropout.
+   Communication over the tensor group, without sequence_parallel: 1 all-reduce for the embedding, 2 for each layer,
+   and 1 all-gather of scalars for the loss.
+   MT_ERR_DATA: an id or a target is out of range; nothing was computed. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
-/* Adds the gradient of scale * sum(loss) to every parameter's. 1 all-reduce for the head, 2 per layer. Once for each
-   forward: it turns the logits into their gradient and leaves saved empty. After mt_sync_gradients_begin, buckets of
-   gradients go over the data group as layers are done with them. */
+/* Adds the gradient of scale * sum(loss) to the gradient of every parameter. Call it once for each forward: it
+   overwrites the saved logits, and saved->ids becomes NULL. Communication over the tensor group, without
+   sequence_parallel: 1 all-reduce for the head and 2 for each layer. After mt_sync_gradients_begin it also sums buckets
+   of finished gradients over the data group. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
-/* The same of one stage of a pipeline, for mt_pipeline_run: with it every stage sees the same batch, ids and targets.
-   input, output and their gradients are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the
-   model's type, and mt_none() where mt_pipeline_run gives none; input must stay as it is until backward. loss is
-   written by the last stage and may be mt_none() on the others. Of a GPT with `slots` of `saved`:
+/* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. Call them from the two functions of your
+   mt_pipeline_stage, with the tensors that these are given: [tokens, hidden], or [tokens / t, hidden] with
+   sequence_parallel, in the model's type, and mt_none() where there is no neighbour. input must not change until
+   backward. Every stage gets the same batch, ids and targets. The last stage writes loss; on the others it may be
+   mt_none(). An example with one mt_gpt_saved for each slot (see mt_pipeline_slots):
        mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
-           ... batch, ids, targets and loss of micro-batch a->micro_batch, unchanged until its backward ...
+           ... batch, ids, targets and loss of micro-batch a->micro_batch; ids and targets live until its backward ...
            return mt_gpt_stage_forward(ctx, &gpt, &batch, ids, targets, input, output, loss, &saved[a->slot]);
        }
        mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
@@ -322,29 +338,31 @@ MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const 
 MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput,
                                        mt_tensor dinput, mt_gpt_saved *saved);
 
-/* Inference, no dropout: logits [sequences * seq, vocab] of every token, or [sequences, vocab] of each sequence's last
-   one (the last valid one where the batch has lengths); logits.rows decides which. On every tensor rank and every
-   stage, which all call it. Of any float type: MT_F32 keeps what a 16-bit model rounds away. */
+/* Inference, without dropout. logits is [sequences * seq, vocab] for every token, or [sequences, vocab] for the last
+   token of each sequence (the last valid one when the batch has lengths). logits.rows selects which. logits may have
+   any float type; in MT_F32 the logits of a 16-bit model are not rounded to 16 bits.
+   All tensor ranks and all stages call it, and each gets all logits. MT_ERR_DATA: an id is out of range. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
 /* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
 
-/* A checkpoint (see mt_parallel.h) of the parameters of a GPT, which must outlive it. desc->format must be NULL. Its
-   files say what the GPT is. mt_checkpoint_load and mt_checkpoint_import refuse another one (MT_ERR_DATA), also where
-   shapes do not show the difference (heads, activation, ...).
+/* Creates a checkpoint (see mt_parallel.h) of a GPT. gpt must outlive it. desc->format must be NULL. The files describe
+   the GPT. mt_checkpoint_load and mt_checkpoint_import return MT_ERR_DATA for files that describe a different GPT, even
+   when all shapes agree (another number of heads, another activation).
 
-   Hugging Face. A GPT that is made as GPT-2 is (MT_PRE_LN, MT_LAYER_NORM, a GeLU, biases, learned positions, no grouped
-   queries, causal) is stored as Hugging Face's GPT2LMHeadModel: its names, [in, out] weights, [q | k | v], and a
-   config.json. transformers opens the directory of a checkpoint (GPT2LMHeadModel.from_pretrained). mt_checkpoint_import
-   reads what transformers has written, with or without "transformer." before its names. It ignores buffers of attention
-   masks, and an output head beside tied embeddings. Other models have the registry's names, shapes and layouts. */
+   Hugging Face. A GPT is like GPT-2 when it has MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned
+   positions, kv_heads equal to heads, a causal mask and a tied head. It is stored as a GPT2LMHeadModel of transformers:
+   with those names, [in, out] weights, [q | k | v], and a config.json. GPT2LMHeadModel.from_pretrained opens the
+   directory of the checkpoint. mt_checkpoint_import reads what transformers has written, with or without "transformer."
+   before the names; it ignores buffers of attention masks, and the weight of the head, which is tied. Any other GPT is
+   stored with the names, shapes and layouts of the registry. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* Reads what mt_gpt_create needs for the model in a directory: from the metadata of a checkpoint of a GPT, or from the
-   config.json of a GPT-2. What does not change a model's output (dropout, init_std, ...) is zero. *out is left alone
-   after an error. Not collective. */
+/* Reads the description of the GPT in a directory, for mt_gpt_create. It comes from the metadata of a checkpoint, or
+   from the config.json of a GPT-2. Fields that do not change the output of a model (dropout, init_std, ...) are 0.
+   Not collective. Errors: MT_ERR_IO, MT_ERR_DATA; *out is unchanged then. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
 #ifdef __cplusplus
