@@ -67,8 +67,9 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);         
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
-/* The first row of x [rows, cols], MT_F32, becomes the sum of all rows, in the tree in which mt_all_reduce joins ranks.
-   The other rows are used up. */
+/* The first row of x [rows, cols], MT_F32, becomes the sum of all rows, added in the tree in which mt_all_reduce adds
+   ranks. The other rows are overwritten. Use it for your own sums over micro-batches, such as the mean loss: they are
+   then invariant, too. */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
 
 /* For looking at differences: *hash += sum over the elements of x of a hash of (global element, its 32 or 16 bits),

@@ -7,29 +7,35 @@
                             MT_TRY(mt_params_create(ctx, &grid, &params));
        mt_column_parallel_linear fc; mt_linear_desc d = {.in_features = 1024, .out_features = 4096};
                             MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc", &d, &fc));
-                            MT_TRY(mt_params_init(ctx, params, 1234));      // allocates and fills all of them
-       ... forward, backward ...                                       // before the last: mt_sync_gradients_begin
+                            MT_TRY(mt_params_init(ctx, params, 1234));      // allocates and fills all parameters
+       ... forward, backward ...                  // optional, before the last backward: mt_sync_gradients_begin
                             MT_TRY(mt_sync_gradients(ctx, params));
 
-   Layers are small structs in the caller's memory that hold parameters only; there is nothing to destroy but the
-   registry (mt_params), which owns values and gradients. What backward needs is in an explicit `saved`, whose tensors
-   lie in the arena until the caller releases them; forward with saved == NULL is inference and leaves nothing behind.
+   Layers are small structs in the caller's memory. They need no destroy: the registry (mt_params) owns the values and
+   gradients of their parameters. Forward keeps what backward needs in a `saved` struct. Its tensors lie in the arena
+   until the caller releases them. With saved == NULL forward is inference, and keeps nothing.
    Backward adds to parameter gradients and overwrites activation gradients.
 
-   Views may have ld > cols but for what is sent between tensor ranks, when there are several: y of a row-parallel layer
-   and of an embedding, dx of a column-parallel one, and under sequence parallelism x of a column-parallel layer and dy
-   of the others. Those must be contiguous (MT_ERR_SHAPE, before anything is computed).
+   Communication is inside the layers: a column-parallel layer contains Megatron's conjugate f, and a row-parallel layer
+   contains g. Code between the two layers communicates nothing. mt_comm.h has f and g as functions of their own.
 
-   Sizes that the tensor group does not divide are padded with zeros that stay zero (their gradients are zero). Global
-   shapes never include padding.
+   Shapes: t is the number of tensor ranks. "local features" are this rank's share of a split dimension. Global shapes
+   never include padding. A size that the tensor group does not divide is padded with zeros. The padding
+   stays zero, because its gradients are zero.
 
-   It does not: know what a transformer is, run your loop, average losses: mt_sync_gradients sums over the data group,
+   Views may have ld > cols. What several tensor ranks send to each other must be contiguous; otherwise a call returns
+   MT_ERR_SHAPE before it computes anything. This concerns:
+       always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
+       with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
+
+   It does not: know what a transformer is, run your loop, average losses. mt_sync_gradients sums over the data group,
    so scale your loss by 1 / (tokens of the whole global batch). It reads no files other than checkpoints.
 
    Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
    >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
 
-#include "mt_kernels.cuh" /* outside the guard: an implementation wanted later reaches the lower floors too */
+/* Outside the guard: a second #include with MEGATRON_IMPLEMENTATION must reach the headers below, too. */
+#include "mt_kernels.cuh"
 
 #ifndef MT_PARALLEL_H
 #define MT_PARALLEL_H
@@ -40,10 +46,11 @@ extern "C" {
 
 /* ---- process grid ------------------------------------------------------------------------------------------------ */
 
-/* Megatron's rank order, tensor fastest, then data, then pipeline: rank = t + tp * (d + dp * p). */
+/* The size of each group. Ranks are in Megatron's order: rank = t + tp * (d + dp * p), where t, d and p are the tensor,
+   data and pipeline rank. */
 typedef struct mt_grid_desc {
     int tp; /* tensor parallel ranks; 0: 1 */
-    int dp; /* data parallel ranks; 0: what the other two leave of the world */
+    int dp; /* data parallel ranks; 0: world size / (tp * pp) */
     int pp; /* pipeline stages; 0: 1 */
 } mt_grid_desc;
 
@@ -52,10 +59,11 @@ typedef enum mt_group {
     MT_GROUP_DATA = 1,
     MT_GROUP_PIPELINE = 2,
     MT_GROUP_MODEL = 3,    /* tensor x pipeline: the ranks that hold one copy of the model */
-    MT_GROUP_EMBEDDING = 4 /* first and last pipeline stage, which share tied embeddings; empty for stages between */
+    MT_GROUP_EMBEDDING = 4 /* first and last pipeline stage, which share tied embeddings; empty on other stages */
 } mt_group;
 
-/* The communicators of one rank. embedding is NULL on the stages between. Filled by mt_grid_create; read freely. */
+/* This rank's communicators and its place in the grid. Filled by mt_grid_create; read freely. embedding is NULL except
+   on the first and the last pipeline stage. */
 typedef struct mt_grid {
     mt_comm *world; /* the caller's */
     mt_comm *tp, *dp, *pp, *model, *embedding;
@@ -63,58 +71,60 @@ typedef struct mt_grid {
     int tp_rank, dp_rank, pp_rank;
 } mt_grid;
 
-/* The ranks of `rank`'s group, in order, without communicating: ranks [world_size] is filled, *count set.
-   Returns MT_ERR_ARGUMENT / MT_ERR_SHAPE for a grid that does not fit world_size; desc may hold zeros. */
+/* Lists the ranks of the group that `rank` is in, in ascending order, without communication. ranks has world_size
+   entries, of which *count are written. desc may hold zeros.
+   MT_ERR_ARGUMENT: a size is negative, or rank is out of range. MT_ERR_SHAPE: the grid does not fit world_size. */
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count);
 
-/* Collective over world. Errors are kept in world. world must outlive the grid, the grid must outlive what is built on
- * it. */
+/* Creates the communicators. desc NULL: all zeros. world must outlive the grid, and the grid must outlive everything
+   that is created from it. Collective over world. Error sentences are kept in world (mt_comm_last_error). */
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out);
 MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowed */
 
 /* ---- invariant mode ---------------------------------------------------------------------------------------------- */
 
-/* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits - loss, gradients, their
-   norm, weights, optimizer state - on every grid of 1, 2, 4, ..., V tensor ranks x 1, 2, 4, ..., V_d data ranks, with
-   and without sequence parallelism, and on any number of pipeline stages. Every layer works as V virtual shards of the
-   same shapes, whatever the number of ranks; a rank of t has V / t of them. Partial results meet in the tree
-   ((0+1)+(2+3))+..., first in a rank, then by mt_all_reduce across ranks. Micro-batches meet in such a tree, too
-   (mt_accumulate_gradients). What differs from the default:
-     - split dimensions are padded to V shards; kv_heads must be at least V (MT_ERR_SHAPE);
-     - training calls need a multiple of V tokens (MT_ERR_SHAPE), and micro-batches of the same size on every grid:
-       mt_invariant_micro_batch says which;
-     - a rank's features are those of its virtual shards one after the other: with two parts (SwiGLU) the columns
-       between a column- and a row-parallel layer are gate, up, gate, up, ... Call operators of your own that see parts
-       once for each shard, on mt_shard_cols, or use mt_column_parallel_activation_forward; a create refuses parts until
-       parts_by_shard says that this is done;
-     - GEMMs are V times narrower, and the registry holds log2(V_d / data ranks) more gradients.
-   It covers the layers of mt_parallel.h and the blocks of megatron.h, each used once between two
-   mt_accumulate_gradients, and blocks of your own that are made of them. Not covered is a block that multiplies with
-   mt_gemm itself, or sums over tokens with mt_bias_backward or mt_norm_backward, rather than with mt_sum_over_tokens
-   and mt_norm_layer_backward. The same bits need the same program, GEMM library, mt_context_desc.threads and kind of
-   processor. A sum over micro-batches of your own, like the mean loss, is as invariant when made with mt_tree_sum.
- */
+/* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits on every grid of 1, 2, 4,
+   ..., V tensor ranks, 1, 2, 4, ..., V_d data ranks (mt_context_desc.invariant_data) and any number of pipeline stages,
+   with and without sequence parallelism. These bits are the loss, gradients, their norm, weights and optimizer state.
+   Every split dimension is padded to V virtual shards of the same size; each of t tensor ranks has V / t of them.
+   docs/invariance.md says how this works, what it costs, and which blocks of your own it covers.
 
-/* The columns of t [tokens, local features] that belong to one of a rank's `shards` virtual shards (mt_param.shards); t
-   itself when its data is NULL. A view of -1 rows, which every call refuses, when there is no such shard. */
+   The mode has these rules:
+     tokens           A training call has a multiple of V tokens; otherwise MT_ERR_SHAPE.
+     key/value heads  There are at least V; otherwise MT_ERR_SHAPE.
+     micro-batches    A micro-batch has mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after each
+                      backward. A layer is used once between two of these calls.
+     parts > 1        A rank's local features are those of its virtual shards, one shard after the other: with the parts
+                      gate and up they are gate, up, gate, up, ... Call mt_column_parallel_activation_forward, or your
+                      operator once for each shard on mt_shard_cols. Set mt_linear_desc.parts_by_shard to say that you
+                      do; otherwise the layer's create returns MT_ERR_ARGUMENT. */
+
+/* Returns a view of the columns of t [tokens, local features] that belong to one of this rank's `shards` virtual shards
+   (mt_param.shards). When t.data is NULL, returns t. When there is no such shard, returns a view of -1 rows, which
+   every call refuses. */
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
-/* The number of sequences in a micro-batch for a step of so many, when V_d is data_shards: there are as many
-   micro-batches as the largest power of two up to V_d that divides sequences, and no more data ranks are possible. */
+/* Returns the number of sequences in a micro-batch: sequences / n, where `sequences` are those of the whole step, and
+   n, the number of micro-batches, is the largest power of two that is at most data_shards (V_d) and divides
+   `sequences`. At most n data ranks can share the step. */
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
 
-/* What a GPU computes while layers communicate on a second stream and gradients on a third: bits of
-   mt_parallel_options.no_overlap, which turns it off. Results are the same to the last bit. Not in invariant mode, and
-   not on other devices. */
+/* What a GPU computes while it communicates. Layers communicate on a second stream, and parameter gradients on a third.
+   The values are bits of mt_parallel_options.no_overlap, which turns each of them off. The results have the same bits
+   either way. Nothing overlaps in invariant mode or on other devices. */
 typedef enum mt_overlap {
-    MT_OVERLAP_COLUMN_BACKWARD = 1, /* the weight gradient, under the reduction of the input gradient; with sequence
-                                       parallelism the input gradient, too, under the all-gather of the input */
-    MT_OVERLAP_ROW_FORWARD = 2,     /* the product of a chunk of tokens, under the reduction of the chunk before */
-    MT_OVERLAP_ALL_GATHER = 4,      /* sequence parallelism: the product of a chunk, under the all-gather of the next */
-    MT_OVERLAP_GRADIENTS = 8,       /* the rest of the backward, under the reduction of gradients over the data group */
+    /* column-parallel backward: the weight gradient is computed while the input gradient is reduced. With sequence
+       parallelism, the input gradient is computed while the input is gathered */
+    MT_OVERLAP_COLUMN_BACKWARD = 1,
+    /* row-parallel forward: a chunk of tokens is multiplied while the chunk before it is reduced */
+    MT_OVERLAP_ROW_FORWARD = 2,
+    /* sequence parallelism: a chunk of tokens is multiplied while the next one is gathered */
+    MT_OVERLAP_ALL_GATHER = 4,
+    /* the backward goes on while final gradients are summed over the data group, see mt_sync_gradients_begin */
+    MT_OVERLAP_GRADIENTS = 8,
     MT_OVERLAP_ALL = 15
 } mt_overlap;
 
@@ -122,19 +132,20 @@ typedef enum mt_overlap {
 
 /* Options of the layers of a context. Zero-initialised means the defaults. */
 typedef struct mt_parallel_options {
-    int no_overlap;     /* MT_DEVICE_CUDA: what is not to overlap, bits of mt_overlap; 0: everything does */
-    int overlap_chunks; /* in which a layer cuts its tokens, overlapping or not, up to MT_OVERLAP_CHUNKS_MAX; 0: one for
-                           each 1024 tokens, up to 4, on MT_DEVICE_CUDA, else 1. A chunk is a GEMM of its own */
+    int no_overlap; /* bits of mt_overlap that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
+    /* chunks into which a layer cuts its tokens, whether they overlap or not, at most MT_OVERLAP_CHUNKS_MAX. Each chunk
+       is a GEMM of its own; 0: on MT_DEVICE_CUDA one for each 1024 tokens, at most 4, otherwise 1 */
+    int overlap_chunks;
 } mt_parallel_options;
 
-/* Sets them for the calls that follow; not between a forward and its backward. Without this call, or with NULL, they
-   are the defaults. Errors: MT_ERR_ARGUMENT (a value that is not allowed), MT_ERR_MEMORY. */
+/* Sets the options for the calls that follow; options NULL: the defaults. Do not call it between a forward and its
+   backward. Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
 
-/* trust = 1: the embedding and the cross-entropy do not check the token ids and targets that they are given, until
-   trust = 0. For a block that has checked them itself: a check waits for a GPU. An id that is out of range is then
-   undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+/* trust = 1: the embedding and the cross-entropy do not check token ids and targets, until trust = 0. It is for a block
+   that has checked them itself, because each check waits for the GPU. An id out of range is then undefined behaviour.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
@@ -142,80 +153,91 @@ MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 #define MT_NAME_MAX 96
 
 typedef enum mt_placement {
-    MT_REPLICATED = 0,
+    MT_REPLICATED = 0, /* every tensor rank has all of it */
     MT_SPLIT_ROWS = 1, /* over the tensor group */
-    MT_SPLIT_COLS = 2
+    MT_SPLIT_COLS = 2  /* over the tensor group */
 } mt_placement;
 
-/* What a parameter is, before it has memory. */
+/* Describes a parameter: its global shape, how it is split, and its first values. */
 typedef struct mt_param_desc {
     const char *name;   /* unique in the registry; copied */
     int64_t rows, cols; /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
     mt_placement placement;
-    int64_t parts;        /* the split dimension is this many equal blocks, at most 65536, each split by itself (2:
-                             [gate; up]): one product for branches that are not alike; 0: 1 */
-    int64_t unit;         /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
-    float init_std;       /* N(0, init_std^2) by global element ... */
-    float init_value;     /* ... or, when init_std is 0, this constant */
-    int weight_decay;     /* 1: the optimizer decays it (matrices); 0: biases, norms */
-    int sequence_partial; /* 1: the gradient is summed over the tensor group, since each tensor rank saw only its own
-                             tokens (sequence parallelism), or only its own heads (a gain per head) */
-    int shared_embedding; /* 1: lives on first and last pipeline stage, gradients summed over the embedding group */
+    /* The split dimension is `parts` equal blocks, at most 65536, and each block is split over the ranks by itself. It
+       fuses unlike branches into one product: with 2 parts [gate; up], each rank has its share of gate and its share of
+       up. In invariant mode see mt_linear_desc.parts_by_shard; 0: 1 */
+    int64_t parts;
+    int64_t unit;     /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
+    float init_std;   /* the values are drawn from N(0, init_std^2) by global element; 0: they are init_value */
+    float init_value; /* a constant */
+    int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
+    /* advanced */
+    /* 1: the gradient is summed over the tensor group, because each tensor rank computes only a part of it: the part of
+       its own tokens (sequence parallelism) or of its own heads (a gain per head). For MT_REPLICATED only */
+    int sequence_partial;
+    int shared_embedding; /* 1: it is on the first and the last pipeline stage; the embedding group sums its gradient */
 } mt_param_desc;
 
-/* A parameter of this rank. value, in the registry's type, and grad, MT_F32, are shards [local rows, local cols],
-   contiguous, valid after mt_params_init; read and write them freely. In invariant mode they hold the `shards` virtual
-   shards of this rank one after the other, each contiguous: a matrix split by columns is then [shards * rows,
-   local_features / shards]. */
+/* A parameter of this rank. value, in the registry's type, and grad, MT_F32, are this rank's shards [local rows, local
+   cols]. They are contiguous, valid after mt_params_init, and free to read and write. In invariant mode they hold
+   the rank's virtual shards one after the other, each of them contiguous. A matrix that is split by columns is then
+   [shards * rows, local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
     mt_tensor value, grad;
-    mt_tensor lookup_grad; /* of a shared embedding in invariant mode: what its lookup contributes, where that is on the
-                              same stage as the head; mt_sync_gradients adds it to grad. Else none */
+    /* a shared embedding in invariant mode with one pipeline stage: the gradient of the lookup, which mt_sync_gradients
+       adds to grad; otherwise mt_none() */
+    mt_tensor lookup_grad;
     int tp_rank, tp_size;
-    int shards;             /* V / tp_size in invariant mode when the parameter is split, else 1 */
-    int64_t local_features; /* of the split dimension, padding included; rows when it is not split */
+    int shards;             /* virtual shards of this rank: V / tp_size in invariant mode if split, otherwise 1 */
+    int64_t local_features; /* this rank's part of the split dimension, padding included; rows if not split */
     struct mt_params *registry;
     int index; /* in the registry, see mt_params_at */
-    int final; /* its gradient, see mt_gradients_final */
+    int final; /* 1: its gradient is final, see mt_gradients_final */
 } mt_param;
 
 typedef struct mt_params mt_params; /* opaque: the registry */
 
-/* grid must outlive the registry. ctx is the one that all its parameters live on. */
+/* Creates an empty registry. Its parameters are in memory of ctx. grid must outlive it. In invariant mode MT_ERR_SHAPE:
+   the tensor ranks do not divide V, or the data ranks do not divide V_d. */
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out);
 MT_API void mt_params_destroy(mt_params *params); /* frees values, gradients, descriptions; NULL is allowed */
 
-/* The type of the model: MT_F32 (the default), MT_BF16 or MT_F16. Every parameter has it, and so have the activations
-   and their gradients: what layers take, give, save and send between ranks. Gradients of parameters, statistics and the
-   loss are MT_F32, and so is what the optimizer keeps. In invariant mode partial sums travel as MT_F32, and are rounded
-   where they end. Before the first parameter is added. */
+/* Sets the type of the model: MT_F32 (the default), MT_BF16 or MT_F16. All parameters, activations and activation
+   gradients have it, also when ranks send them. Parameter gradients, statistics, the loss and the optimizer's state are
+   MT_F32. In invariant mode ranks send partial sums as MT_F32, and only the last sum is rounded. Call it before the
+   first parameter is added (MT_ERR_ARGUMENT). */
 MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype);
 MT_API mt_dtype mt_params_dtype(const mt_params *params);
 
 /* How data parallel ranks share the work. */
 typedef struct mt_data_parallel_desc {
-    size_t bucket_bytes;   /* of gradients that are summed in one call, rounded up so that they divide; 0: 4 times the
-                              larger of 40 million and 1 million for each data rank, as Megatron-LM. Changes no bits
-                              but over NCCL */
-    int sharded_optimizer; /* 1: each data rank keeps the optimizer's state of its share of the parameters only (ZeRO-1,
-                              arXiv 1910.02054; Megatron-LM's distributed optimizer): for d ranks 6 + 12 / d bytes for
-                              each 16-bit parameter, its gradient included, and 8 + 8 / d for each f32 one. See
-                              mt_sync_gradients */
+    /* bytes of gradients that are summed in one call, rounded up so that the ranks divide them. The bits of the
+       sums depend on it over NCCL only; 0: 4 times the larger of 40 million and 1 million for each data rank, as in
+       Megatron-LM */
+    size_t bucket_bytes;
+    /* 1: each data rank keeps the optimizer's state of its share of the parameters only (ZeRO-1, arXiv 1910.02054;
+       Megatron-LM's distributed optimizer). With d data ranks, parameter, gradient and state take 6 + 12 / d bytes for
+       each 16-bit parameter and 8 + 8 / d for each f32 one. See mt_sync_gradients */
+    int sharded_optimizer;
 } mt_data_parallel_desc;
 
-/* Before mt_params_init, the same on every rank of a pipeline stage. */
+/* Call it before mt_params_init (MT_ERR_ARGUMENT), with the same desc on every rank of a pipeline stage. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
+/* Adds a parameter. *out belongs to the registry. Its value and gradient have no memory before mt_params_init.
+   MT_ERR_ARGUMENT: the name is taken or too long, another field is out of range, or mt_params_init was called.
+   MT_ERR_SHAPE: the split dimension is not a whole number of units in each part, or the shape is not positive. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
-/* Allocates values and gradients (one piece of memory each) and fills the values by global element with the given seed,
-   drawn in f32 and rounded: any split starts from the same model. Afterwards no parameter can be added. A second call
-   fills again. Collective over the grid's world, whose ranks compare what they were told (mt_comm_compare). All ranks
-   must have the same seed and the same mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage must
-   have the same parameters in the same order with the same descriptions, dtype and mt_data_parallel_desc.
-   MT_ERR_MISMATCH on every rank names what differs; nothing was changed then. */
+/* Allocates values and gradients, each in one piece of memory, and fills the values from the seed. They are drawn in
+   f32 by global element and then rounded, so every split starts from the same model. Gradients become zero. No
+   parameter can be added afterwards. A second call fills again.
+   Collective over the grid's world, whose ranks compare what they were given (mt_comm_compare). All ranks need the same
+   seed, mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the
+   same order, dtype and mt_data_parallel_desc. MT_ERR_MISMATCH on every rank names the difference; nothing has changed
+   then. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -224,41 +246,46 @@ MT_API int mt_params_count(const mt_params *params);
 MT_API mt_param *mt_params_at(const mt_params *params, int index);          /* NULL when out of range */
 MT_API mt_param *mt_params_find(const mt_params *params, const char *name); /* NULL when there is none */
 MT_API int64_t mt_params_elements(const mt_params *params);                 /* of this rank, padding included */
-MT_API int64_t mt_params_global_elements(const mt_params *params);          /* of the model (this stage), no padding */
+MT_API int64_t mt_params_global_elements(const mt_params *params);          /* of this pipeline stage, no padding */
 
-/* Between a parameter's shard and the whole unsharded tensor in host memory, float [rows, cols] without padding.
-   scatter takes this rank's part of `global` (no communication). gather is collective over the tensor group: every rank
-   gets all. shard is param->value, param->grad or any tensor of their shape (optimizer state), of any float type: it is
-   widened and rounded on the way. Scratch comes from the arena. */
+/* Copies between a shard and the whole tensor, float [rows, cols] without padding in host memory. scatter writes this
+   rank's part of `global` to shard, without communication. gather writes the whole tensor to `global` on every rank,
+   and is collective over the tensor group. shard is param->value, param->grad or a tensor of the same shape (optimizer
+   state), of any float type; values are widened or rounded on the way. Scratch memory comes from the arena. */
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard);
 MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard,
                                  float *global);
 
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
-/* Y = X W^T + b, W [out_features, in_features]. A column-parallel layer contains f, and a row-parallel layer contains
-   g: what lies between the two needs no conjugates. Zero-initialised but for the sizes means: bias, input not split,
-   output split (column) or reduced (row), no sequence parallelism. */
+/* Y = X W^T + b, W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
+   row-parallel layer contains g: its forward all-reduces y. Call no f or g of your own around them or between them.
+   When all but the sizes is zero, a layer has a bias and no sequence parallelism, a column-parallel layer leaves y
+   split, and a row-parallel layer takes x whole. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
-    int64_t parts, unit;               /* as in mt_param_desc, of the split dimension */
-    float init_std;                    /* 0: 0.02 */
+    /* of the split dimension, see mt_param_desc. parts fuses unlike branches of one x into one product: with 2 parts,
+       gate and up of SwiGLU, y is this rank's [gate | up]. In invariant mode see parts_by_shard; 0: 1 */
+    int64_t parts, unit;
+    float init_std; /* 0: 0.02 */
     int no_bias;
     int skip_bias_add;     /* 1: the caller adds layer->bias, and its gradient, itself (to fuse it with what follows) */
     int gather_output;     /* column: y is [tokens, out_features] on every rank */
     int input_is_parallel; /* row: x is already split over its columns, as a column-parallel layer leaves it */
     int sequence_parallel; /* column: x is [tokens / t, in]; row: y is [tokens / t, out] */
-    int parts_by_shard;    /* 1: the caller works on parts with mt_column_parallel_activation_forward, or once for each
-                              virtual shard; without it parts > 1 are refused in invariant mode, where they are not
-                              side by side, unless the layer itself gathers or splits them */
-    mt_param *weight;      /* column: use this parameter instead of an own one (a tied output head); NULL: own */
+    /* advanced */
+    /* 1: the caller works on parts shard by shard. In invariant mode the parts are not side by side: each virtual shard
+       has its share of every part (gate, up, gate, up, ...). Then parts > 1 without this flag is MT_ERR_ARGUMENT,
+       unless the features are whole: with gather_output, or in a row-parallel layer without input_is_parallel */
+    int parts_by_shard;
+    mt_param *weight; /* column: the weight of another layer, to be shared (a tied output head); NULL: its own */
 } mt_linear_desc;
 
 /* local_features is this rank's share of the split dimension, padding included: columns of y (column) or of x (row). */
 typedef struct mt_column_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
-    mt_param *weight, *bias; /* bias is NULL with no_bias */
+    mt_param *weight, *bias; /* NAME.weight, NAME.bias; bias is NULL with no_bias */
     mt_comm *tp;
     int64_t local_features;
 } mt_column_parallel_linear;
@@ -266,20 +293,20 @@ typedef struct mt_column_parallel_linear {
 typedef struct mt_row_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
-    mt_param *weight, *bias;
+    mt_param *weight, *bias; /* as above */
     mt_comm *tp;
     int64_t local_features;
 } mt_row_parallel_linear;
 
-/* Holds views of the caller's x: it must stay as it is until backward. */
+/* A view of the caller's x, whose content must not change before backward. */
 typedef struct mt_linear_saved {
     mt_tensor x;
 } mt_linear_saved;
 
 /* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
-   gather_output. Forward f is the identity; backward all-reduces dx. With sequence_parallel x [tokens / t, in] is
-   all-gathered in forward, gathered again in backward, and dx is reduce-scattered. dx may be mt_none(): not wanted,
-   nothing is communicated for it. */
+   gather_output. backward adds to the gradients of weight and bias. dx may be mt_none(): it is not computed then.
+   Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
+   [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx. */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out);
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
@@ -287,9 +314,10 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
 MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                     mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved);
 
-/* Row-parallel: W is split over its columns. x [tokens, local_features] (or [tokens, in] without input_is_parallel) ->
-   y [tokens, out], all-reduced (g); the bias is added once, after the reduction. With sequence_parallel y [tokens / t,
-   out] is reduce-scattered, and backward all-gathers dy. */
+/* Row-parallel: W is split over its columns. x [tokens, local_features], or [tokens, in] without input_is_parallel ->
+   y [tokens, out]. The bias is added once, after the reduction. dx may be mt_none().
+   Communication: forward all-reduces y (g). Without input_is_parallel, backward all-gathers dx. With sequence_parallel
+   y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy. */
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                const mt_linear_desc *desc, mt_row_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
@@ -297,11 +325,9 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
-/* Several layers that share f: column-parallel layers of one x, which is gathered once, and whose gradient dx, the sum
-   over the layers, is reduced once. And layers that share g: row-parallel layers whose outputs meet in one y = sum of
-   x[i] W[i]^T and of the biases, with one reduction forward and one gathering of dy. All are of one registry and one
-   sequence_parallel, column-parallel layers without gather_output, row-parallel ones with input_is_parallel. y and dy
-   of the former, x, dx and saved of the latter are lists, one entry for each layer; dx may be mt_none(). */
+/* Layers that share f: column-parallel layers that read the same x. x is gathered once; dx, the sum over the layers, is
+   reduced once. y, dy: lists with one entry for each layer. saved: a single one. dx may be mt_none().
+   MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
                                                           const mt_column_parallel_linear *const *layers, int count,
                                                           mt_tensor x, const mt_tensor *y, mt_linear_saved *saved);
@@ -309,6 +335,10 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
                                                            const mt_column_parallel_linear *const *layers, int count,
                                                            const mt_tensor *dy, mt_tensor dx,
                                                            const mt_linear_saved *saved);
+
+/* Layers that share g: row-parallel layers whose outputs are added, y = sum of x[i] W[i]^T and of the biases. y is
+   reduced once; dy is gathered once. x, dx, saved: lists with one entry for each layer. dx[i] may be mt_none().
+   MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
                                                        int count, const mt_tensor *x, mt_tensor y,
                                                        mt_linear_saved *saved);
@@ -316,22 +346,27 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
                                                         int count, mt_tensor dy, const mt_tensor *dx,
                                                         const mt_linear_saved *saved);
 
-/* The product of a column-parallel layer without f: x [tokens, in], all of them whatever the layer's sequence_parallel,
-   y [tokens, local_features], or with gather_output [tokens, out]. y may be of another float type. For inference. */
+/* The product of a column-parallel layer, for inference: x [tokens, in] -> y [tokens, local_features], or [tokens, out]
+   with the argument gather_output. x has all tokens even with sequence_parallel. y may be of another float type.
+   Communication: none, or an all-gather of y with gather_output. */
 MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    int gather_output, mt_tensor y);
 
-/* The activation behind a column-parallel layer, on its h [tokens, local_features], with its bias where the layer has
-   skip_bias_add: mt_activation_forward and _backward, once for each virtual shard in invariant mode. */
+/* The activation after a column-parallel layer, on its output h [tokens, local_features]: mt_activation_forward and
+   _backward, called once for each virtual shard in invariant mode. With skip_bias_add, forward also adds the layer's
+   bias to h, and backward adds to the bias's gradient. No communication. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
-/* A layer and the activation beside it, in one operator where mt_gemm_options.epilogue says so and the column-parallel
-   layer has skip_bias_add. forward: h as the layer leaves it, y = act(h). backward of the row-parallel layer, taken
-   through the activation of `before`: dh [tokens, before->local_features], and the gradients of the layer and of the
-   bias of `before`. */
+/* A layer and the activation next to it. They are one operator where mt_gemm_options.epilogue allows it and the
+   column-parallel layer has skip_bias_add; otherwise they are the two calls above.
+   forward, of a column-parallel layer:  h = x W^T + b [tokens, local_features], y = act(h).
+   backward, of a row-parallel layer:    dh [tokens, before->local_features], the gradient through the layer and through
+       the activation in front of it. h is the output of the column-parallel layer `before`. Adds to the gradients of
+       the row-parallel layer's weight and bias and, where `before` has skip_bias_add, of the bias of `before`.
+       MT_ERR_ARGUMENT: the row-parallel layer has no input_is_parallel. */
 MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved);
@@ -342,12 +377,13 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
 
 /* ---- norm -------------------------------------------------------------------------------------------------------- */
 
-/* LayerNorm or RMSNorm with its gain and bias, which every tensor rank has whole. */
+/* LayerNorm or RMSNorm with its gain and bias, which every tensor rank has whole. It normalises whole tokens, or each
+   head of this rank's query groups by itself ("per head"). Under sequence parallelism and per head, gain and bias are
+   sequence_partial: a rank has the gradients of its own tokens or heads, and mt_sync_gradients sums them. */
 typedef struct mt_norm_layer_desc {
     int64_t features;      /* normalised together: hidden, or the size of a head */
-    int64_t groups;        /* 0: rows of [tokens, features], which every tensor rank has. Per head: the global number of
-                              query groups, which are split over the tensor group */
-    mt_norm_kind kind;     /* default MT_LAYER_NORM */
+    int64_t groups;        /* per head: the global number of query groups, split over tensor ranks; 0: whole tokens */
+    mt_norm_kind kind;     /* 0: MT_LAYER_NORM */
     float eps;             /* 0: 1e-5 */
     int sequence_parallel; /* rows are [tokens / t, features]; not with groups (MT_ERR_ARGUMENT) */
 } mt_norm_layer_desc;
@@ -356,22 +392,21 @@ typedef struct mt_norm_layer {
     mt_norm_layer_desc desc;
     mt_param *weight, *bias; /* NAME.weight, NAME.bias [1, features]; bias is NULL for MT_RMS_NORM */
     mt_comm *tp;
-    int64_t local_groups; /* of this rank, empty ones included; 0 without groups */
+    int64_t local_groups; /* groups of this rank, padding included; 0 without groups */
 } mt_norm_layer;
 
-/* x is the caller's, and must stay as it is until backward; stats [rows, 2] is memory of the arena. */
+/* x is a view of the caller's, whose content must not change before backward. stats is memory of the arena: [rows, 2],
+   and per head [rows * heads, 2]. */
 typedef struct mt_norm_saved {
     mt_tensor x, stats;
 } mt_norm_saved;
 
-/* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. Nothing is communicated;
-   mt_sync_gradients sums the parameters' gradients over the tensor group where ranks saw different rows.
-   Per head they are [tokens * local_groups, heads * features]: the rows of a group, the heads that have this gain side
-   by side. Of qkv [tokens, groups * unit], contiguous, the queries are such a view:
+/* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. dx = dresidual + gradient through
+   the norm. dresidual may be mt_none(); dx may be dy or dresidual. saved == NULL: inference.
+   Per head x, y, dy, dx are [tokens * local_groups, heads * features]: a row holds those heads of one group that have
+   this gain, side by side. The queries of a contiguous qkv [tokens, groups * unit] are such a view:
        mt_tensor_cols(mt_tensor_reshape(qkv, tokens * groups, unit), 0, heads_per_group * head_dim)
-   dx = dresidual + gradient through the norm; dresidual may be mt_none(), dx may be dy or dresidual. saved == NULL:
-   inference. Without groups the hash log gets NAME.output and NAME.input_grad; per head a block logs the whole tensor
-   itself. In invariant mode a layer is used once between two mt_accumulate_gradients. */
+   No communication. The hash log gets NAME.output and NAME.input_grad. Per head, the block logs the whole tensor. */
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out);
 MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor x, mt_tensor y,
@@ -381,31 +416,34 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* ---- for authors of blocks --------------------------------------------------------------------------------------- */
 
-/* What the blocks of megatron.h are made of, beside layers and operators; docs/blocks.md shows how to use it. tp is the
-   tensor group, mt_params_grid(params)->tp, and `function` the name of the caller, for the sentence of an error. */
+/* The blocks of megatron.h are made of layers, operators and these functions. docs/blocks.md shows how to write one. In
+   all of them tp is the tensor group, mt_params_grid(params)->tp. `function` is the name of the caller, for the error
+   sentence. A new parameter belongs in the registry (mt_params_add); set sequence_partial for a replicated one whose
+   gradient covers only this rank's tokens (sequence parallelism) or heads (a gain per head). */
 
-/* A create. check: MT_ERR_ARGUMENT with the name of the first argument that is NULL. param_name: out, of MT_NAME_MAX
-   characters, becomes NAME.SUFFIX; MT_ERR_ARGUMENT when that is too long. end: returns status; when that is an error,
-   takes the parameters out again that were added since the registry had `count` (mt_params_count), and clears the
-   block, which points to them. */
+/* For the create function of a block.
+   check:       MT_ERR_ARGUMENT, with the name of the first argument that is NULL
+   param_name:  writes NAME.SUFFIX to out, which has MT_NAME_MAX characters; MT_ERR_ARGUMENT when it does not fit
+   end:         returns status. If that is an error, it first removes the parameters that were added since the registry
+                had `count` of them (mt_params_count), and clears the block */
 MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                  const void *desc, const void *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
 MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status);
 
-/* Memory that the registry frees with itself: zeros on the host, for structs, or memory of the context's device, whose
-   content is undefined, for tables. */
+/* Allocates memory that mt_params_destroy frees. on_host 1: host memory, zeroed (for structs). 0: memory of the
+   context's device, not initialised (for tables). */
 MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out);
 
-/* Into how many shards of equal size every split dimension is divided: V in invariant mode, else the tensor ranks. */
+/* Returns the number of equal shards of every split dimension: V in invariant mode, otherwise t. */
 MT_API int mt_params_shards(const mt_params *params);
 
-/* The checks at the head of a call, before anything is computed.
-   param:       MT_ERR_ARGUMENT before mt_params_init; param may be NULL
-   activation:  t is [rows, cols], of the type of the layer's weight, or MT_ERR_SHAPE, MT_ERR_DTYPE
-   sent:        what is sent between ranks must be contiguous: `in` under sequence parallelism, `out` always. Either may
-                be mt_none()
-   tokens:      training in invariant mode needs a multiple of V tokens, MT_ERR_SHAPE */
+/* Checks for the beginning of a call, before anything is computed.
+   param:       MT_ERR_ARGUMENT: param is NULL, or mt_params_init was not called
+   activation:  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: it is not of the type of `weight`
+   sent:        MT_ERR_SHAPE: a tensor that several ranks send is not contiguous. `in` is sent under sequence
+                parallelism, `out` always; each may be mt_none()
+   tokens:      MT_ERR_SHAPE: in invariant mode, V does not divide the tokens of a training call */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);
@@ -413,15 +451,16 @@ MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *t
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
 
-/* Between the rows that a rank holds under sequence parallelism and all tokens. tokens: -1 when int64_t cannot count
-   them. rows: MT_ERR_SHAPE when the ranks do not divide them. gather: all tokens of x, in the arena; x itself where
-   that is all. Without sequence_parallel a rank holds all of them. */
+/* Under sequence parallelism a rank holds rows = tokens / t; otherwise it holds all tokens.
+   tokens:  returns the tokens of so many rows, or -1 when int64_t overflows
+   rows:    writes the rows of so many tokens; MT_ERR_SHAPE when t does not divide them
+   gather:  *all becomes all tokens of x, in the arena, by an all-gather; x itself when the rank already holds all */
 MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t rows);
 MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                   int64_t tokens, int64_t *rows);
 MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *all);
 
-/* Several tensors of the arena at once, as mt_arena_tensor. */
+/* Allocates several tensors from the arena: mt_arena_tensor for each entry of the list. */
 typedef struct mt_arena_request {
     mt_tensor *out;
     mt_dtype dtype;
@@ -429,28 +468,33 @@ typedef struct mt_arena_request {
 } mt_arena_request;
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count);
 
-/* The same elements, contiguous, as [rows, cols]. A view of -1 rows, which every call refuses, when t has gaps between
-   its rows or another number of elements. */
+/* Returns the same elements as a contiguous view [rows, cols]. When t has gaps between its rows, or another number of
+   elements, returns a view of -1 rows, which every call refuses. */
 MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
 
-/* Gradients of parameters that are sums over tokens (a bias, a table of positions): op adds what rows [first, first +
-   count) of the call contribute to a and to b, which may be mt_none(). Outside invariant mode op is called once, with
-   all rows and the gradients themselves; there once for each virtual shard of the tokens. */
+/* Adds a sum over tokens to the gradients a and b of parameters (a bias, a table of positions). b has as many columns
+   as a, or is mt_none(). op adds the contribution of rows [first, first + count) of the call to the a and b that it
+   gets. By default op is called once, with all rows and the gradients themselves. In invariant mode it is called once
+   for each virtual shard of the tokens; MT_ERR_SHAPE when V does not divide them. arg is passed on to op. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
 
-/* For an operator that a block calls on a virtual shard (mt_shard_cols): bits may depend on leading dimension and
-   alignment, so in invariant mode operands are contiguous copies in the arena. input: *out is to be read instead of t.
-   output: *out is to be written instead of t, and store brings it there. Without the mode *out is t. */
+/* For an operator that a block calls on a virtual shard (mt_shard_cols). An operator's bits may depend on leading
+   dimension and alignment. In invariant mode these calls give it contiguous, aligned copies in the arena; otherwise
+   *out is t.
+   input:   *out is the copy to read instead of t
+   output:  *out is the tensor to write instead of t
+   store:   afterwards copies out to t */
 MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
 
-/* Logs an activation [tokens, n] in the context's hash log, if there is one. The line is called `name`, which is a
-   parameter's or a layer's, without its last `up` parts, and `what`. cols: the parameter in whose split dimension the
-   columns of t lie; NULL: every rank has all columns. Its rows are [tokens / t] with sequence_parallel. */
+/* Logs an activation [tokens, n] in the context's hash log; does nothing without a log. With sequence_parallel t has
+   this rank's rows only. The line is called "PREFIX.WHAT": PREFIX is `name`, of a parameter or a layer, without its
+   last `up` parts (which dots separate). cols is the parameter in whose split dimension the columns of t lie; NULL:
+   every rank has all columns. */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
                                         int sequence_parallel, const mt_param *cols);
 
@@ -465,13 +509,16 @@ typedef struct mt_embedding_desc {
 
 typedef struct mt_vocab_parallel_embedding {
     mt_embedding_desc desc;
-    mt_param *weight; /* [vocab, features], rows split */
+    mt_param *weight; /* NAME.weight [vocab, features], split over its rows */
     mt_comm *tp;
     int64_t first_row; /* of this rank's shard */
 } mt_vocab_parallel_embedding;
 
-/* ids [tokens], each in [0, vocab), else MT_ERR_DATA. forward: y = rows of the table, one all-reduce (g).
-   backward: dtable += dy by ids. ids must be the same array contents in both. */
+/* forward: y [tokens, features] = the rows of the table that ids name. backward: adds dy to these rows of the gradient.
+   ids [tokens] are in memory of the context's device, and must be the same in both calls.
+   Communication: forward all-reduces y (g). With sequence_parallel y and dy are [tokens / t, features]: forward
+   reduce-scatters y, and backward all-gathers dy.
+   MT_ERR_DATA: an id is not in [0, vocab). */
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out);
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
@@ -482,7 +529,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
     float label_smoothing; /* PyTorch's: (1 - a) * nll + a * mean over the global vocabulary; 0 <= a < 1 */
-    int32_t ignore_index;  /* targets equal to it have loss 0 and gradient 0; 0 stands for PyTorch's -100 */
+    int32_t ignore_index;  /* targets equal to it have loss 0 and gradient 0; 0: -100, as in PyTorch */
 } mt_cross_entropy_desc;
 
 typedef struct mt_cross_entropy_saved {
@@ -490,10 +537,12 @@ typedef struct mt_cross_entropy_saved {
     const int32_t *targets;
 } mt_cross_entropy_saved;
 
-/* logits [tokens, local vocabulary], of any float type, as an output head without gather_output leaves them; targets
-   [tokens]; loss [1, tokens], MT_F32 as all between the two.
-   One collective over `tp`: an all-gather of four scalars per token (and virtual shard). backward turns the saved
-   logits, in place, into scale * dloss[i] * dlogits (dloss [1, tokens] or mt_none() for ones). */
+/* forward: loss [1, tokens] of logits [tokens, local vocabulary], as an output head without gather_output leaves them,
+   and targets [tokens], in memory of the context's device. backward overwrites the saved logits with the gradient of
+   the sum of scale * dloss[i] * loss[i]. dloss [1, tokens] may be mt_none(): ones. logits may be of any float type;
+   loss, dloss and the saved lse are MT_F32.
+   Communication: forward all-gathers four scalars for each token (and virtual shard) over tp.
+   MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                          const int32_t *targets, mt_tensor loss,
@@ -502,8 +551,8 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss,
                                                           float scale, const mt_cross_entropy_saved *saved);
 
-/* Both in one call, for a loop that knows dloss and scale beforehand: loss, and the logits' gradient in their place.
-   Where one rank has the whole vocabulary, the logits are read once. */
+/* forward and backward in one call, for a loop that knows dloss and scale beforehand. It writes loss and overwrites the
+   logits with their gradient. When one rank has the whole vocabulary, it reads the logits only once. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tp,
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
@@ -511,164 +560,171 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 
 /* ---- gradients --------------------------------------------------------------------------------------------------- */
 
-/* After the backward of every micro-batch, the last one included. In invariant mode the gradients of micro-batches meet
-   in a fixed tree, whose unfinished subtrees, at most log2(V_d / data ranks) times the gradients, are the registry's;
-   param->grad is zero afterwards, until mt_sync_gradients. MT_ERR_SHAPE for more than V_d / data ranks of them. Not
-   needed when a step has one micro-batch only; does nothing without the mode, where backward has added everything up
-   already. */
+/* Call it after the backward of every micro-batch, the last one included. Without invariant mode it does nothing, since
+   backward has added everything up. In invariant mode it adds the gradients of micro-batches in a fixed tree, in memory
+   of the registry: at most log2(V_d / data ranks) times the gradients. Read param->grad only after
+   mt_sync_gradients. A step with one micro-batch needs no call.
+   MT_ERR_SHAPE: this rank has more than V_d / data ranks micro-batches. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
-/* After the last backward of a step: sums sequence_partial gradients over the tensor group (one all-reduce), shared
-   embeddings over the embedding group, and everything over the data group (one all-reduce for each bucket). In
-   invariant mode the number of micro-batches must be a power of two (MT_ERR_SHAPE), sequence_partial gradients are
-   summed for each of them, and the embedding group comes last. With a sharded optimizer the last sum is a
-   reduce-scatter: afterwards param->grad is whole only in this rank's share of each bucket, see mt_gather_gradients;
-   but in invariant mode it stays an all-reduce, since the norm is added up by parameter. */
+/* Call it after the last backward of a step. Sums every gradient over the data group, one all-reduce for each bucket.
+   Before that it sums sequence_partial gradients over the tensor group (one all-reduce), and shared embeddings over the
+   embedding group. With a sharded optimizer the data group uses reduce-scatters: param->grad then holds the sum only in
+   this rank's share of each bucket (see mt_gather_gradients).
+   In invariant mode: sequence_partial gradients are summed for each micro-batch, the embedding group comes last, and a
+   sharded optimizer uses all-reduces, too. MT_ERR_SHAPE: the number of micro-batches is no power of two. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
-/* Optional, before the last backward of a step (Megatron-LM's is_last_microbatch): buckets of gradients that become
-   final, from the last parameter to the first, are summed over the data group while that backward goes on, on
-   MT_DEVICE_CUDA beside it; mt_sync_gradients does the rest, and waits. The sums have the same bits as without. Nothing
-   happens in invariant mode, where micro-batches meet first. MT_ERR_ARGUMENT when called again before mt_sync_gradients
-   (or mt_params_zero_grad, which calls it off). */
+/* Optional; call it before the last backward of a step (Megatron-LM's is_last_microbatch). Buckets are then summed over
+   the data group as soon as their gradients are final, while that backward goes on. On MT_DEVICE_CUDA both run at the
+   same time. mt_sync_gradients sums the rest and waits. The sums have the same bits as without this call. In invariant
+   mode it does nothing. mt_params_zero_grad cancels it.
+   MT_ERR_ARGUMENT: it was called before, and neither mt_sync_gradients nor mt_params_zero_grad since. */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
 
-/* Nothing will be added any more to the gradients of the parameters from first to last, in the order in which they were
-   added to the registry. mt_gpt_backward calls it for its layers: what others add to their gradients, they add before.
-   Call it in a loop of your own, in the same order on every rank. Gradients of which nobody says so are summed by
-   mt_sync_gradients. Does nothing unless mt_sync_gradients_begin was called; then MT_ERR_ARGUMENT for a gradient that
-   was final already: a backward too many, whose part would be lost. */
+/* Says that the gradients of the parameters from first to last, in the registry's order, are final: nothing will be
+   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own, call it in the same order
+   on every rank. The call is optional: mt_sync_gradients sums all other gradients. Without mt_sync_gradients_begin it
+   does nothing.
+   MT_ERR_ARGUMENT: a gradient was final already. That is one backward too many, and its contribution would be lost. */
 MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
 
-/* With a sharded optimizer, after mt_sync_gradients: param->grad becomes the whole sum on every rank (an all-gather of
-   4 bytes for each parameter), for who wants to look at it. Otherwise it is so already. */
+/* Optional, with a sharded optimizer, after mt_sync_gradients: makes param->grad the whole sum on every rank, for a
+   program that reads it. Communication: an all-gather of 4 bytes for each element over the data group. Without a
+   sharded optimizer, and in invariant mode, it does nothing, because param->grad already is the whole sum. */
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
-/* *norm = L2 norm of the whole model's gradient, each element counted once; one all-reduce of two scalars over the
-   model group and, where gradients are scattered, over the data group; in invariant mode one of V numbers for each
-   parameter over the tensor group, a scalar that goes from stage to stage, and one over the pipeline group. Scattered
-   gradients are added up in another order. Call it after mt_sync_gradients. Not finite, on every rank alike, when a
-   gradient is not, also in an uncounted copy. */
+/* *norm = L2 norm of the whole model's gradient, with each element counted once, the same on every rank. Call it after
+   mt_sync_gradients. It is not finite when any gradient is not, even one in a copy that is not counted.
+   Communication: an all-reduce of two scalars over the model group and, with a sharded optimizer, one over the data
+   group. In invariant mode: an all-reduce of V numbers for each parameter over the tensor group, and over the
+   pipeline group a send, a broadcast and an all-reduce of one scalar each. With a sharded optimizer the squares are
+   added in another order, so the last digits may differ. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
-/* The factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), 1 when max_norm <= 0.
-   Look first whether the norm is finite: no factor mends a gradient that is not. */
+/* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
+   max_norm <= 0. Check first that the norm is finite: no factor repairs a gradient that is not. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
 
 /* ---- loss scaling ------------------------------------------------------------------------------------------------ */
 
 /* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a large
-   scale (arXiv 1710.03740, section 3.2). The scale grows after so many good steps in a row and shrinks when a gradient
-   is not finite, as Megatron's DynamicGradScaler:
+   scale (arXiv 1710.03740, section 3.2). The scale grows after growth_interval good steps in a row and shrinks when a
+   gradient is not finite, as in Megatron's DynamicGradScaler:
        MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
        MT_TRY(mt_sync_gradients(ctx, params));
        MT_TRY(mt_grad_norm(ctx, params, &norm));
        float unscale = mt_loss_scaler_update(&scaler, &norm);
        if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
-   Every rank has the same norm, and so the same scale: all take the step, or none, and a step that is left out changes
-   nothing. MT_BF16 and MT_F32 need no scale: initial_scale 1 and growth 1 only leave out the steps that are not finite,
-   and count them. */
+   Every rank has the same norm and so the same scale: either all ranks take the step or none does. A skipped step
+   changes no parameter. MT_BF16 and MT_F32 need no scale. With initial_scale 1 and growth 1 a scaler only skips and
+   counts the steps that are not finite. */
 typedef struct mt_loss_scaler_desc {
     float initial_scale;   /* 0: 2^32 */
     float min_scale;       /* 0: 1 */
-    float growth, backoff; /* 0: 2 and 1/2 */
-    int growth_interval;   /* good steps in a row until it grows; 0: 1000 */
-    int hysteresis;        /* overflows, since it grew last, until it shrinks; 0: 2 */
+    float growth, backoff; /* factors by which the scale grows and shrinks; 0: 2 and 1/2 */
+    int growth_interval;   /* good steps in a row before it grows; 0: 1000 */
+    int hysteresis;        /* it shrinks from this overflow on, counted since it last grew; 0: 2 */
 } mt_loss_scaler_desc;
 
-/* All there is to save for a checkpoint. */
+/* The whole state: a checkpoint saves this struct. */
 typedef struct mt_loss_scaler {
     mt_loss_scaler_desc desc;
-    float scale;     /* to multiply the loss by */
+    float scale;     /* multiply the loss by it */
     int good_steps;  /* in a row */
-    int overflows;   /* since it grew last */
-    int64_t skipped; /* steps, all in all */
+    int overflows;   /* since it last grew */
+    int64_t skipped; /* skipped steps in total */
 } mt_loss_scaler;
 
-/* desc may be NULL. Factors that are powers of two, as the defaults are, change no digit of a gradient. */
+/* desc may be NULL. Factors that are powers of two, such as the defaults, change no digit of a gradient. */
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
 
-/* After mt_grad_norm: *norm becomes that of the true gradient. Returns the factor that undoes the scale of this step,
-   for the grad_scale of mt_optimizer_step; 0 when the norm is not finite: leave the step out. Then sets the scale of
-   the next. When scaler or norm is NULL it returns 0 and changes nothing. */
+/* Call it after mt_grad_norm. Divides *norm by the scale, and sets the scale of the next step. Returns 1 / the scale of
+   this step, to multiply into the grad_scale of mt_optimizer_step. Returns 0 when the norm is not finite: skip the
+   step. When scaler or norm is NULL it returns 0 and changes nothing. */
 MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
 typedef struct mt_optimizer_desc {
-    float beta1, beta2;      /* 0: 0.9, 0.999 */
-    float eps;               /* 0: 1e-8 */
-    float weight_decay;      /* of parameters with desc.weight_decay; 0: none */
-    int stochastic_rounding; /* 1: of 16-bit parameters no master is kept, see mt_adamw: 14 bytes for each instead of 18
-                              */
-    uint64_t seed; /* of that: element e of a parameter's step n takes word e of stream (FNV-1a of its name) + n */
+    float beta1, beta2; /* 0: 0.9, 0.999 */
+    float eps;          /* 0: 1e-8 */
+    float weight_decay; /* of parameters with desc.weight_decay; 0: none */
+    /* advanced */
+    /* 1: 16-bit parameters have no master and are rounded stochastically (see mt_adamw): 14 bytes for each instead of
+       18. MT_ERR_ARGUMENT for f32 parameters */
+    int stochastic_rounding;
+    /* of stochastic_rounding. In step n, element e takes word e of the stream (FNV-1a of the parameter's name) + n */
+    uint64_t seed;
 } mt_optimizer_desc;
 
 typedef struct mt_optimizer {
     mt_optimizer_desc desc;
     mt_params *params;
     float *m, *v;     /* first and second moments, see mt_optimizer_moments */
-    float *master;    /* what 16-bit parameters are the rounded copy of, or NULL, see mt_optimizer_master */
-    int64_t elements; /* of m, of v, and of master: this rank's share when they are sharded */
+    float *master;    /* f32 values of 16-bit parameters, see mt_optimizer_master; NULL: there are none */
+    int64_t elements; /* of m, of v and of master: this rank's share when they are sharded */
     int64_t step;     /* steps done */
 } mt_optimizer;
 
-/* Masters start as the parameters are: create the optimizer when they have their values. Collective over the grid's
-   world, whose ranks compare desc: MT_ERR_MISMATCH on every rank where it is not the same on all of them. */
+/* Allocates the state. Masters are copied from the parameters, so create the optimizer when these have their values.
+   desc may be NULL. Collective over the grid's world, whose ranks compare desc: a difference is MT_ERR_MISMATCH on
+   every rank. params must outlive the optimizer. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
 
-/* The moments of a parameter: shards like its value, to read, write, gather and scatter. These two: MT_ERR_UNSUPPORTED
-   when data ranks share the optimizer's state, of which each has another part: see mt_optimizer_read. */
+/* Returns views of a parameter's moments, MT_F32 shards shaped like its gradient. They can be read, written, gathered
+   and scattered. MT_ERR_UNSUPPORTED: the optimizer is sharded; use mt_optimizer_read, _gather and _scatter. */
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                       mt_tensor *m, mt_tensor *v);
 
-/* What the next step updates: the parameter's master, or its value where that has none. Who writes a master writes the
-   value, too, and the other way round. */
+/* Returns a view of what the next step updates: the parameter's master, or its value when it has no master. A program
+   that writes one of master and value must write the other, too. MT_ERR_UNSUPPORTED as above. */
 MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_tensor *master);
 
 /* What an optimizer keeps of a parameter, named as in PyTorch and Megatron. */
 typedef enum mt_optimizer_state { MT_EXP_AVG = 0, MT_EXP_AVG_SQ = 1, MT_MASTER = 2 } mt_optimizer_state;
 
-/* Copies it into `shard`, MT_F32 and shaped like param->grad. Collective over the data group when it is sharded. */
+/* Copies a state of a parameter into `shard`, MT_F32 and shaped like param->grad. MT_MASTER of a parameter without a
+   master is its value. Collective over the data group when the optimizer is sharded. */
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                    mt_optimizer_state state, mt_tensor shard);
 
-/* Between it and the whole unsharded tensor in host memory, as mt_param_gather and mt_param_scatter, which see. gather
-   is collective over the data group, too, when the state is sharded. Scattering MT_MASTER writes the parameter's value,
-   too, rounded: all data ranks call it with the same. */
+/* Copies between a state and the whole tensor in host memory, as mt_param_gather and mt_param_scatter do. gather is
+   collective over the tensor group and, when the optimizer is sharded, the data group. Scattering MT_MASTER also writes
+   the parameter's value, rounded: every data rank must call it, with the same `global`. */
 MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_optimizer_state state, float *global);
 MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                       mt_optimizer_state state, const float *global);
 
-/* One AdamW step with gradients scaled by grad_scale (the clip coefficient, 1 / loss scale, ...). Masters are updated
-   and parameters rounded in one pass. When the state is sharded, each data rank updates its share, and one all-gather
-   for each bucket brings all of the parameters to every rank: the same bits as without, given the same gradients and
-   grad_scale. */
+/* Performs one AdamW step (mt_adamw) with gradients multiplied by grad_scale (the clip coefficient, 1 / loss scale,
+   ...). It updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
+   share, and one all-gather for each bucket brings all parameters to every rank. Given the same gradients and
+   grad_scale, the bits are those of an unsharded optimizer. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
-/* Learning rate of step 0, 1, ...: linear warm-up over `warmup` steps to lr, then a cosine down to min_lr at `total`.
-   A negative step or warmup counts as 0. */
+/* Returns the learning rate of step 0, 1, ...: linear warm-up to lr over `warmup` steps, then a cosine down to min_lr
+   at step `total`. A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
 /* ---- pipeline: stages, several micro-batches in flight ----------------------------------------------------------- */
 
-/* What a stage of a pipeline does in a step, one action after the other: a list that mt_pipeline_run runs, made by
-   mt_pipeline_schedule or by hand. Names are those of Megatron (core/pipeline_parallel/schedules.py). In all schedules
-   micro-batches are taken in their order, forward as well as backward.
-     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): first as many forwards as there are stages
-                    behind, then one forward, one backward: at most min(stages - stage, micro_batches) are in flight
-     GPIPE          all forwards, then all backwards (arXiv 1811.06965): all are in flight
+/* A schedule is the list of actions of one stage in one step. mt_pipeline_schedule makes it, or you write your own;
+   mt_pipeline_run runs it. All schedules take micro-batches in their order, forward and backward. Names are Megatron's
+   (core/pipeline_parallel/schedules.py).
+     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): one forward for each later stage, then one
+                    forward and one backward in turn. At most min(stages - stage, micro_batches) are in flight
+     GPIPE          all forwards, then all backwards (arXiv 1811.06965). All micro-batches are in flight
      FORWARD_ONLY   evaluation
-   With equal stages both of the others take the time of micro_batches + stages - 1 forwards and backwards: the bubble
-   is (stages - 1) / micro_batches of the ideal. */
+   1F1B and GPIPE take equally long: with equal stages, the time of micro_batches + stages - 1 forwards and backwards.
+   The bubble is (stages - 1) / micro_batches of the ideal time. */
 typedef enum mt_schedule { MT_SCHEDULE_1F1B = 0, MT_SCHEDULE_GPIPE = 1, MT_SCHEDULE_FORWARD_ONLY = 2 } mt_schedule;
 
-/* forward goes to the next stage, backward to the one before. The last two send and receive at once, since both
-   neighbours send then, and each would wait for the other. */
+/* A stage sends forward to the next stage and backward to the one before. The last two kinds send and receive at the
+   same time: the neighbour also sends then, and separate calls would wait for each other. */
 typedef enum mt_action_kind {
     MT_FORWARD = 0,
     MT_BACKWARD = 1,
@@ -680,83 +736,79 @@ typedef enum mt_action_kind {
     MT_SEND_BACKWARD_RECV_FORWARD = 7
 } mt_action_kind;
 
-/* A micro-batch occupies its slot from the moment its input is received until its backward is done. */
+/* A micro-batch occupies its slot from the time its input is received until its backward is done. */
 typedef struct mt_action {
-    int micro_batch, slot;           /* what is computed, sent, or, by the first six kinds, received */
-    int recv_micro_batch, recv_slot; /* what the last two receive; of the others the same as above */
+    int micro_batch, slot;           /* what is computed or sent; in the first two RECV kinds: received */
+    int recv_micro_batch, recv_slot; /* what the last two kinds receive; in the other kinds equal to the above */
     mt_action_kind kind;
 } mt_action;
 
-/* The actions of one stage: at most 6 for each micro-batch. actions == NULL: only their number. MT_ERR_ARGUMENT for
-   sizes that are not, MT_ERR_SHAPE where `capacity` actions are too few. No communication. */
+/* Writes the actions of one stage, at most 6 for each micro-batch, and their number to *count. actions NULL: only the
+   number. No communication. MT_ERR_ARGUMENT: schedule, stages, stage or micro_batches is out of range. MT_ERR_SHAPE:
+   the stage has more than `capacity` actions. */
 MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches,
                                       mt_action *actions, int capacity, int *count);
 
-/* How many slots they use. */
+/* Returns how many slots the actions use. */
 MT_API int mt_pipeline_slots(const mt_action *actions, int count);
 
-/* What a stage computes. input [rows, cols] is the output of the stage before, and doutput the gradient of this one's;
-   they are mt_none() where there is no such stage, as are output and dinput. All are memory of mt_pipeline_run: input
-   is there until the backward of its micro-batch is done, the others as long as the call. */
+/* What a stage computes. input is the output of the stage before, and doutput the gradient of this stage's output. On
+   the first stage input and dinput are mt_none(); on the last one output and doutput. All four are memory of
+   mt_pipeline_run. input stays until the backward of its micro-batch is done; the others are valid during the call
+   only. */
 typedef struct mt_pipeline_stage {
-    int64_t rows,
-        cols; /* of what travels between stages: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
-    mt_dtype dtype; /* of that: mt_params_dtype */
+    int64_t rows, cols; /* what stages send: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
+    mt_dtype dtype;     /* of what stages send: mt_params_dtype */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor doutput, mt_tensor dinput);
     void *user;
 } mt_pipeline_stage;
 
-/* Runs the actions of this rank's stage. Every rank of the pipeline group runs those of its own; each boundary between
-   two stages sees one send of [rows, cols] forward and one backward for each micro-batch, in grid->pp's ledger.
-
-   What forward allocates from the arena and leaves there is kept for the micro-batch's backward, and gone after it. It
-   is kept in the slot: every micro-batch must allocate what the first one did, in the same order (MT_ERR_SHAPE), the
-   first one in slot 0. With n slots the arena needs n times what is kept, the most that one forward or backward needs
-   beside that, and n + 3 times [rows, cols] for what travels. When it returns, the arena is as it was.
-
-   Lists made by hand are looked through before anything runs. MT_ERR_ARGUMENT, with the number of the action: a kind
-   that there is not; a slot that is not in [0, count); a backward in a slot where its micro-batch's forward was not the
-   last that happened since another input came or another micro-batch was computed; a backward where stage->backward is
-   NULL.
-
-   After an error the other stages wait for this one until its communicators are destroyed, or their timeout. */
+/* Runs the actions of this rank's stage. Every rank of the pipeline group calls it with the actions of its own stage.
+   What a forward leaves in the arena stays until the micro-batch's backward is done. Every micro-batch must allocate
+   what the first one did, in the same order; MT_ERR_SHAPE when it keeps more. On return the arena is as it was before.
+   The size that it needs, and the rules for lists that you write, are in docs/many-ranks.md.
+   Communication: for each micro-batch, each boundary between two stages sees one send of [rows, cols] forward and one
+   backward, in grid->pp's ledger.
+   Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; nothing has run then. After
+   any other error the other stages wait until this stage destroys its communicators or the timeout passes. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
 /* ---- hash log: which tensor differs between two runs ------------------------------------------------------------- */
 
-/* While a context has a hash log, the linear layers and the blocks of megatron.h that train on it (forward with saved,
-   backward) log what they compute: each tensor's bits, unsharded and of the whole step, become one number that does not
-   depend on how the tensor is split over ranks and micro-batches. In invariant mode two splits write the same lines;
-   the first that differs names the tensor in which they part. Names are a layer's, with .output, .input_grad or
-   .output_grad. For debugging: it takes time, host memory for the names, and a few collectives for each flush. */
+/* A log for debugging (docs/invariance.md). While a context has one, the linear layers and the blocks of megatron.h log
+   the tensors that they compute in training (forward with saved, backward). Each tensor, unsharded and of the whole
+   step, becomes one hash of its bits, which does not depend on how ranks and micro-batches split it. In invariant mode
+   two splits write the same lines, and the first line that differs names the tensor in which they begin to differ.
+   Names are a layer's with .output, .input_grad or .output_grad. It costs time, host memory for the names, and a few
+   collectives for each flush. */
 typedef struct mt_hash_log mt_hash_log;
 
 /* One log for each context (MT_ERR_ARGUMENT for a second). Destroy it before the context; NULL is allowed. */
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out);
 MT_API void mt_hash_log_destroy(mt_hash_log *log);
 
-/* Where in the global batch the tokens of the next calls begin. Blocks that take an mt_batch say it themselves; a loop
-   of your own around layers that do not says it before each micro-batch. Does nothing without a log. */
+/* Sets the place in the global batch of the first token of the next calls. Blocks that take an mt_batch call it
+   themselves. A loop around other layers calls it before each micro-batch. Does nothing without a log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
 
-/* paused = 1: layers and blocks log nothing until paused = 0. For a block that computes a forward once more in its
+/* paused = 1: layers and blocks log nothing until paused = 0. It is for a block that recomputes a forward in its
    backward. Does nothing without a log. */
 MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
 
-/* What the layers cannot know of: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a moment)
-   as PARAMETER and suffix (".grad", "", ".exp_avg"), and a number that every rank has. */
+/* Log what layers do not know. shard: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a
+   moment), under the parameter's name with a suffix (".grad", "", ".exp_avg"). value: a number that every rank has. */
 MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
                                    mt_tensor shard);
 MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char *name, float value);
 
-/* differs: ranks that should hold the same tensor do not. */
+/* Receives a line. differs: ranks that should hold the same tensor do not. */
 typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int differs);
 
-/* At the end of a step: calls line for every tensor, in the order in which they were first computed, on every rank, and
-   empties the log. Collective over the tensor and data group, and the pipeline group: the lines of all stages come in
-   the order in which one stage would write them, when all of them log the same numbers in the same order
+/* Call it at the end of a step. Calls line on every rank for every tensor, in the order in which they were first
+   computed, and empties the log. Collective over the tensor, data and pipeline groups. The lines of all stages come in
+   the order in which a single stage would write them, provided that all stages log the same numbers in the same order
    (mt_hash_log_value). */
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
@@ -841,8 +893,8 @@ typedef struct mt_field {
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 
 /* Reads fields from the metadata of a file, without regard to must_match. MT_ERR_DATA: a field is not there, is no
-   value of its kind, or is out of its range. The sentence names the file, the field, its value and what it must be. The
-   fields before it, and perhaps it itself, are written then. */
+   value of its kind, or is out of its range. The sentence names the file, the field, its value and what it must be.
+   Fields may have been written then. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
 /* Returns MT_ERR_DATA with the sentence "FILE: its metadata has NAME 'VALUE', must be WANTED". For callers that refuse
@@ -876,11 +928,11 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
    With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
    Hugging Face has it. A parameter that several stages share is in the first one's file.
 
-   The files have the registry's names, shapes and layouts, but for those of a format (mt_checkpoint_format). The
+   The files have the registry's names, shapes and layouts, unless a format changes them (mt_checkpoint_format). The
    optimizer's files always have the registry's.
 
    Versions. A file says which version of the library has written it. Files of this version and of older ones are read.
-   Those of a newer one, be it in the last number only, are MT_ERR_DATA with a sentence that has both versions.
+   Files of a newer one, even if only the last number is higher, are MT_ERR_DATA with a sentence that has both versions.
    mt_checkpoint_import also reads files without a version, which other programs wrote. mt_checkpoint_load does not.
 
    Killed at any moment. A checkpoint is written beside the others (DIRECTORY/.step-00000100.tmp). Every file and
@@ -924,11 +976,12 @@ typedef struct mt_checkpoint_format {
 
 typedef struct mt_checkpoint_desc {
     const char *directory;   /* of a run's checkpoints; made when it is missing, its parent is not; copied */
-    mt_optimizer *optimizer; /* to outlive the checkpoint; NULL: parameters only */
+    mt_optimizer *optimizer; /* must outlive the checkpoint; NULL: parameters only */
     int keep;                /* how many of the newest checkpoints stay; 0: 2 */
-    const mt_field *fields;  /* the program's own, copied; their names and values are to outlive the checkpoint */
+    /* advanced */
+    const mt_field *fields; /* the program's own, copied; their names and values must outlive the checkpoint */
     int field_count;
-    const mt_checkpoint_format *format; /* to outlive the checkpoint; NULL: the registry's names and layouts */
+    const mt_checkpoint_format *format; /* must outlive the checkpoint; NULL: the registry's names and layouts */
     const void *model;                  /* for the functions of the format */
 } mt_checkpoint_desc;
 
@@ -960,11 +1013,11 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
    desc.keep, and what a killed save has left. What cannot be removed is a warning to the logger; the next save tries
    again. A link in the directory is removed as a link. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one is there, or another run writes to the
-   directory. MT_ERR_DATA: the note, a text or a name is not UTF-8. The older checkpoints still are there.
+   directory. MT_ERR_DATA: the note, a text or a name is not UTF-8. The older checkpoints are still there.
    Ranks that write nothing wait in a collective: the timeout of the world (mt_launch_desc.timeout_s) must exceed the
    time in which a rank writes its files.
-   The arena must have memory for the largest tensor as the tensor ranks have it together, padded, once in the
-   parameters' type and once in f32; with a sharded optimizer for two in f32. */
+   The arena must have memory for the largest tensor, unsharded and padded, twice: once in the parameters' type and once
+   in f32. With a sharded optimizer it is twice in f32. */
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
 /* Loads the checkpoint of a step, of any split. Everything is checked before the first parameter is written: names,
