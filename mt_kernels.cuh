@@ -5,30 +5,34 @@
        #include "mt_kernels.cuh"            // brings mt_comm.h; plain C99/C++11 unless nvcc compiles it
    and, for a fast GEMM, add  -DMT_USE_ONEDNN ... -ldnnl   or   -DMT_USE_CBLAS ... -lopenblas  to your compiler line.
 
-   One contract per operator, stated once, above its declaration. Common to all:
-     - Views are row-major mt_tensor; ld may exceed cols unless "contiguous" is said. Token ids are int32_t arrays on
-   the context's device.
+   The comment above an operator states its formula, shapes and exceptions. These rules hold for all operators:
+     - Views are row-major mt_tensor. ld may exceed cols unless the comment says "contiguous". Token ids are int32_t
+       arrays on the context's device.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
-       MT_F16, each view of a call for itself. Always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of
-   a sum), gradients of parameters (dgain, dbias, dtable, and so the C of a GEMM that adds one up), masters and moments.
-     - 16-bit values are widened when they are read; a 16-bit result is the fp32 result, rounded once, to nearest even
-   (NaN stays NaN, what is too big is infinity). The CPU holds whole 16-bit views of a call as f32 in the arena.
-     - Backward: gradients of parameters are accumulated (+=), gradients of activations are written (=).
-     - An optional view is left out by passing mt_none() (data == NULL).
-     - Input and output must not overlap unless "may be the same memory" is said; of one type then.
-     - Reductions run in a fixed order: same inputs, same bits. Sums accumulate in fp32 at least.
-     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream; mt_upload, mt_download, mt_hash and
-       mt_ids_check wait for it. The first GEMM of a
-       shape may measure and wait (mt_gemm_options).
+       MT_F16. The views of one call may have different types.
+     - Statistics (stats, gathered, lse, loss, dloss, the out of a sum), gradients of parameters (dgain, dbias, dtable,
+       dweight), masters and moments are always MT_F32.
+     - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
+       even. NaN stays NaN; a value that is too large becomes infinity. On a CPU most operators hold each 16-bit view of
+       a call as f32 in the arena. mt_copy, mt_convert, mt_hash and mt_adamw_step do not.
+     - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
+     - To leave out an optional view, pass mt_none() (data == NULL).
+     - Inputs and outputs must not overlap. Where a comment says that two views "may be the same memory" or that "y may
+       be x", both must have the same type.
+     - Reductions run in a fixed order, so the same inputs give the same bits. Sums accumulate in fp32 or in double.
+     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. mt_upload, mt_download, mt_hash and
+       mt_ids_check wait for that work. The first GEMM of a shape may wait, too (see mt_gemm_choice).
      - Scratch memory comes from the context's arena and is given back before the call returns.
-     - Errors: MT_ERR_ARGUMENT (NULL), MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_UNSUPPORTED, MT_ERR_MEMORY (arena too small),
-   with a sentence in mt_last_error(ctx); then nothing was written.
+     - Errors: MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_DATA, MT_ERR_UNSUPPORTED and MT_ERR_MEMORY (the arena
+       is too small), with a sentence in mt_last_error(ctx). An operator checks its arguments before it writes. An
+       operator made of several others (mt_linear_*, mt_multiply_*_backward) may fail after the first of them.
 
-   It does not: know about ranks, allocate, keep state, start threads (the GEMM library may; see
-   mt_context_desc.threads).
+   Operators know nothing about ranks. They start no threads, allocate no memory and keep no state between calls, with
+   two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate. A context keeps the GEMM
+   options and, on a GPU, cuBLASLt's handle, workspace and chosen algorithms.
 
-   Config macros: MT_USE_ONEDNN, MT_USE_CBLAS (which GEMM; neither: a built-in loop); MT_CBLAS_HEADER, where cblas_sgemm
-   is declared elsewhere than in <cblas.h>, for instance '<mkl_cblas.h>'.
+   Config macros: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM on a CPU (neither: a built-in loop). MT_CBLAS_HEADER
+   names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
    To add an operator, look at a small one (>>bias) and change six places: its contract and declaration here; a section
    for it below, with its table of arguments (mt_arg), its loop on a CPU, its kernel, their launch and its public
@@ -42,7 +46,7 @@
    >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids >>embedding >>cross-entropy
    >>adamw >>pointwise */
 
-#include "mt_comm.h" /* outside the guard: an implementation wanted later reaches the lower floors too */
+#include "mt_comm.h" /* outside the guard, because the implementation may be asked for at a later #include */
 
 #ifndef MT_KERNELS_CUH
 #define MT_KERNELS_CUH
@@ -51,19 +55,28 @@
 extern "C" {
 #endif
 
-MT_API mt_tensor mt_none(void); /* the view that is not there */
+/* Returns the view that stands for an optional argument left out. */
+MT_API mt_tensor mt_none(void);
 
 /* ---- moving and filling ------------------------------------------------------------------------------------------ */
 
-MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value); /* y = value */
-MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y); /* y = x, any one dtype */
-MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x,
-                            mt_tensor y); /* y = x, of any float types; if of one, y may be x */
-MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y); /* y = a + b; y may be a or b */
-MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);      /* host [rows, cols], contiguous */
-MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);          /* waits for x; META gives zeros */
+/* y = value */
+MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);
 
-/* out [1, 1] += sum of x, and of x squared; accumulated in double. */
+/* copy: y = x, of the same type, which may be any. convert: y = x, of any two float types; y may be x. */
+MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y);
+
+/* y = a + b. y may be a or b. */
+MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
+
+/* Copy between a view of any type and the host. host is contiguous, [rows, cols] of the view's type. Both return when
+   the copy is complete. On MT_DEVICE_META mt_download writes zeros. */
+MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
+MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
+
+/* out [1, 1] += the sum of the elements of x, or of their squares. Accumulated in double; a GPU first sums each 8
+   neighbours of a row in fp32. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
@@ -72,9 +85,9 @@ MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
    then invariant, too. */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
 
-/* For looking at differences: *hash += sum over the elements of x of a hash of (global element, its 32 or 16 bits),
-   modulo 2^64, which does not depend on how the whole is cut into views. (i, j) is global element (first_row + i) *
-   global_cols + first_col + j. Waits for x; MT_DEVICE_META adds nothing. */
+/* *hash += the sum of mt_hash_element(e, bits) over the elements of x, modulo 2^64. Use it to compare tensors.
+   Element (i, j) of x has the global number e = (first_row + i) * global_cols + first_col + j, and 32 or 16 bits. The
+   total over all views of a tensor does not depend on how the tensor is split into views. MT_DEVICE_META adds 0. */
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash);
 
@@ -82,42 +95,47 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
 
 typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 
-/* C [m, n] = alpha op(A) op(B) + beta C, op(A) [m, k], op(B) [k, n]. With beta == 0, C is not read. */
+/* C [m, n] = alpha op(A) op(B) + beta C, with op(A) [m, k] and op(B) [k, n]. With beta == 0, C is not read.
+   MT_ERR_UNSUPPORTED: a size or an ld above 2^31 - 1. */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
 
-/* How cuBLASLt's algorithm for a product is chosen, once for each shape: the fastest, as measured by the first product
-   of that shape, among those that round exactly as the heuristic's first does, so that the choice changes no bits; or
-   that first. The former needs spare room in the arena, and takes the latter where there is none, for small products,
-   in invariant mode and while a stream is being captured. */
+/* How a context chooses cuBLASLt's algorithm for a product. It chooses once for each shape.
+   MEASURED:  the fastest of the algorithms that give the same bits as the heuristic's first. The first product of a
+              shape measures them, in free memory of the arena. Without enough of it, for a product of less than 65536
+              elements, in invariant mode and during stream capture, the context takes the heuristic's first.
+   HEURISTIC: the heuristic's first. The bits are the same as with MEASURED. */
 typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
 
-/* Whether the operators mt_linear_* run as a product and kernels of their own, or as one product with an epilogue where
-   cuBLASLt has it. They round differently in 16 bits. MEASURED takes the faster one, as measured once for each shape:
-   two runs may then differ in the last place. Invariant mode is always separate; MT_DEVICE_META plans for separate
-   ones, which need most memory. */
+/* How mt_linear_* run on a GPU: as a product and separate kernels, or as one product with a cuBLASLt epilogue where
+   there is one. The two round differently in 16 bits. MEASURED takes the faster one, measured once for each shape, so
+   two runs may differ in the last bit. Invariant mode is always SEPARATE. MT_DEVICE_META plans memory for SEPARATE,
+   which needs the most. */
 typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
 
-/* Options of the products of a context. Zero-initialised means the defaults. */
+/* Options for the products of a context. Zero-initialise for the defaults. */
 typedef struct mt_gemm_options {
     mt_gemm_choice choice;
     mt_epilogue epilogue;
 } mt_gemm_options;
 
-/* Sets them for the products that follow; a shape that has run before keeps its algorithm. Without this call, or with
-   NULL, they are the defaults. mt_gemm_get_options returns what is used, so in invariant mode its epilogue is separate.
-   Errors: MT_ERR_ARGUMENT (no such value), MT_ERR_MEMORY. */
+/* Sets the options of later products; NULL restores the defaults. A shape that has already run keeps its algorithm as
+   long as it is among the 512 shapes that the context used last. Errors: MT_ERR_ARGUMENT (no such value),
+   MT_ERR_MEMORY. mt_gemm_get_options returns the options; in invariant mode their epilogue is MT_EPILOGUE_SEPARATE. */
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options);
 MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
 
-/* On a GPU, makes what the first product of a context would make otherwise: cuBLASLt's handle and a workspace of 32
-   MiB. mt_params_create does it. */
+/* On a GPU, creates cuBLASLt's handle and a workspace of 32 MiB, which the first product would otherwise create.
+   mt_params_create calls it. On other devices it does nothing. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
-MT_API const char *mt_gemm_library(void); /* "oneDNN 2.6.3", "CBLAS", "built-in" */
+
+/* The GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3", "CBLAS" or "built-in". */
+MT_API const char *mt_gemm_library(void);
 
 /* ---- bias and activations ---------------------------------------------------------------------------------------- */
 
-/* forward: y [tokens, n] += bias [1, n].  backward: dbias [1, n] += column sums of dy [tokens, n]. */
+/* forward:  y [tokens, n] += bias [1, n]
+   backward: dbias [1, n] += column sums of dy [tokens, n] */
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias);
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias);
 
@@ -128,26 +146,28 @@ typedef enum mt_activation {
     MT_SQUARED_RELU = 3 /* max(x, 0)^2, whose slope is 2 max(x, 0): Primer, arXiv 2109.08668; Nemotron */
 } mt_activation;
 
-/* forward: h [tokens, w] += bias [1, w] (optional), y [tokens, f] = act(h); w = f, and w = 2 f for MT_SWIGLU.
-   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional); h is the h that
-   forward left behind. dh may be the same memory as h. */
+/* The width w of h is 2 f for MT_SWIGLU and f otherwise.
+   forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
+   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is as forward
+             left it. dh may be the same memory as h. */
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias);
 
 /* ---- element by element ------------------------------------------------------------------------------------------ */
 
-/* What gates and scales are made of. All views [rows, cols] of any float types, each its own; a result may be the same
-   memory as an operand of its shape. A gate y = sigmoid(g) * x has dx = sigmoid(g) * dy and, through
-   mt_sigmoid_backward, dg from x * dy.
-   multiply:      y = a * b
-   multiply_row:  y = x * row, row [1, cols]: a scale per feature. backward: dx = dy * row; drow [1, cols], MT_F32, +=
-                  sum over the rows of dy * x, as a bias's gradient (in invariant mode inside mt_sum_over_tokens)
-   multiply_col:  y = x * col, col [rows, 1]: a scale per token. backward: dx = dy * col; dcol [rows, 1] = sum over the
-                  columns of dy * x
-   sigmoid:       y = 1 / (1 + exp(-x)). backward: dx = dy * sigmoid'(x)
-   silu:          y = x * sigmoid(x). backward: dx = dy * silu'(x)
-   dx, drow and dcol may be mt_none(). */
+/* Products and gates. All views are [rows, cols], except row [1, cols] (a scale per feature) and col [rows, 1] (a scale
+   per token).
+   multiply:     y = a * b
+   multiply_row: y = x * row. backward: dx = dy * row, drow += sum over the rows of dy * x. drow is MT_F32
+   multiply_col: y = x * col. backward: dx = dy * col, dcol = sum over the columns of dy * x
+   sigmoid:      y = 1 / (1 + exp(-x)). backward: dx = dy * sigmoid'(x)
+   silu:         y = x * sigmoid(x). backward: dx = dy * silu'(x)
+
+   A gate is y = sigmoid(g) * x. Its backward is dx = sigmoid(g) * dy and dg = sigmoid'(g) * (x * dy).
+   dx, drow and dcol are optional in mt_multiply_*_backward. A result may be the same memory as an operand of the same
+   shape, with two exceptions: drow must not be row, and dcol must not be col. drow is a sum over tokens, so a block
+   computes it inside mt_sum_over_tokens in invariant mode (see docs/blocks.md). */
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y);
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
@@ -162,16 +182,19 @@ MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-/* A product and what goes with it. On a GPU mt_gemm_options.epilogue decides whether that is one call of cuBLASLt;
-   otherwise each of these is the operators above that it names, bit by bit. x [tokens, in], weight [out, in], y and h
-   [tokens, out].
+/* A product with its bias, activation or bias gradient. By default each function calls the two operators that it
+   names, and has their bits: in 16 bits each of the two rounds its result. On a GPU mt_gemm_options.epilogue can make
+   it one call of cuBLASLt. The width w of h is 2 f for MT_SWIGLU and f otherwise.
 
-   forward:              y = x weight^T + bias [1, out] (optional): mt_gemm, mt_bias_forward
-   activation_forward:   h = x weight^T + bias (optional), y = act(h): mt_gemm, mt_activation_forward
-   activation_backward:  the input gradient of the layer after the activation, taken through it: mt_gemm,
-                         mt_activation_backward. dh [tokens, w] = (dy weight) act'(h), dy [tokens, out],
-                         weight [out, f]; dbias [1, w] += column sums of dh (optional)
-   gradients:            dweight += dy^T x, dbias [1, out] += column sums of dy (optional): mt_bias_backward, mt_gemm */
+   forward:             y [tokens, out] = x [tokens, in] weight^T + bias [1, out] (optional), weight [out, in].
+                        mt_gemm, mt_bias_forward
+   activation_forward:  h [tokens, w] = x [tokens, in] weight^T + bias [1, w] (optional), weight [w, in], then
+                        y [tokens, f] = act(h). mt_gemm, mt_activation_forward
+   activation_backward: dh [tokens, w] = (dy weight) * act'(h), for the layer that follows the activation: dy
+                        [tokens, out] is the gradient of its output, weight [out, f] its weight.
+                        dbias [1, w] += column sums of dh (optional). mt_gemm, mt_activation_backward
+   gradients:           dweight [out, in] += dy^T x, dbias [1, out] += column sums of dy [tokens, out] (optional).
+                        mt_bias_backward, mt_gemm */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
@@ -186,9 +209,11 @@ typedef enum mt_norm_kind {
     MT_RMS_NORM = 1    /* x * rstd * gain, rstd = 1 / sqrt(mean(x^2) + eps): arXiv 1910.07467; bias must be mt_none() */
 } mt_norm_kind;
 
-/* forward: y [tokens, h] from x [tokens, h], gain [1, h], bias [1, h] (optional); stats [tokens, 2] = (mean, rstd),
-   optional (inference; mean is 0 for RMSNorm). backward: dx = dresidual + gradient through the norm (dresidual
-   optional, [tokens, h]); dgain, dbias (optional) += . y may be x; dx may be dy or dresidual. */
+/* x, y, dy, dresidual and dx are [tokens, h]; gain, bias, dgain and dbias are [1, h]; bias and dbias are optional.
+   forward:  y = norm(x). stats [tokens, 2] = (mean, rstd), where the mean is 0 for RMSNorm; optional for inference.
+             y may be x.
+   backward: dx = dresidual (optional) + the gradient through the norm. dgain and dbias are added to. dx may be dy or
+             dresidual. */
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats);
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
@@ -199,30 +224,27 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 /* Philox4x32-10 (Salmon et al., SC 2011): out = four random words for a counter and a key. */
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-/* Where a view sits in its global tensor: its element (i, j) is global element e = (first_row + i) * global_cols +
-   first_col
-   + j. The random word of element e is lane e & 3 of philox(counter = {e >> 2 (64 bits), stream (64 bits)}, key =
-   seed), so it does not depend on how the tensor is split. stream: a number of the caller's, different for each use
-   (parameter, dropout site x step). */
+/* Where a view lies in its global tensor, and which random words it gets. Element (i, j) of the view is global element
+   e = (first_row + i) * global_cols + first_col + j. Its random word is lane e & 3 of Philox for the counter
+   {e >> 2 (64 bits), stream (64 bits)} and the key seed, so it does not depend on how the tensor is split. */
 typedef struct mt_random {
-    uint64_t seed, stream;
+    uint64_t seed, stream; /* stream: your number for this use, different for each parameter, dropout and step */
     int64_t first_row, first_col, global_cols;
 } mt_random;
 
-/* y = std * N(0, 1). Box-Muller over the word pairs (e & ~1, e | 1): even elements take the cosine, odd ones the sine;
-   computed in double, so that it is the same everywhere. */
+/* y = std * N(0, 1), by Box-Muller on the words of elements e & ~1 and e | 1: an even element takes the cosine, an odd
+   one the sine. Computed in double and rounded once, so that the CPU and the GPU agree. */
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at);
 
-/* Element e is dropped when its random word < p * 2^32; what is kept is scaled by 1 / (1 - p). 0 <= p < 1; p = 0 means
- * off. */
+/* Element e is dropped when its random word is less than p * 2^32. Other elements are multiplied by 1 / (1 - p). */
 typedef struct mt_dropout {
     mt_random at;
-    float p;
+    float p; /* 0 <= p < 1; 0: no dropout, and `at` is not read */
 } mt_dropout;
 
-/* forward: y = residual + dropout(x + bias), all [tokens, n]; bias [1, n] and residual are optional; y may be x or
-   residual. backward: dx = dropout'(dy), dbias [1, n] += column sums of dx (optional); dx may be dy. The residual's
-   gradient is dy. */
+/* All views are [tokens, n], except bias and dbias, [1, n].
+   forward:  y = residual + dropout(x + bias). bias and residual are optional. y may be x or residual.
+   backward: dx = dropout'(dy), dbias += column sums of dx (optional). dx may be dy. The gradient of residual is dy. */
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y);
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
@@ -232,52 +254,59 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
 
-/* Scaled dot-product attention of `groups` query groups (key/value heads), each with heads_per_group query heads: MHA
-   when heads_per_group is 1, GQA (arXiv 2305.13245) otherwise. Token row = sequence * seq + position. qkv [batch * seq,
-   groups * (heads_per_group + 2) * head_dim]: per group its query heads, then its key, then its value
-   ([q...q k v], as current Megatron). Heads in out and lse are in the order of the queries. */
+/* Scaled dot-product attention of `groups` query groups. A group has one key/value head and heads_per_group query
+   heads: 1 is MHA, more is GQA (arXiv 2305.13245).
+   qkv is [batch * seq, groups * (heads_per_group + 2) * head_dim]. Its row sequence * seq + position is a token. Its
+   columns are, for each group, the query heads, the key and the value ([q...q k v], as in current Megatron). out and
+   lse have the heads in the order of the queries. */
 typedef struct mt_attention_shape {
     int64_t batch, seq, groups, heads_per_group, head_dim;
     mt_mask mask;
-    float scale;            /* 0: 1 / sqrt(head_dim) */
-    const int32_t *lengths; /* key padding: [batch], keys at positions >= lengths[b] are masked; NULL: all valid. A
-                               sequence of length 0 gives zeros. */
-    mt_dropout dropout; /* of the probabilities; here at.first_row = global index of the first sequence, at.first_col =
-                    global index of the first head, at.global_cols = heads of the whole model: probability (b, a,
-                    i, j) is global element (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
+    float scale; /* of the scores; 0: 1 / sqrt(head_dim) */
+    /* Key padding: [batch], on the context's device. Keys at positions >= lengths[b] are masked. A sequence of length 0
+       gives zeros. A CPU checks 0 <= lengths[b] <= seq (MT_ERR_DATA), a GPU does not. NULL: no padding */
+    const int32_t *lengths;
+    /* Of the probabilities. at.first_row is the global index of the first sequence, at.first_col that of the first
+       head, at.global_cols the number of heads of the whole model. Probability (b, a, i, j) is global element
+       (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
+    mt_dropout dropout;
 } mt_attention_shape;
 
-/* forward: out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log of
-   the sum of exponentials of the scaled scores (optional: inference). backward: dqkv like qkv, recomputing the
-   probabilities. Memory: O(seq) scratch per head in the arena (a panel of query rows), never seq x seq. dout may not be
-   out. Tensor cores (sm_80 and later) serve a call whose qkv, out, dout and dqkv are all bf16 or all f16, with head_dim
-   64, 96 or 128 and rows that begin at multiples of 16 bytes; they take probabilities and gradients of scores rounded
-   to that type. */
+/* forward:  out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log
+             of the sum of exponentials of the scaled scores, optional for inference.
+   backward: dqkv, of the shape of qkv, from the out and lse of forward. It computes the probabilities again. dout must
+             not be out.
+   Scratch memory is linear in seq, never seq x seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use
+   tensor cores, and other calls use a plain kernel: see docs/gpus.md.
+   MT_ERR_UNSUPPORTED on a GPU: head_dim above 256, more than 65535 heads or sequences. */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Rotary position embedding (arXiv 2104.09864), the two-halves form of GPT-NeoX and Megatron, on the queries and keys
-   of qkv, in place. table [seq, head_dim]: cosines of the head_dim / 2 angles position * base^(-2 i / head_dim), then
-   sines. backward rotates the gradients back. head_dim must be even. */
+/* Rotary position embedding (arXiv 2104.09864) in the two-halves form of GPT-NeoX and Megatron. head_dim must be even.
+   table:    table [seq, head_dim] = the cosines of the head_dim / 2 angles position * base^(-2 i / head_dim), then
+             their sines.
+   forward:  rotates the queries and keys of qkv in place.
+   backward: rotates their gradients back. Both read only the sizes of shape. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv);
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
-/* Checks that every id is in [0, limit) or equal to ignore (0, which is allowed anyway, ignores nothing). MT_ERR_DATA
-   names the first bad one and its index; `what` is the word for it in the sentence ("token id", "target"). */
+/* Checks that every id is in [0, limit) or equal to ignore. Pass ignore = 0 to allow no other id. MT_ERR_DATA names the
+   first wrong id and its index; its sentence calls it `what` ("token id", "target"; NULL: "id"). */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
 
 /* ids[i] = (first_token + i) % seq */
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count);
 
-/* table holds rows [first_row, first_row + table.rows) of a bigger table; ids elsewhere count as a row of zeros.
-   forward: y [tokens, h] = beta * y + table[ids - first_row] (with beta == 0, y is not read).
-   backward: dtable[ids - first_row] += dy, in the order of the tokens. */
+/* table holds the rows [first_row, first_row + table.rows) of a larger table. An id outside of them stands for a row of
+   zeros.
+   forward:  y [tokens, h] = beta * y + table[ids - first_row]. With beta == 0, y is not read.
+   backward: dtable[ids - first_row] += dy [tokens, h], in the order of the tokens. */
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y);
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
@@ -285,22 +314,23 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
 
 /* ---- cross-entropy over a vocabulary shard ----------------------------------------------------------------------- */
 
-/* loss = lse(x) - x[target], with label smoothing a (PyTorch's definition): (1 - a) (lse - x[target]) + a (lse -
-   mean(x)). A token whose target is ignore_index has loss 0 and gradient 0. */
+/* For the logits x of a token, loss = lse(x) - x[target]. With label smoothing a, as PyTorch defines it,
+   loss = (1 - a) (lse(x) - x[target]) + a (lse(x) - mean(x)). A token whose target is ignore_index has loss 0 and
+   gradient 0. */
 typedef struct mt_cross_entropy_shape {
-    int64_t vocab;         /* of the whole model, without padding */
-    int64_t first_col;     /* global vocabulary index of the shard's first column */
-    float label_smoothing; /* 0 <= a < 1 */
-    int32_t ignore_index;  /* 0 stands for PyTorch's default, -100 */
+    int64_t vocab;         /* size of the whole vocabulary, without padding */
+    int64_t first_col;     /* index in the vocabulary of the shard's first column */
+    float label_smoothing; /* a, 0 <= a < 1 */
+    int32_t ignore_index;  /* 0: -100, as in PyTorch */
 } mt_cross_entropy_shape;
 
-/* The pieces around the one collective: each shard computes stats, the stats of all shards are gathered, combine gives
-   the loss, backward turns this shard's logits into their gradient, in place. Columns at or past `vocab` (padding)
-   never count and get gradient 0. stats [tokens, 4]: max, sum of exp(x - max), the target's logit if it is here else 0,
-   sum of x. max is -inf for a shard of padding only. combine: gathered [shards * tokens, 4], shard-major, met in the
-   tree order of mt_all_reduce -> loss [1, tokens] and lse [2, tokens]: maximum and log of the sum of exp(x - maximum),
-   kept apart so that big logits keep their precision. backward: logits = scale * dloss[i] * (softmax - smoothed
-   one-hot); dloss [1, tokens] optional (then 1). */
+/* The steps before and after the one collective, the gather of stats. logits is [tokens, columns of the shard]. Columns
+   at or past `vocab` are padding: they do not count, and their gradient is 0. Check targets with mt_ids_check first.
+   stats:    stats [tokens, 4] = the maximum (-inf if all columns are padding), the sum of exp(x - max), the logit of
+             the target (0 if another shard has it), the sum of x
+   combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], shard-major, summed in the tree
+             order of mt_all_reduce. lse is the maximum and, apart from it for precision, log(sum of exp(x - maximum))
+   backward: logits = scale * dloss[i] * (softmax - smoothed one-hot), in place. dloss is [1, tokens]; without it, 1 */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats);
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
@@ -308,27 +338,28 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
 
-/* The three in one pass over the logits, for a shard that is the whole vocabulary (first_col 0): loss [1, tokens], and
-   in place of the logits scale * dloss[i] * their gradient. */
+/* All three steps at once, for a shard that holds the whole vocabulary (first_col 0): writes loss [1, tokens], and
+   replaces logits by scale * dloss[i] * their gradient. dloss is optional. */
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
-/* AdamW, decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW): with g = grad_scale * grad,
-   param -= lr * weight_decay * param; m, v moments of g; param -= lr * mhat / (sqrt(vhat) + eps). step counts from 1.
-   A 16-bit param is rounded once, in the same pass. Either master (f32, optional) is what is updated, and param its
-   rounded copy, which is not read; or there is none, and stochastic_rounding keeps small updates from being lost: of
-   the two neighbours of x in param's type it takes the one further from zero when the random word of the element (its
-   top 16 bits for bf16, 13 for f16), added to as many bits of x that the type has no place for, carries. So the mean
-   over many roundings is x. */
+/* AdamW with decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW). With g = grad_scale * grad:
+   param -= lr * weight_decay * param; m and v are the moments of g; param -= lr * mhat / (sqrt(vhat) + eps). */
 typedef struct mt_adamw {
     float lr, beta1, beta2, eps, weight_decay, grad_scale;
-    int64_t step;
-    const mt_random *stochastic_rounding; /* where param sits in its global tensor; NULL: to nearest even */
+    int64_t step;                         /* counts from 1 */
+    const mt_random *stochastic_rounding; /* where param lies in its global tensor; NULL: to nearest even */
 } mt_adamw;
 
+/* One step. All views have the same shape; grad, m and v are MT_F32. param is MT_F32, or 16 bits in one of three ways:
+   - with master (MT_F32): the step updates master, and param becomes its copy, rounded to nearest even
+   - without master: the step updates param and rounds it to nearest even, which can lose small updates
+   - without master, with stochastic_rounding: param is rounded up or down at random so that the mean is the exact
+     value, and small updates are kept on average. The element's random word decides, see docs/gpus.md.
+   MT_ERR_DTYPE: an f32 param with a master. MT_ERR_ARGUMENT: stochastic_rounding with a master or an f32 param. */
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v);
 
@@ -337,31 +368,31 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 }; /* types of a view: any; f32, bf16 or f16; f32 */
 enum { MT_ARG_IN = 1, MT_ARG_OUT = 2, MT_ARG_IN_OUT = 3, MT_ARG_OPTIONAL = 4 };
 
-/* What a function asks of one of its views. A table of these says it of all:
+/* What a function requires of one of its views. A table describes all of them:
        mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                         {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
        MT_TRY(mt_args_check(ctx, "my_bias_forward", args, 2)); */
 typedef struct mt_arg {
-    const char *name; /* in sentences */
+    const char *name; /* for error sentences */
     mt_tensor *view;
-    int64_t rows, cols; /* that it must have */
-    int type, use;      /* MT_ARG_FLOAT ...; MT_ARG_IN ..., with | MT_ARG_OPTIONAL where mt_none() may be given */
+    int64_t rows, cols; /* the required shape */
+    int type, use;      /* MT_ARG_FLOAT ...; MT_ARG_IN ..., with | MT_ARG_OPTIONAL if it may be mt_none() */
 } mt_arg;
 
-/* Checks views in the order of the table: a shape that exists, a type as asked for, data that is not NULL, the size.
-   MT_ERR_SHAPE, MT_ERR_DTYPE or MT_ERR_ARGUMENT, with a sentence "where: name is ..., must be ...". An optional view
-   that is not there is not checked. mt_tensor_check is that of a single view. */
+/* Checks the views in the order of the table: a valid shape and type, data that is not NULL, the required type and the
+   required shape. It skips an optional view that is mt_none(). Errors: MT_ERR_SHAPE, MT_ERR_DTYPE or MT_ERR_ARGUMENT,
+   with a sentence "where: name is ..., must be ...". mt_tensor_check checks a single view in the same way. */
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
 
-/* What mt_adamw_step asks of its numbers. */
+/* Checks the numbers of *hyper as mt_adamw_step does: step >= 1, 0 <= beta < 1, eps >= 0, all finite. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* The target that does not count, where a shape says `ignore_index`: itself, or -100 for 0. */
+/* Returns the target that an `ignore_index` of a shape means: itself, or -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
-/* The hash of one element that mt_hash sums up: of its global number and its bits. */
+/* Returns the hash of one element, from its global number and its bits. mt_hash sums these. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 
 #ifdef __cplusplus
