@@ -224,7 +224,7 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 /* Philox4x32-10 (Salmon et al., SC 2011): out = four random words for a counter and a key. */
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-/* Where a view lies in its global tensor, and which random words it gets. Element (i, j) of the view is global element
+/* The place of a view in its global tensor, which decides its random words. Element (i, j) of the view is global element
    e = (first_row + i) * global_cols + first_col + j. Its random word is lane e & 3 of Philox for the counter
    {e >> 2 (64 bits), stream (64 bits)} and the key seed, so it does not depend on how the tensor is split. */
 typedef struct mt_random {
@@ -354,11 +354,12 @@ typedef struct mt_adamw {
     const mt_random *stochastic_rounding; /* where param lies in its global tensor; NULL: to nearest even */
 } mt_adamw;
 
-/* One step. All views have the same shape; grad, m and v are MT_F32. param is MT_F32, or 16 bits in one of three ways:
-   - with master (MT_F32): the step updates master, and param becomes its copy, rounded to nearest even
-   - without master: the step updates param and rounds it to nearest even, which can lose small updates
-   - without master, with stochastic_rounding: param is rounded up or down at random so that the mean is the exact
-     value, and small updates are kept on average. The element's random word decides, see docs/gpus.md.
+/* One step. All views have the same shape; grad, m and v are MT_F32. An MT_F32 param is updated in place and has no
+   master. A 16-bit param works in one of three ways:
+   - With master (MT_F32, optional), the step updates master. param becomes its copy, rounded to nearest even.
+   - Without master, the step updates param and rounds it to nearest even. Small updates can be lost.
+   - Without master and with stochastic_rounding, the step updates param and rounds it up or down at random. The mean
+     over many roundings is exact, so small updates are kept on average. See docs/gpus.md.
    MT_ERR_DTYPE: an f32 param with a master. MT_ERR_ARGUMENT: stochastic_rounding with a master or an f32 param. */
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v);
@@ -389,7 +390,7 @@ MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char 
 /* Checks the numbers of *hyper as mt_adamw_step does: step >= 1, 0 <= beta < 1, eps >= 0, all finite. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* Returns the target that an `ignore_index` of a shape means: itself, or -100 for 0. */
+/* Returns the target that the field ignore_index of a shape stands for: its value, or -100 if it is 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
 /* Returns the hash of one element, from its global number and its bits. mt_hash sums these. */
@@ -426,11 +427,11 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 #include <cublasLt.h>
 #endif
 
-/* The loops below are written so that compilers vectorise them without -ffast-math (MT_INDEPENDENT: mt_comm.h). */
+/* Compilers vectorise the loops below without -ffast-math (see MT_INDEPENDENT in mt_comm.h). */
 #if defined(__clang__)
 #define MTI_UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and that is fine */
+#pragma clang diagnostic ignored "-Wpass-failed" /* -O0 and -O1 leave the loops scalar */
 #elif defined(__GNUC__) && !defined(__CUDACC__)
 #define MTI_UNROLL _Pragma("GCC unroll 16")
 #else
@@ -445,10 +446,10 @@ MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
-/* What the context's slot of this header holds. */
+/* What this header keeps in its slot of a context. */
 typedef struct mti_kernels {
     mt_gemm_options options;
-    void *gemm; /* mti_lt on a GPU, with what ends it */
+    void *gemm; /* on a GPU an mti_lt, which gemm_destroy frees; NULL before the first product */
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
 } mti_kernels;
 
@@ -496,10 +497,10 @@ static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
-/* An operator has nothing to do then, however many rows of no columns there are. */
+/* Whether a view has no element. An operator then has nothing to do. */
 static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
 
-/* Any shape, any dtype. NULL data is fine where there is no element. */
+/* Accepts every valid shape and type. data may be NULL if the view has no element. */
 static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     int64_t ld = mt_tensor_ld(t);
     if (t.rows < 0 || t.cols < 0 || ld < t.cols || mt_size_mul(mt_size_mul(t.rows, ld), 8) < 0)
@@ -555,7 +556,8 @@ static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const ch
     return MT_SUCCESS;
 }
 
-/* Catches the plainest forbidden overlap, the same address. Addresses of a meta context mean nothing. */
+/* Refuses two views that begin at the same address. Other overlaps are not detected. Addresses of a meta context have
+   no meaning, so they are not compared. */
 static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char *out_name, mt_tensor out,
                                   const char *in_name, mt_tensor in) {
     if (mt_context_device(ctx) == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
@@ -572,12 +574,13 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
 
 /* ---- >>math ------------------------------------------------------------------------------------------------------ */
 
-#define MTI_PARTIALS 32 /* partial sums of a reduction: fixed, so that the order is the same on every processor */
-#define MTI_BLOCK 1024  /* columns of a row that several small loops work on while they stay in the L1 cache */
+#define MTI_PARTIALS 32 /* partial sums of a reduction; fixed, so that every processor adds in the same order */
+#define MTI_BLOCK 1024  /* columns that several small loops process one after the other while they are in L1 */
 
-/* e^x. Reduction by ln 2 in two parts (Cody and Waite), exp(r) = 1 + r + r^2 q(r) with q fitted by weighted least
-   squares (Lawson) for the smallest relative error, 3.2e-9, on |r| <= 0.348. Adding 1.5 * 2^23 rounds to an integer
-   that is then in the low bits. Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, NaN stays. */
+/* e^x. x is reduced to |r| <= 0.348 by a multiple of ln 2, which is split in two parts (Cody and Waite). Then
+   exp(r) = 1 + r + r^2 q(r). The coefficients of q are fitted by weighted least squares (Lawson) for the smallest
+   relative error, 3.2e-9. Adding 1.5 * 2^23 to x / ln 2 rounds it to an integer, in the low bits.
+   Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. */
 MT_INLINE float mti_exp(float x) {
     const float round = 12582912.0f;
     float t = x * 1.44269504f + round;
@@ -595,10 +598,11 @@ MT_INLINE float mti_exp(float x) {
     return x <= 88.72283f ? y : t;
 }
 
-/* Phi(x) = 0.5 (1 + erf(x / sqrt(2))), given e = e^(-x^2 / 2), which callers have. Below |x| = 1: 0.5 + x P(x^2),
-   relative error of P 7e-10. Beyond: the tail 0.5 erfc(|x| / sqrt(2)) = e S(u), u = 1 / (1 + 0.33 |x|), relative error
-   of S 1e-8 as far as e is not 0. P and S are fitted like q above. So nothing cancels in the left tail, and erf is
-   right to 1.5e-7. */
+/* Phi(x) = 0.5 (1 + erf(x / sqrt(2))). e is e^(-x^2 / 2), which callers have already.
+   |x| < 1:  0.5 + x P(x^2). The relative error of P is 7e-10.
+   |x| >= 1: the tail 0.5 erfc(|x| / sqrt(2)) = e S(u) with u = 1 / (1 + 0.33 |x|). The relative error of S is 1e-8
+             where e is not 0. Nothing cancels in the left tail.
+   P and S are fitted as q in mti_exp. erf is correct to 1.5e-7. */
 MT_INLINE float mti_normal_cdf(float x, float e) {
     float size = x < 0.0f ? -x : x, z = x * x, u = 1.0f / (1.0f + 0.33f * size);
     float p = -7.65420828e-6f * z + 1.13486371e-4f, s = 4.34392653e-2f * u - 1.37640953e-1f, tail;
@@ -618,8 +622,9 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
     return size < 1.0f ? p : tail;
 }
 
-/* sqrt(x) for x >= 0 without libm, whose errno keeps loops from vectorising: a bit-trick estimate of 1 / sqrt(x), two
-   Newton steps, one Heron step. Small x are scaled away from the denormals. */
+/* sqrt(x) for x >= 0. libm's function sets errno, which would keep loops from vectorising. This one estimates
+   1 / sqrt(x) from the bits of x, and takes two Newton steps and one Heron step. Small x are scaled up first, away from
+   the denormals. */
 MT_INLINE float mti_sqrt(float x) {
     float up = x < 1e-20f ? 18446744073709551616.0f : 1.0f;   /* 2^64 */
     float down = x < 1e-20f ? 2.3283064365386963e-10f : 1.0f; /* 2^-32 */
@@ -645,10 +650,10 @@ static uint16_t *mti_row16(mt_tensor t, int64_t row) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The element type is a value, not a template argument: a branch that all threads take alike costs nothing beside
-   memory, and every combination of types is one kernel. */
+/* A view as kernels see it. The element type is a value, not a template argument, so one kernel serves every
+   combination of types. All threads take the same branch, which costs little next to the memory access. */
 struct mti_view {
-    char *data; /* NULL: not there */
+    char *data; /* NULL: left out */
     int64_t ld;
     int dtype;
 };
@@ -661,20 +666,22 @@ static mti_view mti_view_of(mt_tensor t) {
     return v;
 }
 
-/* A thread works on MTI_CHUNK neighbours in a row: 16 bytes of a 16-bit type, twice 16 bytes of a float. Views that are
-   not aligned for that, and the ends of rows, go element by element in the same kernel. */
+/* A thread works on a chunk: MTI_CHUNK neighbours of a row, which is 16 bytes of a 16-bit type or two times 16 bytes of
+   f32. Views without 16-byte alignment, and the ends of rows, go element by element in the same kernel. */
 #define MTI_CHUNK 8
 
-/* i / n, in 32 bits where both fit: a GPU has no instruction for either, and 64 bits take several times as many. */
+/* i / n, computed in 32 bits if both fit. A GPU divides integers in software, and 64 bits take several times as many
+   instructions. */
 static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
     return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
 }
 
-/* Elements of the chunk that begins at col < cols. */
+/* The number of elements of the chunk that begins at col < cols. */
 static __device__ __forceinline__ int mti_chunk(int64_t cols, int64_t col) {
     return (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK);
 }
 
+/* One element, widened to f32; mti_put rounds it to the type of the view. */
 static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
     int64_t i = row * v.ld + col;
     if (v.dtype == MT_F32) return ((const float *)v.data)[i];
@@ -701,6 +708,7 @@ struct __align__(16) mti_words {
     uint32_t w[4];
 };
 
+/* Eight 16-bit values, the first in the low half of w[0], to f32 and back. */
 static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
     MT_DEVICE_UNROLL
     for (int j = 0; j < 4; j++) {
@@ -731,7 +739,8 @@ static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) 
     return p;
 }
 
-/* n <= MTI_CHUNK elements from (row, col) on; WIDE says that whole chunks are aligned. What is past n is 0. */
+/* Loads the n <= MTI_CHUNK elements from (row, col) on; the rest of x becomes 0. mti_store writes n elements. With WIDE
+   whole chunks are aligned to 16 bytes. */
 template <bool WIDE>
 static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
     if (WIDE && n == MTI_CHUNK) {
@@ -766,7 +775,7 @@ static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row,
         if (j < n) mti_put(v, row, col + j, x[j]);
 }
 
-/* Whether chunks of a view may be moved 16 bytes at a time. A view that is not there does not mind. */
+/* Whether chunks of a view may be moved 16 bytes at a time. True for a view that is left out. */
 static int mti_is_wide(mt_tensor t) {
     size_t size = mt_dtype_size(t.dtype);
     if (!t.data) return 1;
@@ -778,8 +787,9 @@ static int mti_is_wide(mt_tensor t) {
 
 /* ---- >>half: 16-bit types on a CPU ------------------------------------------------------------------------------- */
 
-/* One of the neighbours of x in a 16-bit type, see mt_adamw, still as a float. Adding 2^-14 gives a denormal of f16 the
-   places of a normal number. Infinity and NaN stay. */
+/* One of the two neighbours of x in a 16-bit type, as a float; see stochastic rounding in docs/gpus.md. 2^-14 is added
+   to a number that is denormal in f16 while it is rounded, so that its bits have the places of a normal number.
+   Infinity and NaN stay. */
 static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
     int drop = dtype == MT_BF16 ? 16 : 13;
     uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu;
@@ -789,7 +799,7 @@ static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t wo
     return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
 }
 
-/* Between two different float types; widening is exact, so bf16 and f16 meet in f32. */
+/* y = x for two different float types. bf16 and f16 are converted by way of f32, which is exact. */
 static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
     float room[MTI_BLOCK];
     int64_t i, j, n;
@@ -807,6 +817,7 @@ static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
 
 /* ---- >>rows: one row after the other, and on a GPU one block for each row ---------------------------------------- */
 
+/* The sum of MTI_PARTIALS partial sums, in a binary tree. */
 static float mti_lanes_sum(float *lanes) {
     int half, l;
     for (half = MTI_PARTIALS / 2; half > 0; half /= 2)
@@ -834,7 +845,7 @@ static float mti_row_dot(const float *x, const float *y, int64_t n) {
     return mti_lanes_sum(lanes);
 }
 
-/* Sum of (x - shift)^2. */
+/* The sum of (x - shift)^2. */
 static float mti_row_variance(const float *x, float shift, int64_t n) {
     float lanes[MTI_PARTIALS] = {0}, d;
     int64_t j;
@@ -887,7 +898,7 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-#define MTI_ROW_THREADS 256 /* at most; narrow rows take fewer */
+#define MTI_ROW_THREADS 256 /* of a block, at most; narrow rows take fewer */
 
 static unsigned mti_row_threads(int64_t cols) {
     return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
@@ -903,7 +914,9 @@ static __device__ __forceinline__ float mti_warp_max(float x) {
     return x;
 }
 
-/* The sums of a and b over all threads of the block, for every thread. shared: 64 floats. */
+/* Returns the sums of a and of b over all threads of the block, to every thread. Each warp sums by shuffles and puts
+   its two results into shared [64]; then every warp sums those. The first barrier: all results are in shared. The
+   second: all are read, and shared may be used again. */
 static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float *shared) {
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
     a = mti_warp_sum(a);
@@ -917,11 +930,12 @@ static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float 
     b = lane < warps ? shared[32 + lane] : 0.0f;
     a = mti_warp_sum(a);
     b = mti_warp_sum(b);
-    __syncthreads(); /* shared may be used again */
+    __syncthreads();
     return make_float2(a, b);
 }
 
-/* KEPT chunks of the row stay in a thread's registers, so that x is read once; what is wider is read again. */
+/* A thread keeps its first MTI_KEPT chunks of a row in registers, so that they are read once. It reads its other chunks
+   again. */
 #define MTI_KEPT 4
 
 template <bool WIDE>
@@ -931,8 +945,9 @@ static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t 
     mti_load<WIDE>(x, row, col, mti_chunk(cols, col), out);
 }
 
-/* What every GPU from sm_75 on grants a block, and what this one grants, beside what a kernel declares itself. The size
-   of the arena depends on the former only, so that it can be planned. */
+/* Dynamic shared memory of a block. MTI_SHARED_LEAST: what every GPU from sm_75 on grants. mti_shared_most: what this
+   GPU grants. 2 KiB are left for what kernels declare themselves. The size of the arena depends on the first only, so
+   that it can be planned without a GPU. */
 #define MTI_SHARED_LEAST ((size_t)62 << 10)
 
 static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
@@ -942,7 +957,7 @@ static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
     return MT_SUCCESS;
 }
 
-/* A kernel must say so when it is going to ask for more than 48 KiB. */
+/* CUDA requires this call before a launch with more than 48 KiB of dynamic shared memory. */
 template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
     if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
     MT_CUDA_TRY(ctx,
@@ -958,8 +973,9 @@ template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Ke
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* op.run<WIDE>(row, col, n) handles n <= MTI_CHUNK neighbours. Threads take chunks in the order of memory, so threads
-   next to each other load and store neighbours. Nothing is shared. */
+/* Calls op.run<WIDE>(row, col, n) for each chunk of n <= MTI_CHUNK neighbours of a matrix. A thread owns every
+   (grid size)-th chunk, in the order of memory, so that neighbouring threads access neighbouring memory. There is no
+   shared memory and no barrier. */
 template <bool WIDE, typename Op>
 static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
     int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
@@ -969,16 +985,18 @@ static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows
     }
 }
 
-/* Kernels walk through what is more than their grid: it has at most so many blocks. */
+/* The largest grid. A kernel loops over the items that its grid does not cover. */
 #ifndef MTI_GRID_MAX
 #define MTI_GRID_MAX 65535
 #endif
 
+/* The number of blocks for so many items. */
 static unsigned mti_grid(int64_t items, int64_t per_block) {
     int64_t blocks = (items + per_block - 1) / per_block;
     return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
 }
 
+/* Launches mti_map_kernel. wide: mti_is_wide holds for all views of op. */
 template <typename Op>
 static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
     int64_t items = rows * ((cols + MTI_CHUNK - 1) / MTI_CHUNK);
@@ -995,7 +1013,7 @@ static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wi
 
 /* ---- >>columns: element by element, and sums over the rows ------------------------------------------------------- */
 
-/* out [1, n] += column sums of x [rows, n], four rows at a time so that out is seldom touched. */
+/* out [1, n] += the sum of four rows of x [4, n]. Four rows at a time read and write out less often. */
 static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -1012,19 +1030,20 @@ static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A block has MTI_LANES threads next to each other, for MTI_LANES * MTI_CHUNK columns, and MTI_DEEP of them below each
-   other, which share MTI_STRIP rows. Strips depend on the number of rows only, and meet in their order: the same bits
-   on every GPU. */
+/* A block has MTI_LANES x MTI_DEEP threads, for MTI_LANES * MTI_CHUNK columns and a strip of MTI_STRIP rows. Threads of
+   one lane have the same columns and share the rows of the strip. Strips depend only on the number of rows, and their
+   sums are added in order, so every GPU computes the same bits. */
 #define MTI_LANES 32
 #define MTI_DEEP 8
 #define MTI_STRIP 64
 
-/* op.run<WIDE>(row, col, n, x) leaves in x[s] what row adds to sum s of its columns. partial [strips, SUMS, cols].
+/* Sums over the rows of a strip: op.run<WIDE>(row, col, n, x) stores in x[s] what a row adds to sum s of its columns.
+   The result is partial [strips, SUMS, cols].
 
-   1. Each thread owns MTI_CHUNK columns and every MTI_DEEP-th row of the strip, and sums these up in registers.
-   2. For one sum after the other, all threads put theirs into shared [deep, lane, MTI_CHUNK], and the first row of
-      threads adds them up in the order of deep. The first barrier: all are written; the second: all are read, and
-      the next sum may overwrite them. */
+   1. Each thread owns MTI_CHUNK columns and every MTI_DEEP-th row of the strip. It adds these rows in registers.
+   2. For each sum in turn, all threads write theirs to shared [deep, lane, MTI_CHUNK], and the threads with deep 0 add
+      them in the order of deep. The first barrier: all are written. The second: all are read, and the next sum may
+      overwrite them. */
 template <bool WIDE, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
@@ -1050,9 +1069,10 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     }
 }
 
-/* first, or second where blockIdx.y is 1, [1, cols] += its sum over the strips: thread d of MTI_DEEP takes strips d,
-   d + MTI_DEEP, ..., with eight loads on their way, and what they have meets in the order of d. A thread owns one
-   column. The barrier: all sums of the block are in shared [deep, lane], from which the first row of threads reads. */
+/* first [1, cols] += the first sum over the strips, and second [1, cols] += the second one. blockIdx.y is the number of
+   the sum. A block owns MTI_LANES columns. Each thread owns one column and every MTI_DEEP-th strip, with eight loads in
+   flight. shared [deep, lane] holds the threads' sums; the barrier separates writing them from reading them. The
+   threads with deep 0 add them in the order of deep. */
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_strips_kernel(const float *partial, int64_t strips, int64_t cols, mti_view first, mti_view second) {
     MT_SHARED(float, shared, MTI_DEEP *MTI_LANES);
@@ -1076,7 +1096,7 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_put(out, 0, col, mti_get(out, 0, col) + sum);
 }
 
-/* The sums, one or two, that kernels left in partial [strips, sums, cols] go to outs[s], where that is there. */
+/* Adds the one or two sums in partial [strips, sums, cols] to outs[s] [1, cols]. An outs[s] may be mt_none(). */
 static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums,
                             int64_t cols, const mt_tensor *outs) {
     MT_LAUNCH_KERNEL(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums),
@@ -1085,7 +1105,8 @@ static mt_status mti_strips(mt_context *ctx, const char *name, const void *parti
     return mt_cuda_launched(ctx, name);
 }
 
-/* Adds the column sums to outs[s] where that is there. Scratch: [strips, SUMS, cols] floats in the arena. */
+/* Launches mti_columns_kernel and adds its sums to outs[s], which may be mt_none(). Scratch memory: [strips, SUMS,
+   cols] floats in the arena. */
 template <int SUMS, typename Op>
 static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
                              const mt_tensor *outs) {
@@ -1107,7 +1128,7 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
                          op, rows, cols, (float *)memory);
     MT_TRY(mt_cuda_launched(ctx, name));
     MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
-    mt_arena_release(ctx, mark); /* the stream keeps the order: who gets this memory next writes after these kernels */
+    mt_arena_release(ctx, mark); /* later kernels of the stream may reuse this memory */
     return MT_SUCCESS;
 }
 
@@ -1129,14 +1150,14 @@ static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random
     return MT_SUCCESS;
 }
 
-#define MTI_COUNTERS 64 /* Philox blocks computed together, at most */
+/* MTI_COUNTERS: Philox blocks (of four words) that are computed together, at most. MTI_WORDS: random words that a
+   caller takes at a time, at most. It is one block less, because the first word may be any lane of its block. */
+#define MTI_COUNTERS 64
 #define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
-#define MTI_WORDS                                                                                                      \
-    (MTI_WORDS_ROOM -                                                                                                  \
-     4) /* random words a caller takes at a time: the first may be any lane of a block                \
-                          */
+#define MTI_WORDS (MTI_WORDS_ROOM - 4)
 
-/* `count` <= MTI_COUNTERS consecutive blocks: out[4 * l + lane]. Loops over counters, so that they vectorise. */
+/* Lane `lane` of block first + l goes to out[4 * l + lane], for l < count <= MTI_COUNTERS. The inner loops run over
+   blocks, so that they vectorise. */
 static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
     uint32_t c0[MTI_COUNTERS], c1[MTI_COUNTERS], c2[MTI_COUNTERS], c3[MTI_COUNTERS];
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -1169,13 +1190,14 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
                       key[0] | (uint64_t)key[1] << 32, 1, out);
 }
 
-/* The words of elements [e, e + n), n <= MTI_WORDS, in room for MTI_WORDS_ROOM. */
+/* Returns the random words of elements [e, e + n), n <= MTI_WORDS. They lie in room [MTI_WORDS_ROOM]. */
 static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
     int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
     mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
     return room + lane;
 }
 
+/* The global element of a view's element (row, col). */
 static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
     return (at.first_row + row) * at.global_cols + at.first_col + col;
 }
@@ -1183,6 +1205,7 @@ static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* The four words of one block. */
 static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t stream, uint64_t seed, uint32_t *out) {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -1199,8 +1222,8 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The words of global elements [e, e + MTI_CHUNK), block by block of four: choosing them by comparison keeps them in
-   registers. */
+/* The words of global elements [e, e + MTI_CHUNK), from two or three blocks. Words are chosen by comparison instead of
+   by a variable index, so that they stay in registers. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
     int skip = (int)(e & 3);
     MT_DEVICE_UNROLL
@@ -1228,29 +1251,29 @@ static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t 
 #if MT_HAS_CUDA
 extern "C++" {
 
-#if !defined(MT_CUDA_ENGINE) /* tests/engine/ has its own */
+#if !defined(MT_CUDA_ENGINE) /* tests/engine/ defines these functions itself */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
 #else
-#define MTI_PTX_SM80(...) __trap() /* never launched there, see mti_flash_fits */
+#define MTI_PTX_SM80(...) __trap() /* not reached: see mti_flash_fits */
 #endif
 
 static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* 16 bytes from global to shared memory, of which `bytes` are read and the rest is zero. */
+/* Starts copying 16 bytes from global to shared memory. Only `bytes` of them are read; the rest becomes 0. */
 static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
     MTI_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
-/* Until all but the last Pending committed groups of this thread have arrived. */
+/* Waits until at most the last Pending committed groups of this thread are still in flight. */
 template <int Pending> static __device__ __forceinline__ void mti_cp_async_wait() {
     MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/* Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. */
+/* Loads four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8. */
 static __device__ __forceinline__ void mti_ldmatrix_x4(uint32_t *r, const void *row) {
     MTI_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -1295,26 +1318,27 @@ static __device__ __forceinline__ float mti_ex2(float x) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A tile is [rows, HeadDim], row-major, in chunks of 16 bytes. Chunk c of row r lies where chunk c ^ swizzle(r)
-   would: the eight rows that ldmatrix reads at a time then lie in eight different groups of four banks. Rows of 64
-   and of 128 elements begin in the same bank, so the swizzle counts all of eight rows; rows of 96 alternate between
-   two banks and it counts pairs. */
+/* The place of a chunk in a tile. A tile is [rows, HeadDim], row-major, in chunks of 16 bytes. Chunk c of row r is
+   stored at the place of chunk c ^ swizzle(r), so that the eight rows that ldmatrix reads at a time lie in eight
+   different groups of four banks. Rows of 64 or 128 elements all begin in the same bank, so the swizzle is the row
+   modulo 8. Rows of 96 elements begin in two banks by turns, so the swizzle is the pair of rows modulo 4. */
 template <int HeadDim> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
     return row * HeadDim + (chunk ^ (HeadDim % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
 }
 
-/* From mti_tile_at(row, 0 or 1) to the place `chunk` chunks further on, for an even chunk: mostly a constant. */
+/* The place `chunk` chunks after at = mti_tile_at(row, 0 or 1), for an even chunk. The compiler computes most of it. */
 template <int HeadDim> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
     return HeadDim % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
 }
 
-/* Lanes that move a row piece by piece: in a piece the swizzle is all that differs between rows. */
+/* The number of neighbouring threads that move a row together, one chunk each. Within so many chunks, rows differ only
+   by the swizzle. */
 template <int HeadDim> static __device__ __forceinline__ constexpr int mti_tile_across() {
     return HeadDim % 64 == 0 ? 8 : 4;
 }
 
-/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile; rows from `end` on become
- * zero. */
+/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile. Rows from `end` on become 0.
+   The caller commits, waits and synchronises. */
 template <int ROWS, int HeadDim, int THREADS>
 static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
                                                       int end) {
@@ -1337,6 +1361,7 @@ template <bool BF16> static __device__ __forceinline__ void mti_mma(float *d, co
     else mti_mma_16816_f16(d, a, b);
 }
 
+/* Two f32 values rounded to 16 bits, in one word. */
 template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(float low, float high) {
     uint32_t pair;
     if (BF16) {
@@ -1349,8 +1374,9 @@ template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(f
     return pair;
 }
 
-/* What a warp accumulates is [RowTiles * 16, N8 * 8]: float acc[RowTiles][N8][4]. Lane l has, of acc[m][n], rows m *
-   16 + l / 4 (elements 0 and 1) and 8 below (2 and 3), columns n * 8 + l % 4 * 2 and the next. */
+/* The accumulator of a warp is a matrix [RowTiles * 16, N8 * 8], spread over the lanes as float acc[RowTiles][N8][4].
+   In lane l, elements 0 and 1 of acc[m][n] belong to row m * 16 + l / 4, elements 2 and 3 to the row 8 below. Their
+   columns are n * 8 + l % 4 * 2 and the next one. */
 template <int RowTiles, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[RowTiles][N8][4]) {
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
@@ -1362,7 +1388,8 @@ static __device__ __forceinline__ void mti_tile_scale(float (&acc)[RowTiles][N8]
     for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
 }
 
-/* acc = a b^T with a tile a [RowTiles * 16, HeadDim] of the warp and a tile b [N8 * 8, HeadDim] of all. */
+/* acc = a b^T. The tile a [RowTiles * 16, HeadDim] belongs to the warp; all warps share the tile b [N8 * 8, HeadDim].
+   */
 template <int HeadDim, bool BF16, int RowTiles, int N8>
 static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8][4], const uint16_t *a,
                                                        const uint16_t *b) {
@@ -1387,8 +1414,8 @@ static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8
     }
 }
 
-/* acc += p b with p as mti_tile_scores leaves it, rounded to 16 bits, and a tile b [N8 * 8, HeadDim] of all: an
-   accumulator's layout is that of a first factor. */
+/* acc += p b. p is an accumulator of mti_tile_scores, rounded to 16 bits; mma takes its first operand in the same
+   layout. All warps share the tile b [N8 * 8, HeadDim]. */
 template <int HeadDim, bool BF16, int RowTiles, int N8>
 static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTiles][HeadDim / 8][4],
                                                             const float (&p)[RowTiles][N8][4], const uint16_t *b) {
@@ -1413,14 +1440,14 @@ static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTile
     }
 }
 
-/* The first `rows` rows of acc go to memory, 16 bytes at a time, by way of a tile [RowTiles * 16, HeadDim] that only
-   this warp uses. */
+/* Stores the first `rows` rows of acc in memory, 16 bytes at a time. They go through a tile [RowTiles * 16, HeadDim]
+   that only this warp uses. The barrier of the warp: the tile is written before it is read. */
 template <int HeadDim, bool BF16, int RowTiles>
 static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTiles][HeadDim / 8][4], uint16_t *tile,
                                                       uint16_t *to, int64_t ld, int rows) {
     int lane = (int)threadIdx.x & 31, across = mti_tile_across<HeadDim>();
     MT_DEVICE_UNROLL
-    for (int i = 0; i < RowTiles * HeadDim / 4; i++) { /* rows m * 16 + lane / 4, then those 8 below */
+    for (int i = 0; i < RowTiles * HeadDim / 4; i++) { /* half 2 m: rows m * 16 + lane / 4; half 2 m + 1: 8 below */
         int n = i % (HeadDim / 8), half = i / (HeadDim / 8);
         const float *pair = acc[half / 2][n] + half % 2 * 2;
         *(uint32_t *)(tile + mti_tile_at<HeadDim>(half * 8 + lane / 4, n) + lane % 4 * 2) =
@@ -1437,14 +1464,13 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
 
 /* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
 
-/* An operator has a table of its arguments. mt_args_check checks them against it; mti_begin and mti_end are around the
-   work, which MTI_RUN chooses: the launch of a kernel on CUDA, the loop on a CPU. A meta context runs no loop; where it
-   plans for CUDA, the launch takes its scratch memory and gives MT_PLANNED. Nothing runs when the first view of the
-   table has no element.
+/* How an operator runs. It has a table of its arguments, which mt_args_check checks. Between mti_begin and mti_end,
+   MTI_RUN launches a kernel on CUDA or calls a loop on a CPU. A meta context runs no loop. If it plans for CUDA, the
+   launch only takes its scratch memory and returns MT_PLANNED. Nothing runs if the first view of the table is empty.
 
-   The loops of the CPU are f32, the kernels of CUDA read and write every type. On a CPU an f32 copy in the arena stands
-   for each 16-bit view that the table has as MT_ARG_FLOAT: filled before if the view is read (MT_ARG_IN), rounded into
-   it after if it is written (MT_ARG_OUT). MTI_AS_IS says that the loop takes the view in its own type. */
+   Kernels read and write every type; loops are f32. So on a CPU, mti_begin replaces each 16-bit view of type
+   MT_ARG_FLOAT by an f32 copy in the arena, filled if the view is read (MT_ARG_IN). mti_end rounds the copy back if the
+   view is written (MT_ARG_OUT). With MTI_AS_IS the loop takes the view in its own type. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
 #define MTI_ARGS 8 /* views of one operator, at most */
 enum { MTI_AS_IS = 8 };
@@ -1453,12 +1479,12 @@ typedef struct mti_operator {
     mt_context *ctx;
     const mt_arg *args;
     int count;
-    int on_cuda, on_cpu;       /* which of the two runs; neither when there is nothing to do */
+    int on_cuda, on_cpu;       /* which of the two runs; both 0 if there is nothing to do */
     size_t mark;               /* of the arena, before the copies */
-    mt_tensor given[MTI_ARGS]; /* the 16-bit views for which copies stand; else data is NULL */
+    mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data == NULL for the others */
 } mti_operator;
 
-/* Rounds the results and gives the arena back, also what the operator itself took from it. */
+/* Rounds the results and gives back all memory of the arena, including what the operator itself took. */
 static mt_status mti_end(mti_operator *op, mt_status status) {
     int i;
     if (status == MT_PLANNED) status = MT_SUCCESS;
@@ -1468,7 +1494,7 @@ static mt_status mti_end(mti_operator *op, mt_status status) {
     return status;
 }
 
-/* *view becomes an f32 view. */
+/* Replaces *arg->view by an f32 copy if it needs one; *given is then the 16-bit view. */
 static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given) {
     mt_tensor t = *arg->view;
     *given = mt_none();
@@ -1479,7 +1505,7 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
     return MT_SUCCESS;
 }
 
-/* Where it fails, there is nothing to end. Without arguments (count 0) there always is something to do. */
+/* If it fails, mti_end must not be called. Without arguments (count 0) the operator always runs. */
 static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args, int count) {
     int i, runs = count == 0 || !mti_is_empty(*args[0].view);
     mt_status status = MT_SUCCESS;
@@ -1493,8 +1519,8 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
-/* launch and loop are expressions. MTI_CHOOSE: both of type mt_status, and the loop is asked on a meta context, too.
-   MTI_RUN: the loop is a call of a function without a result. */
+/* launch and loop are expressions. In MTI_CHOOSE both have type mt_status, and the loop is evaluated on a meta context,
+   too. In MTI_RUN the loop is void, and a meta context does not evaluate it. */
 #if MT_HAS_CUDA
 #define MTI_CHOOSE(op, launch, loop) ((op)->on_cuda ? (launch) : (loop))
 #else
@@ -1540,7 +1566,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
 
 /* ---- >>copy: also from and to the host --------------------------------------------------------------------------- */
 
-/* memmove, because copying a view onto itself is harmless. */
+/* memmove, because y may be x. */
 static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
     size_t size = mt_dtype_size(x.dtype), bytes = (size_t)x.cols * size;
     int64_t i;
@@ -1560,8 +1586,8 @@ static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
                              (size_t)x.cols * size, x.rows);
 }
 
-/* Between the host and a GPU, done when it returns. The wait for peers comes first: a copy of pageable memory waits,
-   too, but without a timeout. */
+/* Copies between the host and a GPU, and returns when the copy is complete. It waits for peers first, because a copy of
+   pageable memory would wait for them without a timeout. */
 static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                     size_t row_bytes, int64_t rows) {
     MT_TRY(mt_cuda_enter(ctx));
@@ -1630,7 +1656,7 @@ static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* y = a + b; with b not there a conversion */
+/* y = a + b. Without b it is a conversion. */
 struct mti_add_op {
     mti_view a, b, y;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
@@ -1701,8 +1727,8 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Adds the hashes of the elements; the order does not matter to integers. A thread adds up its own first: one atomic
-   addition for each thread. */
+/* *sum += the hashes of all elements. A thread owns every (grid size)-th element, and adds its sum with one atomicAdd.
+   Integers give the same sum in any order. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
                     unsigned long long *sum) {
@@ -1787,9 +1813,10 @@ static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-#define MTI_SUM_BLOCKS 1024 /* at most; as the size says, not the GPU: the same bits on each */
+#define MTI_SUM_BLOCKS 1024 /* at most; the number depends on the size only, so every GPU has the same bits */
 
-/* The sum over the block in double, for thread 0. */
+/* The sum of x over the block, in a binary tree; valid in thread 0. shared: one double for each thread. Each barrier
+   separates writing a level of the tree from reading it. */
 static __device__ __forceinline__ double mti_block_sum_double(double x, double *shared) {
     shared[threadIdx.x] = x;
     __syncthreads();
@@ -1800,10 +1827,10 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
     return shared[0];
 }
 
-/* A chunk is summed up in float, pairwise, chunks are in double: an addition in double for each element would take
-   longer than its way from memory. Which chunk a thread takes depends on the shape only, and a product that nobody
-   may contract with an addition has the same bits whether chunks are wide or not. A block's sum is one partial; the
-   barriers are in mti_block_sum_double. */
+/* partial[block] = the sum of a block's chunks. A thread owns every (grid size)-th chunk. It adds the eight elements of
+   a chunk pairwise in f32, and chunks in double: a double addition for each element would take longer than loading it.
+   Bits depend on the shape only: so does the owner of a chunk, and __fmul_rn keeps the compiler from contracting the
+   square with an addition. shared holds the threads' sums; the barriers are in mti_block_sum_double. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
@@ -1821,6 +1848,8 @@ static __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
+/* out [1, 1] += the sum of the partials. There is one block; each thread owns every 256th partial. shared holds the
+   threads' sums; the barriers are in mti_block_sum_double. */
 static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
     MT_SHARED(double, shared, 256);
     double sum = 0.0;
@@ -1880,7 +1909,7 @@ MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
 
 /* ---- >>gemm ------------------------------------------------------------------------------------------------------ */
 
-/* c [m, n] = alpha op(a) op(b) + beta c, all pointers row-major with leading dimensions. */
+/* c [m, n] = alpha op(a) op(b) + beta c. All three matrices are row-major f32 with leading dimensions. */
 typedef struct mti_matmul {
     int trans_a, trans_b;
     int64_t m, n, k;
@@ -1890,7 +1919,7 @@ typedef struct mti_matmul {
     int64_t lda, ldb, ldc;
 } mti_matmul;
 
-/* What the table of mt_gemm does not say. */
+/* Checks what the table of mt_gemm cannot express. */
 static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
                                  mt_tensor c, const mti_matmul *g) {
     int64_t inner_b = trans_b ? b.cols : b.rows;
@@ -1908,8 +1937,7 @@ static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_trans
     return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
 }
 
-/* CBLAS takes int sizes; the same limit everywhere, so that a program does not depend on the library it was
-   built with. */
+/* CBLAS takes sizes as int. The limit holds for every library, so that a program works with each of them. */
 static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
     int64_t size = mt_max(mt_max(g->m, g->n), g->k),
             ld = mt_max(mt_max(mt_tensor_ld(a), mt_tensor_ld(b)), mt_tensor_ld(c));
@@ -1921,7 +1949,7 @@ static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_
     return MT_SUCCESS;
 }
 
-/* c = beta c: what is left of a product when k or alpha is 0. */
+/* c = beta c, which is the product if k or alpha is 0. */
 static void mti_gemm_scale(const mti_matmul *g) {
     int64_t i;
     for (i = 0; i < g->m; i++) {
@@ -1938,8 +1966,8 @@ MT_API const char *mt_gemm_library(void) {
     return MTI_VERSION(DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH);
 }
 
-/* oneDNN runs on OpenMP, whose thread count belongs to the calling thread and is set here only for the call. The
-   references are weak and their names private, so that this compiles and links without OpenMP. */
+/* oneDNN runs on OpenMP. OpenMP's thread count belongs to the calling thread, and is set here for the one call. The
+   references are weak and have private names, so that this compiles and links without OpenMP. */
 #if defined(__GNUC__)
 static void mti_omp_set_num_threads(int) __attribute__((weakref("omp_set_num_threads")));
 static int mti_omp_get_max_threads(void) __attribute__((weakref("omp_get_max_threads")));
@@ -1979,7 +2007,7 @@ MT_API const char *mt_gemm_library(void) { return "CBLAS"; }
 static void mti_openblas_set_num_threads(int) __attribute__((weakref("openblas_set_num_threads")));
 static int mti_openblas_get_num_threads(void) __attribute__((weakref("openblas_get_num_threads")));
 
-/* OpenBLAS has one thread count for the process: ranks that share a process should ask for the same. */
+/* OpenBLAS has one thread count per process. Ranks that share a process should set the same number. */
 static void mti_threads_set(int threads) {
     if (threads <= 0 || !mti_openblas_set_num_threads || !mti_openblas_get_num_threads) return;
     if (mti_openblas_get_num_threads() != threads) mti_openblas_set_num_threads(threads);
@@ -2000,8 +2028,8 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 #else
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
-/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 is 16 of the 32 registers of AVX-512, 6 x 16 is 12
-   of the 16 of AVX2. Each element of c is summed over k in the same order whatever the tile. */
+/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, 6 x 16
+   sums take 12 of the 16 registers of AVX2. Every element of c is summed over k in the same order, in any tile. */
 #if defined(__AVX512F__)
 #define MTI_VECTOR 16
 #define MTI_MR 8
@@ -2017,15 +2045,15 @@ MT_API const char *mt_gemm_library(void) { return "built-in"; }
 #define MTI_MC 192  /* a block of a, MTI_MC x MTI_KC, stays in L2; a multiple of every MTI_MR */
 #define MTI_NC 2048 /* a block of b, MTI_KC x MTI_NC, stays in L3 */
 
-/* Bytes the built-in GEMM wants for packing; monotone in every argument. */
+/* The scratch memory of the built-in GEMM, for packing. It never decreases when an argument grows. */
 static size_t mti_builtin_gemm_bytes(int64_t m, int64_t n, int64_t k) {
     int64_t kc = mt_min(k, MTI_KC);
     int64_t a = mt_round_up(mt_min(m, MTI_MC), MTI_MR) * kc, b = mt_round_up(mt_min(n, MTI_NC), MTI_NR) * kc;
     return mt_align_up((size_t)a * sizeof(float)) + mt_align_up((size_t)b * sizeof(float));
 }
 
-/* Panels of `width` rows of a matrix whose element (i, p) is x[i * row + p * col]: out[p * width + i], zeros after
-   the last. */
+/* Packs a panel of rows <= width rows of a matrix whose element (i, p) is x[i * row + p * col]. Element (i, p) goes to
+   out[p * width + i]. Missing rows become 0. */
 static void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
     int64_t i, p;
     if (row == 1 && rows == width) {
@@ -2038,6 +2066,7 @@ static void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t row
         for (p = 0; p < k; p++) out[p * width + i] = 0.0f;
 }
 
+/* Packs all rows, in panels of `width` rows. */
 static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
     int64_t i;
     for (i = 0; i < rows; i += width)
@@ -2076,6 +2105,7 @@ MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, con
 }
 #endif
 
+/* sums = a b for a packed panel a. */
 static void mti_gemm_sums_packed(int64_t k, const float *a, const float *b, float *sums) {
     const float *rows[MTI_MR];
     int i;
@@ -2084,7 +2114,7 @@ static void mti_gemm_sums_packed(int64_t k, const float *a, const float *b, floa
     mti_gemm_sums(k, rows, MTI_MR, b, sums);
 }
 
-/* Rows past `count` repeat the last one; their sums are thrown away. */
+/* The same for a matrix that is not packed. Rows past `count` repeat the last one, and their sums are not used. */
 static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_t col, int64_t count, const float *b,
                                   float *sums) {
     const float *rows[MTI_MR];
@@ -2095,7 +2125,7 @@ static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_
     else mti_gemm_sums(k, rows, col, b, sums);
 }
 
-/* c = alpha sums + beta c for the part of the tile that exists. */
+/* c = alpha sums + beta c for the m x n elements of the tile that lie in c. */
 MT_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float *c, int64_t ldc, int64_t m, int64_t n) {
     int64_t i, j;
     for (i = 0; i < m; i++, c += ldc, sums += MTI_NR) {
@@ -2108,7 +2138,7 @@ MT_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float 
 
 typedef struct mti_gemm_piece { /* one block of a product: c [m, n] += a [m, k] b [k, n] */
     const float *a;
-    const float *packed_a; /* NULL: a is read in place, through its strides */
+    const float *packed_a; /* NULL: a is read in place, with its strides */
     const float *packed_b;
     float *c;
     int64_t a_row, a_col, ldc, m, n, k;
@@ -2129,8 +2159,8 @@ static void mti_gemm_block(const mti_gemm_piece *x) {
         }
 }
 
-/* Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). Packing a pays only
-   when it is read for many panels of b. */
+/* Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). a is packed only if
+   it is read for many panels of b, because packing costs more otherwise. */
 static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     int64_t a_row = g->trans_a ? 1 : g->lda, a_col = g->trans_a ? g->lda : 1;
     int64_t b_row = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
@@ -2171,11 +2201,11 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 #endif
 
 #if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
-/* Libraries allocate for themselves. */
+/* Libraries allocate their scratch memory themselves. */
 static size_t mti_gemm_bytes(int64_t m, int64_t n, int64_t k) { return (void)m, (void)n, (void)k, (size_t)0; }
 #endif
 
-/* scratch: mti_gemm_bytes of the product, or of a bigger one. */
+/* scratch has at least mti_gemm_bytes of the product. */
 static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     if (g->m == 0 || g->n == 0) return MT_SUCCESS;
     if (g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
@@ -2186,8 +2216,8 @@ static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratc
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* What a product is to cuBLASLt. It counts columns first, so C [m, n] is n x m there, its first operand our b, and its
-   leading dimensions are ours. */
+/* What distinguishes the products of a context for cuBLASLt. cuBLASLt is column-major: our C [m, n] is its n x m
+   matrix, our b is its first operand, and the leading dimensions are the same. */
 typedef struct mti_lt_key {
     int64_t m, n, k, lda, ldb, ldc, ld_aux;
     int trans_a, trans_b, a_type, b_type, c_type, epilogue;
@@ -2198,31 +2228,31 @@ typedef struct mti_lt_plan {
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t algo;
-    size_t workspace;         /* bytes that the algorithm wants */
-    int fused;                /* of a key with an epilogue: whether it is used */
-    int stays;                /* never forgotten: measured again, it could be decided otherwise, with other bits */
-    uint64_t used;            /* when it was asked for last */
+    size_t workspace;         /* bytes that the algorithm needs */
+    int fused;                /* for a key with an epilogue: whether the fused product is used */
+    int stays;                /* never evicted, because a second measurement could choose other bits */
+    uint64_t used;            /* the clock at its last use */
     struct mti_lt_plan *next; /* in its bucket */
 } mti_lt_plan;
 
-#define MTI_LT_PLANS 512 /* that are kept; half of them may stay */
+#define MTI_LT_PLANS 512 /* plans that a context keeps; half of them may have `stays` */
 #define MTI_LT_BUCKETS 1024
 #define MTI_LT_WORKSPACE ((size_t)32 << 20)
-#define MTI_LT_CANDIDATES 8 /* algorithms that are looked at */
-#define MTI_LT_RUNS 5       /* times that something is measured */
-#define MTI_LT_LEAST 65536  /* elements of a product by which one sees whether two algorithms round alike */
+#define MTI_LT_CANDIDATES 8 /* algorithms of the heuristic that are compared */
+#define MTI_LT_RUNS 5       /* runs of one measurement */
+#define MTI_LT_LEAST 65536  /* elements of C that show reliably whether two algorithms round alike */
 
-/* Of one context: made by its first product. */
+/* The state of a context, created by its first product. */
 typedef struct mti_lt {
     cublasLtHandle_t handle;
     void *workspace;
     cudaEvent_t begin, end;
-    uint64_t clock; /* counts what is asked for */
+    uint64_t clock; /* counts the uses of plans */
     int count, stay;
     mti_lt_plan plans[MTI_LT_PLANS], *buckets[MTI_LT_BUCKETS];
 } mti_lt;
 
-/* A product to be run. bias and aux are the epilogue's. */
+/* One product. bias and aux belong to its epilogue; NULL: none. */
 typedef struct mti_lt_call {
     mti_lt_key key;
     float alpha, beta;
@@ -2280,12 +2310,13 @@ static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int
     return MT_SUCCESS;
 }
 
-/* What the heuristic proposes, the best first, as the key says. None where cuBLASLt has no such product. */
+/* The algorithms that the heuristic proposes for a plan, the best first. *found is 0 if cuBLASLt has no such product.
+   */
 static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p,
                                 cublasLtMatmulHeuristicResult_t *results, int *found) {
     cublasLtMatmulPreference_t preference;
     size_t workspace = MTI_LT_WORKSPACE;
-    uint32_t alignment = 16; /* mti_lt_operand sees to it */
+    uint32_t alignment = 16; /* mti_lt_operand ensures it */
     cublasStatus_t status;
     int proposed = 0;
     *found = 0;
@@ -2325,7 +2356,7 @@ static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     return MT_SUCCESS;
 }
 
-/* Milliseconds that run() takes on the GPU: the median of some, after one that does not count. */
+/* The milliseconds that run() takes on the GPU: the median of MTI_LT_RUNS, after one run that does not count. */
 template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt, const Run &run, float *ms) {
     float all[MTI_LT_RUNS];
     MT_TRY(run());
@@ -2335,7 +2366,7 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
         MT_CUDA_TRY(ctx, cudaEventRecord(lt->begin, mt_context_stream(ctx)));
         MT_TRY(run());
         MT_CUDA_TRY(ctx, cudaEventRecord(lt->end, mt_context_stream(ctx)));
-        MT_TRY(mt_context_synchronize(ctx)); /* for peers before it with their timeout */
+        MT_TRY(mt_context_synchronize(ctx)); /* waits for peers first, with their timeout */
         MT_CUDA_TRY(ctx, cudaEventElapsedTime(&x, lt->begin, lt->end));
         for (; at > 0 && all[at - 1] > x; at--) all[at] = all[at - 1];
         all[at] = x;
@@ -2344,7 +2375,7 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
     return MT_SUCCESS;
 }
 
-/* Measuring waits for the stream, which must not be while one is being captured. */
+/* Whether the host may wait for the stream, as a measurement does. It may not during stream capture. */
 static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     MT_CUDA_TRY(ctx, cudaStreamIsCapturing(mt_context_stream(ctx), &capture));
@@ -2352,7 +2383,7 @@ static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
     return MT_SUCCESS;
 }
 
-struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order of a sum is seen in its bits */
+struct mti_noise_op { /* values in (-1, 1) whose exponents differ widely, so that the bits of a sum show its order */
     mti_view y;
     uint64_t seed;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
@@ -2365,7 +2396,7 @@ struct mti_noise_op { /* in (-1, 1), with exponents far apart, so that the order
     }
 };
 
-/* A stand-in for an operand: the same layout, other values; in *t the room for it, while there is any. */
+/* Replaces *t by a view of the same layout in the arena, filled with noise. */
 static mt_status mti_lt_noise(mt_context *ctx, uint64_t seed, mt_tensor *t) {
     mt_tensor whole;
     MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
@@ -2378,7 +2409,7 @@ static size_t mti_lt_bytes(mt_tensor t) {
     return mt_align_up((size_t)(t.rows * mt_tensor_ld(t)) * mt_dtype_size(t.dtype));
 }
 
-/* Whether the plan's algorithm runs; the bits of the product of g by it. */
+/* Runs g with the plan's algorithm. *runs: whether cuBLASLt accepts it; *bits: the hash of the result. */
 static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs,
                             uint64_t *bits) {
     mti_noise_op op = {mti_view_of(g->c), 3};
@@ -2388,8 +2419,9 @@ static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const m
     return *runs ? mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, bits) : MT_SUCCESS;
 }
 
-/* The fastest of the candidates that round as the first one that runs does: all multiply the same noise, since zeros,
-   say, would tell nothing about how they round. If none runs, the first one will say why. */
+/* Puts into the plan the fastest candidate that gives the same bits as the first one that runs. All candidates multiply
+   the same noise, because data such as zeros would not show how they round. If none runs, the plan gets the first
+   candidate, whose error the product then reports. */
 static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
                                 const cublasLtMatmulHeuristicResult_t *results, int found) {
     uint64_t first = 0, bits = 0;
@@ -2416,8 +2448,9 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
     return MT_SUCCESS;
 }
 
-/* The heuristic's first choice, which depends on the key only, or the fastest that has the same bits: either way the
-   same product always has the same bits. What is measured takes only room that nobody asked for. */
+/* Chooses the heuristic's first algorithm, which depends on the key only, or the fastest one with the same bits. Either
+   way the same product always has the same bits. The measurement uses free memory of the arena and restores its
+   peak. */
 static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
     size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
@@ -2455,7 +2488,7 @@ static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_c
     return MT_SUCCESS;
 }
 
-/* Leaves *found at 0 where cuBLASLt has no such product. */
+/* Fills a plan whose key is set. *found is 0 if cuBLASLt has no such product. */
 static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *found) {
     const mti_lt_key *q = &p->key;
     cublasOperation_t first = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -2479,7 +2512,7 @@ static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
     return &lt->buckets[hash % MTI_LT_BUCKETS];
 }
 
-/* A place for one more plan: the least recently used one of those that need not stay is forgotten for it. */
+/* A place for one more plan. If all are taken, it evicts the least recently used one without `stays`. */
 static mti_lt_plan *mti_lt_place(mti_lt *lt) {
     mti_lt_plan *oldest = NULL, **link;
     if (lt->count < MTI_LT_PLANS) return &lt->plans[lt->count++];
@@ -2491,8 +2524,8 @@ static mti_lt_plan *mti_lt_place(mti_lt *lt) {
     return oldest;
 }
 
-/* The plan of a product, made once while it is kept; *made says how many algorithms there are if that was now, else -1.
-   A product with an epilogue may have none. */
+/* Finds or makes the plan of a product. *made: the number of algorithms if the plan is new, otherwise -1. It may be 0
+   for a product with an epilogue. */
 static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
     mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
     *made = -1;
@@ -2518,7 +2551,7 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
     return MT_SUCCESS;
 }
 
-/* A product without an epilogue. */
+/* Runs a product without an epilogue. */
 static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
@@ -2541,7 +2574,7 @@ static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_t
     g->a = a, g->b = b, g->c = c;
 }
 
-/* t in this type, aligned: itself, or room in the arena. */
+/* *out: t, if it has this type and is aligned; otherwise a new view in the arena, which mti_lt_fill fills. */
 static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt_tensor *out) {
     *out = t;
     if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
@@ -2551,12 +2584,12 @@ static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt
     return MT_SUCCESS;
 }
 
-/* Brings a value from its one place to the other, if these are two. */
+/* Converts from `from` to `to`, unless they are the same memory. */
 static mt_status mti_lt_fill(mt_context *ctx, mt_tensor from, mt_tensor to) {
     return from.data == to.data ? MT_SUCCESS : mti_cuda_add(ctx, from, mt_none(), to);
 }
 
-struct mti_scale_op { /* y *= factor; with factor 0, y is not read */
+struct mti_scale_op { /* y *= factor. With factor 0, y is not read. */
     mti_view y;
     float factor;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
@@ -2572,7 +2605,8 @@ static mt_status mti_cuda_scale(mt_context *ctx, mt_tensor y, float factor) {
     return mti_map(ctx, "mt_gemm", op, mti_is_wide(y), y.rows, y.cols);
 }
 
-/* cuBLASLt wants operands of one type, and 16-byte alignment to be fast: what is otherwise goes through the arena. */
+/* cuBLASLt takes operands of one type, and is fast with 16-byte alignment. Other operands are converted in the arena.
+   */
 static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
     size_t mark = mt_arena_mark(ctx);
     mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
@@ -2620,7 +2654,7 @@ static mti_matmul mti_gemm_sizes(mt_transpose trans_a, mt_transpose trans_b, mt_
     return g;
 }
 
-/* Takes its scratch memory on a meta context, too. */
+/* A meta context takes the scratch memory, too. */
 static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
     void *scratch = NULL;
     MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g->m, g->n, g->k), &scratch));
@@ -2675,7 +2709,7 @@ static mt_status mti_cuda_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor b
     return mti_map(ctx, "mt_bias_forward", op, mti_is_wide(y) && mti_is_wide(bias), y.rows, y.cols);
 }
 
-struct mti_value_op { /* the sums of dy itself */
+struct mti_value_op { /* column sums of dy */
     mti_view dy;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
         mti_load<WIDE>(dy, row, col, n, x[0]);
@@ -2717,18 +2751,18 @@ static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_ac
     return MT_SUCCESS;
 }
 
-/* Of h, where y has `cols`. */
+/* The width of h if y has `cols` columns. */
 static int64_t mti_activation_width(mt_activation kind, int64_t cols) {
     return kind == MT_SWIGLU ? mt_size_mul(2, cols) : cols;
 }
 
-/* Every form is chosen so that nothing overflows into NaN for finite x, and so that 1 - sigmoid keeps its precision. */
+/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid. */
 MT_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
     return x / (1.0f + mti_exp(-1.59576912f * x * (1.0f + 0.044715f * x * x)));
 }
 
 MT_INLINE float mti_gelu_tanh_slope(float x) {
-    float low = x < -10.0f ? -10.0f : x, t = low > 10.0f ? 10.0f : low; /* beyond, it is 0 or 1 */
+    float low = x < -10.0f ? -10.0f : x, t = low > 10.0f ? 10.0f : low; /* outside of [-10, 10] the slope is 0 or 1 */
     float e = mti_exp(-1.59576912f * t * (1.0f + 0.044715f * t * t));
     float s = 1.0f / (1.0f + e);
     return s + t * s * (e * s) * 1.59576912f * (1.0f + 0.134145f * t * t);
@@ -2800,7 +2834,8 @@ static void mti_swiglu_backward_row(const float *gate, const float *up, const fl
     }
 }
 
-/* A block of columns at a time: bias, activation and column sums then pass over the cache, not over memory. */
+/* n <= MTI_BLOCK columns of a row. Bias, activation and column sums then read the cache, not memory. f: the distance
+   from gate to up. */
 static void mti_activation_block(mt_activation kind, float *h, const float *bias, float *y, int64_t f, int64_t n) {
     if (bias) mti_row_add(h, bias, h, n);
     if (bias && kind == MT_SWIGLU) mti_row_add(h + f, bias + f, h + f, n);
@@ -2859,7 +2894,7 @@ static __device__ __forceinline__ float mti_activation_slope(int kind, float x) 
     return s * (1.0f + x * (1.0f - s));
 }
 
-struct mti_activation_op { /* h += bias, y = act(h); a gated one has its second half `width` columns further */
+struct mti_activation_op { /* h += bias, y = act(h). For MT_SWIGLU, up is `width` columns after gate. */
     mti_view h, bias, y;
     int kind;
     int64_t width;
@@ -2887,7 +2922,7 @@ static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind
     return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
 }
 
-/* x[0] and, for a gated one, x[1]: the gradients of the two halves of h. */
+/* Writes dh. x[0] is the gradient of h; for MT_SWIGLU, x[0] is that of gate and x[1] that of up. */
 struct mti_activation_backward_op {
     mti_view h, dy, dh;
     int kind;
@@ -2990,20 +3025,20 @@ static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Whether cuBLASLt can take these as they are. */
+/* Whether cuBLASLt can take these views without a conversion. */
 static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
     return a.dtype == b.dtype && (c.dtype == MT_F32 || c.dtype == a.dtype) && mti_is_wide(a) && mti_is_wide(b) &&
            mti_is_wide(c) && a.rows > 0 && a.cols > 0 && b.rows > 0 && b.cols > 0;
 }
 
-/* The leading dimension of an auxiliary matrix; 0 when it cannot be one. */
+/* The leading dimension of an epilogue's auxiliary matrix; 0 if cuBLASLt cannot take this view. */
 static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
     int64_t ld = aux.rows <= 1 ? mt_round_up(aux.cols, 8) : mt_tensor_ld(aux);
     return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
 }
 
-/* The product with its epilogue. A bias gradient comes to g->bias, in the type of C, and is added to dbias from there;
-   that of a 16-bit C is summed up in fp32 by a kernel instead. */
+/* Runs the product with its epilogue. The epilogue writes the bias gradient of an f32 C to g->bias, from where it is
+   added to dbias. For a 16-bit C a kernel sums the bias gradient in fp32 instead. */
 static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
     MT_TRY(mti_lt_matmul(ctx, lt, p, g));
     if (!dbias.data) return MT_SUCCESS;
@@ -3011,7 +3046,7 @@ static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const
     return mti_cuda_add(ctx, dbias, mt_tensor_f32((const float *)g->bias, 1, dbias.cols), dbias);
 }
 
-/* Zeros in the arena, of the layout of t. */
+/* Replaces *t by zeros of the same layout in the arena. */
 static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     mt_tensor whole;
     MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
@@ -3019,9 +3054,10 @@ static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     return mti_cuda_fill(ctx, whole, 0.0f);
 }
 
-/* Measures both ways; what they add up goes where nobody looks. Without room for that, or when nobody may wait:
-   separate. What is decided here stays, since a GELU has other bits in the other way; once half of the plans do, new
-   products are separate. */
+/* Decides whether a new plan is fused. MT_EPILOGUE_FUSED: always. MT_EPILOGUE_MEASURED: if it is faster. The measured
+   runs add to zeros in the arena, not to the gradients of the caller. A plan is separate if the arena is too small for
+   these, during stream capture, and once half of the plans have `stays`. A decision is kept, because the two ways give
+   different bits. */
 template <typename Separate>
 static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
                                const Separate &separate) {
@@ -3048,7 +3084,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     return MT_SUCCESS;
 }
 
-/* The one or the other. separate(c, dbias) writes or adds to what it is given. */
+/* Runs the fused product or separate(c, dbias), which writes or adds to its arguments. */
 template <typename Separate>
 static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
     mti_lt *lt;
@@ -3062,7 +3098,7 @@ static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias,
     return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
 }
 
-/* What that takes from the arena is given back. */
+/* mti_lt_either, with its memory of the arena given back. */
 template <typename Separate>
 static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
     size_t mark = mt_arena_mark(ctx);
@@ -3091,7 +3127,7 @@ static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_lt_linear(ctx, &g, mt_none(), separate);
 }
 
-/* cuBLASLt's GELU is the one with tanh. */
+/* cuBLASLt has an epilogue for MT_GELU_TANH only. */
 static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                                     mt_tensor bias, mt_tensor h, mt_tensor y) {
     mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
@@ -3139,7 +3175,7 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 } /* extern "C++" */
 #endif
 
-/* The product with its epilogue where the context asks for that, or as operators of their own. */
+/* Chooses the product with an epilogue if the options of the context ask for it, otherwise separate operators. */
 #if MT_HAS_CUDA
 #define MTI_FUSED(ctx, fused, separate)                                                                                \
     (mt_context_device(ctx) == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE             \
@@ -3272,7 +3308,7 @@ static void mti_norm_backward_sums(const float *x, float mean, float rstd, const
     sums[1] = mti_lanes_sum(gx_lanes);
 }
 
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ dresidual]; RMSNorm has no mean(g). */
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)), + dresidual if given. For RMSNorm the caller passes 0 for mean(g). */
 static void mti_norm_backward_apply(const float *x, float mean, float rstd, const float *gain, const float *dy,
                                     float mean_g, float mean_gx, const float *dresidual, float *dx, int64_t n) {
     int64_t j;
@@ -3306,17 +3342,18 @@ extern "C++" {
 struct mti_norm_op {
     mti_view x, gain, bias, y, stats;
     float eps;
-    int centered; /* LayerNorm: the mean is taken off */
+    int centered; /* LayerNorm: subtract the mean */
 };
 
-/* A block owns a row, a thread every blockDim-th chunk of it. Its first MTI_KEPT chunks stay in registers; the others
-   are read again.
+/* A block owns a row; each thread owns every blockDim-th chunk of it. A thread keeps its first MTI_KEPT chunks in
+   registers and reads the others again.
 
-   1. LayerNorm: the sum of x, and from it the mean.
+   1. LayerNorm only: the sum of x, and from it the mean.
    2. The sum of (x - mean)^2, and from it rstd.
    3. y, chunk by chunk.
 
-   Sums of the block go through `shared`, whose barriers are in mti_block_sums. */
+   `shared` holds the sums of the warps; the barriers are in mti_block_sums. A thread reads a chunk of x before it
+   writes the same chunk of y, so y may be x. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
     MT_SHARED(float, shared, 64);
@@ -3380,9 +3417,9 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     return mt_cuda_launched(ctx, "mt_norm_forward");
 }
 
-/* Where a block adds up what its rows contribute to dgain and dbias: chunk i is floats 0 to 3 and 4 to 7 of dgain, then
-   of dbias, each `chunks` places apart, so that threads next to each other touch neighbours. A chunk belongs to one
-   thread. */
+/* The sums of a block for dgain and dbias: float4 data[4][chunks]. Part 0 is elements 0 to 3 of the chunks of dgain,
+   part 1 is elements 4 to 7; parts 2 and 3 are the same of dbias. So neighbouring threads access neighbouring memory.
+   Each chunk belongs to one thread. */
 struct mti_norm_sums {
     float4 *data;
     int chunks;
@@ -3394,14 +3431,14 @@ struct mti_norm_sums {
 
 struct mti_norm_means {
     float mean, rstd;      /* of x */
-    float mean_g, mean_gx; /* of g = dy * gain, and of g * xhat */
+    float mean_g, mean_gx; /* the means of g = dy * gain and of g * xhat */
 };
 
 struct mti_norm_backward_op {
     mti_view x, gain, stats, dy, dresidual, dx;
     int centered;
 
-    /* Adds up g and g * xhat over a chunk of a row; what is past its end is 0. */
+    /* Adds g and g * xhat of a chunk of a row to the two sums. Elements past the end of the row are 0. */
     template <bool WIDE>
     __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d, float *sum_g,
                          float *sum_gx) const {
@@ -3412,7 +3449,7 @@ struct mti_norm_backward_op {
             *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
         }
     }
-    /* dx of a chunk of x (v) and dy (d), and what it adds to the sums */
+    /* Writes dx of a chunk, from x (v) and dy (d), and adds its gradients to sums. */
     template <bool WIDE>
     __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
                           const float *d) const {
@@ -3433,12 +3470,12 @@ struct mti_norm_backward_op {
     }
 };
 
-#define MTI_NORM_STRIP 16
-#define MTI_NORM_THREADS 512
-#define MTI_NORM_KEPT 2
+#define MTI_NORM_STRIP 16    /* rows of a block */
+#define MTI_NORM_THREADS 512 /* of a block, at most */
+#define MTI_NORM_KEPT 2      /* chunks that a thread keeps in registers */
 
-/* A row: x and dy are read once and stay in registers, except for what is wider than MTI_NORM_KEPT chunks per thread.
- */
+/* One row of mti_norm_backward_kernel. A thread keeps its first MTI_NORM_KEPT chunks of x and dy in registers, and
+   reads the others twice. */
 template <bool WIDE>
 static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row, int64_t cols,
                                                              const mti_norm_sums &sums, float *shared) {
@@ -3475,14 +3512,15 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
     }
 }
 
-/* A block handles a strip of rows, one after the other, and adds up in shared memory, or in `spare` where rows are too
-   wide for that; partial [strips, 2, cols].
+/* A block owns a strip of MTI_NORM_STRIP rows; each thread owns every blockDim-th chunk of them. The block sums dgain
+   and dbias over its rows in `room`, in shared memory, or in `spare`, in global memory, if the rows are too wide. The
+   result is partial [strips, 2, cols].
 
-   1. Each thread owns every blockDim-th chunk, and clears the sums of its chunks.
-   2. For each row: mean_g and mean_gx over the block, through `shared`; then dx, and dgain and dbias of its chunks.
-   3. Each thread writes the sums of its chunks to partial; mti_strips adds up the strips.
+   1. Each thread clears the sums of its chunks.
+   2. For each row: mean_g and mean_gx over the block, through `shared`; then dx, dgain and dbias of each chunk.
+   3. Each thread writes the sums of its chunks to partial. mti_strips adds the strips.
 
-   A chunk of the sums belongs to one thread throughout, so they need no barrier. */
+   The barriers for `shared` are in mti_block_sums. The sums need none, because a chunk belongs to one thread. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_NORM_THREADS)
     mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
@@ -3506,7 +3544,7 @@ static __global__ void __launch_bounds__(MTI_NORM_THREADS)
         }
 }
 
-/* Two chunks for a thread, so that more blocks fit, but at least 128 threads where the row has work for them. */
+/* Two chunks per thread, so that more blocks fit, but at least 128 threads if the row has as many chunks. */
 static unsigned mti_norm_threads(int64_t cols) {
     int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
     return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((chunks + 1) / MTI_NORM_KEPT, mt_min(chunks, 128))),
@@ -3593,7 +3631,8 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 
 /* ---- >>random-normal --------------------------------------------------------------------------------------------- */
 
-/* Words to uniform numbers inside (0, 1): (w + 1/2) / 2^32. Radius from the even word, angle from the odd one. */
+/* Two normal numbers. A word w becomes the uniform number (w + 1/2) / 2^32 in (0, 1): the even word gives the radius,
+   the odd one the angle. */
 static void mti_normal_pair(uint32_t even, uint32_t odd, double std, float out[2]) {
     const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
     double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)), angle = two_pi * ((double)odd + 0.5) * unit;
@@ -3601,7 +3640,7 @@ static void mti_normal_pair(uint32_t even, uint32_t odd, double std, float out[2
     out[1] = (float)(radius * sin(angle));
 }
 
-/* e and n may begin and end in the middle of a pair. */
+/* Elements [e, e + n) may begin and end inside a pair. */
 static void mti_normal_row(mt_random at, int64_t e, double std, float *y, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM];
     int64_t done, j;
@@ -3680,7 +3719,7 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
     return dropout.p > 0.0f ? mti_expect_random(ctx, where, dropout.at, rows, cols) : MT_SUCCESS;
 }
 
-/* word < p * 2^32, exactly: p has 24 bits, so the product is exact in double. */
+/* The smallest word that is kept. It is exact, because p has 24 bits and the product is in double. */
 static uint32_t mti_dropout_threshold(float p) { return (uint32_t)ceil((double)p * 4294967296.0); }
 static float mti_dropout_scale(float p) { return (float)(1.0 / (1.0 - (double)p)); }
 
@@ -3697,7 +3736,8 @@ static void mti_dropout_block(const float *x, const float *bias, const float *re
 static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, const float *residual, mt_dropout dropout,
                                          int64_t e, float *y, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout.p);
-    float zeros[MTI_WORDS] = {0}, scale = mti_dropout_scale(dropout.p); /* zeros stand in for what is left out */
+    float zeros[MTI_WORDS] = {0},
+          scale = mti_dropout_scale(dropout.p); /* zeros: for an optional view that is left out */
     int64_t j, count;
     for (j = 0; j < n; j += count) {
         count = mt_min(MTI_WORDS, n - j);
@@ -3737,6 +3777,8 @@ static void mti_cpu_bias_dropout_add_backward(mt_tensor dy, mt_dropout dropout, 
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* Dropout as kernels see it: an element is dropped if its word is below threshold, and multiplied by scale otherwise.
+   */
 struct mti_drop {
     mt_random at;
     uint32_t threshold;
@@ -3833,7 +3875,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
-/* Sizes that exist, and with them all products that the tables below are made of. */
+/* Checks the sizes, and that their products in the tables below do not overflow. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
@@ -3850,7 +3892,7 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
 
 static int64_t mti_attention_heads(const mt_attention_shape *s) { return s->groups * s->heads_per_group; }
 
-/* Of qkv. */
+/* The columns of qkv. */
 static int64_t mti_attention_width(const mt_attention_shape *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
@@ -3882,7 +3924,7 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
     return mti_expect_lengths(ctx, where, s);
 }
 
-/* One call, with everything resolved that its heads share. */
+/* One call: the arguments and what all heads share. */
 typedef struct mti_attention {
     mt_context *ctx;
     const mt_attention_shape *shape;
@@ -3890,8 +3932,8 @@ typedef struct mti_attention {
     float scale;
     int64_t panel, pitch;  /* rows of a panel; leading dimension of scores and grads */
     float *scores, *grads; /* [panel, pitch]; grads in the backward only */
-    float *factors;        /* [panel]: 1 / sum of exponentials, or rowsum(dout * out) */
-    void *gemm;            /* scratch of the products */
+    float *factors;        /* [panel]: forward 1 / sum of exponentials, backward rowsum(dout * out) */
+    void *gemm;            /* scratch memory of the products */
 } mti_attention;
 
 typedef struct mti_head {       /* one query head of one sequence */
@@ -3914,12 +3956,12 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_s
     return a;
 }
 
-/* Query rows whose scores against all visible keys are held at once. A causal panel computes half a square of scores in
-   vain, which pays for its smaller products. */
+/* The rows of a panel: the queries whose scores against all visible keys are held at once. A causal panel also computes
+   the scores above the diagonal, which are not used, so it is smaller. */
 #define MTI_PANEL 128
 #define MTI_PANEL_CAUSAL 64
 
-/* The pitch keeps rows off the same cache sets when seq is a power of two. */
+/* Takes the scratch memory. The pitch exceeds seq, so that rows do not share cache sets if seq is a power of two. */
 static mt_status mti_attention_scratch(mti_attention *a, int backward) {
     const mt_attention_shape *s = a->shape;
     int64_t widest = mt_max(s->seq, s->head_dim), tallest;
@@ -3953,14 +3995,14 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
     return h;
 }
 
-/* Keys that query i of a sequence of `length` keys sees. */
+/* The number of keys that query i of a sequence of `length` keys sees. */
 static int64_t mti_visible(const mt_attention_shape *s, int64_t length, int64_t i) {
     return s->mask == MT_MASK_CAUSAL ? mt_min(length, i + 1) : length;
 }
 
 static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
 
-/* c [m, n] = alpha op(x) op(y) + beta c for pieces of matrices. */
+/* c [m, n] = alpha op(x) op(y) + beta c. */
 static mt_status mti_attention_product(const mti_attention *a, int trans_x, int trans_y, int64_t m, int64_t n,
                                        int64_t k, float alpha, const float *x, int64_t ldx, const float *y, int64_t ldy,
                                        float beta, float *c, int64_t ldc) {
@@ -3989,6 +4031,7 @@ static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h,
                                  0.0f, a->scores, a->pitch);
 }
 
+/* The global element of the probability of query i and key 0. */
 static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
     const mt_attention_shape *s = a->shape;
     return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->seq;
@@ -4005,7 +4048,8 @@ static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *
     }
 }
 
-/* Scores become exponentials against the row's maximum; the sum's inverse is left for the output, which is narrower. */
+/* scores = exp(scores - maximum of the row). The division by the row's sum is left to the output, which has fewer
+   columns than the scores. */
 static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
     int64_t r;
     for (r = 0; r < rows; r++) {
@@ -4020,6 +4064,7 @@ static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int
     }
 }
 
+/* The results of a sequence of length 0. */
 static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h) {
     int64_t i;
     for (i = 0; i < a->shape->seq; i++) {
@@ -4060,7 +4105,8 @@ static mt_status mti_cpu_attention_forward(const mti_attention *a) {
     return MT_SUCCESS;
 }
 
-/* p = e^(score - lse), dp = gradient of the probabilities: dp = p (dp - delta), scores = p. */
+/* scores = p = e^(scores - lse), and grads = p (grads - delta). grads enters as the gradient of p and leaves as that of
+   the scores. */
 static void mti_attention_backward_row(float *scores, float *grads, float lse, float delta, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -4071,8 +4117,9 @@ static void mti_attention_backward_row(float *scores, float *grads, float lse, f
     }
 }
 
-/* With dropout D: scores become D p (for dv), and the incoming gradient passes D first. delta = rowsum(dout * out)
-   holds either way, because out already contains D. */
+/* The probabilities and the gradients of the scores of a panel. With dropout D, scores become D p, as dv needs it, and
+   D is applied to the incoming gradient first. delta = rowsum(dout * out) holds with and without D, because out
+   contains D. */
 static void mti_attention_backward_panel(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
                                          int64_t n) {
     int64_t r;
@@ -4102,8 +4149,8 @@ static mt_status mti_attention_backward_products(const mti_attention *a, const m
                                  ld, beta, mti_at(a->dqkv, t, h->k_col), dld);
 }
 
-/* Panels from the last to the first: the last one sees every key, so it writes dk and dv, and the others add to
-   them. */
+/* Goes over the panels from the last to the first. The last one sees every key, so it writes dk and dv; the others add
+   to them. */
 static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h, int first_of_group) {
     const mt_attention_shape *s = a->shape;
     int64_t i0, r;
@@ -4125,7 +4172,7 @@ static mt_status mti_attention_backward_head(const mti_attention *a, const mti_h
     return MT_SUCCESS;
 }
 
-/* Keys that nobody sees have no gradient; neither have the queries of a sequence without keys. */
+/* Zeros for keys past the length, which no query sees, and for the queries of a sequence of length 0. */
 static void mti_attention_clear(const mti_attention *a, const mti_head *h) {
     int64_t i, d = a->shape->head_dim;
     for (i = h->length; i < a->shape->seq; i++) {
@@ -4151,12 +4198,10 @@ static mt_status mti_cpu_attention_backward(const mti_attention *a) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* On a GPU, the plain path: any type, any shape. */
-
-/* A warp for each query row (forward, dq) or key row (dk, dv) of a head; scores of 32 keys at a time, never a whole row
-   of them. For floats, and for GPUs without the tensor core path. */
+/* The plain path on a GPU: any type, head_dim up to 256. A warp owns a query (forward, dq) or a key (dk, dv) of a head.
+   It computes 32 scores at a time, and never keeps a whole row of them. */
 #define MTI_PLAIN_WARPS 4
-#define MTI_PLAIN_WIDTH 8 /* elements of a head that a lane holds: head sizes up to 256 */
+#define MTI_PLAIN_WIDTH 8 /* elements of a head that a lane holds: 32 lanes hold a head_dim of up to 256 */
 
 struct mti_plain {
     mt_attention_shape s;
@@ -4170,14 +4215,14 @@ struct mti_plain {
     __device__ int64_t k_col(int64_t head) const {
         return (head / s.heads_per_group * (s.heads_per_group + 2) + s.heads_per_group) * s.head_dim;
     }
-    __device__ int64_t length(int64_t b) const { /* within the sequence, which nobody checks on a GPU */
+    __device__ int64_t length(int64_t b) const { /* at most seq; a GPU does not check lengths */
         return s.lengths ? min((int64_t)s.lengths[b], s.seq) : s.seq;
     }
     __device__ int64_t visible(int64_t b, int64_t i) const { /* keys that query i sees */
         int64_t n = length(b);
         return s.mask == MT_MASK_CAUSAL && i + 1 < n ? i + 1 : n;
     }
-    /* 0 where probability (b, head, i, j) is dropped, else its scale */
+    /* 0 if probability (b, head, i, j) is dropped, otherwise the factor of dropout */
     __device__ float kept(int64_t b, int64_t head, int64_t i, int64_t j) const {
         uint64_t e = (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.seq + (uint64_t)j;
         uint32_t words[4];
@@ -4193,7 +4238,7 @@ struct mti_plain {
     }
 };
 
-/* Which row and head the warp has; 0 when it has none. Blocks: x over rows, y over heads, z over sequences. */
+/* The sequence, head and row of a warp. Returns 0 if it has none. The grid is rows x heads x sequences. */
 static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t *b, int64_t *head, int64_t *i) {
     *b = blockIdx.z;
     *head = blockIdx.y;
@@ -4201,12 +4246,13 @@ static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t 
     return *i < p.s.seq;
 }
 
-/* A warp owns a query of a head: nothing is shared between warps, and there is no barrier. It walks along the keys,
-   32 at a time:
+/* A warp owns a query of a head. Warps share no memory, and there is no barrier. The warp goes over the keys, 32 at a
+   time:
 
-   1. Each lane has one key: its score, and with the warp's maximum its exponential e and the sum so far.
-   2. Each lane has elements lane, lane + 32, ... of the output, and scales them to the new maximum. Then it adds e
-      times its elements of each of the 32 values; a shuffle brings e from the lane of the key. */
+   1. Each lane owns one key. It computes the score and, with the maximum of the warp, the exponential e. The warp adds
+      its 32 exponentials to the sum so far.
+   2. Each lane owns elements lane, lane + 32, ... of the output. It rescales them to the new maximum. Then it adds e
+      times its elements of each of the 32 values. A shuffle brings e from the lane of the key. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f;
@@ -4231,7 +4277,8 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward
     if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, n > 0 ? top + logf(sum) : -INFINITY);
 }
 
-/* With D the dropout: p = e^(score - lse), dscore = p (D (dout . v) - dout . out). */
+/* For one query and key, with p = e^(score - lse) and the dropout D: *weight = D p, *dscore = p (D (dout . v) - delta).
+   */
 static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_t b, int64_t head, int64_t i, int64_t j,
                                                       float delta, float *weight, float *dscore) {
     int64_t row = b * p.s.seq + i, key = b * p.s.seq + j, k = p.k_col(head), out = head * p.s.head_dim;
@@ -4241,8 +4288,8 @@ static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_
     *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.s.head_dim) - delta);
 }
 
-/* A warp owns a query of a head, as in the forward. For dscore each lane has a key; then each lane has elements of dq,
-   and adds up the keys. */
+/* A warp owns a query of a head, as in the forward: no shared memory, no barrier. For each 32 keys, each lane computes
+   dscore of one key. Then each lane adds all 32 keys to its elements of dq; a shuffle brings dscore. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, weight, ds;
@@ -4262,9 +4309,9 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kern
         mti_put(p.dqkv, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
 }
 
-/* A warp owns key j of a group, and walks over the queries of all its heads, in their order, 32 at a
-   time. For weight and dscore each lane has a query; then each lane has elements of dk and dv, and adds up the
-   queries. */
+/* A warp owns key j of a group: no shared memory, no barrier. It goes over the queries of all heads of the group, in
+   their order, 32 at a time. Each lane computes weight and dscore of one query. Then each lane adds all 32 queries to
+   its elements of dk and dv; shuffles bring weight and dscore. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_kernel(mti_plain p) {
     int64_t b, group, j, lane = threadIdx.x & 31;
     float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds;
@@ -4308,33 +4355,33 @@ static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
     return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
 }
 
-/* On a GPU, the path on tensor cores. */
+/* The tensor-core path on a GPU: FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Its three
+   kernels have the same form. A block keeps a tile of its own rows in shared memory. It goes over tiles of the other
+   operand, which cp.async loads while the tensor cores work on the tiles before. A warp owns 16 or 32 rows, and
+   accumulates their results in registers. Warps exchange nothing, and sums run in the order of the tiles.
 
-/* FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Three kernels have the same form: a block
-   keeps a tile of its own rows in shared memory and walks along tiles of the others, which cp.async brings while the
-   tensor cores work on those before. A warp owns 16 or 32 rows and all that is accumulated for them, in registers:
-   nothing is exchanged between warps, and sums run in the order of the tiles.
+     kernel    rows      goes over
+     forward   queries   keys                    s = q k^T, online softmax, out += p v
+     dq        queries   keys                    s = q k^T, dp = dout v^T, ds = p (dp - delta), dq += ds k
+     dkv       keys      queries of all heads    s^T = k q^T, dp^T = v dout^T, dv += p^T dout, dk += ds^T q
+                         of the group
 
-     forward   rows are queries, walks along keys:      s = q k^T, online softmax, out += p v
-     dq        rows are queries, walks along keys:      s = q k^T, dp = dout v^T, ds = p (dp - delta), dq += ds k
-     dkv       rows are keys, walks along the queries   s^T = k q^T, dp^T = v dout^T, dv += p^T dout, dk += ds^T q
-               of all heads of the group:
-
-   Scores are counted in powers of 2: what is multiplied by `scale` includes 1 / ln 2. Tiles that nobody sees are not
-   visited, a warp leaves out those that its rows do not see, and only tiles on an edge of the mask are masked. */
-#define MTI_FLASH_ROWS 128 /* of a block */
+   Exponentials are powers of 2, so the factor `scale` of the scores includes 1 / ln 2. A block skips the tiles that the
+   mask hides from all of its rows, and a warp those that it hides from the warp's rows. Only tiles on an edge of the
+   mask are masked element by element. */
+#define MTI_FLASH_ROWS 128 /* rows of a block */
 #define MTI_LOG2E 1.4426950408889634f
 
 struct mti_flash {
     mti_plain p;
     float scale; /* p.scale / ln 2 */
-    float *lse,
-        *delta; /* backward: [batch, heads, pitch], lse / ln 2 (infinite for a row without keys) and rowsum(dout out) */
+    /* Backward only, [batch, heads, pitch]: lse / ln 2 (infinite for a row without keys), and rowsum(dout * out). */
+    float *lse, *delta;
     int64_t pitch; /* seq, rounded up to whole blocks */
 
     __device__ int causal() const { return p.s.mask == MT_MASK_CAUSAL; }
-    /* Of tiles: the last query and the first key tell whether there is anything to see, the first query and the last
-       key whether there is nothing to mask. */
+    /* Whether a query sees a key. If the last query of a tile does not see its first key, the tile is hidden. If the
+       first query sees the last key, nothing in the tile is masked. */
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
         return (const uint16_t *)v.data + b * p.s.seq * v.ld + col;
@@ -4351,9 +4398,9 @@ struct mti_flash {
     }
 };
 
-/* What is masked becomes -infinity, in scores [RowTiles * 16 queries, N8 * 8 keys] and [16 keys, N8 * 8 queries];
-   query and key: the warp's first. Counted from the key or query that a loop is at, or the compiler keeps the limits
-   of all rows in registers. */
+/* Masked scores become -infinity: mask_rows in scores [RowTiles * 16 queries, N8 * 8 keys], mask_columns in scores [16
+   keys, N8 * 8 queries]. query and key are the warp's first. Limits are relative to them, because the compiler would
+   otherwise keep the limits of all rows in registers. */
 template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[RowTiles][N8][4], int length,
                                                            int query, int key) {
@@ -4377,8 +4424,8 @@ static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f
     }
 }
 
-/* Bit k: whether the probability of element e + k stays, for four neighbours; one block of random words where e % 4 is
- * 0. */
+/* Bit k of the result is 1 if the probability of element e + k is kept, for four neighbours. They need one block of
+   random words if e % 4 is 0, otherwise two. */
 static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
     uint32_t words[4], bits = 0;
     mti_philox(block, drop.at.stream, drop.at.seed, words);
@@ -4392,8 +4439,8 @@ static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, 
     return bits & 15;
 }
 
-/* Zeros where probabilities of a tile [RowTiles * 16 queries, N8 * 8 keys] are dropped; row and key: the warp's
-   first. The four lanes of a row each draw half a row: of this one or of that 8 below. */
+/* Dropped probabilities of a tile [RowTiles * 16 queries, N8 * 8 keys] become 0. row and key are the warp's first. The
+   four lanes of a row also share the row 8 below. Each draws half of one of the two rows, and a shuffle hands it on. */
 template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[RowTiles][N8][4],
                                                            int64_t head, int row, int key) {
@@ -4413,8 +4460,8 @@ static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, f
     }
 }
 
-/* Of a tile [16 keys, N8 * 8 queries]: bit n * 4 of kept[e / 2][e % 2] is whether element e of acc[n] stays. A lane
-   draws four keys of one query in eight. */
+/* For a tile [16 keys, N8 * 8 queries], bit n * 4 of kept[e / 2][e % 2] is 1 if element e of acc[n] is kept. A lane
+   draws four keys of every eighth query, and shuffles hand them on. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f, int64_t head, int key, int query,
                                                               uint32_t (&kept)[2][2]) {
@@ -4429,6 +4476,7 @@ static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f
     }
 }
 
+/* The sum and the maximum over the four lanes of a row. */
 static __device__ __forceinline__ float mti_quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -4439,9 +4487,9 @@ static __device__ __forceinline__ float mti_quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-/* Scores become exponentials against the largest so far of their row; what was summed before is rescaled to that. sum:
-   of this lane's part of a row, the four lanes of which meet at the end. The first tile has a key for every row, so
-   `now` is finite. */
+/* Online softmax: s = exp(scale * (s - the largest score of the row so far)). acc and sum are rescaled to the new
+   largest score. sum covers the elements of this lane; mti_flash_finish adds the four lanes of a row. The first tile
+   has a visible key for every row, so `now` is finite. */
 template <int RowTiles, int N8, int D8>
 static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[RowTiles][N8][4],
                                                          float (&acc)[RowTiles][D8][4], float (&top)[RowTiles][2],
@@ -4468,7 +4516,7 @@ static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)
     }
 }
 
-/* out = acc / sum and lse = ln sum of exponentials, both for the warp's 32 rows from `row` on. */
+/* Writes out = acc / sum and lse = log of the sum of exponentials, for the warp's 32 rows from `row` on. */
 template <int HeadDim, bool BF16>
 static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][HeadDim / 8][4],
                                                         const float (&top)[2][2], const float (&sum)[2][2], int row,
@@ -4488,18 +4536,27 @@ static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, floa
     mti_tile_store<HeadDim, BF16>(acc, tile, f.out(f.p.out, b, row, head * HeadDim), f.p.out.ld, (int)f.p.s.seq - row);
 }
 
-/* Tiles k0 v0 k1 v1 ... go through three places: while one is worked on, the next two are on their way. As many keys as
-   leave scores and output in registers. */
+/* The keys of a tile of the forward kernel: as many as leave the scores and the output in registers. */
 template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
     return HeadDim < 128 ? 64 : DROP ? 32 : 48;
 }
 
+/* A block owns 128 queries of a head, each of its four warps 32 of them. Shared memory has q [128, HeadDim] and three
+   tiles [Step, HeadDim], through which k0 v0 k1 v1 ... rotate: one is in use while the next two are in flight.
+
+   1. First barrier of a step: k has arrived (in the first step also q), and all warps have read the v before it. The
+      tile of that v then gets the next k.
+   2. Each warp computes its scores and their online softmax.
+   3. Second barrier: v has arrived, and all warps have read k. The tile of k then gets the next v.
+   4. Each warp adds the product with v to its output.
+
+   The barrier after the loop: all copies have arrived, and each warp may overwrite its rows of q with its output. */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
     constexpr int Step = mti_flash_keys<HeadDim, DROP>();
     MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld;
-    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* the longest ones begin */
+    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
     int row = first + (int)threadIdx.x / 32 * 32;
     int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
     const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
@@ -4517,7 +4574,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
         bool seen = f.sees(row + 31, key, length);
         uint16_t *done;
         mti_cp_async_wait<1>();
-        __syncthreads(); /* k has arrived, and nobody reads the v before any more */
+        __syncthreads(); /* k has arrived, and all warps have read the v before it */
         if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(free_tile, k, ld, key + Step, length);
         mti_cp_async_commit();
         if (seen) {
@@ -4527,7 +4584,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
             if (DROP) mti_flash_drop_rows(f, s, head, row, key);
         }
         mti_cp_async_wait<1>();
-        __syncthreads(); /* v has arrived, and nobody reads k any more */
+        __syncthreads(); /* v has arrived, and all warps have read k */
         if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + HeadDim, ld, key + Step, length);
         mti_cp_async_commit();
         if (seen) mti_tile_add_product<HeadDim, BF16>(acc, s, v_tile);
@@ -4538,7 +4595,8 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
     mti_flash_finish<HeadDim, BF16>(f, acc, top, sum, row, q + (row - first) * HeadDim);
 }
 
-/* What the backward needs of each query: four lanes for a row. */
+/* f.lse and f.delta of each query, for the backward. A block owns 64 queries of a head. Four lanes own a query; each
+   sums every fourth chunk, and shuffles add the four. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f) {
     int64_t b = blockIdx.z, head = blockIdx.y, i = (int64_t)blockIdx.x * 64 + threadIdx.x / 4, row = b * f.p.s.seq + i;
     int64_t d = f.p.s.head_dim, lane = threadIdx.x % 4;
@@ -4555,9 +4613,10 @@ static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f
     f.delta[f.stat(b, head) + i] = sum;
 }
 
-/* dq: two pairs (k, v) of tiles, one that is worked on and one on its way. */
+/* The keys of a tile of the dq kernel. */
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return HeadDim == 64 ? 64 : 32; }
 
+/* Starts copying a pair of tiles, k and v, and commits. */
 template <int HeadDim, int Step>
 static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, int64_t ld, int key,
                                                             int length) {
@@ -4566,7 +4625,8 @@ static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, cons
     mti_cp_async_commit();
 }
 
-/* s becomes the gradient of the scores: p (HeadDim dp - delta), HeadDim the dropout, whose zeros dp has already. */
+/* s becomes the gradient of the scores, p (D dp - delta). Of the dropout D, dp has the zeros already, and drop.scale is
+   applied here. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
                                                              const float (&dp)[2][N8][4], const float (&lse)[4],
@@ -4578,6 +4638,10 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
     }
 }
 
+/* A block owns 128 queries of a head, each of its four warps 32 of them. Shared memory has q and dout [128, HeadDim],
+   and two pairs of tiles (k, v) [Step, HeadDim]: one in use, the other in flight. The barrier of a step: the pair has
+   arrived, and all warps have read the other pair, which the next copy overwrites. The barrier after the loop: the
+   warps may overwrite their rows of q with dq. */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
     constexpr int Step = mti_flash_dq_keys<HeadDim>();
@@ -4600,7 +4664,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     }
     for (int key = 0; key < keys; key += Step) {
         mti_cp_async_wait<0>();
-        __syncthreads(); /* the pair has arrived, and nobody reads the one before any more */
+        __syncthreads(); /* the pair has arrived, and all warps have read the other one */
         if (key + Step < keys) mti_flash_fetch_keys<HeadDim, Step>(other, k, ld, key + Step, length);
         if (f.sees(row + 31, key, length)) {
             mti_tile_scores<HeadDim, BF16>(dp, dout + (row - first) * HeadDim, pair + Step * HeadDim);
@@ -4619,12 +4683,13 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
                                   f.p.dqkv.ld, (int)seq - row);
 }
 
-/* dk, dv: two sets of tiles (q, dout) with lse and delta of their rows. */
+/* The queries of a tile of the dkv kernel, and the size of a set: tiles q and dout with lse and delta of their rows. */
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return HeadDim == 128 ? 32 : 64; }
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
     return mti_flash_dkv_queries<HeadDim>() * (2 * HeadDim + 4);
 }
 
+/* Starts copying a set, and commits. */
 template <int HeadDim>
 static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head,
                                                                int query) {
@@ -4641,7 +4706,8 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
     mti_cp_async_commit();
 }
 
-/* s^T becomes D p for dv, dp^T the gradient of the scores for dk. lse and delta: of this lane's columns. */
+/* s^T becomes D p for dv, and dp^T becomes the gradient of the scores for dk. lse and delta point to this lane's
+   columns. */
 template <bool DROP, int N8>
 static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float (&s)[1][N8][4], float (&dp)[1][N8][4],
                                                        const float *lse, const float *delta,
@@ -4656,13 +4722,17 @@ static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float
     }
 }
 
+/* A block owns 128 keys of a group, each of its eight warps 16 of them. Shared memory has k and v [128, HeadDim], and
+   two sets of mti_flash_fetch_queries: one in use, the other in flight. The block goes over the queries of all heads of
+   the group. The barrier of a step: the set has arrived, and all warps have read the other set, which the next copy
+   overwrites. The barrier after the loop: the warps may overwrite their rows of k and v with dk and dv. */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash f) {
     constexpr int Step = mti_flash_dkv_queries<HeadDim>();
     MT_DYN_SHARED(uint16_t, k);
     int64_t b = blockIdx.z, ld = f.p.qkv.ld, seq = f.p.s.seq, k_col = f.p.k_col(blockIdx.y * f.p.s.heads_per_group);
     int head = (int)(blockIdx.y * f.p.s.heads_per_group),
-        heads = head + (int)f.p.s.heads_per_group; /* and where they end */
+        heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
     int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b);
     int row = first + (int)threadIdx.x / 32 * 16, lane = (int)threadIdx.x % 32;
     int begin = f.causal() ? first : 0, query = begin;
@@ -4678,7 +4748,7 @@ static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash 
     while (first < length && head < heads) {
         int next = query + Step < seq ? query + Step : begin, next_head = next > query ? head : head + 1;
         mti_cp_async_wait<0>();
-        __syncthreads(); /* the set has arrived, and nobody reads the one before any more */
+        __syncthreads(); /* the set has arrived, and all warps have read the other one */
         if (next_head < heads) mti_flash_fetch_queries<HeadDim>(f, other, next_head, next);
         if (f.sees(query + Step - 1, row, length)) {
             const float *lse = (const float *)(set + 2 * Step * HeadDim) + lane % 4 * 2;
@@ -4713,7 +4783,7 @@ template <int HeadDim> static constexpr int mti_flash_dkv_bytes() {
     return 2 * (2 * HeadDim * MTI_FLASH_ROWS + 2 * mti_flash_set<HeadDim>());
 }
 
-/* 99 KiB is what a block may have on sm_86, sm_89 and sm_120. */
+/* A block may use 99 KiB of shared memory on sm_86, sm_89 and sm_120. */
 template <int HeadDim> static constexpr bool mti_flash_is_small() {
     return mti_flash_forward_bytes<HeadDim, false>() <= 99 << 10 && mti_flash_dq_bytes<HeadDim>() <= 99 << 10 &&
            mti_flash_dkv_bytes<HeadDim>() <= 99 << 10;
@@ -4762,7 +4832,8 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
     return !t.data || (t.dtype == a->qkv.dtype && mti_is_wide(t));
 }
 
-/* A negative scale would turn the order of the scores around. Positions are counted in int. */
+/* Whether the tensor-core path can run a call. The maximum of the scores is taken before scale, so scale must be
+   positive. Positions are int, so seq is limited. */
 static int mti_flash_fits(const mti_attention *a) {
     const mt_attention_shape *s = a->shape;
     return mt_context_compute_capability(a->ctx) >= 80 &&
@@ -4776,7 +4847,7 @@ static mti_flash mti_flash_of(const mti_attention *a) {
     return f;
 }
 
-/* The arena gives the two rows of numbers back when mt_attention_backward ends. */
+/* mt_attention_backward gives the memory of lse and delta back when it ends. */
 static mt_status mti_flash_run_backward(const mti_attention *a) {
     const mt_attention_shape *s = a->shape;
     mti_flash f = mti_flash_of(a);
@@ -4792,7 +4863,7 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
     return mti_flash_run<mti_flash_backward>(a, f);
 }
 
-/* On a GPU, which path. */
+/* The choice between the two paths on a GPU. */
 
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_shape *s) {
     if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
@@ -4832,7 +4903,7 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
 } /* extern "C++" */
 #endif
 
-/* Takes its scratch memory on a meta context, too. */
+/* A meta context takes the scratch memory, too. */
 static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int backward) {
     if (mti_is_empty(a->qkv)) return MT_SUCCESS;
     MT_TRY(mti_attention_scratch(a, backward));
@@ -4901,7 +4972,7 @@ static void mti_cpu_rotary_table(float base, mt_tensor table) {
         }
 }
 
-/* sign +1 turns by the angle, -1 turns back. */
+/* Rotates a head by its angles; sign -1 rotates back. */
 static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
     int64_t j;
     MT_INDEPENDENT
@@ -4924,19 +4995,19 @@ static void mti_cpu_rotary(const mt_attention_shape *shape, mt_tensor table, flo
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Blocks take rows, threads the chunks of the first halves of a row's heads, with those of the second halves. A thread
-   reads both before it writes both, and nobody else touches them. */
+/* A block owns every gridDim-th row; each thread owns chunks of the first halves of the row's queries and keys, and the
+   same chunks of the second halves. It reads both before it writes both. There is no shared memory and no barrier. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s, int64_t rows, float sign) {
     unsigned half = (unsigned)s.head_dim / 2, chunks = (half + MTI_CHUNK - 1) / MTI_CHUNK;
     unsigned turned = (unsigned)s.heads_per_group + 1,
-             items = (unsigned)s.groups * turned * chunks; /* all but the values */
+             items = (unsigned)s.groups * turned * chunks; /* the values are not rotated */
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         int64_t position = row % s.seq;
         for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
             unsigned head = i / chunks, j = (i - head * chunks) * MTI_CHUNK, group = head / turned;
-            int64_t col = (int64_t)(head + group) * s.head_dim + j; /* a group has one head more */
+            int64_t col = (int64_t)(head + group) * s.head_dim + j; /* skips the values of earlier groups */
             float cosine[MTI_CHUNK], sine[MTI_CHUNK], low[MTI_CHUNK], high[MTI_CHUNK];
             int n = mti_chunk(half, j);
             mti_load<WIDE>(table, position, j, n, cosine);
@@ -4955,6 +5026,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
+/* A thread owns every (grid size)-th pair of a cosine and a sine, computed in double. There is no shared memory and no
+   barrier. */
 static __global__ void __launch_bounds__(256)
     mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5033,7 +5106,7 @@ static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids,
     for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
 }
 
-/* The first index whose id is neither in [0, limit) nor ignored, or count; and that id. */
+/* *index: the first index whose id is neither in [0, limit) nor ignored, or count if there is none. *id: that id. */
 static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index,
                               int32_t *id) {
     int64_t i;
@@ -5045,6 +5118,7 @@ static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, 
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* A thread owns every (grid size)-th id. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5059,7 +5133,8 @@ static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int
     return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
-/* *bad: the first index whose id is wrong, or count. */
+/* *bad, which the caller sets to count, becomes the first index with a wrong id. A thread owns every (grid size)-th id,
+   and atomicMin gives the same index in any order. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5067,7 +5142,7 @@ static __global__ void __launch_bounds__(256)
         if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
 }
 
-/* The index of the first bad id, or count, and that id. */
+/* As mti_cpu_ids_check. */
 static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
                                     int64_t *index, int32_t *id) {
     size_t mark = mt_arena_mark(ctx);
@@ -5190,7 +5265,9 @@ static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, in
     return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
 }
 
-/* next[i]: the next token with the id of token i, or count; first[i]: no earlier token has it. */
+/* next[i]: the next token with the id of token i, or count if there is none. first[i]: 1 if no earlier token has this
+   id. A thread owns every (grid size)-th token, and compares its id with all others. There is no shared memory and no
+   barrier. */
 static __global__ void __launch_bounds__(256)
     mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next, int32_t *first) {
     int64_t step = (int64_t)gridDim.x * blockDim.x;
@@ -5203,8 +5280,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* The first token of an id adds up all of them, in their order: as on a CPU, and no two threads write to the same row.
- */
+/* The chunk of the first token with an id adds those of all tokens with this id, in their order. So no two threads
+   write to the same row, and the order is that of a CPU. */
 struct mti_embedding_backward_op {
     mti_view dy, dtable;
     const int32_t *ids, *next, *first;
@@ -5284,7 +5361,7 @@ static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, co
     return MT_SUCCESS;
 }
 
-/* Columns of a shard that are vocabulary, not padding. */
+/* The number of columns of a shard that are not padding. */
 static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
     return mt_max(0, mt_min(cols, s->vocab - s->first_col));
 }
@@ -5299,8 +5376,8 @@ static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target
     return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
 
-/* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x, in one pass over memory: block by block against the
-   maximum so far (Milakov and Gimelshein, arXiv 1805.02867), with the rare rescaling in double. */
+/* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x. One pass over memory: it takes a block of columns at a
+   time, and rescales the sum in double if the maximum grows (Milakov and Gimelshein, arXiv 1805.02867). */
 static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
     float room[MTI_BLOCK], top = -(float)INFINITY;
     double exps = 0.0, sum = 0.0;
@@ -5332,7 +5409,8 @@ static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shape *s, mt_tens
     }
 }
 
-/* a = a and b together: the exponentials are rescaled to the larger maximum. A shard of padding only has none. */
+/* Joins the statistics of b to those of a. The sums of exponentials are rescaled to the larger maximum. The maximum is
+   -inf if both shards are padding only. */
 static void mti_stats_join(float a[4], const float b[4]) {
     float top = a[0] > b[0] ? a[0] : b[0];
     a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
@@ -5341,8 +5419,8 @@ static void mti_stats_join(float a[4], const float b[4]) {
     a[3] += b[3];
 }
 
-/* Shards [first, first + span) of a token, joined as mt_all_reduce joins ranks: ((0+1)+(2+3))+... span is a power of
-   two. */
+/* Joins shards [first, first + span) of a token in the order in which mt_all_reduce adds ranks: ((0+1)+(2+3))+... span
+   is a power of two. */
 static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
                            int64_t shards, float out[4]) {
     float right[4];
@@ -5356,7 +5434,8 @@ static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, in
     mti_stats_join(out, right);
 }
 
-/* loss = log(s) + (m - target) rather than lse - target: the big part of the logits cancels before log(s) is added. */
+/* With the maximum m and the sum s, loss = log(s) + (m - target), not lse - target: the large part of the logits then
+   cancels before log(s) is added. */
 static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_tensor gathered, int64_t shards,
                                           const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     float a = s->label_smoothing, all[4];
@@ -5393,7 +5472,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
     }
 }
 
-/* Row by row, while the row is in the cache. */
+/* All three steps for a row at a time, while the row is in the cache. */
 static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
                                   mt_tensor dloss, float scale, mt_tensor loss) {
     float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
@@ -5419,7 +5498,7 @@ struct mti_ce {
     float scale;
     int32_t ignore;
 
-    __device__ int64_t target_of(int64_t row) const { /* its column here, or -1 */
+    __device__ int64_t target_of(int64_t row) const { /* its column in this shard, or -1 */
         int64_t col = (int64_t)targets[row] - shape.first_col;
         return targets[row] != ignore && col >= 0 && col < real ? col : -1;
     }
@@ -5428,7 +5507,7 @@ struct mti_ce {
         if (shape.label_smoothing > 0.0f) value += shape.label_smoothing * (top - plain / (float)shape.vocab);
         return targets[row] == ignore ? 0.0f : value;
     }
-    /* The logits of row, which are in `row_from` of `from`, become their gradient. */
+    /* Writes the gradient of a chunk of `row`, from the logits in row `row_from` of `from`. */
     template <bool WIDE>
     __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
                              float log_sum) const {
@@ -5449,19 +5528,20 @@ struct mti_ce {
     }
 };
 
-#define MTI_CE_THREADS 1024 /* at most; rows are wide, and one may take a multiprocessor's shared memory for itself */
+#define MTI_CE_THREADS 1024 /* of a block, at most: a row may take all shared memory of a multiprocessor */
 
 static unsigned mti_ce_threads(int64_t cols) {
     return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
 }
 
-/* The four statistics of a row, for every thread, in one pass: each thread keeps a running maximum, and its sum of
-   exponentials against it. The row stays in kept, when that is there.
+/* Returns the four statistics of a row to every thread of its block, in one pass over the row. If kept.data is given,
+   the row is also copied to kept.
 
-   1. Each thread walks over every blockDim-th chunk of the row.
-   2. The maximum of the row: of each warp by shuffles, of the warps through `tops`. The barrier: tops and hit, the
-      logit of the target, are written before anybody reads them, and before the caller writes gradients over logits.
-   3. Each thread scales its sum to the row's maximum, and mti_block_sums adds these up through `shared`. */
+   1. Each thread owns every blockDim-th chunk of the row. It computes their maximum, and their sum of exponentials
+      relative to this maximum.
+   2. Shuffles give the maximum of each warp, and `tops` has those of all warps. `hit` has the logit of the target. The
+      barrier: both are written before any thread reads them, and before the caller overwrites logits with gradients.
+   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums adds the sums through `shared`. */
 template <bool WIDE>
 static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
     MT_SHARED(float, shared, 64);
@@ -5492,7 +5572,7 @@ static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row
     return make_float4(all, sums.x, *hit, sums.y);
 }
 
-/* A block owns a row. */
+/* Writes stats. A block owns a row; shared memory and barriers are those of mti_ce_row. */
 template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti_ce c) {
     mti_view none = {NULL, 0, 0};
     float4 s = mti_ce_row<WIDE>(c, blockIdx.x, none);
@@ -5503,9 +5583,10 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mt
     mti_put(c.stats, blockIdx.x, 3, s.w);
 }
 
-/* Loss and gradient of a whole vocabulary. With keep the row waits in shared memory, in its own type; otherwise it is
-   read again, while it is in the L2 cache. A block owns a row; the barriers of mti_ce_row stand between the last read
-   of the logits of others and the first gradient. A thread reads back from `room` what it wrote itself. */
+/* Loss and gradient of a whole vocabulary. A block owns a row; each thread owns every blockDim-th chunk of it. With
+   keep, `room` in shared memory holds the row in its own type; otherwise the row is read again, from the L2 cache. The
+   barriers are in mti_ce_row: thread 0 has read the logit of the target before any gradient overwrites it. Everything
+   else that a thread reads, in `room` too, lies in its own chunks. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS)
     mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
@@ -5568,9 +5649,10 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
 }
 
-#define MTI_CE_DEPTH 11 /* of the tree, for 1024 shards */
+#define MTI_CE_DEPTH 11 /* levels of the tree, enough for 1024 shards */
 
-/* Joins the shards of token i in the tree of mti_stats_tree: a binary counter of subtrees. */
+/* Joins the shards of token i in the order of mti_stats_tree. The stack holds finished subtrees, as the bits of a
+   binary counter: equal subtrees are joined at once, and the rest at the end, from the right. */
 static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
                                       const mti_view &loss) {
     float stack[MTI_CE_DEPTH][4], x[4];
@@ -5581,7 +5663,7 @@ static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t t
             for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
         else if (depth > 0)
             for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
-        if (s == shards) depth--; /* what is left over is joined from the right */
+        if (s == shards) depth--; /* the end: join the remaining subtrees */
         while (depth > 0 && (s == shards || (joins & 1))) {
             float *l = stack[--depth], top = fmaxf(l[0], x[0]);
             x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
@@ -5599,6 +5681,7 @@ static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t t
     mti_put(c.lse, 1, i, log_sum);
 }
 
+/* A thread owns every (grid size)-th token. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(128)
     mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5695,7 +5778,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
 
 /* ---- >>adamw ----------------------------------------------------------------------------------------------------- */
 
-/* As torch.optim.AdamW: the bias corrections are folded into the step size and into the root. */
+/* What one step needs. As in torch.optim.AdamW, the bias corrections are part of the step size and of the root. */
 typedef struct mti_adamw {
     float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, grad_scale, keep, step_size, inverse_root2;
 } mti_adamw;
@@ -5756,8 +5839,8 @@ static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, fl
     }
 }
 
-/* A row of 16-bit parameters, in blocks: master is NULL when they are all there is. round: NULL, or for elements from e
- * on. */
+/* A row of 16-bit parameters, MTI_WORDS at a time. master is NULL if there is none. round is NULL, or gives the random
+   words of the elements from e on. */
 static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
                                float *master, const float *grad, float *m, float *v, int64_t n) {
     float room[MTI_WORDS];
@@ -5865,15 +5948,15 @@ typedef enum mti_pointwise {
     MTI_MULTIPLY,
     MTI_MULTIPLY_ROW,  /* b is one row */
     MTI_MULTIPLY_COL,  /* b is one column */
-    MTI_SIGMOID,       /* of a; b is not there */
-    MTI_SIGMOID_SLOPE, /* at a, times b */
+    MTI_SIGMOID,       /* of a; no b */
+    MTI_SIGMOID_SLOPE, /* the slope at a, times b */
     MTI_SILU,
     MTI_SILU_SLOPE
 } mti_pointwise;
 
 static MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
 
-/* 1 - sigmoid(x) is sigmoid(-x), which keeps its digits. */
+/* 1 - sigmoid(x) is computed as sigmoid(-x), which does not cancel. */
 static MT_HOST_DEVICE float mti_pointwise_of(mti_pointwise kind, float a, float b) {
     switch (kind) {
     case MTI_SIGMOID: return mti_sigmoid(a);
@@ -5931,7 +6014,8 @@ static mt_status mti_cuda_pointwise(mt_context *ctx, const char *name, mti_point
     return mti_map(ctx, name, op, wide, y.rows, y.cols);
 }
 
-/* y[row] = sum of a * b over the row: a warp for each row. */
+/* y[row] = sum of a * b over the row. A block is one warp and owns every gridDim-th row; each lane owns every 32nd
+   column, and shuffles add the lanes. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(32)
     mti_row_dots_kernel(mti_view a, mti_view b, mti_view y, int64_t rows, int64_t cols) {
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -5952,7 +6036,7 @@ static mt_status mti_cuda_row_dots(mt_context *ctx, mt_tensor a, mt_tensor b, mt
 } /* extern "C++" */
 #endif
 
-/* y = kind(a, b); b is mt_none() where the kind has none. The names are the caller's for its arguments. */
+/* y = kind(a, b); b is mt_none() if the kind has none. The names are those of the public function's arguments. */
 static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, const char *a_name,
                                    mt_tensor a, const char *b_name, mt_tensor b, const char *y_name, mt_tensor y) {
     mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
@@ -5974,7 +6058,7 @@ MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
 }
 
-/* drow before dx, which may be the memory of dy or of x. */
+/* Computes drow before dx, because dx may be the same memory as dy or x. */
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                           mt_tensor drow) {
     static const char *const name = "mt_multiply_row_backward";
