@@ -1165,6 +1165,7 @@ MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt
 static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
     if (slot->destroy) (slot->destroy)(ctx, slot->memory);
     mt_host_free(slot->memory);
+    slot->memory = NULL; /* the slots below it are still to be destroyed, and may ask */
 }
 
 MT_API void mt_context_destroy(mt_context *ctx) {
@@ -1258,12 +1259,14 @@ MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
 }
 
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
+    if (!ctx) return;
     ctx->arena_used = first;
     ctx->region_end = end;
     ctx->region_top = top;
 }
 
 MT_API size_t mt_arena_available(const mt_context *ctx) {
+    if (!ctx) return 0;
     return ctx->arena_bytes - (ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used);
 }
 
@@ -1375,6 +1378,7 @@ static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *
 #define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
 
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     return mti_cuda_check(ctx, cudaGetLastError(), kernel);
 }
 
@@ -1407,6 +1411,7 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
 }
 
 MT_API mt_status mt_cuda_enter(mt_context *ctx) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
     cudaGetLastError(); /* what the program left there is not ours, see mt_cuda_launched */
     MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
@@ -3472,6 +3477,7 @@ MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
     mti_stopwatch watch;
     cudaError_t error;
     mt_comm *comm;
+    if (!ctx) return MT_ERR_ARGUMENT;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next)
         if (comm->nccl.busy && (timeout < 0 || comm->nccl.timeout < timeout)) timeout = comm->nccl.timeout;
     if (timeout < 0) return MT_SUCCESS;

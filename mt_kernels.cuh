@@ -6071,6 +6071,7 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
     mt_status status = MT_SUCCESS;
     size_t mark;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    if (drow.data) MT_TRY(mti_expect_apart(ctx, name, "drow", drow, "row", row)); /* dx reads row afterwards */
     mark = mt_arena_mark(ctx);
     if (drow.data) {
         MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &product));

@@ -872,6 +872,12 @@ static void test_slots(void **state) {
     assert_null(mt_context_slot(ctx, MT_SLOT_MODEL));
     assert_null(mt_context_slot(ctx, MT_SLOT_COUNT));
     assert_null(mt_context_slot(NULL, MT_SLOT_USER));
+    assert_int_equal(mt_arena_available(NULL), 0);
+    mt_arena_region(NULL, 0, 0, 0);
+    assert_int_not_equal(mt_cuda_enter(NULL), MT_SUCCESS);
+    assert_int_not_equal(mt_cuda_launched(NULL, "kernel"), MT_SUCCESS);
+    assert_int_not_equal(mt_cuda_zero(NULL, NULL, 0), MT_SUCCESS);
+    assert_int_not_equal(mt_cuda_fetch(NULL, NULL, NULL, 0), MT_SUCCESS);
     mt_context_destroy(ctx);
     mt_context_destroy(other);
     assert_int_equal(ended[0], 3);

@@ -1818,6 +1818,8 @@ static void test_pointwise_refuses(void **state) {
                    mt_multiply_col_forward(ref.ctx, x, row, x));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_row_backward: drow is [3, 1], must be [1, 4]",
                    mt_multiply_row_backward(ref.ctx, x, row, x, mt_none(), col));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and row [1, 4] are the same memory",
+                   mt_multiply_row_backward(ref.ctx, x, row, x, mt_none(), row));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and col [3, 1] are the same memory",
                    mt_multiply_col_backward(ref.ctx, x, col, x, mt_none(), col));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_forward: x is [1, 4], must be [3, 4]",
