@@ -581,7 +581,7 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
    exp(r) = 1 + r + r^2 q(r). The coefficients of q are fitted by weighted least squares (Lawson) for the smallest
    relative error, 3.2e-9. Adding 1.5 * 2^23 to x / ln 2 rounds it to an integer, in the low bits.
    Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. */
-MT_INLINE float mti_exp(float x) {
+MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
     const float round = 12582912.0f;
     float t = x * 1.44269504f + round;
     float n = t - round;
