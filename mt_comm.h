@@ -16,15 +16,16 @@
    To run ranks as processes, on one machine or many, call mt_world_from_env instead of mt_launch and start the program
    with torchrun, srun or mpirun. Without a launcher the same program runs its ranks as threads.
 
-   The library does not start processes, keep global state, call exit or abort, or spin for long while it waits.
+   The library does not start processes, keep global state or call exit or abort. A rank that waits for long sleeps.
 
-   CUDA: put the two lines into one .cu file and compile it with nvcc. Other C and C++ files need no CUDA Toolkit to
-         compile. Link with -lcudart.
-   NCCL: in that file, #define MT_USE_NCCL before the #include (or nvcc -DMT_USE_NCCL).
-   MPI:  in the file with the two lines, #define MT_USE_MPI before the #include (or mpicc -DMT_USE_MPI). Other files
-         need no mpi.h.
+   CUDA: put #define MEGATRON_IMPLEMENTATION and the #include into one .cu file and compile this file with nvcc. Your
+         other C and C++ files need no CUDA Toolkit to compile. Link with -lcudart.
+   NCCL: compile this .cu file with nvcc -DMT_USE_NCCL, or write #define MT_USE_NCCL before its #include.
+   MPI:  compile the file with MEGATRON_IMPLEMENTATION with mpicc -DMT_USE_MPI, or write #define MT_USE_MPI before its
+         #include. Your other files need no mpi.h.
 
-   Config macros, all optional. Only the implementation reads them, and none of them changes a public struct:
+   Config macros, all optional. None of them changes a public struct. Every file reads MT_API. Only the file with
+   MEGATRON_IMPLEMENTATION reads the others:
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
        MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
@@ -33,8 +34,8 @@
        MT_USE_MPI          collectives between processes  compile with mpicc     (MPI 3.0 or later)
 
    Errors. Every call that can fail returns an mt_status: MT_SUCCESS is 0, errors are negative. The context keeps a
-   message with the offending values (mt_last_error). For a call without a context, the communicator keeps the message
-   (mt_comm_last_error). A call that refuses its arguments changes nothing.
+   message with the offending values (mt_last_error). When a call has no context argument, its communicator keeps the
+   message (mt_comm_last_error). A call that refuses its arguments changes nothing.
 
    Threads. A context and a communicator belong to one thread (one rank). All ranks of a communicator call the same
    collectives in the same order. Contexts in one process are independent of each other.
@@ -93,8 +94,9 @@ typedef enum mt_status { MT_STATUS_LIST(MTI_STATUS_ENUM) } mt_status;
 MT_API const char *mt_status_name(mt_status status);
 MT_API const char *mt_status_string(mt_status status);
 
-/* MT_TRY returns from the calling function when `call` fails. MT_KEEP goes on and stores the first error in `first`:
-   use it for clean-up. */
+/* MT_TRY returns the status of `call` from the enclosing function when it is not MT_SUCCESS. MT_KEEP does not return:
+   of several calls, it stores the first error in the variable `first`, which must start as MT_SUCCESS. Use MT_KEEP for
+   clean-up. */
 #define MT_TRY(call)                                                                                                   \
     do {                                                                                                               \
         mt_status mt_try_status_ = (call);                                                                             \
@@ -108,8 +110,8 @@ MT_API const char *mt_status_string(mt_status status);
 
 /* ---- data types and tensor views --------------------------------------------------------------------------------- */
 
-/* Collectives move all types and reduce all types except MT_U8. They add MT_BF16 and MT_F16 as floats and round once;
-   over NCCL, they round at each rank. Operators compute in the three float types. */
+/* Collectives can move all five types and reduce all except MT_U8. They add MT_BF16 and MT_F16 in float and round the
+   sum once; NCCL rounds at each rank. The operators of mt_kernels.cuh compute in the three float types. */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
 
 MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for an unknown type */
@@ -129,20 +131,21 @@ MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, 
 MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols);
 
 /* Rows or columns [first, first + count) of t, without a copy. The range is not compared with the shape of t. A
-   negative first or count, or an offset beyond int64_t, gives a view of -1 rows. Every call refuses it (MT_ERR_SHAPE).
- */
+   negative first or count, or an offset beyond int64_t, gives a view with rows == -1. Every call that gets such a view
+   returns MT_ERR_SHAPE. */
 MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count);
 MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count);
 
 /* ---- context: device, allocator, logger, arena ------------------------------------------------------------------- */
 
-/* MT_DEVICE_META computes shapes, memory and communication but touches no data, like PyTorch's "meta" device. Run one
-   training step on it to learn how much memory that step needs on the device mt_context_desc.planned. Pointers from a
-   context on MT_DEVICE_META must not be dereferenced. */
+/* MT_DEVICE_META computes shapes, memory and communication but touches no data, like PyTorch's "meta" device. To learn
+   how much memory a training step needs, set mt_context_desc.planned to the device that you plan for, run one step on
+   MT_DEVICE_META, and read mt_arena_peak and mt_context_allocated. Do not dereference pointers from such a context. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
-/* Allocates memory of the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
-   (a power of two), or NULL. The small structs that the library keeps on the host come from malloc. */
+/* Allocates memory on the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
+   bytes (a power of two), or NULL when there is none. free gets the `bytes` of the alloc. The library's own small
+   structs on the host do not come from here but from calloc. */
 typedef struct mt_allocator {
     void *(*alloc)(void *user, size_t bytes, size_t alignment);
     void (*free)(void *user, void *ptr, size_t bytes);
@@ -151,8 +154,8 @@ typedef struct mt_allocator {
 
 typedef enum mt_log_level { MT_LOG_ERROR = 0, MT_LOG_WARNING = 1, MT_LOG_INFO = 2 } mt_log_level;
 
-/* message is one sentence without a newline, valid only during the call. A context logs on the thread of its rank,
-   mt_launch on the thread of its caller. */
+/* message is one sentence without a newline, and valid only during the call. A context calls log on the thread of its
+   rank. mt_launch calls log on the thread that called mt_launch. */
 typedef struct mt_logger {
     void (*log)(void *user, mt_log_level level, const char *message);
     void *user;
@@ -163,61 +166,69 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* Zero-initialised: CPU, a 256 MiB arena, default allocator, no log. Arena memory is touched only as it is used.
-   Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
+/* A zero-initialised desc means: CPU, an arena of 256 MiB, the default allocator, no log. The library writes to arena
+   memory only where you allocate from it, so on a CPU the unused rest of a large arena usually takes no physical
+   memory. Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
    mt_parallel_set_options (mt_parallel.h). */
 typedef struct mt_context_desc {
-    size_t arena_bytes; /* activations and scratch memory; no limit on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
+    size_t arena_bytes; /* for activations and scratch memory; ignored on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
     mt_device device;   /* 0: CPU */
-    int threads;        /* of the GEMM library on this rank, see mt_launch_desc.cores_per_rank; 0: 1 */
-    /* V: splits over up to V tensor ranks compute the same bits, see docs/invariance.md; a power of two up to 1024 */
-    int invariant;      /* 0: off */
-    int invariant_data; /* V_d: the same for data ranks, needs invariant; 0: V */
-    int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; calls leave that GPU current */
+    int threads;        /* number of threads of the GEMM library, see mt_launch_desc.cores_per_rank; 0: 1 */
+    /* Invariant mode, see docs/invariance.md: 1, 2, 4, ..., V tensor ranks compute the same bits. V is a power of two
+       up to 1024. */
+    int invariant;      /* V; 0: off */
+    int invariant_data; /* V_d: as V, for the number of data ranks; only with `invariant`; 0: V */
+    int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; the library leaves this GPU current */
     /* advanced */
     struct CUstream_st
         *stream;       /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one */
     mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; 0: CPU */
-    /* 1: all ranks have arenas of the same size and allocate from them in the same order. NCCL may then register the
-       arena, see docs/gpus.md. Ranks that break this promise corrupt data without an error. 0: no promise */
+    /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
+       then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error. 0: no
+       promise */
     int arena_symmetric;
-    mt_allocator allocator; /* of arena, parameters, optimizer state; {NULL}: malloc; cudaMalloc or NCCL's on a GPU */
-    mt_logger logger;       /* {NULL}: silent */
+    /* for the arena and mt_context_alloc; {NULL}: posix_memalign; on a GPU cudaMalloc, or ncclMemAlloc for 2 MiB and
+       more when NCCL is built */
+    mt_allocator allocator;
+    mt_logger logger; /* {NULL}: silent */
 } mt_context_desc;
 
-/* Creates a context. world is the communicator that this rank was started with, or NULL (no launcher). world must
-   outlive the context. It also keeps error messages, which mt_launch prints. desc may be NULL (all defaults).
+/* Creates a context. world is the communicator that rank_main was called with, another communicator of this rank, or
+   NULL when there is none. world must outlive the context. It also keeps the context's error messages, so that
+   mt_launch can print them. desc may be NULL (all defaults).
    Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built; headers and implementation have different versions),
    MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed).
-   mt_context_create_version takes the version of the caller's headers, for instance from another language. */
+   mt_context_create_version is for callers that do not compile this header, for instance in another language: version
+   is the MT_VERSION_NUMBER of the structs that they use. */
 MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out);
 static inline mt_status mt_context_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
     return mt_context_create_version(MT_VERSION_NUMBER, world, desc, out);
 }
 MT_API void mt_context_destroy(mt_context *ctx); /* waits for the GPU; NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_device_count(mt_device device);           /* GPUs, 0 when CUDA is not built; 1 for the other devices */
-MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
+MT_API int mt_device_count(mt_device device);                /* number of GPUs, 0 when CUDA is not built; else 1 */
+MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
-/* Waits until all work in the context's stream is done. Returns MT_ERR_TIMEOUT or MT_ERR_PEER when a collective over
-   NCCL does not end. On MT_DEVICE_CUDA, calls put their work into this stream in the order of the calls. On other
-   devices the call returns at once. */
+/* On MT_DEVICE_CUDA, calls put their work into the context's stream, in the order of the calls.
+   mt_context_synchronize waits until all work in the stream is done. It returns MT_ERR_TIMEOUT or MT_ERR_PEER when a
+   collective over NCCL does not end. On other devices it returns at once. */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
-MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* NULL on other devices */
+MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaStream_t; NULL on other devices */
 
-/* Message of the last error of a call on ctx; "" when there was none. Owned by ctx. */
+/* The message of the last error of a call with ctx, or "" when no call has failed. The string belongs to ctx. */
 MT_API const char *mt_last_error(const mt_context *ctx);
 
 /* Allocates zero-filled, 64-byte aligned memory outside the arena, from the context's allocator. The caller frees it
-   with the same size. MT_DEVICE_META only counts it. Use it for set-up: once a model is created, a training step
-   allocates nothing. */
+   with mt_context_free and the same `bytes`. On MT_DEVICE_META the bytes are only counted. These calls are for set-up:
+   once a model is created, a training step does not use the allocator. */
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out);
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes);
 MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc */
 
-/* The arena is a stack of bytes: mark, allocate, work, release(mark). Allocations are 64-byte aligned and not
-   initialised. A full arena is MT_ERR_MEMORY. The message says how many bytes would have been enough so far. */
+/* The arena is a stack of memory: take a mark, allocate, work, and release the mark, which frees all allocations since
+   then. Allocations are 64-byte aligned and not initialised. When the arena is too small, the allocating call returns
+   MT_ERR_MEMORY, and the message says which arena_bytes would be enough for this call. */
 MT_API size_t mt_arena_mark(const mt_context *ctx);
 MT_API void mt_arena_release(mt_context *ctx, size_t mark);
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out);
@@ -227,93 +238,108 @@ MT_API void mt_arena_reset_peak(mt_context *ctx);   /* peak = bytes in use now *
 
 /* ---- communicators ----------------------------------------------------------------------------------------------- */
 
-/* Timeouts are in seconds and count the time in which the process runs. A stop (Ctrl-Z, SIGSTOP, a suspended job)
-   counts as at most an eighth of the timeout and at most 2 s. See docs/many-ranks.md, "When a rank dies". */
+/* Timeouts are in seconds. They leave out time in which the process is stopped (Ctrl-Z, SIGSTOP, a suspended job): a
+   stop counts as at most an eighth of the timeout and at most 2 s. See docs/many-ranks.md, "When a rank dies". */
 #define MT_TIMEOUT_DEFAULT 600.0
 
-/* Creates `ranks` (1 to 1024) communicators that form one group inside this process, as ncclCommInitAll does. comms[r]
-   is for the thread of rank r. timeout_s <= 0: MT_TIMEOUT_DEFAULT. A group of one does not communicate.
+/* Creates `ranks` (1 to 1024) communicators that form one group inside this process, as ncclCommInitAll does. The
+   thread of rank r uses and destroys comms[r]. timeout_s <= 0: MT_TIMEOUT_DEFAULT. A group of one does not communicate.
    Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms);
 
-/* Creates a communicator without peers, for contexts on MT_DEVICE_META. Its collectives check their arguments and fill
-   the ledger. */
+/* Creates a communicator for contexts on MT_DEVICE_META: rank `rank` of a group of `size`, whose other ranks do not
+   exist. Its collectives check their arguments and count calls and bytes (mt_comm_ledger) but move nothing.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 
 /* Splits comm into groups, as MPI_Comm_split does. Ranks with the same color form a group, ordered by key, then by rank
-   in comm. color < 0 gives *out = NULL. The timeout is inherited. Collective over comm. A meta communicator cannot be
-   split: use mt_comm_create_meta. */
+   in comm. color < 0 gives *out = NULL. The new group has the timeout of comm. Collective over comm. A meta
+   communicator cannot be split: use mt_comm_create_meta. Errors: MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
 
-/* Leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is allowed. The call waits in two cases
-   only, and never longer than the timeout: over NCCL for the communicator's work in the stream; over MPI, when this is
-   the last communicator of a world, for the other ranks. */
+/* Destroys a communicator: this rank leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is
+   allowed. When ranks are threads the call does not wait. Over NCCL it waits for the communicator's work in the stream,
+   at most for the timeout. Over MPI the last communicator that comes from one mt_comm_create_mpi waits for the other
+   ranks, at most for the timeout, or 2 s after an error. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
 MT_API int mt_comm_size(const mt_comm *comm);
 MT_API int mt_comm_is_meta(const mt_comm *comm);
-MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* "tensor": for messages; keeps 15 characters */
+MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* used in messages; keeps 15 characters */
 MT_API const char *mt_comm_name(const mt_comm *comm);
-MT_API const char *mt_comm_last_error(const mt_comm *comm);
+MT_API const char *mt_comm_last_error(const mt_comm *comm); /* as mt_last_error; belongs to comm */
 
-/* The number of this rank among the ranks of its machine, for choosing a GPU. It comes from the launcher, see
-   mt_world_from_env. Over MPI it counts the ranks with the same processor name. For ranks that are threads it is the
-   rank in the world. Communicators made from another one have the same number. */
+/* The number of this rank among the ranks of its machine, from 0, for choosing a GPU. For ranks that are threads it is
+   the rank in the world. For processes it comes from the launcher, see mt_world_from_env. Over MPI it is counted among
+   the ranks with the same processor name. mt_comm_split and mt_comm_create_for keep the number of the communicator that
+   they are given. For communicators that you make from an ncclComm_t or an id it is the rank. */
 MT_API int mt_comm_local_rank(const mt_comm *comm);
 
 /* ---- communicators over NCCL: ranks with a GPU each -------------------------------------------------------------- */
 
 /* A communicator over NCCL belongs to one context on MT_DEVICE_CUDA. Groups split from it belong to the same context.
-   Destroy it before the context, and in the same order on every rank. See docs/gpus.md, "Communicators over NCCL".
+   Destroy these communicators before the context, and in the same order on every rank. See docs/gpus.md, "Communicators
+   over NCCL".
 
-   A call returns when its work is in the context's stream. Only mt_barrier waits. Errors come from the call that waits
-   (mt_context_synchronize, reading a result) or from the next call. When a rank is late or gone, the ranks that wait
-   for it get MT_ERR_TIMEOUT or MT_ERR_PEER within timeout_s. NCCL does not compare the calls of ranks: when these
-   differ, the call times out or its result is undefined.
+   A collective returns when its work is in the context's stream. Only mt_barrier waits. When a rank is late or gone,
+   each rank that waits for it gets MT_ERR_TIMEOUT or MT_ERR_PEER, at most timeout_s after it has begun to wait. The
+   error comes from the call that waits for the stream (such as mt_context_synchronize), or from the next call. NCCL
+   does not compare the calls of ranks: when they differ, the call times out or its result is undefined.
 
-   After such an error, the communicator and all others of its context that had work in the stream can only be
-   destroyed. Communicators that the library made are aborted. The library never aborts or destroys the caller's
-   ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
+   After such an error the communicator can only be destroyed, and so can every other communicator of the context that
+   had work in the stream. The library aborts the NCCL communicators that it made. It never aborts or destroys the
+   caller's ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
 
    NCCL adds in its own order and rounds bf16 and f16 at each rank. In invariant mode, and for MT_MAX of floats, the
-   library adds in the tree of the other communicators: at most 64 ranks, at most 4 MiB of the arena. */
+   library uses NCCL only to move the data and reduces them itself, in the tree that communicators without NCCL use (see
+   "collectives"). Such a reduction works for up to 64 ranks and takes up to 4 MiB of the arena. */
 struct ncclComm; /* ncclComm_t is struct ncclComm * */
 typedef struct mt_nccl_id {
     char bytes[128];
 } mt_nccl_id; /* an ncclUniqueId: one rank makes it, all ranks use it */
 
-/* Connects the ranks of `world` in the fastest way for the devices of their contexts. Collective over world, which
-   comes from mt_world_from_env, mt_launch or mt_comm_create_local, or was split from such a communicator.
-   Threads, and processes over MPI, get NCCL when NCCL is built and every context is on a GPU. Otherwise, and for
-   threads that share a GPU, *out works as world does. NCCL refuses processes that share a GPU.
-   Processes without MPI get NCCL, with the rendezvous of mt_world_from_env. MT_ERR_UNSUPPORTED when the context is not
-   on a GPU or NCCL is not built; MT_ERR_ARGUMENT when the environment names no rendezvous. */
+/* Creates a communicator of the ranks of `world` that is the fastest for the devices of their contexts. Collective over
+   world, which comes from mt_world_from_env, mt_launch, mt_comm_create_local or mt_comm_create_mpi, or was split from
+   such a communicator.
+   Ranks that are threads: *out is over NCCL when NCCL is built and each rank has its own GPU. Otherwise *out is a new
+   group of threads, like world.
+   Processes over MPI: *out is over NCCL when NCCL is built and all contexts are on GPUs. NCCL fails when two of the
+   processes share a GPU. Otherwise *out is over MPI, like world.
+   Processes without MPI: *out is over NCCL. The ranks meet at NCCL_COMM_ID=host:port, an environment variable that
+   mt_world_from_env sets when it can (see docs/many-ranks.md, "Launchers").
+   Errors: MT_ERR_ARGUMENT (world is over NCCL or meta; processes without MPI: NCCL_COMM_ID is not set),
+   MT_ERR_UNSUPPORTED (processes without MPI: the context is not on a GPU, or NCCL is not built), and those of
+   mt_comm_split and mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
-/* Wraps an ncclComm_t that the program has made for the GPU of ctx. It stays the caller's and must outlive *out. It may
-   be blocking or not. A blocking one connects to its peers in its first calls, and NCCL waits there without a timeout.
- */
+/* Creates a communicator from the caller's ncclComm_t, which must be for the GPU of ctx. The ncclComm_t stays the
+   caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, the first calls wait
+   without a timeout while NCCL connects to the peers. Errors: as mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
-/* Creates a communicator from an id. Collective over `ranks` threads or processes, which wait for each other. One rank
-   makes the id, and the program passes it to the others. With NCCL_COMM_ID=host:port in the environment, every rank
-   makes the same id. A group of one makes no NCCL communicator. */
+/* Creates a communicator from an id. Call mt_nccl_unique_id on one rank and pass the id to the others. With
+   NCCL_COMM_ID=host:port in the environment you need not pass it: every rank makes the same id. mt_comm_create_nccl_id
+   is collective over `ranks` threads or processes, which wait for each other. A group of one makes no NCCL
+   communicator.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (NCCL is not built), MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER,
+   MT_ERR_SYSTEM (CUDA or NCCL failed). */
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                         mt_comm **out);
 
 /* ---- communicators over MPI: ranks that are processes, on CPUs --------------------------------------------------- */
 
-/* Creates a communicator over MPI for contexts on CPUs. Collective over mpi_comm, the address of the caller's MPI_Comm,
-   which is duplicated and stays the caller's. Call it after MPI_Init_thread with MPI_THREAD_FUNNELED or more. This call
-   and all calls on *out come from the thread that may call MPI. mt_world_from_env does all this itself.
+/* Creates a communicator over MPI for contexts on CPUs. mpi_comm is the address of the caller's MPI_Comm. The call is
+   collective over that MPI_Comm and duplicates it; the original stays the caller's. Call it after MPI_Init_thread with
+   MPI_THREAD_FUNNELED or more. Make this call and all calls on *out from the thread that may call MPI. A program that
+   calls mt_world_from_env needs none of this.
 
    When a rank is killed, stopped or stuck, the others get MT_ERR_TIMEOUT after timeout_s. When a rank has left or
    failed, or MPI returns an error, they get MT_ERR_PEER at once. After an error in the middle of a transfer, MPI may
-   still hold the buffers of the call: do not free them, and end the process without MPI_Finalize or with MPI_Abort.
-   The last mt_comm_destroy, of *out and the groups split from it, waits for the other ranks: at most timeout_s, or 2 s
-   after an error. See docs/many-ranks.md, "Communicators over MPI".
+   still hold the buffers of the call: do not free them, do not call MPI_Finalize, and end the process (MPI_Abort is
+   allowed). When *out and all groups split from it are destroyed, the last mt_comm_destroy waits until the other ranks
+   have come this far, too: at most timeout_s, or 2 s after an error. See docs/many-ranks.md, "Communicators over MPI".
 
    Errors (without a message, because there is no communicator yet): MT_ERR_UNSUPPORTED (not built: compile with mpicc
    -DMT_USE_MPI; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already
@@ -335,9 +361,10 @@ typedef enum mt_collective {
 
 MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce" */
 
-/* Calls and bytes per kind since creation or reset. bytes counts the whole logical tensor of a call: count * element
-   size for all_reduce, broadcast, send and recv; size * sendcount * element size for all_gather; size * recvcount *
-   element size for reduce_scatter. A group of one never communicates: its ledger stays zero. */
+/* The ledger counts this rank's successful calls and their bytes, per kind, since the communicator was created or the
+   ledger was reset. The bytes of a call are those of the whole logical tensor: count * element size for all_reduce,
+   broadcast, send and recv; size * sendcount * element size for all_gather; size * recvcount * element size for
+   reduce_scatter. mt_send_recv counts as a send and a recv. The ledger of a group of one stays zero. */
 typedef struct mt_ledger {
     uint64_t calls[MT_COLLECTIVE_COUNT];
     uint64_t bytes[MT_COLLECTIVE_COUNT];
@@ -348,15 +375,17 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
 
 /* ---- collectives ------------------------------------------------------------------------------------------------- */
 
-/* Counts are in elements. Reductions add in a fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the same inputs
-   always give the same bits, on every rank. NCCL adds in another order, see above.
-   In place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
-   sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount. Other overlaps are
-   not allowed.
-   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), MT_ERR_UNSUPPORTED (this tree on GPUs: more than 64
-   ranks, or threads on GPUs that cannot access each other), MT_ERR_MISMATCH (ranks made different calls),
-   MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER (a rank left the group or failed). The last three reach
-   every rank of the group. The message names the ranks and their calls. The communicator can then only be destroyed. */
+/* The collectives compute what NCCL's do. Counts are in elements. Reductions add in a fixed binary tree over the ranks,
+   ((0+1)+(2+3))+..., so the same inputs always give the same bits, on every rank. Over NCCL, NCCL chooses the order;
+   see "communicators over NCCL".
+   Buffers may overlap only in place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
+   sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), MT_ERR_UNSUPPORTED (the ranks are not connected, see
+   mt_world_from_env; on GPUs, a reduction in the tree over more than 64 ranks, or over threads whose GPUs cannot access
+   each other), MT_ERR_MISMATCH (ranks made different calls), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER
+   (a rank left the group or failed). MT_ERR_MISMATCH, MT_ERR_TIMEOUT and MT_ERR_PEER reach every rank of the group,
+   with a message that names the ranks and their calls. After one of these three the communicator can only be
+   destroyed. */
 typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -369,9 +398,11 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
                               mt_dtype dtype, int root);
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
-/* Point to point. Each call returns when the buffers may be reused; over NCCL, when later work in the stream may reuse
-   them. mt_send_recv sends to dst and receives from src at the same time, so rings and pipelines do not deadlock. dst
-   or src may be -1 for "none"; its count is then ignored. */
+/* Point to point. A send and its receive have the same count and dtype, else both return MT_ERR_MISMATCH. A call
+   returns when its buffers may be reused. Over NCCL it returns when its work is in the stream, later work in the stream
+   may reuse the buffers, and counts and dtypes are not compared. mt_send_recv sends to dst and receives from src at the
+   same time, so rings and pipelines do not deadlock. dst == -1 sends nothing, src == -1 receives nothing, and the count
+   is then ignored. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -379,8 +410,8 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* ---- what ranks were told ---------------------------------------------------------------------------------------- */
 
-/* A setting that each rank was given on its own: a flag and its value, or a file and the hash of its content. The
-   strings are the caller's and are needed only during the call. */
+/* A setting that each rank got by itself and that should be the same on all: for instance a flag and its value, or a
+   file and the hash of its content. The strings belong to the caller and are needed only during mt_comm_compare. */
 typedef struct mt_setting {
     const char *name, *value;
 } mt_setting;
@@ -390,48 +421,54 @@ typedef struct mt_setting {
        char lr[32]; snprintf(lr, sizeof lr, "%.9g", flags.lr);
        mt_setting told[] = {{"--lr", lr}, {"--data", hash_of_data}};
        MT_TRY(mt_comm_compare(ctx, world, "my_program", 0, told, 2));
-   Ranks with the same `group` must have the same settings, in the same order. If they differ, every rank of
-   comm gets MT_ERR_MISMATCH, whatever its group is. The message starts with `what` and names the first setting that
-   differs, two of its values and their ranks. comm can be used afterwards.
-   Collective over comm: one all_gather of 16 bytes, which the ledger counts. The texts travel only when their hashes
-   differ. In a group of one and on a meta communicator the call is free.
+   Ranks that pass the same `group` must pass the same settings, in the same order; pass 0 on all ranks when all must
+   agree. If settings differ, every rank of comm gets MT_ERR_MISMATCH, also the ranks of other groups. The message
+   starts with `what` and names the first setting that differs, two of its values and their ranks. comm stays usable.
+   Collective over comm: one all_gather of 16 bytes, which the ledger counts. The settings themselves are sent only when
+   their hashes differ. In a group of one and on a meta communicator nothing is sent.
    Errors: MT_ERR_ARGUMENT (NULL, negative count), MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
 
 /* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
 
-/* The functions have Megatron's names and work on contiguous views (ld == cols). backward takes gradients. In a group
-   of one, in-place functions do nothing, and the others copy if x and y are different memory.
+/* The functions have Megatron's names and work on contiguous views (ld == cols). The backward functions take gradients.
+   In a group of one, functions that work in place do nothing, and the others copy x to y, unless y is x.
 
    f, copy_to_tensor_region:       forward: identity;             backward: all-reduce, in place.
    g, reduce_from_tensor_region:   forward: all-reduce, in place; backward: identity.
-   The identities only check their arguments. They exist so that a block reads like the paper. */
+   The identities only check their arguments. They exist so that code can follow the paper. */
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x);
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx);
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y);
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy);
 
-/* Last dimension (features). x and y do not overlap, except in a group of one.
-   scatter:  x [tokens, features] -> y [tokens, features / size], this rank's columns. Backward: gather.
-   gather:   x [tokens, features / size] -> y [tokens, features], all-gather. Backward: scatter.
-   gather takes scratch memory of the size of y from the arena. */
+/* These two split and join the last dimension (features). size is the number of ranks of comm. x and y must not
+   overlap, except in a group of one. The backward of scatter is gather, and the backward of gather is scatter.
+   scatter:  x [tokens, features] -> y [tokens, features / size], this rank's columns of x; no communication.
+   gather:   x [tokens, features / size] -> y [tokens, features], an all-gather. It takes scratch memory of the size of
+             y from the arena during the call. */
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* First dimension (tokens), for sequence parallelism. In place as for all_gather and reduce_scatter: the part may
-   lie in this rank's rows of the whole.
-   scatter:         x [tokens, h] -> y [tokens / size, h], no communication. Backward: gather.
-   gather:          x [tokens / size, h] -> y [tokens, h], all-gather. Backward: reduce_scatter in a tensor region,
-                    scatter in a replicated region.
-   reduce_scatter:  x [tokens, h], partial sums -> y [tokens / size, h]. Backward: gather. */
+/* These three split and join the first dimension (tokens), for sequence parallelism. They work in place when the view
+   with tokens / size rows is this rank's rows of the view with all tokens. Other overlaps are not allowed.
+   scatter:         x [tokens, h] -> y [tokens / size, h], this rank's rows of x; no communication. Its backward is
+                    gather.
+   gather:          x [tokens / size, h] -> y [tokens, h], an all-gather. Its backward is reduce_scatter when the ranks
+                    use y for different shards of a layer (tensor parallelism), or scatter when all ranks compute the
+                    same from y.
+   reduce_scatter:  x [tokens, h], each rank's partial sum -> y [tokens / size, h], this rank's rows of the sum. Its
+                    backward is gather. */
 MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* gather and reduce_scatter of the sequence region, and g, in chunks. A call handles rows [first, first + rows) of
-   every rank's part (g: of y) and puts them where the whole call would. Chunks start at first = 0 and follow each
-   other. The ledger counts all chunks together as one call. */
+/* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
+   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. x and y are the same views as in
+   those functions. A call handles rows [first, first + rows) of each rank's x (gather), of each rank's y
+   (reduce_scatter), or of y (reduce). The first chunk has first == 0, and each further chunk begins where the previous
+   one ends. The ledger counts all chunks together as one call. */
 MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
                                                      int64_t first, int64_t rows);
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -439,16 +476,18 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows);
 
-/* Overlaps communication with computation on a GPU. On other devices, in a group of one and in invariant mode, nothing
-   overlaps.
-   Collectives between begin and end run in another stream of the context, after all earlier calls. end takes their
-   status and a ticket, and returns the first error. Calls after end do not wait for the collectives, until
-   mt_overlap_wait with that ticket. Until then their buffers must not change. For buffers in the arena, mark it before
-   begin and release it after the wait. Between begin and end, mt_arena_release does nothing.
+/* Overlaps communication with computation on a GPU. On other devices, in a group of one and in invariant mode, the same
+   calls are allowed, but nothing overlaps.
+   Collectives that you call between mt_overlap_begin and mt_overlap_end run in `stream` of the context, after the work
+   of all earlier calls. Pass the collectives' status and a ticket of your choice to mt_overlap_end, which returns the
+   first error. The work of later calls does not wait for the collectives, until you call mt_overlap_wait with the same
+   ticket. Do not use the results or change the buffers of the collectives before that. For buffers in the arena, take
+   the mark before begin and release it after the wait. When work overlaps, mt_arena_release does nothing between begin
+   and end.
 
-   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1; mt_overlap_wait_all waits for all of them. The third
-   stream is for longer transfers, so that these and the second stream do not wait for each other. Its ticket is
-   MT_OVERLAP_TICKET_THIRD; only mt_overlap_wait waits for it. */
+   Tickets of the second stream are 0 to MT_OVERLAP_TICKETS - 1; mt_overlap_wait_all waits for all of them. The third
+   stream is for longer transfers, for which the second stream should not wait. Its only ticket is
+   MT_OVERLAP_TICKET_THIRD, and only mt_overlap_wait waits for it. */
 typedef enum mt_stream {
     MT_STREAM_NONE = 0, /* no overlap: the context's own stream */
     MT_STREAM_SECOND = 1,
@@ -462,56 +501,65 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
-MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or on MT_DEVICE_META that plans for one */
+MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
 
 /* ---- launch: ranks as threads of this process -------------------------------------------------------------------- */
 
-/* Zero-initialised: one rank, MT_TIMEOUT_DEFAULT, errors to stderr. */
+/* A zero-initialised desc means: one rank, MT_TIMEOUT_DEFAULT, errors to stderr. */
 typedef struct mt_launch_desc {
-    int ranks; /* 0: 1; under a launcher, as many as it has started, see mt_world_from_env */
+    int ranks; /* 1 to 1024; 0: 1, or in mt_world_from_env as many as the launcher has started */
     /* advanced */
-    /* 1: leave threads to the scheduler; 0: pin each of two or more ranks to its own cores when there are enough */
+    /* 1: threads are not pinned; 0: each of two or more ranks is pinned to its own cores when there are enough */
     int no_pinning;
-    int cores_per_rank; /* for a GEMM library with threads: as many as mt_context_desc.threads; 0: 1 */
-    double timeout_s;   /* of every communicator; 0: MT_TIMEOUT_DEFAULT */
-    mt_logger logger;   /* gets one message per failed rank; {NULL}: "rank 1 of 4: MT_ERR_SHAPE: ..." to stderr */
-    /* called with mt_launch's user when a rank's thread does not return; NULL: mt_launch goes on waiting */
+    int cores_per_rank; /* cores that each rank is pinned to, as many as mt_context_desc.threads; 0: 1 */
+    double timeout_s;   /* timeout of world and of all groups split from it, in seconds; 0: MT_TIMEOUT_DEFAULT */
+    mt_logger logger;   /* gets one message per failed rank, "rank 1 of 4: MT_ERR_SHAPE: ..."; {NULL}: to stderr */
+    /* called with the `user` of mt_launch when a rank's thread does not return, see mt_launch; NULL: never */
     void (*stuck)(void *user);
 } mt_launch_desc;
 
-/* What a rank runs. world belongs to the launcher and is valid until the function returns. */
+/* The function that each rank runs. The library destroys world after the function has returned. */
 typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
 
 /* Runs rank_main once per rank, each on its own thread, and waits for all of them. A single rank runs on the caller's
-   thread. desc may be NULL. A rank that returns while others wait for it gives them MT_ERR_PEER. Returns MT_SUCCESS, or
-   the status of the lowest rank that failed by itself, not because of a peer.
-   A thread cannot be ended from outside. When a rank has failed and another has not returned timeout_s later (at least
-   5 s), desc->stuck is called. It should end the process with _exit. If it returns, mt_launch goes on waiting.
-   rank_main must catch C++ exceptions. Callbacks (logger, allocator, stuck, those of the other headers) must not throw
-   or longjmp. A rank whose thread is cancelled has failed with MT_ERR_SYSTEM. See docs/many-ranks.md, "When a thread
-   ends early". */
+   thread. desc may be NULL (all defaults). When a rank returns while others wait for it, they get MT_ERR_PEER. Returns
+   MT_SUCCESS, or the status of the lowest rank that failed with another error than MT_ERR_PEER; when there is none,
+   MT_ERR_PEER. Errors of mt_launch itself: MT_ERR_ARGUMENT (rank_main is NULL, a value of desc is out of range),
+   MT_ERR_MEMORY, MT_ERR_SYSTEM (no thread for a rank).
+   mt_launch cannot end a thread that does not return. When a rank has failed and another has not returned timeout_s
+   later (at least 5 s), it calls desc->stuck, which should end the process with _exit. If stuck returns, mt_launch goes
+   on waiting.
+   rank_main must catch C++ exceptions. The callbacks of all four headers (logger, allocator, stuck and others) must not
+   throw or longjmp. When a rank's thread is cancelled, the rank has failed with MT_ERR_SYSTEM. See docs/many-ranks.md,
+   "When a thread ends early". */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- launch: ranks as processes that somebody else started ------------------------------------------------------- */
 
 /* Runs rank_main as one rank of a program that torchrun, Open MPI, MPICH or Slurm has started once per rank. rank_main
-   runs once, on the calling thread. Without a launcher in the environment this is mt_launch. See docs/many-ranks.md,
-   "Launchers". desc->ranks is 0 or the number of ranks that the launcher must have started. Pinning is the launcher's.
+   runs once, on the calling thread. The rank and the number of ranks come from the launcher's environment variables,
+   see docs/many-ranks.md, "Launchers". When there are none, this function calls mt_launch. desc->ranks is 0 or the
+   number of ranks that the launcher must have started. The library does not pin these ranks: that is left to the
+   launcher.
 
-   In a program with MT_USE_MPI that mpirun or srun has started, world has all collectives, over MPI, for contexts on
-   CPUs. Otherwise mt_comm_create_for connects the ranks over NCCL, each on its own GPU. Before that, and on CPUs,
-   collectives and mt_comm_split return MT_ERR_UNSUPPORTED. In a world of one rank all calls work.
+   What world can do depends on how the program was built and started:
+   - Built with MT_USE_MPI and started by mpirun or srun: world is over MPI. It has all collectives, for contexts on
+     CPUs. For contexts on GPUs, use the communicator that mt_comm_create_for makes from it.
+   - Otherwise (torchrun, or no MT_USE_MPI): world only has a rank and a size. Its collectives and mt_comm_split return
+     MT_ERR_UNSUPPORTED. Each rank needs its own GPU: use the communicator over NCCL that mt_comm_create_for makes.
+   - One rank: all calls work.
 
-   With MT_USE_NCCL this function may set NCCL_COMM_ID (setenv): call it before other threads read the environment.
-   Returns the rank's status; over MPI, the status of the whole job, chosen as by mt_launch. MT_ERR_ARGUMENT when a
-   variable is missing, is no number, or contradicts another one or desc->ranks: the logger gets variables and values.
-   Other errors: those of mt_launch and of mt_comm_create_mpi. */
+   With MT_USE_NCCL this function may set the environment variable NCCL_COMM_ID: call it before other threads read the
+   environment. Returns the rank's status; over MPI, the status of the whole job, chosen as in mt_launch.
+   Errors: MT_ERR_ARGUMENT (a variable of the launcher is missing, is no number, or contradicts another variable or
+   desc->ranks; the message to desc->logger names the variables and their values), and those of mt_launch and
+   mt_comm_create_mpi. */
 MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- for authors of operators and layers ------------------------------------------------------------------------- */
 
-/* A slot is memory of a context for the options and state of one header or of the program. Each of the other headers
-   has one slot. MT_SLOT_USER is the program's. */
+/* A slot is memory that belongs to a context and holds options and state of one owner. Each of the other three headers
+   owns one slot, and the program owns MT_SLOT_USER. */
 typedef enum mt_slot {
     MT_SLOT_KERNELS = 0,
     MT_SLOT_PARALLEL = 1,
@@ -520,24 +568,25 @@ typedef enum mt_slot {
     MT_SLOT_COUNT = 4
 } mt_slot;
 
-/* Creates a slot. *out is zero-filled host memory that belongs to the context. mt_context_destroy calls destroy (may be
-   NULL) and frees the memory, starting with the highest slot. On a GPU the streams are then idle but still exist.
-   destroy may use the arena and mt_context_free. Errors: MT_ERR_ARGUMENT (out is NULL, no such slot, already created),
-   MT_ERR_MEMORY. */
+/* Creates a slot: *out becomes `bytes` of zero-filled host memory. mt_context_destroy goes through the slots from the
+   highest to the lowest, calls destroy(ctx, memory) if it is not NULL, and frees the memory. destroy may use the arena
+   and mt_context_free. On a GPU, all work is done before destroy is called, and the streams still exist. Errors:
+   MT_ERR_ARGUMENT (out is NULL, no such slot, already created), MT_ERR_MEMORY. */
 MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
-MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before it is created */
+MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
-/* The values of mt_context_desc with defaults filled in. ctx may be NULL. */
+/* The values of mt_context_desc, with the default where the desc has 0. ctx may be NULL. */
 MT_API int mt_context_threads(const mt_context *ctx);
 MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
-MT_API int mt_context_compute_capability(const mt_context *ctx); /* 90 for sm_90, of the GPU or the planned one */
+MT_API int mt_context_compute_capability(const mt_context *ctx); /* 90 for sm_90; without a GPU: 90 */
 
 /* mt_fail stores a message of at most MT_ERROR_BYTES - 1 characters as the last error of the context and of its world,
-   logs it, and returns status. mt_comm_fail stores it in a communicator and in the launched rank's world, without
-   logging. mt_log only logs. When the first argument is NULL, the message is dropped. */
+   logs it as MT_LOG_ERROR, and returns status. mt_comm_fail stores text as the last error of comm and of the world that
+   rank_main got, and returns status; it does not log. mt_log only logs. When ctx or comm is NULL, the message is
+   dropped. */
 #define MT_ERROR_BYTES 1024
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
@@ -551,26 +600,28 @@ MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 MT_API void *mt_host_alloc(size_t bytes);
 MT_API void mt_host_free(void *ptr);
 
-/* Alignment of the arena and of the allocator, in bytes. */
+/* Alignment in bytes of all memory from the arena and from mt_context_alloc. */
 #define MT_ALIGNMENT ((size_t)64)
 static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
 
-/* mt_arena_available: bytes that mt_arena_alloc can still return. mt_arena_set_peak sets the result of mt_arena_peak,
-   for a caller whose own scratch memory must not count. */
+/* mt_arena_available returns the bytes that can still be allocated. mt_arena_set_peak sets what mt_arena_peak returns:
+   a function whose own scratch memory should not count sets the peak back to its earlier value. */
 MT_API size_t mt_arena_available(const mt_context *ctx);
 MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
 
-/* Leaves a gap in the arena. Allocations start at `first`; those that would end beyond `end` go to `top` and above.
-   With gaps, several workspaces of the same size can be in use at once and be released in any order: each has its own
-   [first, end), and all use the same scratch memory from `top` on. end == 0: no gap. */
+/* Sets where the next allocations go: to [first, end) while they fit, else to `top` and above. The three are in bytes
+   from the start of the arena. end == 0: all allocations go to `first` and above, as usual. With regions, several
+   workspaces can be in use at once and be released in any order: each has its own [first, end), and all use the same
+   scratch memory from `top` on. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
 
-/* Registers memory of the context's allocator with NCCL, where NCCL supports it. Does nothing on other communicators.
-   All ranks must send and receive at the same offsets of this memory. Collective over comm. See docs/gpus.md. */
+/* Registers memory from mt_context_alloc with NCCL. Collective over comm. Afterwards, collectives on comm must use the
+   same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
+   of the caller, and for less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". */
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
 
-/* 1 when the rows of t are contiguous and its data is aligned to MT_ALIGNMENT. 0 on MT_DEVICE_META, which has no real
-   addresses: a plan then includes the copies that any rank may need. */
+/* Returns 1 when the rows of t are contiguous and its data is aligned to MT_ALIGNMENT, else 0. MT_DEVICE_META has no
+   real addresses, so there it returns 0: operators that copy unaligned views then plan memory for the copy. */
 MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
 
 static inline int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
@@ -581,8 +632,8 @@ static inline int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || 
 MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n);
 MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n);
 
-/* Sizes. mt_size_mul returns a * b, or -1 when a factor is negative or the product does not fit into int64_t. No valid
-   view has the size -1. */
+/* Arithmetic on sizes. mt_size_mul returns a * b, or -1 when a factor is negative or the product does not fit into
+   int64_t. */
 static inline int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t mt_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
@@ -591,22 +642,25 @@ static inline int64_t mt_size_mul(int64_t a, int64_t b) {
     return b > 0 && a > INT64_MAX / b ? -1 : a * b;
 }
 
-/* Numbers as text, the same in every locale. mt_f32_digits writes 9 significant digits, enough to read the same float
-   back, and returns text. mt_decimal_point replaces the locale's decimal separator in the output of printf by a point.
-   mt_parse_whole reads a whole number from 0 to most; it returns 0 when text is anything else. */
+/* Numbers as text, the same in every locale. mt_f32_digits writes x with 9 significant digits, enough to read the same
+   float back, and returns text. mt_decimal_point replaces the locale's decimal separator in text, a number that printf
+   wrote, by a point. mt_parse_whole returns 1 and sets *out when text is a whole number from 0 to `most`, else 0. */
 MT_API const char *mt_f32_digits(float x, char text[32]);
 MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
 
-/* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of them return MT_ERR_UNSUPPORTED.
-   mt_cuda_enter comes before all work for the GPU. It selects the context's GPU and clears errors that the program left
-   in the CUDA runtime. On MT_DEVICE_META that plans for a GPU it returns MT_PLANNED. An operator takes its scratch
-   memory first, then calls mt_cuda_enter and returns MT_PLANNED; its caller turns that into MT_SUCCESS.
-   mt_cuda_launched comes after the launch of a kernel and returns its error.
-   mt_cuda_zero and mt_cuda_copy_rows work in the context's stream. mt_cuda_copy_rows copies between any two memories.
-   mt_cuda_wait_peers waits for the collectives in the stream, at most for their timeout. Call it before every CUDA call
-   that waits, because those have no timeout.
-   mt_cuda_fetch copies to the host and waits, for collectives at most for their timeout. */
+/* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
+   mt_cuda_enter: call it before all other work for the GPU. It makes the context's GPU current and clears errors that
+     the program has left in the CUDA runtime. On MT_DEVICE_META it returns MT_PLANNED, and the operator must not go on.
+     So an operator first takes its scratch memory from the arena, which a plan counts, and then has
+     MT_TRY(mt_cuda_enter(ctx)). The public function around the operator turns MT_PLANNED into MT_SUCCESS.
+   mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
+   mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
+     bytes. Either side of a copy may be on the host or on a GPU.
+   mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
+     call that waits for the stream, because CUDA itself waits without a timeout.
+   mt_cuda_fetch: copies from the GPU to the host and waits until the copy is done, for collectives in the stream at
+     most for their timeout. */
 #define MT_PLANNED ((mt_status)1)
 MT_API mt_status mt_cuda_enter(mt_context *ctx);
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
@@ -616,19 +670,19 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
 
-/* Only in the file with MEGATRON_IMPLEMENTATION:
-   MT_HAS_CUDA                   1 when nvcc (or the engine of the tests) compiles it, else 0
+/* These names exist only in the file with MEGATRON_IMPLEMENTATION:
+   MT_HAS_CUDA                   1 when nvcc compiles this file, or when it is built for tests/engine; else 0
    MT_CUDA_TRY(ctx, call)        MT_TRY for a call of the CUDA runtime; the message names the call
    MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)    kernel<<<...>>>(...)
    MT_SHARED(type, name, count)  an array in shared memory
-   MT_DYN_SHARED(type, name)     the array in shared memory whose size is given at launch
+   MT_DYN_SHARED(type, name)     the array in dynamic shared memory (shared_bytes of the launch)
    MT_HOST_DEVICE                __host__ __device__ for nvcc, else nothing
-   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2    in a kernel, before a loop: unroll it fully, or twice
-   MT_INDEPENDENT                on a CPU, before a loop whose iterations are independent
-   MT_INLINE                     static inline, always
+   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2    in a kernel, before a loop: unroll it fully, or by 2
+   MT_INDEPENDENT                on a CPU, before a loop: its iterations are independent and may be vectorized
+   MT_INLINE                     static inline, and always inlined where the compiler can be told
    MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
    mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
-   A kernel that uses no other CUDA extensions also runs in tests/engine. */
+   tests/engine runs CUDA kernels on a CPU, without a GPU. It runs every kernel that uses only these extensions. */
 
 #ifdef __cplusplus
 }
