@@ -1,14 +1,14 @@
 /* mt_parallel.h - process grid, parallel parameters, column- and row-parallel linear, vocabulary-parallel embedding and
    cross-entropy, gradient sync and norm, loss scaling, AdamW, pipelines, checkpoints.
 
-   Do this (every rank; ctx from mt_comm.h):
-       mt_grid grid;        mt_grid_desc shape = {.tp = 8};             // data parallel over the rest
+   Do this (every rank; world and ctx are from mt_comm.h):
+       mt_grid grid;        mt_grid_desc shape = {.tp = 8};             // data ranks: world size / 8
        mt_params *params;   MT_TRY(mt_grid_create(world, &shape, &grid));
                             MT_TRY(mt_params_create(ctx, &grid, &params));
        mt_column_parallel_linear fc; mt_linear_desc d = {.in_features = 1024, .out_features = 4096};
                             MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc", &d, &fc));
                             MT_TRY(mt_params_init(ctx, params, 1234));      // allocates and fills all parameters
-       ... forward, backward ...                  // optional, before the last backward: mt_sync_gradients_begin
+       ... forward, backward ...                  // optional: mt_sync_gradients_begin before the last backward
                             MT_TRY(mt_sync_gradients(ctx, params));
 
    Layers are small structs in the caller's memory. They need no destroy: the registry (mt_params) owns the values and
@@ -20,21 +20,25 @@
    contains g. Code between the two layers communicates nothing. mt_comm.h has f and g as functions of their own.
 
    Shapes: t is the number of tensor ranks. "local features" are this rank's share of a split dimension. Global shapes
-   never include padding. A size that the tensor group does not divide is padded with zeros. The padding
-   stays zero, because its gradients are zero.
+   never include padding. A dimension that t does not divide is padded with zeros. The padding stays zero, because its
+   gradients are zero.
 
-   Views may have ld > cols. What several tensor ranks send to each other must be contiguous; otherwise a call returns
-   MT_ERR_SHAPE before it computes anything. This concerns:
+   Views may have ld > cols. Only the tensors that a call sends to other tensor ranks must be contiguous; otherwise the
+   call returns MT_ERR_SHAPE before it computes anything. These are:
        always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
        with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
 
-   It does not: know what a transformer is, run your loop, average losses. mt_sync_gradients sums over the data group,
-   so scale your loss by 1 / (tokens of the whole global batch). It reads no files other than checkpoints.
+   This header does not know what a transformer is, run your loop or average losses. mt_sync_gradients sums over the
+   data group, so scale your loss by 1 / (tokens of the whole global batch). The only files that it opens are
+   checkpoints, and the safetensors and JSON files that you name.
+
+   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
 
    Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
    >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
 
-/* Outside the guard: a second #include with MEGATRON_IMPLEMENTATION must reach the headers below, too. */
+/* This #include is outside the guard: a second #include of this file, with MEGATRON_IMPLEMENTATION, must reach the two
+   headers below it, too. */
 #include "mt_kernels.cuh"
 
 #ifndef MT_PARALLEL_H
@@ -46,8 +50,7 @@ extern "C" {
 
 /* ---- process grid ------------------------------------------------------------------------------------------------ */
 
-/* The size of each group. Ranks are in Megatron's order: rank = t + tp * (d + dp * p), where t, d and p are the tensor,
-   data and pipeline rank. */
+/* The size of each group. Ranks are in Megatron's order: rank = tp_rank + tp * (dp_rank + dp * pp_rank). */
 typedef struct mt_grid_desc {
     int tp; /* tensor parallel ranks; 0: 1 */
     int dp; /* data parallel ranks; 0: world size / (tp * pp) */
@@ -62,90 +65,94 @@ typedef enum mt_group {
     MT_GROUP_EMBEDDING = 4 /* first and last pipeline stage, which share tied embeddings; empty on other stages */
 } mt_group;
 
-/* This rank's communicators and its place in the grid. Filled by mt_grid_create; read freely. embedding is NULL except
-   on the first and the last pipeline stage. */
+/* This rank's communicators and its place in the grid. mt_grid_create fills it; callers only read it. embedding is NULL
+   on the stages between the first and the last. */
 typedef struct mt_grid {
-    mt_comm *world; /* the caller's */
+    mt_comm *world; /* owned by the caller */
     mt_comm *tp, *dp, *pp, *model, *embedding;
     int tp_size, dp_size, pp_size;
     int tp_rank, dp_rank, pp_rank;
 } mt_grid;
 
-/* Lists the ranks of the group that `rank` is in, in ascending order, without communication. ranks has world_size
-   entries, of which *count are written. desc may hold zeros.
+/* Writes the ranks of the group that `rank` is in to ranks, in ascending order, and their number to *count. ranks must
+   have space for world_size entries. A 0 in desc means its default. No communication.
    MT_ERR_ARGUMENT: a size is negative, or rank is out of range. MT_ERR_SHAPE: the grid does not fit world_size. */
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count);
 
-/* Creates the communicators. desc NULL: all zeros. world must outlive the grid, and the grid must outlive everything
-   that is created from it. Collective over world. Error sentences are kept in world (mt_comm_last_error). */
+/* Creates the communicators of the groups that this rank is in. desc NULL: all zeros. world must outlive the grid, and
+   the grid must outlive everything that is created from it. Collective over world. Errors as above, and those of
+   mt_comm_split; world keeps the message (mt_comm_last_error). */
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out);
 MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowed */
 
 /* ---- invariant mode ---------------------------------------------------------------------------------------------- */
 
-/* With mt_context_desc.invariant = V, a power of two, a training step computes the same bits on every grid of 1, 2, 4,
-   ..., V tensor ranks, 1, 2, 4, ..., V_d data ranks (mt_context_desc.invariant_data) and any number of pipeline stages,
-   with and without sequence parallelism. These bits are the loss, gradients, their norm, weights and optimizer state.
-   Every split dimension is padded to V virtual shards of the same size; each of t tensor ranks has V / t of them.
+/* In invariant mode a training step computes the same bits on every grid with 1, 2, 4, ..., V tensor ranks, 1, 2, 4,
+   ..., V_d data ranks and any number of pipeline stages, with and without sequence parallelism. This holds for the
+   loss, the gradients, their norm, the weights and the optimizer state. V is mt_context_desc.invariant, a power of two,
+   and V_d is mt_context_desc.invariant_data. With invariant 0 the mode is off.
+   Every split dimension is padded to V virtual shards of the same size. Each of t tensor ranks has V / t of them.
    docs/invariance.md says how this works, what it costs, and which blocks of your own it covers.
 
    The mode has these rules:
-     tokens           A training call has a multiple of V tokens; otherwise MT_ERR_SHAPE.
-     key/value heads  There are at least V; otherwise MT_ERR_SHAPE.
+     tokens           The tokens of a training call (forward with saved, and its backward) are a multiple of V;
+                      otherwise MT_ERR_SHAPE.
+     key/value heads  Attention has at least V of them; otherwise MT_ERR_SHAPE.
      micro-batches    A micro-batch has mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after each
-                      backward. A layer is used once between two of these calls.
-     parts > 1        A rank's local features are those of its virtual shards, one shard after the other: with the parts
-                      gate and up they are gate, up, gate, up, ... Call mt_column_parallel_activation_forward, or your
-                      operator once for each shard on mt_shard_cols. Set mt_linear_desc.parts_by_shard to say that you
-                      do; otherwise the layer's create returns MT_ERR_ARGUMENT. */
+                      backward. Use a layer only once between two of these calls.
+     parts > 1        A rank's local features are those of its virtual shards, one shard after the other. With the parts
+                      gate and up they are gate, up, gate, up, ... Call mt_column_parallel_activation_forward, or call
+                      your own operator once for each shard (mt_shard_cols). Then set mt_linear_desc.parts_by_shard;
+                      without it the layer's create returns MT_ERR_ARGUMENT. */
 
-/* Returns a view of the columns of t [tokens, local features] that belong to one of this rank's `shards` virtual shards
-   (mt_param.shards). When t.data is NULL, returns t. When there is no such shard, returns a view of -1 rows, which
-   every call refuses. */
+/* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank.
+   shards is the number of virtual shards on this rank (mt_param.shards). When t.data is NULL, returns t. When shard is
+   not in [0, shards), returns a view of -1 rows, which every call refuses. */
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
-/* Returns the number of sequences in a micro-batch: sequences / n, where `sequences` are those of the whole step, and
-   n, the number of micro-batches, is the largest power of two that is at most data_shards (V_d) and divides
-   `sequences`. At most n data ranks can share the step. */
+/* Returns the number of sequences in a micro-batch of invariant mode: sequences / n. `sequences` is the number of
+   sequences in the whole step, and data_shards is V_d. n, the number of micro-batches, is the largest power of two that
+   is at most V_d and divides `sequences`. At most n data ranks can share the step. */
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
 
-/* What a GPU computes while it communicates. Layers communicate on a second stream, and parameter gradients on a third.
-   The values are bits of mt_parallel_options.no_overlap, which turns each of them off. The results have the same bits
-   either way. Nothing overlaps in invariant mode or on other devices. */
+/* Kinds of communication that a GPU overlaps with computation. Layers communicate on a second stream. Parameter
+   gradients are summed on a third. By default all kinds overlap; a bit in mt_parallel_options.no_overlap turns its kind
+   off. The results are the same, bit for bit. Nothing overlaps in invariant mode or on other devices. */
 typedef enum mt_overlap {
-    /* column-parallel backward: the weight gradient is computed while the input gradient is reduced. With sequence
-       parallelism, the input gradient is computed while the input is gathered */
+    /* column-parallel backward: the input gradient is reduced while the weight gradient is computed. With sequence
+       parallelism, x is also gathered while the input gradient is computed */
     MT_OVERLAP_COLUMN_BACKWARD = 1,
-    /* row-parallel forward: a chunk of tokens is multiplied while the chunk before it is reduced */
+    /* row-parallel forward: a chunk of tokens is reduced while the next chunk is multiplied */
     MT_OVERLAP_ROW_FORWARD = 2,
-    /* sequence parallelism: a chunk of tokens is multiplied while the next one is gathered */
+    /* sequence parallelism: a chunk of tokens is gathered while the chunk before it is multiplied */
     MT_OVERLAP_ALL_GATHER = 4,
-    /* the backward goes on while final gradients are summed over the data group, see mt_sync_gradients_begin */
+    /* gradients that are final are summed over the data group while the backward goes on, see
+       mt_sync_gradients_begin */
     MT_OVERLAP_GRADIENTS = 8,
     MT_OVERLAP_ALL = 15
 } mt_overlap;
 
-#define MT_OVERLAP_CHUNKS_MAX MT_OVERLAP_TICKETS
+#define MT_OVERLAP_CHUNKS_MAX MT_OVERLAP_TICKETS /* 8 */
 
 /* Options of the layers of a context. Zero-initialised means the defaults. */
 typedef struct mt_parallel_options {
-    int no_overlap; /* bits of mt_overlap that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
-    /* chunks into which a layer cuts its tokens, whether they overlap or not, at most MT_OVERLAP_CHUNKS_MAX. Each chunk
-       is a GEMM of its own; 0: on MT_DEVICE_CUDA one for each 1024 tokens, at most 4, otherwise 1 */
+    int no_overlap; /* bits of mt_overlap: the kinds that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
+    /* number of chunks into which a layer cuts its tokens, at most MT_OVERLAP_CHUNKS_MAX. Each chunk is a GEMM of its
+       own, also when nothing overlaps; 0: on MT_DEVICE_CUDA one for each 1024 tokens, at most 4; on other devices 1 */
     int overlap_chunks;
 } mt_parallel_options;
 
-/* Sets the options for the calls that follow; options NULL: the defaults. Do not call it between a forward and its
-   backward. Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
+/* Sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a forward and its backward.
+   Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
 
-/* trust = 1: the embedding and the cross-entropy do not check token ids and targets, until trust = 0. It is for a block
-   that has checked them itself, because each check waits for the GPU. An id out of range is then undefined behaviour.
-   Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+/* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
+   Turn them off in a block that checks the ids itself, because each check waits for the GPU. Without the check, an id
+   that is out of range is undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
@@ -154,8 +161,8 @@ MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 typedef enum mt_placement {
     MT_REPLICATED = 0, /* every tensor rank has all of it */
-    MT_SPLIT_ROWS = 1, /* over the tensor group */
-    MT_SPLIT_COLS = 2  /* over the tensor group */
+    MT_SPLIT_ROWS = 1, /* rows are split over the tensor group */
+    MT_SPLIT_COLS = 2  /* columns are split over the tensor group */
 } mt_placement;
 
 /* Describes a parameter: its global shape, how it is split, and its first values. */
@@ -163,81 +170,84 @@ typedef struct mt_param_desc {
     const char *name;   /* unique in the registry; copied */
     int64_t rows, cols; /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
     mt_placement placement;
-    /* The split dimension is `parts` equal blocks, at most 65536, and each block is split over the ranks by itself. It
-       fuses unlike branches into one product: with 2 parts [gate; up], each rank has its share of gate and its share of
-       up. In invariant mode see mt_linear_desc.parts_by_shard; 0: 1 */
+    /* number of equal blocks in the split dimension, at most 65536. Each block is split over the ranks separately, so
+       that one product computes several branches: with the 2 parts [gate; up], each rank has its share of gate and its
+       share of up. For invariant mode see mt_linear_desc.parts_by_shard; 0: 1 */
     int64_t parts;
     int64_t unit;     /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
-    float init_std;   /* the values are drawn from N(0, init_std^2) by global element; 0: they are init_value */
-    float init_value; /* a constant */
+    float init_std;   /* the first values are from N(0, init_std^2), see mt_params_init; 0: all are init_value */
+    float init_value; /* used when init_std is 0 */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
     /* advanced */
-    /* 1: the gradient is summed over the tensor group, because each tensor rank computes only a part of it: the part of
-       its own tokens (sequence parallelism) or of its own heads (a gain per head). For MT_REPLICATED only */
+    /* 1: a tensor rank computes only the part of the gradient that its own tokens (sequence parallelism) or its own
+       heads (a gain per head) contribute. mt_sync_gradients sums the parts over the tensor group. For MT_REPLICATED
+       only */
     int sequence_partial;
-    int shared_embedding; /* 1: it is on the first and the last pipeline stage; the embedding group sums its gradient */
+    int shared_embedding; /* 1: the first and the last pipeline stage have it; the embedding group sums its gradient */
 } mt_param_desc;
 
-/* A parameter of this rank. value, in the registry's type, and grad, MT_F32, are this rank's shards [local rows, local
-   cols]. They are contiguous, valid after mt_params_init, and free to read and write. In invariant mode they hold
+/* A parameter on this rank. value (in the registry's type) and grad (MT_F32) are this rank's shard [local rows, local
+   cols], contiguous. They are valid after mt_params_init; callers may read and write them. In invariant mode they hold
    the rank's virtual shards one after the other, each of them contiguous. A matrix that is split by columns is then
    [shards * rows, local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
     mt_tensor value, grad;
-    /* a shared embedding in invariant mode with one pipeline stage: the gradient of the lookup, which mt_sync_gradients
-       adds to grad; otherwise mt_none() */
+    /* in invariant mode with one pipeline stage: the part of a shared embedding's gradient that comes from the lookup.
+       mt_sync_gradients adds it to grad. Otherwise mt_none() */
     mt_tensor lookup_grad;
     int tp_rank, tp_size;
-    int shards;             /* virtual shards of this rank: V / tp_size in invariant mode if split, otherwise 1 */
-    int64_t local_features; /* this rank's part of the split dimension, padding included; rows if not split */
+    int shards;             /* virtual shards on this rank: V / tp_size if split and in invariant mode, otherwise 1 */
+    int64_t local_features; /* size of the split dimension on this rank, padding included; rows if not split */
     struct mt_params *registry;
     int index; /* in the registry, see mt_params_at */
-    int final; /* 1: its gradient is final, see mt_gradients_final */
+    int final; /* 1: nothing more is added to grad in this step, see mt_gradients_final */
 } mt_param;
 
 typedef struct mt_params mt_params; /* opaque: the registry */
 
-/* Creates an empty registry. Its parameters are in memory of ctx. grid must outlive it. In invariant mode MT_ERR_SHAPE:
-   the tensor ranks do not divide V, or the data ranks do not divide V_d. */
+/* Creates an empty registry. Its values and gradients come from ctx's allocator. ctx and grid must outlive it.
+   MT_ERR_SHAPE, in invariant mode: the tensor ranks do not divide V, or the data ranks do not divide V_d. */
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out);
 MT_API void mt_params_destroy(mt_params *params); /* frees values, gradients, descriptions; NULL is allowed */
 
-/* Sets the type of the model: MT_F32 (the default), MT_BF16 or MT_F16. All parameters, activations and activation
-   gradients have it, also when ranks send them. Parameter gradients, statistics, the loss and the optimizer's state are
-   MT_F32. In invariant mode ranks send partial sums as MT_F32, and only the last sum is rounded. Call it before the
-   first parameter is added (MT_ERR_ARGUMENT). */
+/* Sets the type of parameters, activations and activation gradients, in memory and when ranks send them: MT_F32 (the
+   default), MT_BF16 or MT_F16. Parameter gradients, statistics, the loss and the optimizer's state are always MT_F32.
+   In invariant mode ranks send partial sums as MT_F32, and only the last sum is rounded.
+   MT_ERR_ARGUMENT: a parameter was already added. MT_ERR_DTYPE: dtype is another type. */
 MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype);
 MT_API mt_dtype mt_params_dtype(const mt_params *params);
 
 /* How data parallel ranks share the work. */
 typedef struct mt_data_parallel_desc {
-    /* bytes of gradients that are summed in one call, rounded up so that the ranks divide them. The bits of the
-       sums depend on it over NCCL only; 0: 4 times the larger of 40 million and 1 million for each data rank, as in
-       Megatron-LM */
+    /* bytes of gradients in a bucket, which is summed in one call; rounded up so that all data ranks have equal shares.
+       Over NCCL the bits of the sums depend on it, otherwise not; 0: 160 MB, or 4 MB for each data rank if that is
+       more, as in Megatron-LM (MB: 10^6 bytes) */
     size_t bucket_bytes;
-    /* 1: each data rank keeps the optimizer's state of its share of the parameters only (ZeRO-1, arXiv 1910.02054;
+    /* 1: each data rank keeps the optimizer's state of only its share of the parameters (ZeRO-1, arXiv 1910.02054;
        Megatron-LM's distributed optimizer). With d data ranks, parameter, gradient and state take 6 + 12 / d bytes for
-       each 16-bit parameter and 8 + 8 / d for each f32 one. See mt_sync_gradients */
+       each 16-bit parameter and 8 + 8 / d bytes for each f32 one. See mt_sync_gradients */
     int sharded_optimizer;
 } mt_data_parallel_desc;
 
-/* Call it before mt_params_init (MT_ERR_ARGUMENT), with the same desc on every rank of a pipeline stage. */
+/* Sets how data ranks share the work. Give every rank of a pipeline stage the same desc. MT_ERR_ARGUMENT:
+   mt_params_init was already called. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
-/* Adds a parameter. *out belongs to the registry. Its value and gradient have no memory before mt_params_init.
-   MT_ERR_ARGUMENT: the name is taken or too long, another field is out of range, or mt_params_init was called.
-   MT_ERR_SHAPE: the split dimension is not a whole number of units in each part, or the shape is not positive. */
+/* Adds a parameter. The registry owns *out. Its value and gradient get memory in mt_params_init.
+   MT_ERR_ARGUMENT: the name is taken or too long, another field is out of range, or mt_params_init was already called.
+   MT_ERR_SHAPE: the parts of the split dimension are not whole numbers of units, or rows or cols is not positive. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
-/* Allocates values and gradients, each in one piece of memory, and fills the values from the seed. They are drawn in
-   f32 by global element and then rounded, so every split starts from the same model. Gradients become zero. No
-   parameter can be added afterwards. A second call fills again.
-   Collective over the grid's world, whose ranks compare what they were given (mt_comm_compare). All ranks need the same
-   seed, mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the
-   same order, dtype and mt_data_parallel_desc. MT_ERR_MISMATCH on every rank names the difference; nothing has changed
-   then. */
+/* Allocates all values in one piece of memory and all gradients in another. Draws the values from the seed and sets the
+   gradients to zero. A value depends on the seed, the parameter's name and the element's place in the whole tensor, and
+   is rounded from f32, so every split starts from the same model. No parameter can be added afterwards. A second call
+   sets values and gradients again.
+   Collective over the grid's world, whose ranks compare their settings (mt_comm_compare). All ranks need the same seed,
+   mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the same
+   order, dtype and mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH with a message that
+   names it, and nothing has changed. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -248,40 +258,42 @@ MT_API mt_param *mt_params_find(const mt_params *params, const char *name); /* N
 MT_API int64_t mt_params_elements(const mt_params *params);                 /* of this rank, padding included */
 MT_API int64_t mt_params_global_elements(const mt_params *params);          /* of this pipeline stage, no padding */
 
-/* Copies between a shard and the whole tensor, float [rows, cols] without padding in host memory. scatter writes this
-   rank's part of `global` to shard, without communication. gather writes the whole tensor to `global` on every rank,
-   and is collective over the tensor group. shard is param->value, param->grad or a tensor of the same shape (optimizer
-   state), of any float type; values are widened or rounded on the way. Scratch memory comes from the arena. */
+/* Copies between a shard and the whole tensor. `global` is the whole tensor in host memory, float [rows, cols] without
+   padding. scatter writes this rank's part of `global` to shard, without communication. gather writes the whole tensor
+   to `global` on every rank; it is collective over the tensor group. shard is param->value, param->grad or a tensor of
+   the same shape (optimizer state). It may have any float type; values are widened or rounded. Scratch memory comes
+   from the arena. */
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard);
 MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard,
                                  float *global);
 
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
-/* Y = X W^T + b, W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
-   row-parallel layer contains g: its forward all-reduces y. Call no f or g of your own around them or between them.
-   When all but the sizes is zero, a layer has a bias and no sequence parallelism, a column-parallel layer leaves y
-   split, and a row-parallel layer takes x whole. */
+/* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
+   row-parallel layer contains g: its forward all-reduces y. Call no f or g of your own around them or between them. By
+   default (everything zero except the sizes) a layer has a bias and no sequence parallelism, y of a column-parallel
+   layer stays split, and x of a row-parallel layer is not split. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
-    /* of the split dimension, see mt_param_desc. parts fuses unlike branches of one x into one product: with 2 parts,
-       gate and up of SwiGLU, y is this rank's [gate | up]. In invariant mode see parts_by_shard; 0: 1 */
+    /* of the split dimension, see mt_param_desc. With 2 parts one layer computes gate and up of SwiGLU: y is this
+       rank's [gate | up]. For invariant mode see parts_by_shard; 0: 1 */
     int64_t parts, unit;
     float init_std; /* 0: 0.02 */
     int no_bias;
-    int skip_bias_add;     /* 1: the caller adds layer->bias, and its gradient, itself (to fuse it with what follows) */
-    int gather_output;     /* column: y is [tokens, out_features] on every rank */
-    int input_is_parallel; /* row: x is already split over its columns, as a column-parallel layer leaves it */
-    int sequence_parallel; /* column: x is [tokens / t, in]; row: y is [tokens / t, out] */
+    int skip_bias_add;     /* 1: the caller adds layer->bias and its gradient, for instance in a fused operator */
+    int gather_output;     /* 1: y is [tokens, out_features] on every rank (column only) */
+    int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
+    int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
-    /* 1: the caller works on parts shard by shard. In invariant mode the parts are not side by side: each virtual shard
-       has its share of every part (gate, up, gate, up, ...). Then parts > 1 without this flag is MT_ERR_ARGUMENT,
-       unless the features are whole: with gather_output, or in a row-parallel layer without input_is_parallel */
+    /* for parts > 1 in invariant mode, where each virtual shard has its share of every part: gate, up, gate, up, ...
+       Set it to 1 when your code works on y (column) or x (row) shard by shard. With 0, create returns MT_ERR_ARGUMENT,
+       unless the features are not split: with gather_output, or in a row-parallel layer without input_is_parallel */
     int parts_by_shard;
-    mt_param *weight; /* column: the weight of another layer, to be shared (a tied output head); NULL: its own */
+    mt_param *weight; /* the weight of another layer, to share it (a tied output head; column only); NULL: its own */
 } mt_linear_desc;
 
-/* local_features is this rank's share of the split dimension, padding included: columns of y (column) or of x (row). */
+/* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
+   of x (row-parallel). */
 typedef struct mt_column_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
@@ -298,13 +310,13 @@ typedef struct mt_row_parallel_linear {
     int64_t local_features;
 } mt_row_parallel_linear;
 
-/* A view of the caller's x, whose content must not change before backward. */
+/* x is a view of the caller's memory. Its content must not change before backward. */
 typedef struct mt_linear_saved {
     mt_tensor x;
 } mt_linear_saved;
 
 /* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
-   gather_output. backward adds to the gradients of weight and bias. dx may be mt_none(): it is not computed then.
+   gather_output. backward adds to the gradients of weight and bias. When dx is mt_none(), it is not computed.
    Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
    [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx. */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
@@ -314,8 +326,9 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
 MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                     mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved);
 
-/* Row-parallel: W is split over its columns. x [tokens, local_features], or [tokens, in] without input_is_parallel ->
-   y [tokens, out]. The bias is added once, after the reduction. dx may be mt_none().
+/* Row-parallel: W is split over its columns. x [tokens, local_features], or [tokens, in] without input_is_parallel -> y
+   [tokens, out]. The bias is added once, after the reduction. backward adds to the gradients of weight and bias. When
+   dx is mt_none(), it is not computed.
    Communication: forward all-reduces y (g). Without input_is_parallel, backward all-gathers dx. With sequence_parallel
    y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy. */
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
@@ -325,8 +338,9 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
-/* Layers that share f: column-parallel layers that read the same x. x is gathered once; dx, the sum over the layers, is
-   reduced once. y, dy: lists with one entry for each layer. saved: a single one. dx may be mt_none().
+/* Column-parallel layers that read the same x and so share f. forward gathers x once (sequence_parallel). backward
+   writes the sum of the layers' input gradients to dx and reduces it once. y and dy are lists with one entry for each
+   layer; saved is one struct for all layers. When dx is mt_none(), it is not computed.
    MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
                                                           const mt_column_parallel_linear *const *layers, int count,
@@ -336,8 +350,9 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
                                                            const mt_tensor *dy, mt_tensor dx,
                                                            const mt_linear_saved *saved);
 
-/* Layers that share g: row-parallel layers whose outputs are added, y = sum of x[i] W[i]^T and of the biases. y is
-   reduced once; dy is gathered once. x, dx, saved: lists with one entry for each layer. dx[i] may be mt_none().
+/* Row-parallel layers whose outputs are added and so share g: y = sum of x[i] W[i]^T + b[i]. forward reduces y once.
+   backward gathers dy once (sequence_parallel). x, dx and saved are lists with one entry for each layer. When dx[i] is
+   mt_none(), it is not computed.
    MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
                                                        int count, const mt_tensor *x, mt_tensor y,
@@ -346,27 +361,31 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
                                                         int count, mt_tensor dy, const mt_tensor *dx,
                                                         const mt_linear_saved *saved);
 
-/* The product of a column-parallel layer, for inference: x [tokens, in] -> y [tokens, local_features], or [tokens, out]
-   with the argument gather_output. x has all tokens even with sequence_parallel. y may be of another float type.
+/* For inference, a column-parallel forward whose x has all tokens, even with sequence_parallel: x [tokens, in] -> y
+   [tokens, local_features], or [tokens, out] when the argument gather_output is 1 (desc.gather_output is ignored). Adds
+   the bias, except with skip_bias_add. y may be of another float type than x.
    Communication: none, or an all-gather of y with gather_output. */
 MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    int gather_output, mt_tensor y);
 
-/* The activation after a column-parallel layer, on its output h [tokens, local_features]: mt_activation_forward and
-   _backward, called once for each virtual shard in invariant mode. With skip_bias_add, forward also adds the layer's
-   bias to h, and backward adds to the bias's gradient. No communication. */
+/* The activation on the output h [tokens, local_features] of a column-parallel layer: mt_activation_forward and
+   mt_activation_backward, in invariant mode called once for each virtual shard. y, dy and dh have the shapes of those
+   functions. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the
+   bias's gradient. No communication. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
-/* A layer and the activation next to it. They are one operator where mt_gemm_options.epilogue allows it and the
-   column-parallel layer has skip_bias_add; otherwise they are the two calls above.
-   forward, of a column-parallel layer:  h = x W^T + b [tokens, local_features], y = act(h).
-   backward, of a row-parallel layer:    dh [tokens, before->local_features], the gradient through the layer and through
-       the activation in front of it. h is the output of the column-parallel layer `before`. Adds to the gradients of
-       the row-parallel layer's weight and bias and, where `before` has skip_bias_add, of the bias of `before`.
-       MT_ERR_ARGUMENT: the row-parallel layer has no input_is_parallel. */
+/* A linear layer and the activation next to it in one call. They are one fused operator where mt_gemm_options.epilogue
+   allows it and the column-parallel layer has skip_bias_add and no gather_output. Otherwise the call runs the linear
+   layer and mt_column_parallel_activation_forward or _backward.
+     forward (column-parallel):  h = x W^T + b [tokens, local_features], y = act(h).
+     backward (row-parallel):    dh [tokens, before->local_features] is the gradient of h, the output of the
+       column-parallel layer `before`: dy goes back through the row-parallel layer, and then through the activation in
+       front of it. Adds to the gradients of the row-parallel layer's weight and bias and, when `before` has
+       skip_bias_add, to that of the bias of `before`.
+   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel. */
 MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved);
@@ -377,36 +396,38 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
 
 /* ---- norm -------------------------------------------------------------------------------------------------------- */
 
-/* LayerNorm or RMSNorm with its gain and bias, which every tensor rank has whole. It normalises whole tokens, or each
-   head of this rank's query groups by itself ("per head"). Under sequence parallelism and per head, gain and bias are
-   sequence_partial: a rank has the gradients of its own tokens or heads, and mt_sync_gradients sums them. */
+/* LayerNorm or RMSNorm. Every tensor rank has the whole gain and bias. By default the layer normalises whole tokens.
+   With groups > 0 ("per head") it normalises each head in this rank's query groups separately. Under sequence
+   parallelism, and per head, gain and bias are sequence_partial: a rank computes their gradients from its own tokens or
+   heads, and mt_sync_gradients sums them. */
 typedef struct mt_norm_layer_desc {
-    int64_t features;      /* normalised together: hidden, or the size of a head */
-    int64_t groups;        /* per head: the global number of query groups, split over tensor ranks; 0: whole tokens */
+    int64_t features;      /* normalised together: hidden or, per head, the head size */
+    int64_t groups;        /* per head: query groups of all tensor ranks, which share them; 0: whole tokens */
     mt_norm_kind kind;     /* 0: MT_LAYER_NORM */
     float eps;             /* 0: 1e-5 */
-    int sequence_parallel; /* rows are [tokens / t, features]; not with groups (MT_ERR_ARGUMENT) */
+    int sequence_parallel; /* 1: x is [tokens / t, features]; MT_ERR_ARGUMENT with groups > 0 */
 } mt_norm_layer_desc;
 
 typedef struct mt_norm_layer {
     mt_norm_layer_desc desc;
     mt_param *weight, *bias; /* NAME.weight, NAME.bias [1, features]; bias is NULL for MT_RMS_NORM */
     mt_comm *tp;
-    int64_t local_groups; /* groups of this rank, padding included; 0 without groups */
+    int64_t local_groups; /* per head: query groups on this rank, padding included; otherwise 0 */
 } mt_norm_layer;
 
-/* x is a view of the caller's, whose content must not change before backward. stats is memory of the arena: [rows, 2],
-   and per head [rows * heads, 2]. */
+/* x is a view of the caller's memory. Its content must not change before backward. stats lies in the arena: [rows of x,
+   2], or per head [rows of x * heads in a row, 2]. */
 typedef struct mt_norm_saved {
     mt_tensor x, stats;
 } mt_norm_saved;
 
-/* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. dx = dresidual + gradient through
-   the norm. dresidual may be mt_none(); dx may be dy or dresidual. saved == NULL: inference.
-   Per head x, y, dy, dx are [tokens * local_groups, heads * features]: a row holds those heads of one group that have
-   this gain, side by side. The queries of a contiguous qkv [tokens, groups * unit] are such a view:
+/* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. dx = dresidual + the gradient
+   through the norm. dresidual may be mt_none(). dx may be the same memory as dy or dresidual. saved == NULL: inference.
+   Per head, x, y, dy, dx are [tokens * local_groups, heads * features]. A row holds, side by side, the heads of one
+   query group that are normalised with this gain. For example, this view of a contiguous qkv [tokens, groups * unit]
+   holds the queries:
        mt_tensor_cols(mt_tensor_reshape(qkv, tokens * groups, unit), 0, heads_per_group * head_dim)
-   No communication. The hash log gets NAME.output and NAME.input_grad. Per head, the block logs the whole tensor. */
+   No communication. The hash log gets NAME.output and NAME.input_grad, except per head. */
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out);
 MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor x, mt_tensor y,
@@ -416,34 +437,34 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* ---- for authors of blocks --------------------------------------------------------------------------------------- */
 
-/* The blocks of megatron.h are made of layers, operators and these functions. docs/blocks.md shows how to write one. In
-   all of them tp is the tensor group, mt_params_grid(params)->tp. `function` is the name of the caller, for the error
-   sentence. A new parameter belongs in the registry (mt_params_add); set sequence_partial for a replicated one whose
-   gradient covers only this rank's tokens (sequence parallelism) or heads (a gain per head). */
+/* The blocks of megatron.h are made of layers, operators and these functions. docs/blocks.md shows how to write a
+   block. tp is the tensor group, mt_params_grid(params)->tp. `function` is the name of the calling function, for the
+   error message. Add a new parameter with mt_params_add. Set sequence_partial for a replicated parameter whose gradient
+   covers only this rank's tokens (sequence parallelism) or heads (a gain per head). */
 
-/* For the create function of a block.
-   check:       MT_ERR_ARGUMENT, with the name of the first argument that is NULL
-   param_name:  writes NAME.SUFFIX to out, which has MT_NAME_MAX characters; MT_ERR_ARGUMENT when it does not fit
-   end:         returns status. If that is an error, it first removes the parameters that were added since the registry
-                had `count` of them (mt_params_count), and clears the block */
+/* For the create function of a block:
+     mt_create_check  returns MT_ERR_ARGUMENT, with the name of the first argument that is NULL.
+     mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
+     mt_create_end    returns status. When status is an error, it also clears the block and removes the parameters that
+                      the block has added. count is the value of mt_params_count before the first of them. */
 MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                  const void *desc, const void *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
 MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status);
 
-/* Allocates memory that mt_params_destroy frees. on_host 1: host memory, zeroed (for structs). 0: memory of the
-   context's device, not initialised (for tables). */
+/* Allocates zeroed memory that mt_params_destroy frees: with on_host 1 host memory (for structs), with on_host 0 memory
+   of the context's device (for tables). */
 MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out);
 
-/* Returns the number of equal shards of every split dimension: V in invariant mode, otherwise t. */
+/* Returns the number of equal shards into which every split dimension is divided: V in invariant mode, otherwise t. */
 MT_API int mt_params_shards(const mt_params *params);
 
-/* Checks for the beginning of a call, before anything is computed.
-   param:       MT_ERR_ARGUMENT: param is NULL, or mt_params_init was not called
-   activation:  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: it is not of the type of `weight`
-   sent:        MT_ERR_SHAPE: a tensor that several ranks send is not contiguous. `in` is sent under sequence
-                parallelism, `out` always; each may be mt_none()
-   tokens:      MT_ERR_SHAPE: in invariant mode, V does not divide the tokens of a training call */
+/* Checks for the beginning of a call, before it computes anything:
+     mt_check_param       MT_ERR_ARGUMENT: param is NULL, or mt_params_init was not called.
+     mt_check_activation  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: t has another type than `weight`.
+     mt_check_sent        MT_ERR_SHAPE: a tensor that is sent to other tensor ranks is not contiguous. `in` is sent only
+                          under sequence parallelism, `out` always. Either may be mt_none().
+     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. For training calls. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);
@@ -451,16 +472,18 @@ MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *t
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
 
-/* Under sequence parallelism a rank holds rows = tokens / t; otherwise it holds all tokens.
-   tokens:  returns the tokens of so many rows, or -1 when int64_t overflows
-   rows:    writes the rows of so many tokens; MT_ERR_SHAPE when t does not divide them
-   gather:  *all becomes all tokens of x, in the arena, by an all-gather; x itself when the rank already holds all */
+/* The tokens of the tensor group and the rows on this rank: under sequence parallelism rows = tokens / t, otherwise
+   rows = tokens.
+     mt_sequence_tokens  returns the tokens for a number of rows, or -1 when int64_t overflows.
+     mt_sequence_rows    writes the rows for a number of tokens. MT_ERR_SHAPE: t does not divide tokens.
+     mt_gather_tokens    under sequence parallelism, all-gathers x [rows, n] into *all [tokens, n], in the arena.
+                         Otherwise *all is x. */
 MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t rows);
 MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                   int64_t tokens, int64_t *rows);
 MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *all);
 
-/* Allocates several tensors from the arena: mt_arena_tensor for each entry of the list. */
+/* Allocates several tensors from the arena. Calls mt_arena_tensor for each entry of the list, in order. */
 typedef struct mt_arena_request {
     mt_tensor *out;
     mt_dtype dtype;
@@ -468,33 +491,36 @@ typedef struct mt_arena_request {
 } mt_arena_request;
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count);
 
-/* Returns the same elements as a contiguous view [rows, cols]. When t has gaps between its rows, or another number of
-   elements, returns a view of -1 rows, which every call refuses. */
+/* Returns a view [rows, cols] of the elements of t. When t is not contiguous, or has another number of elements,
+   returns a view of -1 rows, which every call refuses. */
 MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
 
-/* Adds a sum over tokens to the gradients a and b of parameters (a bias, a table of positions). b has as many columns
-   as a, or is mt_none(). op adds the contribution of rows [first, first + count) of the call to the a and b that it
-   gets. By default op is called once, with all rows and the gradients themselves. In invariant mode it is called once
-   for each virtual shard of the tokens; MT_ERR_SHAPE when V does not divide them. arg is passed on to op. */
+/* Adds a sum over tokens to one or two parameter gradients, for instance of a bias or a table of positions. a and b are
+   the gradients, MT_F32; b has as many columns as a, or is mt_none(). rows is the number of rows in the call. op(ctx,
+   arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
+   default op is called once, with all rows and the gradients themselves. In invariant mode it is called once for each
+   virtual shard of the tokens, with scratch memory as a and b. MT_ERR_SHAPE, in invariant mode: V does not divide the
+   tokens. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
 
-/* For an operator that a block calls on a virtual shard (mt_shard_cols). An operator's bits may depend on leading
-   dimension and alignment. In invariant mode these calls give it contiguous, aligned copies in the arena; otherwise
-   *out is t.
-   input:   *out is the copy to read instead of t
-   output:  *out is the tensor to write instead of t
-   store:   afterwards copies out to t */
+/* For an operator that a block calls on one virtual shard (mt_shard_cols). The bits of its result may depend on leading
+   dimension and alignment. In invariant mode these functions therefore replace t by a contiguous, aligned tensor in the
+   arena, unless t already is one. Otherwise *out is t.
+     mt_invariant_input   *out is the tensor to read instead of t, with the content of t.
+     mt_invariant_output  *out is the tensor to write instead of t; its content is undefined.
+     mt_invariant_store   copies out, the result of mt_invariant_output, to t after the operator has run. */
 MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
 
-/* Logs an activation [tokens, n] in the context's hash log; does nothing without a log. With sequence_parallel t has
-   this rank's rows only. The line is called "PREFIX.WHAT": PREFIX is `name`, of a parameter or a layer, without its
-   last `up` parts (which dots separate). cols is the parameter in whose split dimension the columns of t lie; NULL:
-   every rank has all columns. */
+/* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log. With sequence_parallel t is
+   [tokens / t, n], this rank's rows. When the columns of t are split over tensor ranks, cols is the parameter whose
+   split dimension they are; NULL: every rank has all columns.
+   The line is named PREFIX.WHAT. PREFIX is `name` (of a parameter or a layer) without its last `up` components, where
+   components are separated by dots: "l.0.fc1.weight" with up 2 is "l.0". */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
                                         int sequence_parallel, const mt_param *cols);
 
@@ -503,7 +529,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
 typedef struct mt_embedding_desc {
     int64_t vocab, features;
     float init_std;        /* 0: 0.02 */
-    int sequence_parallel; /* y is [tokens / t, features], reduce-scattered */
+    int sequence_parallel; /* 1: y is [tokens / t, features] */
     int shared;            /* 1: the output head uses the same weight (see mt_linear_desc.weight) */
 } mt_embedding_desc;
 
@@ -511,11 +537,11 @@ typedef struct mt_vocab_parallel_embedding {
     mt_embedding_desc desc;
     mt_param *weight; /* NAME.weight [vocab, features], split over its rows */
     mt_comm *tp;
-    int64_t first_row; /* of this rank's shard */
+    int64_t first_row; /* token id of the first row of this rank's shard */
 } mt_vocab_parallel_embedding;
 
-/* forward: y [tokens, features] = the rows of the table that ids name. backward: adds dy to these rows of the gradient.
-   ids [tokens] are in memory of the context's device, and must be the same in both calls.
+/* forward: row i of y [tokens, features] is row ids[i] of the whole table. backward: adds row i of dy to row ids[i] of
+   the gradient. ids [tokens] are in memory of the context's device, and must be the same in both calls.
    Communication: forward all-reduces y (g). With sequence_parallel y and dy are [tokens / t, features]: forward
    reduce-scatters y, and backward all-gathers dy.
    MT_ERR_DATA: an id is not in [0, vocab). */
@@ -528,8 +554,8 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 
 typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
-    float label_smoothing; /* PyTorch's: (1 - a) * nll + a * mean over the global vocabulary; 0 <= a < 1 */
-    int32_t ignore_index;  /* targets equal to it have loss 0 and gradient 0; 0: -100, as in PyTorch */
+    float label_smoothing; /* a in (1 - a) * nll + a * mean of -log p over vocab, as in PyTorch; 0 <= a < 1 */
+    int32_t ignore_index;  /* a target of this value has loss 0 and gradient 0; 0: -100, as in PyTorch */
 } mt_cross_entropy_desc;
 
 typedef struct mt_cross_entropy_saved {
@@ -537,11 +563,13 @@ typedef struct mt_cross_entropy_saved {
     const int32_t *targets;
 } mt_cross_entropy_saved;
 
-/* forward: loss [1, tokens] of logits [tokens, local vocabulary], as an output head without gather_output leaves them,
-   and targets [tokens], in memory of the context's device. backward overwrites the saved logits with the gradient of
-   the sum of scale * dloss[i] * loss[i]. dloss [1, tokens] may be mt_none(): ones. logits may be of any float type;
-   loss, dloss and the saved lse are MT_F32.
-   Communication: forward all-gathers four scalars for each token (and virtual shard) over tp.
+/* forward computes loss [1, tokens] from logits [tokens, local vocabulary] and targets [tokens]. The logits are the
+   output of a column-parallel head without gather_output. targets are in memory of the context's device. saved keeps
+   views of logits and targets, and lse, which lies in the arena. logits and targets must not change before backward.
+   backward overwrites the saved logits with the gradient of the sum of scale * dloss[i] * loss[i] over the tokens.
+   dloss is [1, tokens]; mt_none() means all ones. logits may be of any float type; loss, dloss and lse are MT_F32.
+   Communication: forward all-gathers four floats for each token over tp, in invariant mode for each token and virtual
+   shard.
    MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
@@ -551,8 +579,9 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss,
                                                           float scale, const mt_cross_entropy_saved *saved);
 
-/* forward and backward in one call, for a loop that knows dloss and scale beforehand. It writes loss and overwrites the
-   logits with their gradient. When one rank has the whole vocabulary, it reads the logits only once. */
+/* forward and backward in one call, for a loop that knows dloss and scale before the forward. Writes loss and
+   overwrites the logits with their gradient. When one rank has the whole vocabulary in one shard, it reads the logits
+   only once. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tp,
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
@@ -560,46 +589,50 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 
 /* ---- gradients --------------------------------------------------------------------------------------------------- */
 
-/* Call it after the backward of every micro-batch, the last one included. Without invariant mode it does nothing, since
-   backward has added everything up. In invariant mode it adds the gradients of micro-batches in a fixed tree, in memory
-   of the registry: at most log2(V_d / data ranks) times the gradients. Read param->grad only after
-   mt_sync_gradients. A step with one micro-batch needs no call.
+/* In invariant mode, adds up the gradients of the micro-batches of a step in a fixed tree. Call it after the backward
+   of every micro-batch, including the last; a step with one micro-batch needs no call. Outside invariant mode it does
+   nothing, because backward already adds to the gradients. Read param->grad only after mt_sync_gradients. The tree
+   takes memory of the registry, at most log2(V_d / data ranks) times that of the gradients.
    MT_ERR_SHAPE: this rank has more than V_d / data ranks micro-batches. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
-/* Call it after the last backward of a step. Sums every gradient over the data group, one all-reduce for each bucket.
-   Before that it sums sequence_partial gradients over the tensor group (one all-reduce), and shared embeddings over the
-   embedding group. With a sharded optimizer the data group uses reduce-scatters: param->grad then holds the sum only in
-   this rank's share of each bucket (see mt_gather_gradients).
-   In invariant mode: sequence_partial gradients are summed for each micro-batch, the embedding group comes last, and a
-   sharded optimizer uses all-reduces, too. MT_ERR_SHAPE: the number of micro-batches is no power of two. */
+/* Sums the gradients over ranks. Call it after the last backward of a step. First it sums sequence_partial gradients
+   over the tensor group (one all-reduce) and shared embeddings over the embedding group (one all-reduce each). Then it
+   sums all gradients over the data group, with one all-reduce for each bucket. With a sharded optimizer it uses
+   reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of each bucket (see
+   mt_gather_gradients).
+   In invariant mode, sequence_partial gradients are summed once for each micro-batch (in mt_accumulate_gradients).
+   Shared embeddings are summed last. A sharded optimizer uses all-reduces, too. MT_ERR_SHAPE, in invariant mode: the
+   number of micro-batches is not a power of two. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
-/* Optional; call it before the last backward of a step (Megatron-LM's is_last_microbatch). Buckets are then summed over
-   the data group as soon as their gradients are final, while that backward goes on. On MT_DEVICE_CUDA both run at the
-   same time. mt_sync_gradients sums the rest and waits. The sums have the same bits as without this call. In invariant
-   mode it does nothing. mt_params_zero_grad cancels it.
-   MT_ERR_ARGUMENT: it was called before, and neither mt_sync_gradients nor mt_params_zero_grad since. */
+/* Overlaps the sums over the data group with the last backward of a step. Optional; call it before that backward (see
+   Megatron-LM's is_last_microbatch). A bucket is then summed as soon as its gradients are final (mt_gradients_final),
+   on MT_DEVICE_CUDA at the same time as the backward. mt_sync_gradients sums the remaining buckets and waits. The sums
+   have the same bits as without this call. In invariant mode it does nothing. mt_params_zero_grad cancels it.
+   MT_ERR_ARGUMENT: called twice without mt_sync_gradients or mt_params_zero_grad in between. */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
 
-/* Says that the gradients of the parameters from first to last, in the registry's order, are final: nothing will be
-   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own, call it in the same order
-   on every rank. The call is optional: mt_sync_gradients sums all other gradients. Without mt_sync_gradients_begin it
-   does nothing.
-   MT_ERR_ARGUMENT: a gradient was final already. That is one backward too many, and its contribution would be lost. */
+/* Declares that the gradients of the parameters from first to last, in the registry's order, are final: nothing more is
+   added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
+   the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
+   mt_sync_gradients_begin it does nothing.
+   MT_ERR_ARGUMENT: a gradient is declared final twice. What a backward adds between the two calls may be lost, because
+   the sum may already be on its way. */
 MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
 
-/* Optional, with a sharded optimizer, after mt_sync_gradients: makes param->grad the whole sum on every rank, for a
-   program that reads it. Communication: an all-gather of 4 bytes for each element over the data group. Without a
-   sharded optimizer, and in invariant mode, it does nothing, because param->grad already is the whole sum. */
+/* Makes param->grad the whole sum on every rank, for a program that reads gradients. Optional, with a sharded
+   optimizer, after mt_sync_gradients. Communication: an all-gather of all gradients (MT_F32) over the data group, one
+   for each bucket. Without a sharded optimizer, and in invariant mode, it does nothing, because param->grad already is
+   the whole sum. */
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
-/* *norm = L2 norm of the whole model's gradient, with each element counted once, the same on every rank. Call it after
-   mt_sync_gradients. It is not finite when any gradient is not, even one in a copy that is not counted.
-   Communication: an all-reduce of two scalars over the model group and, with a sharded optimizer, one over the data
-   group. In invariant mode: an all-reduce of V numbers for each parameter over the tensor group, and over the
-   pipeline group a send, a broadcast and an all-reduce of one scalar each. With a sharded optimizer the squares are
-   added in another order, so the last digits may differ. */
+/* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients. An
+   element of which several ranks have a copy is counted once; but if any copy is not finite, the norm is not finite.
+   With a sharded optimizer the squares are added in another order, so the last digits may differ.
+   Communication: an all-reduce of two floats over the model group and, with a sharded optimizer, one over the data
+   group. In invariant mode: an all-reduce of V floats for each parameter over the tensor group; over the pipeline
+   group, one send, broadcast and all-reduce of one float each. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
 /* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
@@ -609,8 +642,8 @@ MT_API float mt_clip_coefficient(float norm, float max_norm);
 /* ---- loss scaling ------------------------------------------------------------------------------------------------ */
 
 /* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a large
-   scale (arXiv 1710.03740, section 3.2). The scale grows after growth_interval good steps in a row and shrinks when a
-   gradient is not finite, as in Megatron's DynamicGradScaler:
+   scale (arXiv 1710.03740, section 3.2). The scale grows after growth_interval good steps in a row. It shrinks when
+   gradients are not finite (an overflow), as in Megatron's DynamicGradScaler. A step looks like this:
        MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
        MT_TRY(mt_sync_gradients(ctx, params));
        MT_TRY(mt_grad_norm(ctx, params, &norm));
@@ -623,25 +656,26 @@ typedef struct mt_loss_scaler_desc {
     float initial_scale;   /* 0: 2^32 */
     float min_scale;       /* 0: 1 */
     float growth, backoff; /* factors by which the scale grows and shrinks; 0: 2 and 1/2 */
-    int growth_interval;   /* good steps in a row before it grows; 0: 1000 */
-    int hysteresis;        /* it shrinks from this overflow on, counted since it last grew; 0: 2 */
+    int growth_interval;   /* good steps in a row before the scale grows; 0: 1000 */
+    int hysteresis;        /* n: the n-th overflow since the scale grew shrinks it, and so does each later one; 0: 2 */
 } mt_loss_scaler_desc;
 
-/* The whole state: a checkpoint saves this struct. */
+/* The whole state of a scaler. A checkpoint saves this struct (mt_training_state.scaler). */
 typedef struct mt_loss_scaler {
     mt_loss_scaler_desc desc;
     float scale;     /* multiply the loss by it */
     int good_steps;  /* in a row */
-    int overflows;   /* since it last grew */
+    int overflows;   /* since the scale last grew */
     int64_t skipped; /* skipped steps in total */
 } mt_loss_scaler;
 
-/* desc may be NULL. Factors that are powers of two, such as the defaults, change no digit of a gradient. */
+/* Creates a scaler; it needs no destroy. desc NULL: the defaults. Scales that are powers of two, such as the defaults,
+   do not change the digits of a gradient. MT_ERR_ARGUMENT: a value is out of range. */
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
 
-/* Call it after mt_grad_norm. Divides *norm by the scale, and sets the scale of the next step. Returns 1 / the scale of
-   this step, to multiply into the grad_scale of mt_optimizer_step. Returns 0 when the norm is not finite: skip the
-   step. When scaler or norm is NULL it returns 0 and changes nothing. */
+/* Updates the scale after a step. Call it after mt_grad_norm. Divides *norm by the scale of this step and sets the
+   scale of the next step. Returns 1 / the scale of this step, to multiply into the grad_scale of mt_optimizer_step.
+   Returns 0 when the norm is not finite: skip the step. When scaler or norm is NULL, returns 0 and changes nothing. */
 MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
@@ -649,12 +683,13 @@ MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 typedef struct mt_optimizer_desc {
     float beta1, beta2; /* 0: 0.9, 0.999 */
     float eps;          /* 0: 1e-8 */
-    float weight_decay; /* of parameters with desc.weight_decay; 0: none */
+    float weight_decay; /* of the parameters that have mt_param_desc.weight_decay; 0: none */
     /* advanced */
-    /* 1: 16-bit parameters have no master and are rounded stochastically (see mt_adamw): 14 bytes for each instead of
-       18. MT_ERR_ARGUMENT for f32 parameters */
+    /* 1: 16-bit parameters are rounded stochastically (see mt_adamw) and have no f32 master. Parameter, gradient and
+       state take 14 bytes instead of 18. MT_ERR_ARGUMENT for f32 parameters */
     int stochastic_rounding;
-    /* of stochastic_rounding. In step n, element e takes word e of the stream (FNV-1a of the parameter's name) + n */
+    /* seed of stochastic_rounding. Step n (1, 2, ...) uses the stream (FNV-1a hash of the parameter's name) + n, with
+       one random word for each global element (see mt_random) */
     uint64_t seed;
 } mt_optimizer_desc;
 
@@ -662,69 +697,74 @@ typedef struct mt_optimizer {
     mt_optimizer_desc desc;
     mt_params *params;
     float *m, *v;     /* first and second moments, see mt_optimizer_moments */
-    float *master;    /* f32 values of 16-bit parameters, see mt_optimizer_master; NULL: there are none */
-    int64_t elements; /* of m, of v and of master: this rank's share when they are sharded */
+    float *master;    /* f32 masters of 16-bit parameters, see mt_optimizer_master; NULL: there are none */
+    int64_t elements; /* floats in each of m, v and master; with a sharded optimizer, those of this rank */
     int64_t step;     /* steps done */
 } mt_optimizer;
 
-/* Allocates the state. Masters are copied from the parameters, so create the optimizer when these have their values.
-   desc may be NULL. Collective over the grid's world, whose ranks compare desc: a difference is MT_ERR_MISMATCH on
-   every rank. params must outlive the optimizer. */
+/* Creates an optimizer and allocates its state. Masters are copied from the parameters, so create it after the
+   parameters have their first values (mt_params_init). desc may be NULL. Collective over the grid's world, whose ranks
+   compare desc: if it differs, every rank returns MT_ERR_MISMATCH. params must outlive the optimizer. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
 
-/* Returns views of a parameter's moments, MT_F32 shards shaped like its gradient. They can be read, written, gathered
-   and scattered. MT_ERR_UNSUPPORTED: the optimizer is sharded; use mt_optimizer_read, _gather and _scatter. */
+/* Writes views of a parameter's moments to *m and *v: MT_F32, shaped like its gradient. Callers may read, write, gather
+   and scatter them (mt_param_gather). MT_ERR_UNSUPPORTED: the optimizer is sharded; use mt_optimizer_read,
+   mt_optimizer_gather and mt_optimizer_scatter. */
 MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                       mt_tensor *m, mt_tensor *v);
 
-/* Returns a view of what the next step updates: the parameter's master, or its value when it has no master. A program
-   that writes one of master and value must write the other, too. MT_ERR_UNSUPPORTED as above. */
+/* Writes a view of a parameter's f32 master, or of its value when it has no master, to *master. A program that writes
+   to a master or to its parameter's value must write the same to the other. MT_ERR_UNSUPPORTED as above. */
 MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_tensor *master);
 
-/* What an optimizer keeps of a parameter, named as in PyTorch and Megatron. */
+/* The states that an optimizer keeps of a parameter: first moment, second moment, master. The names are those of
+   PyTorch and Megatron. */
 typedef enum mt_optimizer_state { MT_EXP_AVG = 0, MT_EXP_AVG_SQ = 1, MT_MASTER = 2 } mt_optimizer_state;
 
-/* Copies a state of a parameter into `shard`, MT_F32 and shaped like param->grad. MT_MASTER of a parameter without a
-   master is its value. Collective over the data group when the optimizer is sharded. */
+/* Copies a state of a parameter to `shard`, which is MT_F32 and shaped like param->grad. For a parameter without a
+   master, MT_MASTER is its value. Collective over the data group when the optimizer is sharded. */
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                    mt_optimizer_state state, mt_tensor shard);
 
-/* Copies between a state and the whole tensor in host memory, as mt_param_gather and mt_param_scatter do. gather is
-   collective over the tensor group and, when the optimizer is sharded, the data group. Scattering MT_MASTER also writes
-   the parameter's value, rounded: every data rank must call it, with the same `global`. */
+/* Copies between a state of a parameter and the whole tensor in host memory, as mt_param_gather and mt_param_scatter
+   do. gather is collective over the tensor group and, when the optimizer is sharded, over the data group. scatter does
+   not communicate; call it on every data rank with the same `global`. Scattering MT_MASTER also writes the parameter's
+   value, rounded to its type. */
 MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_optimizer_state state, float *global);
 MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                       mt_optimizer_state state, const float *global);
 
-/* Performs one AdamW step (mt_adamw) with gradients multiplied by grad_scale (the clip coefficient, 1 / loss scale,
-   ...). It updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
-   share, and one all-gather for each bucket brings all parameters to every rank. Given the same gradients and
-   grad_scale, the bits are those of an unsharded optimizer. */
+/* Performs one AdamW step (mt_adamw) with the gradients multiplied by grad_scale, for instance clip coefficient / loss
+   scale. Updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
+   share, and an all-gather for each bucket brings all parameters to every data rank. With the same gradients and
+   grad_scale, the parameters have the same bits as with an unsharded optimizer. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
-/* Returns the learning rate of step 0, 1, ...: linear warm-up to lr over `warmup` steps, then a cosine down to min_lr
-   at step `total`. A negative step or warmup counts as 0. */
+/* Returns the learning rate of a step, counted from 0: linear warm-up to lr over `warmup` steps, then a cosine down to
+   min_lr at step `total` and min_lr from there on. A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
 /* ---- pipeline: stages, several micro-batches in flight ----------------------------------------------------------- */
 
-/* A schedule is the list of actions of one stage in one step. mt_pipeline_schedule makes it, or you write your own;
-   mt_pipeline_run runs it. All schedules take micro-batches in their order, forward and backward. Names are Megatron's
-   (core/pipeline_parallel/schedules.py).
-     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1): one forward for each later stage, then one
-                    forward and one backward in turn. At most min(stages - stage, micro_batches) are in flight
+/* A schedule is the list of actions of one stage in one step. mt_pipeline_schedule makes it, or you write it yourself.
+   mt_pipeline_run runs it. In every schedule micro-batches run in ascending order, forward and backward. The names are
+   Megatron's (core/pipeline_parallel/schedules.py).
+     1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1). A stage first runs one forward for each stage
+                    after it, then one forward and one backward in turn. At most min(stages - stage, micro_batches) are
+                    in flight on stage number `stage` (from 0)
      GPIPE          all forwards, then all backwards (arXiv 1811.06965). All micro-batches are in flight
-     FORWARD_ONLY   evaluation
-   1F1B and GPIPE take equally long: with equal stages, the time of micro_batches + stages - 1 forwards and backwards.
-   The bubble is (stages - 1) / micro_batches of the ideal time. */
+     FORWARD_ONLY   for evaluation
+   With equal stages, 1F1B and GPIPE take the same time, that of micro_batches + stages - 1 forwards and backwards. The
+   bubble is (stages - 1) / micro_batches of the ideal time. */
 typedef enum mt_schedule { MT_SCHEDULE_1F1B = 0, MT_SCHEDULE_GPIPE = 1, MT_SCHEDULE_FORWARD_ONLY = 2 } mt_schedule;
 
-/* A stage sends forward to the next stage and backward to the one before. The last two kinds send and receive at the
-   same time: the neighbour also sends then, and separate calls would wait for each other. */
+/* Forward, a stage sends its output to the next stage. Backward, it sends its input gradient to the stage before. The
+   last two kinds send and receive in one call, because the neighbour does the same: with separate calls each would wait
+   for the other. */
 typedef enum mt_action_kind {
     MT_FORWARD = 0,
     MT_BACKWARD = 1,
@@ -736,107 +776,117 @@ typedef enum mt_action_kind {
     MT_SEND_BACKWARD_RECV_FORWARD = 7
 } mt_action_kind;
 
-/* A micro-batch occupies its slot from the time its input is received until its backward is done. */
+/* A slot holds what one micro-batch in flight keeps: its input and its activations. A micro-batch occupies its slot
+   from the time when its input is received until its backward is done. */
 typedef struct mt_action {
-    int micro_batch, slot;           /* what is computed or sent; in the first two RECV kinds: received */
-    int recv_micro_batch, recv_slot; /* what the last two kinds receive; in the other kinds equal to the above */
+    int micro_batch, slot;           /* what the action computes or sends; in MT_RECV_...: what it receives */
+    int recv_micro_batch, recv_slot; /* what the last two kinds receive; otherwise equal to micro_batch, slot */
     mt_action_kind kind;
 } mt_action;
 
-/* Writes the actions of one stage, at most 6 for each micro-batch, and their number to *count. actions NULL: only the
-   number. No communication. MT_ERR_ARGUMENT: schedule, stages, stage or micro_batches is out of range. MT_ERR_SHAPE:
-   the stage has more than `capacity` actions. */
+/* Writes the actions of stage number `stage` (from 0), at most 6 for each micro-batch, and their number to *count.
+   capacity is the number of entries in actions. actions NULL: writes only the number. No communication.
+   MT_ERR_ARGUMENT: schedule, stages, stage or micro_batches is out of range. MT_ERR_SHAPE: there are more than
+   `capacity` actions. */
 MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stage, int micro_batches,
                                       mt_action *actions, int capacity, int *count);
 
-/* Returns how many slots the actions use. */
+/* Returns the number of slots that the actions use. */
 MT_API int mt_pipeline_slots(const mt_action *actions, int count);
 
-/* What a stage computes. input is the output of the stage before, and doutput the gradient of this stage's output. On
-   the first stage input and dinput are mt_none(); on the last one output and doutput. All four are memory of
-   mt_pipeline_run. input stays until the backward of its micro-batch is done; the others are valid during the call
-   only. */
+/* The functions that mt_pipeline_run calls for a stage. forward computes output from input, which is the output of the
+   stage before. backward computes dinput from doutput, which is the gradient of this stage's output. On the first stage
+   input and dinput are mt_none(). On the last stage output and doutput are mt_none(). All four lie in memory of
+   mt_pipeline_run. input stays valid until the backward of its micro-batch is done; the others are valid during the
+   call only. */
 typedef struct mt_pipeline_stage {
-    int64_t rows, cols; /* what stages send: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
-    mt_dtype dtype;     /* of what stages send: mt_params_dtype */
+    int64_t rows, cols; /* of all four: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
+    mt_dtype dtype;     /* of all four: mt_params_dtype */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor doutput, mt_tensor dinput);
-    void *user;
+    void *user; /* passed to both functions */
 } mt_pipeline_stage;
 
 /* Runs the actions of this rank's stage. Every rank of the pipeline group calls it with the actions of its own stage.
-   What a forward leaves in the arena stays until the micro-batch's backward is done. Every micro-batch must allocate
-   what the first one did, in the same order; MT_ERR_SHAPE when it keeps more. On return the arena is as it was before.
-   The size that it needs, and the rules for lists that you write, are in docs/many-ranks.md.
+   What a forward leaves in the arena stays there until the backward of its micro-batch is done. Every micro-batch must
+   allocate what the first one did, in the same order; MT_ERR_SHAPE: a forward keeps more than the first. On return the
+   arena is as before the call. docs/many-ranks.md has the size of the arena, and the rules for lists that you write.
    Communication: for each micro-batch, each boundary between two stages sees one send of [rows, cols] forward and one
-   backward, in grid->pp's ledger.
-   Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; nothing has run then. After
-   any other error the other stages wait until this stage destroys its communicators or the timeout passes. */
+   backward. The ledger of grid->pp counts them.
+   Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; then no action has run. When
+   one stage returns an error, the others wait until it destroys its communicators or the timeout passes. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
 /* ---- hash log: which tensor differs between two runs ------------------------------------------------------------- */
 
-/* A log for debugging (docs/invariance.md). While a context has one, the linear layers and the blocks of megatron.h log
-   the tensors that they compute in training (forward with saved, backward). Each tensor, unsharded and of the whole
-   step, becomes one hash of its bits, which does not depend on how ranks and micro-batches split it. In invariant mode
-   two splits write the same lines, and the first line that differs names the tensor in which they begin to differ.
-   Names are a layer's with .output, .input_grad or .output_grad. It costs time, host memory for the names, and a few
-   collectives for each flush. */
+/* A log for debugging (docs/invariance.md). While a context has a log, linear layers, norm layers and the blocks of
+   megatron.h log the tensors that they compute in training (forward with saved, backward). For each tensor of a step
+   the log has one line: a name, and a hash of the bits of the whole tensor. The hash does not depend on how ranks and
+   micro-batches split the tensor. In invariant mode two runs that split the same step differently therefore write the
+   same lines. When they do not, the first line that differs names the tensor in which the runs first differ.
+   The name is that of a layer with .output, .input_grad or .output_grad. The log costs time, host memory for the names,
+   and a few collectives for each flush. */
 typedef struct mt_hash_log mt_hash_log;
 
-/* One log for each context (MT_ERR_ARGUMENT for a second). Destroy it before the context; NULL is allowed. */
+/* Creates the log of a context. A context has at most one; a second is MT_ERR_ARGUMENT. Destroy the log before the
+   context. mt_hash_log_destroy accepts NULL. */
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out);
 MT_API void mt_hash_log_destroy(mt_hash_log *log);
 
-/* Sets the place in the global batch of the first token of the next calls. Blocks that take an mt_batch call it
-   themselves. A loop around other layers calls it before each micro-batch. Does nothing without a log. */
+/* Sets first_token, the position in the global batch of the first token that the next calls work on. Blocks that take
+   an mt_batch call it themselves. A loop around other layers calls it before each micro-batch. Does nothing without a
+   log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
 
-/* paused = 1: layers and blocks log nothing until paused = 0. It is for a block that recomputes a forward in its
-   backward. Does nothing without a log. */
+/* paused = 1: layers and blocks log nothing until the call with paused = 0. A block that recomputes a forward in its
+   backward uses it. Does nothing without a log. */
 MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
 
-/* Log what layers do not know. shard: a tensor of a parameter (its gradient after mt_sync_gradients, its value, a
-   moment), under the parameter's name with a suffix (".grad", "", ".exp_avg"). value: a number that every rank has. */
+/* Log what layers do not log themselves:
+     mt_hash_log_shard  a tensor shaped like a parameter's shard: its value, its gradient (after mt_sync_gradients) or a
+                        moment. The line is named by the parameter's name and the suffix, such as "", ".grad" or
+                        ".exp_avg".
+     mt_hash_log_value  a number that every rank has, such as the loss. */
 MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_param *param, const char *suffix,
                                    mt_tensor shard);
 MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char *name, float value);
 
-/* Receives a line. differs: ranks that should hold the same tensor do not. */
+/* Receives a line. differs is 1 when ranks that should have equal copies of the tensor do not. */
 typedef void (*mt_hash_line)(void *user, const char *name, uint64_t hash, int differs);
 
-/* Call it at the end of a step. Calls line on every rank for every tensor, in the order in which they were first
-   computed, and empties the log. Collective over the tensor, data and pipeline groups. The lines of all stages come in
-   the order in which a single stage would write them, provided that all stages log the same numbers in the same order
-   (mt_hash_log_value). */
+/* Calls `line` on every rank once for each tensor, in the order in which the tensors were first computed, and empties
+   the log. Call it at the end of a step. Collective over the tensor, data and pipeline groups. With several stages the
+   lines come in the order in which a single stage would write them, provided that all stages call mt_hash_log_value for
+   the same names in the same order. */
 MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user);
 
 /* ---- safetensors files ------------------------------------------------------------------------------------------- */
 
-/* A file in the format of github.com/huggingface/safetensors. Opening it reads and checks the header. The bytes of a
-   tensor are read when they are used. Files that the format's own library refuses are refused, and so are duplicate
-   keys, NUL characters, and more than MT_SAFETENSORS_DIMS dimensions.
-   The file stays open, and mapped into memory, until mt_safetensors_close. It must not change in that time. When
-   another program truncates it, mt_safetensors_read and the functions that load checkpoints return MT_ERR_IO. A program
-   that uses mt_safetensors_tensor.data itself gets SIGBUS then, as with any mapping. */
+/* A file in the format of github.com/huggingface/safetensors. Opening it reads and checks the header. The data of a
+   tensor are read later, when the program uses them. mt_safetensors_open refuses the files that the format's reference
+   library refuses, and also files with duplicate keys, NUL characters, or tensors of more than MT_SAFETENSORS_DIMS
+   dimensions.
+   The file stays open and mapped into memory until mt_safetensors_close, and must not change in that time. When another
+   program truncates it, mt_safetensors_read and the functions that load checkpoints return MT_ERR_IO, but a program
+   that reads mt_safetensors_tensor.data itself gets SIGBUS, as with any mapping. */
 typedef struct mt_safetensors mt_safetensors; /* opaque */
 
 #define MT_SAFETENSORS_DIMS 8
 #define MT_PATH_MAX 1024
 
 typedef struct mt_safetensors_tensor {
-    const char *name;  /* UTF-8. Memory of the file, as all pointers here */
-    const char *dtype; /* as the format writes it: "F32", "BF16", "I64", ... */
+    const char *name;  /* UTF-8. The pointers of this struct are valid until the file is closed */
+    const char *dtype; /* as in the file: "F32", "BF16", "I64", ... */
     int dims;
     int64_t shape[MT_SAFETENSORS_DIMS];
-    const void *data; /* little endian, perhaps not aligned */
+    const void *data; /* little-endian, not necessarily aligned */
     int64_t bytes;
     const mt_safetensors *file;
 } mt_safetensors_tensor;
 
-/* MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not a valid safetensors file. The sentence names the file and
-   the reason. */
+/* Opens a file. MT_ERR_IO: it cannot be read. MT_ERR_DATA: it is not a valid safetensors file. The message names the
+   file and the reason. */
 MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out);
 MT_API void mt_safetensors_close(mt_safetensors *file); /* NULL is allowed */
 MT_API int mt_safetensors_count(const mt_safetensors *file);
@@ -846,13 +896,15 @@ MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *fi
 MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
                                            const char *key); /* of "__metadata__"; NULL: none */
 
-/* The elements of a tensor of type F32, BF16 or F16 (MT_ERR_DTYPE otherwise), as floats in host memory. MT_ERR_IO: they
-   cannot be read, or the file was truncated since it was opened. The content of out is undefined then. */
+/* Writes the elements of a tensor of type F32, BF16 or F16 as floats to out, in host memory. MT_ERR_DTYPE: the tensor
+   is of another type. MT_ERR_IO: it cannot be read, or the file was truncated since it was opened; the content of out
+   is then undefined. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out);
 
-/* The files of one model: DIRECTORY/STEM.safetensors, or the files that DIRECTORY/STEM.safetensors.index.json names, as
-   Hugging Face shards a model. Every tensor is in one of them only (MT_ERR_DATA). Files of a newer version of this
-   library are MT_ERR_DATA. MT_ERR_IO: there is neither such a file nor such an index. */
+/* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
+   DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
+   the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
+   library wrote a file. The pointers that find and file return are valid until the set is closed. */
 typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
 
 MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
@@ -875,170 +927,185 @@ typedef enum mt_field_kind {
     MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
 } mt_field_kind;
 
-/* A value of the caller's that is written to a file or read from one. Zeros mean: int64_t, any number. */
+/* A variable of the caller that is written to a file, or read from one. */
 typedef struct mt_field {
     const char *name;
     mt_field_kind kind;
     void *value;
-    int64_t low, high; /* of MT_FIELD_I64 and MT_FIELD_INT: the smallest and largest that is read; both 0: any */
-    size_t bytes;      /* of MT_FIELD_TEXT: the size of the array */
-    int must_match;    /* in a checkpoint. 0: load reads the value. 1: load refuses a file that has another value */
-    int nullable;      /* in JSON. 1: null leaves the value as it is */
+    int64_t low, high; /* MT_FIELD_I64, MT_FIELD_INT: smallest and largest value that is accepted; both 0: any */
+    size_t bytes;      /* MT_FIELD_TEXT: the size of the array */
+    int must_match;    /* checkpoints: 0: load reads the value; 1: load refuses a file with another value */
+    int nullable;      /* JSON: 0: null is MT_ERR_DATA; 1: null leaves the value as it is */
 } mt_field;
 
 #define MT_FIELD_TEXT_MAX 32
 
-/* Writes the text of a number as it is in the metadata of a file: all digits, and a decimal point in every locale. Of
-   MT_FIELD_TEXT: no text. */
+/* Writes the text that the metadata of a file has for a number: all digits, with a decimal point in every locale. For
+   MT_FIELD_TEXT it writes an empty text. */
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 
-/* Reads fields from the metadata of a file, without regard to must_match. MT_ERR_DATA: a field is not there, is no
-   value of its kind, or is out of its range. The sentence names the file, the field, its value and what it must be.
-   Fields may have been written then. */
+/* Reads fields from the metadata of a file. Ignores must_match. MT_ERR_DATA: a field is missing, is no value of its
+   kind, or is out of its range. The message names the file, the field, its value and what the value must be. After an
+   error some fields may already have been written. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
-/* Returns MT_ERR_DATA with the sentence "FILE: its metadata has NAME 'VALUE', must be WANTED". For callers that refuse
-   a value which mt_safetensors_fields accepts. */
+/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". For callers that refuse a
+   value which mt_safetensors_fields accepts. */
 MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
                                        const char *wanted);
 
-/* Reads fields from the file DIRECTORY/NAME, which is one object of JSON. A field that the object does not have stays
-   as it is. Other members of the object are ignored. A text that is longer than its array is cut off. Whole numbers
-   must not be negative.
-   *exists becomes 0, and nothing is read, when there is no such file. Where exists is NULL, that is MT_ERR_IO.
+/* Reads fields from the file DIRECTORY/NAME, which is one JSON object. A field that the object does not have stays as
+   it is. Other members of the object are ignored. A text that is longer than its array is truncated. Whole numbers must
+   not be negative.
+   When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a member has another type or is out of its range.
-   Fields may have been written then. */
+   After an error some fields may already have been written. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
 
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
-/* Saves and loads the parameters of a registry, the state of its optimizer, and what a loop needs to go on:
+/* Saves and loads the parameters of a registry, the state of its optimizer, and the training state of a loop:
        mt_checkpoint *c;        mt_checkpoint_desc d = {.directory = "runs/a", .optimizer = &adam};
                                 MT_TRY(mt_checkpoint_create(ctx, params, &d, &c));
-       mt_training_state s = {.step = 100};            // on every rank the same
+       mt_training_state s = {.step = 100};            // the same on every rank
                                 MT_TRY(mt_checkpoint_save(ctx, c, &s));        // runs/a/step-00000100
-                                MT_TRY(mt_checkpoint_load(ctx, c, 100, &s));   // in another run, on any split
+                                MT_TRY(mt_checkpoint_load(ctx, c, 100, &s));   // in another run, on any grid
 
    A checkpoint is a directory on a file system that all ranks see: DIRECTORY/step-00000100. Its tensors are whole, not
-   sharded, and load on any tensor x data x pipeline grid:
-     model.safetensors      the parameters in the registry's type; in its __metadata__ training state and fields
-     optimizer.safetensors  PARAMETER.exp_avg, .exp_avg_sq and, where the optimizer keeps one, .master, all F32
-     config.json            when the model has a format that writes one
-   With pipeline stages the first two are model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
-   Hugging Face has it. A parameter that several stages share is in the first one's file.
+   sharded, and load on any tensor x data x pipeline grid. With one pipeline stage its files are:
+     model.safetensors      the parameters in the registry's type; training state and fields are in its __metadata__
+     optimizer.safetensors  for each parameter P: P.exp_avg, P.exp_avg_sq and, if it has a master, P.master, all F32
+     config.json            only with a format that writes one (mt_checkpoint_format)
+   With 4 stages, model.safetensors becomes model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
+   Hugging Face shards a model; the same holds for the optimizer. A parameter that the first and the last stage share is
+   in the first stage's file.
 
-   The files have the registry's names, shapes and layouts, unless a format changes them (mt_checkpoint_format). The
-   optimizer's files always have the registry's.
+   The model's files have the registry's names, shapes and layouts, unless a format changes them. The optimizer's files
+   always have the registry's.
 
-   Versions. A file says which version of the library has written it. Files of this version and of older ones are read.
-   Files of a newer one, even if only the last number is higher, are MT_ERR_DATA with a sentence that has both versions.
-   mt_checkpoint_import also reads files without a version, which other programs wrote. mt_checkpoint_load does not.
+   Versions: each file has the version of the library that wrote it. The library reads files of its own version and of
+   older ones. A file of a newer version, even a newer patch, is MT_ERR_DATA with a message that has both versions.
+   mt_checkpoint_load refuses files without a version; mt_checkpoint_import reads them, because other programs write
+   such files.
 
-   Killed at any moment. A checkpoint is written beside the others (DIRECTORY/.step-00000100.tmp). Every file and
-   directory is synchronised with the disk. Then the directory is renamed. A run that is killed at any moment leaves the
-   old checkpoints, or the new one with them. Each file has a checksum of all its bytes.
+   Safety: a save writes to DIRECTORY/.step-00000100.tmp, synchronises every file and directory with the disk, and then
+   renames the directory. If the run is killed at any moment, the older checkpoints are intact, and the new one is
+   either complete or not there. Each file has a checksum of all its bytes.
 
-   Two runs. One run writes to a directory at a time. From its first save (or mt_checkpoint_lock) until
-   mt_checkpoint_destroy, or the end of its process, a checkpoint holds the lock (flock) of the file .lock in the
-   directory, where the file system has locks. */
+   Locking: only one run at a time can write to a directory. A checkpoint locks the file DIRECTORY/.lock (flock) at its
+   first save, or in mt_checkpoint_lock, and holds the lock until mt_checkpoint_destroy or the end of the process. On a
+   file system without locks nothing is locked. */
 typedef struct mt_checkpoint mt_checkpoint; /* opaque */
 
-/* How a parameter lies in the file of a format. */
+/* The name and shape that a parameter has in a file. */
 typedef struct mt_tensor_layout {
     char name[MT_NAME_MAX + 32];
     int dims;         /* 1 or 2 */
-    int64_t shape[2]; /* of as many elements as the parameter has */
+    int64_t shape[2]; /* has as many elements as the parameter */
     int form;         /* for the format's own use */
 } mt_tensor_layout;
 
-/* A format changes what the files hold: metadata, names and layouts. megatron.h has one for its GPT, with the names of
-   Hugging Face (mt_gpt_checkpoint_create). Every function is optional, and none may communicate. `model` is
-   mt_checkpoint_desc.model. */
+/* A format changes metadata, names and layouts of the model's files. megatron.h has one for its GPT, with the names of
+   Hugging Face (mt_gpt_checkpoint_create). Every function is optional (NULL), and none may communicate. Their argument
+   `model` is mt_checkpoint_desc.model. */
 typedef struct mt_checkpoint_format {
-    /* Adds metadata. Returns the name of entry number `index`, and writes its value. NULL: there are no more. */
+    /* Adds metadata. Called with index 0, 1, ...: returns the name of that entry and writes its value. Returns NULL
+       when there are no more entries. */
     const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
-    /* Writes the text of a config.json, of less than 4096 bytes. Returns its length as snprintf does. 0: no file. */
+    /* Writes the text of config.json, at most 4095 characters, to text. Returns its length, as snprintf does; 0: no
+       file. */
     int (*config)(const void *model, char *text, size_t bytes);
-    /* Returns an error when the files in the directory are not of this model. Called first by load and import. A format
-       may know several sets of names: *dialect becomes the number of the one in these files. Save writes dialect 0. */
+    /* Returns an error when the files in the directory are not of this model. load and import call it before the other
+       functions. A format may know several sets of names, which it numbers as dialects; check writes the dialect of
+       these files to *dialect (0 on entry). save writes dialect 0. */
     mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
                        int *dialect);
-    /* Changes the name and the shape of a parameter in the files. *layout is the registry's before. */
+    /* Changes the name and the shape that a parameter has in the files. On entry *layout has the registry's name and
+       shape. */
     void (*layout)(const void *model, const mt_param *param, int dialect, mt_tensor_layout *layout);
     /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back when to_file is 0.
-       The tensor is in *x before and after. *spare is memory of the same size. The two pointers may be swapped. */
+       *x is the tensor, on entry and on return. *spare is scratch memory of the same size. The function may swap the
+       two pointers. */
     mt_status (*convert)(const void *model, const mt_param *param, const mt_tensor_layout *layout, int to_file,
                          float **x, float **spare);
-    /* Returns 1 for a tensor that is no parameter and may be in a file. Without this function there is none. */
+    /* Returns 1 for a tensor that may be in a file although it is no parameter; load ignores it. Without this function
+       such a tensor is MT_ERR_DATA. */
     int (*ignores)(const void *model, const char *name, int dialect);
 } mt_checkpoint_format;
 
 typedef struct mt_checkpoint_desc {
-    const char *directory;   /* of a run's checkpoints; made when it is missing, its parent is not; copied */
+    const char *directory;   /* of a run's checkpoints; copied; save creates it, but not its parent directory */
     mt_optimizer *optimizer; /* must outlive the checkpoint; NULL: parameters only */
-    int keep;                /* how many of the newest checkpoints stay; 0: 2 */
+    int keep;                /* save keeps this number of newest checkpoints and removes the others; 0: 2 */
     /* advanced */
-    const mt_field *fields; /* the program's own, copied; their names and values must outlive the checkpoint */
+    const mt_field *fields; /* of the program; copied, but the names and values must outlive the checkpoint */
     int field_count;
     const mt_checkpoint_format *format; /* must outlive the checkpoint; NULL: the registry's names and layouts */
-    const void *model;                  /* for the functions of the format */
+    const void *model;                  /* passed to the functions of the format */
 } mt_checkpoint_desc;
 
 #define MT_NOTE_MAX 1024
 
-/* What a loop needs to go on, beside parameters and optimizer. The library only reads step. */
+/* What a loop needs to resume, in addition to parameters and optimizer. The library uses only step; it stores the other
+   fields and gives them back. */
 typedef struct mt_training_state {
     int64_t step;           /* steps done, at most 2^48; names the checkpoint */
     uint64_t seed;          /* of weights, batches and dropout */
-    int64_t position;       /* in the data, in units of the loop's own, at most 2^62 */
-    mt_loss_scaler scaler;  /* zeros when there is none */
-    char note[MT_NOTE_MAX]; /* a text of the loop's own, UTF-8, such as its flags */
+    int64_t position;       /* in the data, in a unit that the loop chooses, at most 2^62 */
+    mt_loss_scaler scaler;  /* all zeros without a scaler */
+    char note[MT_NOTE_MAX]; /* a text that the loop chooses, such as its flags; UTF-8 */
 } mt_training_state;
 
-/* Allocates host memory for the largest tensor, twice for a format that converts, and a little of the device's. params
-   must outlive the checkpoint. Not collective. MT_ERR_ARGUMENT: a field has no name or no value, or the metadata
-   already has an entry of its name. */
+/* Creates a checkpoint; opens and writes no file. Allocates host memory for the largest unsharded parameter in f32
+   (twice if the format has convert), and 1 KiB of device memory. params must outlive the checkpoint. Not collective.
+   MT_ERR_ARGUMENT: a field has no name or no value, or its name is already used by another field or by the library's
+   metadata. */
 MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
                                       mt_checkpoint **out);
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
 
-/* Makes the directory, locks it and tries to write to it. The first save does so, too; call it for an error before the
-   training begins. Collective over the grid's world, as save, load and import are: an error on one rank is every
-   rank's, with the same sentence. MT_ERR_IO: the directory cannot be written, or another run (or another checkpoint of
-   this one) writes to it. */
+/* Creates the directory if it is missing, locks it and tries to write to it. The first save does the same; call this
+   function to get an error before the training begins. It is collective over the grid's world, and so are save, load
+   and import: when one rank fails, every rank returns the same status and message. MT_ERR_IO: the directory cannot be
+   written, or another run (or another mt_checkpoint of this run) holds the lock. */
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
-/* Writes a checkpoint of state->step. state and fields are the same on every rank. Removes checkpoints beyond
-   desc.keep, and what a killed save has left. What cannot be removed is a warning to the logger; the next save tries
-   again. A link in the directory is removed as a link. On MT_DEVICE_META no file is touched.
-   MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one is there, or another run writes to the
-   directory. MT_ERR_DATA: the note, a text or a name is not UTF-8. The older checkpoints are still there.
-   Ranks that write nothing wait in a collective: the timeout of the world (mt_launch_desc.timeout_s) must exceed the
-   time in which a rank writes its files.
-   The arena must have memory for the largest tensor, unsharded and padded, twice: once in the parameters' type and once
-   in f32. With a sharded optimizer it is twice in f32. */
+/* Saves a checkpoint of step state->step. state and fields must be the same on every rank. Removes the oldest
+   checkpoints, so that desc.keep stay, and what a killed save has left. When something cannot be removed, it logs a
+   warning, and the next save tries again. Of a symbolic link it removes the link, not the target. On MT_DEVICE_META no
+   file is touched.
+   MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
+   MT_ERR_DATA: the note, a text or a name is not UTF-8. After an error the older checkpoints are still there.
+   While one rank of each pipeline stage writes, the others wait in a collective. The timeout of the world
+   (mt_launch_desc.timeout_s) must exceed the time that a rank takes to write its files.
+   The arena needs memory for the largest parameter, unsharded and padded, twice: once in the parameters' type and once
+   in f32; with a sharded optimizer, twice in f32. */
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
-/* Loads the checkpoint of a step, of any split. Everything is checked before the first parameter is written: names,
-   shapes, types, checksums, that no tensor is missing or too many, what the format checks, the training state and the
-   fields. The type of the parameters may differ from the files': 16-bit parameters become their own masters, and f32
-   parameters become what the masters were.
-   MT_ERR_IO or MT_ERR_DATA name the file and the reason. MT_ERR_MEMORY: the arena has no memory for the largest shard
-   in f32, which parameters in 16 bits and sharded optimizers need. After an error nothing has changed, with one
-   exception: MT_ERR_IO when the disk fails, or another program truncates a file, after the checks. Some parameters are
-   the checkpoint's then. */
+/* Loads the checkpoint of a step, which may have been saved on another grid. Before it writes the first parameter, it
+   checks everything: names, shapes and types of the tensors, that none is missing or too many, the checksums,
+   mt_checkpoint_format.check, the training state and the fields. The type of the parameters may differ from the files'.
+   With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
+   the files do not have become copies of the loaded parameters.
+   MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the
+   largest shard in f32, which 16-bit parameters and sharded optimizers need. MT_ERR_UNSUPPORTED: on MT_DEVICE_META.
+   After an error nothing has changed, with one exception: when the disk fails, or another program truncates a file,
+   after the checks (MT_ERR_IO), some parameters have already been loaded. */
 MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
 
-/* Loads parameters (and masters) only, from a directory with model.safetensors or its index: of one checkpoint, or of
-   another program. Fields that must match are compared where the file has them; no field is read. */
+/* Loads only the parameters, and copies them to the masters. Moments and training state stay as they are. directory has
+   model.safetensors or its index, from a checkpoint or from another program. Fields with must_match are compared when
+   the file has them; no field is read. Collective and errors as for mt_checkpoint_load. */
 MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory);
 
-/* The newest checkpoint's step, -1 when there is none or no directory. comm: every rank of it is told what the first
-   one finds; NULL: not collective. */
+/* Writes the step of the newest checkpoint in the directory to *step, or -1 when there is no checkpoint or no
+   directory. With comm it is collective: the first rank looks, and every rank of comm gets its result. comm NULL: not
+   collective. */
 MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step);
 
-/* Writes DIRECTORY/step-00000100 to path. MT_ERR_ARGUMENT when it does not fit into `bytes` characters with its NUL. */
+/* Writes the path of a checkpoint, DIRECTORY/step-00000100 for step 100, to path, which has `bytes` characters.
+   MT_ERR_ARGUMENT: it does not fit with its NUL. */
 MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int64_t step, char *path, size_t bytes);
 
 #ifdef __cplusplus
