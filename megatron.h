@@ -34,30 +34,36 @@
     int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
 
    Four headers; each includes only those below it and can be used without those above:
-       megatron.h       attention, MLP, transformer layer, GPT, names and layouts of Hugging Face     (this header)
+       megatron.h       attention, MLP, transformer layer, GPT, checkpoints for Hugging Face     (this header)
        mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
                         loss, AdamW, pipelines, checkpoints
        mt_kernels.cuh   the operators, forward and backward
-       mt_comm.h        contexts, communicators, collectives, the conjugates f and g, mt_launch
+       mt_comm.h        contexts, communicators, collectives, Megatron's conjugates f and g, mt_launch
 
-   A layer communicates as in Megatron-LM (arXiv 1909.08053): 2 all-reduces of [tokens, hidden] forward and 2 backward.
-   With sequence parallelism (arXiv 2205.05198) they become all-gathers and reduce-scatters. Each communicator has a
-   ledger that counts them.
+   A transformer layer communicates as in Megatron-LM (arXiv 1909.08053): forward does 2 all-reduces of [tokens,
+   hidden], and backward does 2. With sequence parallelism (arXiv 2205.05198) a layer does all-gathers and
+   reduce-scatters instead. Every communicator counts its calls and bytes (mt_comm_ledger).
 
    The library does not own your loop, your tensors or your process. It has no globals, and it never exits or aborts.
    It reads no files except checkpoints. It allocates no memory after setup (the create functions and mt_params_init),
    except while the files of a checkpoint are open.
 
-   Shapes: activations are [tokens, features] with token = sequence * seq + position. Weights are [out, in], as in
-   PyTorch. t is the number of tensor ranks. With sequence parallelism each of them holds [tokens / t, hidden].
-   Types: f32 by default; bf16 or f16, with f32 masters and gradients, after mt_params_set_dtype (see mt_parallel.h).
-   Errors: a call that can fail returns an mt_status. MT_TRY(call) returns the error from the calling function.
-   mt_last_error(ctx) is a sentence with the offending values.
-   Threads: a rank is one thread, with its own context, communicators and registry. Config macros: see mt_comm.h.
+   Shapes:  Activations are [tokens, features]; the row of a token is sequence * seq + position. Weights are [out, in],
+            as in PyTorch. t is the number of tensor parallel ranks. With sequence parallelism a block's input and
+            output are [tokens / t, features] on each of these ranks: consecutive rows, in the order of the ranks.
+   Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
+            needs no destroy. Forward keeps what backward needs in a `saved` struct, whose tensors are in the context's
+            arena until you call mt_arena_release.
+   Types:   A model is f32, or bf16 or f16 after mt_params_set_dtype (mt_parallel.h). Parameter gradients, master
+            weights and the loss are always f32.
+   Errors:  Every call that can fail returns an mt_status. MT_TRY(call) makes the calling function return the status if
+            it is an error. mt_last_error(ctx) returns a message with the offending values.
+   Threads: A rank is one thread, with a context, communicators and a registry of its own.
+   Macros:  mt_comm.h lists those that configure the implementation.
 
    Sections of the implementation: >>mlp >>attention >>layer >>gpt >>checkpoint */
 
-#include "mt_parallel.h" /* outside the guard: a later #include may still add the implementations */
+#include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */
 
 #ifndef MEGATRON_H
 #define MEGATRON_H
@@ -68,41 +74,48 @@ extern "C" {
 
 /* ---- what a call works on ---------------------------------------------------------------------------------------- */
 
-/* The tokens of one call: `sequences` sequences of `seq` tokens each. Every tensor rank has the same batch. Dropout
-   masks are drawn by (seed, step, layer, global element). They are the same on every tensor, data and micro-batch split
-   when first_sequence is the index of this call's first sequence in the global batch. */
+/* The tokens of one call: `sequences` sequences of `seq` tokens each. All tensor ranks pass the same batch. A dropout
+   mask depends on seed, step, layer, and the index of the element in the global batch (all sequences of a step). When
+   first_sequence is set, the masks are the same on every tensor, data and micro-batch split. */
 typedef struct mt_batch {
     int64_t sequences, seq;
-    int64_t first_sequence; /* in the global batch */
-    const int32_t *lengths; /* key padding: valid tokens of each sequence, [sequences], on the device; NULL: all */
-    uint64_t seed, step;    /* of dropout; use a new step for each optimizer step */
+    int64_t first_sequence; /* index of this call's first sequence in the global batch */
+    /* key padding: the first lengths[i] tokens of sequence i are valid. [sequences], in memory of the context's device;
+       NULL: all tokens are valid */
+    const int32_t *lengths;
+    uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
 } mt_batch;
 
-/* Returns a dropout with probability p for a block of your own. Each (seed, step, layer, site) has its own random
-   numbers; layer < 2^18, site < 4. The caller sets the place in the global tensor: at.first_row, at.first_col and
-   at.global_cols. Layer n uses (n, 0) for attention probabilities, (n, 1) for the output of attention and (n, 2) for
-   the output of the MLP. A GPT uses (layers, 3) for the embedding. Beside a GPT, use layer numbers above `layers`. */
+/* Returns a dropout with probability p for a block of your own. The caller sets at.first_row, at.first_col and
+   at.global_cols of the result: the place of this rank's tensor in the global one (see mt_random). Each (seed, step,
+   layer, site) has random numbers of its own; layer < 2^18, site < 4.
+   Layer n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the output of attention and (n, 2) for
+   the output of the MLP. A GPT uses (mt_gpt_desc.layers, 3) for the embedding. For blocks of your own beside a GPT, use
+   layer numbers greater than mt_gpt_desc.layers. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
 
-/* Y = act(X A) B. A is column-parallel and B is row-parallel, so nothing is communicated between them (arXiv
-   1909.08053, eq. 3 and figure 3a). */
+/* Y = act(X A) B, with a bias after each product. A (fc1) is column-parallel and B (fc2) is row-parallel, so act needs
+   no communication (arXiv 1909.08053, eq. 3 and figure 3a). */
 typedef struct mt_mlp_desc {
     int64_t hidden;
-    int64_t ffn;              /* inner width; with MT_SWIGLU the width of gate, and of up; 0: 4 * hidden */
+    int64_t ffn;              /* inner width; with MT_SWIGLU the width of gate and of up, each; 0: 4 * hidden */
     mt_activation activation; /* 0: MT_GELU_TANH */
-    int no_bias;              /* 1: neither product has a bias */
+    int no_bias;              /* 1: fc1 and fc2 have no bias */
     /* advanced */
-    int skip_bias_add;     /* 1: the caller adds mlp.fc2.bias, and its gradient, to fuse them with what follows */
-    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
-    float init_std, output_init_std; /* of fc1 and of fc2; 0: 0.02 */
+    /* 1: forward does not add fc2.bias, and backward does not add to its gradient. The caller does both, for instance
+       fused with a dropout */
+    int skip_bias_add;
+    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
+    float init_std, output_init_std; /* standard deviation of the initial weights of fc1 and of fc2; 0: 0.02 */
 } mt_mlp_desc;
 
+/* NAME, in the names of parameters, is the `name` that the create function of the block was given. */
 typedef struct mt_mlp {
     mt_mlp_desc desc;
-    mt_column_parallel_linear fc1; /* parameters NAME.linear_fc1.weight, .bias; with MT_SWIGLU rows are [gate; up] */
-    mt_row_parallel_linear fc2;    /* parameters NAME.linear_fc2.weight, .bias */
+    mt_column_parallel_linear fc1; /* NAME.linear_fc1.weight, .bias; with MT_SWIGLU the rows are [gate; up] */
+    mt_row_parallel_linear fc2;    /* NAME.linear_fc2.weight, .bias */
 } mt_mlp;
 
 typedef struct mt_mlp_saved {
@@ -110,11 +123,12 @@ typedef struct mt_mlp_saved {
     mt_tensor h; /* [tokens, fc1.local_features], before the activation */
 } mt_mlp_saved;
 
-/* x, y, dx, dy [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y and dx are overwritten; gradients of
-   parameters are added to. x must not change until backward. The tensors of saved are in the arena until the caller's
-   mt_arena_release. saved == NULL: inference. dx may be mt_none(), which saves its reduction.
-   Forward does 1 all-reduce over the tensor group, and backward 1. With sequence_parallel forward does 1 all-gather and
-   1 reduce-scatter, and backward 2 all-gathers and 1 reduce-scatter. */
+/* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
+   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
+   dy. x must not change until backward. The tensors of saved are in the arena until the caller's mt_arena_release.
+   With saved == NULL forward is inference. With dx == mt_none() backward neither computes nor reduces dx.
+   Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
+   does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter. */
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out);
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved);
@@ -123,32 +137,34 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 
 /* ---- self-attention ---------------------------------------------------------------------------------------------- */
 
-/* Query groups are split over the tensor ranks (arXiv 1909.08053, figure 3b). QKV is column-parallel, core attention
-   runs on this rank's heads, and the projection is row-parallel. hidden must be a multiple of heads, and heads a
-   multiple of kv_heads. kv_heads must be at least t, or in invariant mode at least V = mt_context_desc.invariant. When
-   it is not a multiple of that number, the last ranks hold empty groups. */
+/* A query group is one key/value head with its heads / kv_heads query heads. The groups are split over the tensor ranks
+   (arXiv 1909.08053, figure 3b): QKV is column-parallel, core attention runs on this rank's groups, and the projection
+   is row-parallel.
+   hidden must be a multiple of heads, and heads a multiple of kv_heads. kv_heads must be at least t; in invariant mode
+   it must be at least V = mt_context_desc.invariant. With rotary, hidden / heads must be even. Otherwise create returns
+   MT_ERR_SHAPE. When kv_heads is not a multiple of t (or of V), the last ranks hold empty groups, which are padding. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
-    int64_t kv_heads;     /* query groups; fewer than heads: GQA; 0: heads (MHA) */
+    int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
     mt_mask mask;         /* 0: MT_MASK_CAUSAL */
-    float rotary_base;    /* base of rotary position embedding, usually 10000; 0: none */
-    int64_t max_seq;      /* positions in the rotary table; used with rotary only */
+    float rotary_base;    /* base of rotary position embedding, usually 10000; 0: no rotary */
+    int64_t max_seq;      /* longest sequence, needed with rotary only */
     float dropout;        /* of attention probabilities */
-    int64_t layer_number; /* gives each layer dropout masks of its own */
-    int no_bias;          /* 1: neither product has a bias */
+    int64_t layer_number; /* selects the dropout masks; give each layer another number */
+    int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    int skip_bias_add;               /* 1: the caller adds attention.proj.bias, and its gradient */
+    int skip_bias_add;               /* 1: the caller adds proj.bias and its gradient, see mt_mlp_desc */
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
-    float init_std, output_init_std; /* of qkv and of proj; 0: 0.02 */
+    float init_std, output_init_std; /* standard deviation of the initial weights of qkv and of proj; 0: 0.02 */
 } mt_self_attention_desc;
 
 typedef struct mt_self_attention {
     mt_self_attention_desc desc;
-    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; the rows of a query group are its queries, key and value */
+    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; rows: for each query group its queries, key and value */
     mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
     mt_tensor rotary;              /* [max_seq, head_dim], or mt_none(); owned by the registry */
-    int64_t head_dim, groups;      /* groups: on this rank, empty ones included */
+    int64_t head_dim, groups;      /* groups: of this rank, empty ones included */
     int64_t first_group;           /* global index of this rank's first group */
 } mt_self_attention;
 
@@ -161,7 +177,8 @@ typedef struct mt_self_attention_saved {
 } mt_self_attention_saved;
 
 /* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
-   batch->sequences * batch->seq. saved == NULL: inference, without dropout. Backward works on saved->batch. */
+   batch->sequences * batch->seq. saved == NULL: inference, without dropout. Backward uses the batch of forward.
+   MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq. */
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out);
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -169,19 +186,22 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* Core attention of one rank, for a block of your own: mt_attention_forward and mt_attention_backward, called once for
-   each of the `shards` virtual shards of a column-parallel qkv (its weight->shards; 1 outside invariant mode).
+/* Core attention on the groups of this rank, for a block of your own (mt_attention_forward, mt_attention_backward). In
+   invariant mode it runs once for each virtual shard: shards is weight->shards of the column-parallel layer that
+   computed qkv, and 1 outside invariant mode.
    qkv, dqkv [tokens, groups * (heads_per_group + 2) * head_dim]; out, dout [tokens, groups * heads_per_group *
-   head_dim]; lse [shape->groups * heads_per_group, tokens], in forward optional. groups counts all groups of this rank.
-   shape->groups does not count the empty ones. Their columns come last; in out and dqkv they become zeros. */
+   head_dim]; lse [shape->groups * heads_per_group, tokens], which may be mt_none() in forward. groups is the number of
+   all groups of this rank, and shape->groups the number of those that are not empty. The columns of empty groups come
+   last; forward sets them to zero in out, and backward in dqkv. */
 MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                             mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Copies between the grouped QKV weight [(heads + 2 * kv_heads) * head_dim, cols] and separate q [heads * head_dim,
-   cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded, contiguous, in host memory, and
-   do not overlap. Errors: MT_ERR_SHAPE (a size), MT_ERR_ARGUMENT (NULL). */
+/* Copies between the QKV weight of mt_self_attention [(heads + 2 * kv_heads) * head_dim, cols] and separate weights q
+   [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
+   contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive, or heads is not a
+   multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
 MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
                                       const float *k, const float *v, float *qkv);
 MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
@@ -189,42 +209,43 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
 
 /* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
-/* The positions of the two norms. LN is a norm and D is dropout.
-   MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))). GPT-2, and the order for BERT that the paper
-                        recommends (arXiv 1909.08053, figure 7b)
-   MT_POST_LN           x1 = LN(x + D(attn(x))), y = LN(x1 + D(mlp(x1))). The original BERT (figure 7a)
-   MT_RESIDUAL_POST_LN  n = LN(x), x1 = n + D(attn(n)), m = LN(x1), y = m + D(mlp(m)). Megatron's
+/* The places of the two norms of a layer. LN is the norm (mt_norm_kind) and D is dropout.
+   MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))): GPT-2, Llama, and what arXiv 1909.08053
+                        recommends for BERT (figure 7b)
+   MT_POST_LN           x1 = LN(x + D(attn(x))), y = LN(x1 + D(mlp(x1))): the original BERT (figure 7a)
+   MT_RESIDUAL_POST_LN  n = LN(x), x1 = n + D(attn(n)), m = LN(x1), y = m + D(mlp(m)): Megatron's
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
 
-/* What backward computes again, to keep less memory between forward and backward (arXiv 2205.05198; Megatron's
-   --recompute-granularity). The bits are the same, because dropout draws the same masks. For the memory of each see
-   docs/performance.md.
-   MT_RECOMPUTE_NONE       nothing
-   MT_RECOMPUTE_SELECTIVE  core attention, from qkv, without communication
-   MT_RECOMPUTE_FULL       the layer, from its input, with communication. A training step does 5 all-reduces instead of
-                           4; with sequence_parallel 8 all-gathers and 5 reduce-scatters instead of 6 and 4. With
-                           MT_POST_LN it does one more all-reduce or reduce-scatter */
+/* Which activations backward computes again, so that forward need not keep them (arXiv 2205.05198; Megatron's
+   --recompute-granularity). The results have the same bits in each mode, because dropout draws the same masks again.
+   docs/performance.md lists the memory that each mode takes.
+   MT_RECOMPUTE_NONE       none
+   MT_RECOMPUTE_SELECTIVE  those of core attention. Backward computes them from qkv, without communication
+   MT_RECOMPUTE_FULL       all. Backward runs forward again from the input of the layer, with its communication. Forward
+                           and backward of a layer then do 5 all-reduces instead of 4; with sequence_parallel they do 8
+                           all-gathers and 5 reduce-scatters instead of 6 and 4. MT_POST_LN needs one more all-reduce,
+                           or one more reduce-scatter with sequence_parallel */
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
 
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;                   /* query groups, inner width of the MLP; 0: heads, 4 * hidden */
+    int64_t kv_heads, ffn;                   /* as in mt_self_attention_desc and mt_mlp_desc; 0: heads, 4 * hidden */
     mt_ln_placement placement;               /* 0: MT_PRE_LN */
     mt_norm_kind norm;                       /* 0: MT_LAYER_NORM */
     float norm_eps;                          /* 0: 1e-5 */
     mt_activation activation;                /* 0: MT_GELU_TANH */
     mt_mask mask;                            /* 0: MT_MASK_CAUSAL */
-    float rotary_base;                       /* base of rotary position embedding, usually 10000; 0: none */
-    int64_t max_seq;                         /* positions in the rotary table; used with rotary only */
+    float rotary_base;                       /* base of rotary position embedding, usually 10000; 0: no rotary */
+    int64_t max_seq;                         /* longest sequence, needed with rotary only */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
-    int64_t layer_number;                    /* gives each layer dropout masks of its own */
-    int no_bias;                             /* 1: no product has a bias; a LayerNorm keeps its own */
+    int64_t layer_number;                    /* selects the dropout masks; give each layer another number */
+    int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
     mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
-    float init_std;         /* 0: 0.02 */
-    float output_init_std;  /* of proj and fc2; GPT-2: 0.02 / sqrt(2 * layers); 0: 0.02 */
+    float init_std;         /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
+    float output_init_std;  /* the same of proj and fc2; in GPT-2 it is 0.02 / sqrt(2 * layers); 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -235,19 +256,20 @@ typedef struct mt_transformer_layer {
     mt_comm *tp;                        /* the tensor group */
 } mt_transformer_layer;
 
+/* With MT_RECOMPUTE_FULL, only x and attention.batch are valid after forward. */
 typedef struct mt_transformer_layer_saved {
-    /* The layer's input, in the caller's memory. With MT_RECOMPUTE_FULL, forward keeps only x and attention.batch. */
-    mt_tensor x;
+    mt_tensor x; /* the layer's input, in the caller's memory */
     mt_norm_saved input_norm, mlp_norm;
     mt_self_attention_saved attention;
     mt_mlp_saved mlp;
 } mt_transformer_layer_saved;
 
-/* x, y, dx, dy [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none may be
-   mt_none(). x must not change until backward. The tensors of saved are in the arena. saved == NULL: inference, without
-   dropout. Backward works on the batch of forward, which saved holds.
-   A training step does 4 all-reduces of [tokens, hidden] over the tensor group, or with sequence_parallel 6 all-gathers
-   and 4 reduce-scatters. MT_RECOMPUTE_FULL adds to these, see mt_recompute. */
+/* x, y, dx, dy are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none
+   may be mt_none(). x must not change until backward. The tensors of saved are in the arena until the caller's
+   mt_arena_release. saved == NULL: inference, without dropout. Backward uses the batch of forward.
+   Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
+   sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
+   reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute. */
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out);
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
@@ -257,10 +279,10 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 
 /* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
-/* Token embedding, learned positions (not with rotary), layers, final norm (not with MT_POST_LN), output head and
-   cross-entropy. The output head has the weight of the token embedding unless untied_head is set. */
+/* A GPT is a token embedding, learned positions (not with rotary), layers, a final norm (not with MT_POST_LN), an
+   output head and cross-entropy. The output head uses the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
-    int64_t vocab, layers, max_seq;
+    int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer. layer_number and max_seq are ignored: mt_gpt_create sets them. When output_init_std is 0,
        it becomes init_std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
@@ -279,51 +301,60 @@ typedef struct mt_gpt {
     mt_gpt_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
     mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
-    mt_transformer_layer *layers;       /* decoder.layers.<first_layer>.*, ...; the array is owned by the registry */
-    int64_t first_layer, local_layers;  /* number of this stage's first layer; how many it has */
+    mt_transformer_layer *layers;       /* layers[i]: decoder.layers.<first_layer + i>.*; the registry owns the array */
+    int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
     mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
-    mt_column_parallel_linear head;     /* output_layer.weight, or the weight of tokens */
+    mt_column_parallel_linear head;     /* output_layer.weight with untied_head; otherwise the weight of tokens */
     mt_cross_entropy_desc loss;
     const mt_grid *grid;
 } mt_gpt;
 
-/* What one forward keeps for its backward. Several forwards may be in flight, each with an mt_gpt_saved of its own. */
+/* What one forward keeps for its backward. Its tensors are in the arena until the caller's mt_arena_release. Several
+   forwards may be in flight, each with an mt_gpt_saved of its own. */
 typedef struct mt_gpt_saved {
     mt_transformer_layer_saved *layers; /* [local_layers], from mt_gpt_saved_create */
     mt_batch batch;
-    const int32_t *ids; /* NULL: no forward waits for its backward */
+    const int32_t *ids; /* of the forward whose backward has not run yet; NULL: there is none */
     mt_norm_saved final_norm;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
 } mt_gpt_saved;
 
-/* mt_gpt_create adds the parameters of this rank's stage to the registry. mt_gpt_saved_create allocates host memory,
-   which mt_gpt_saved_destroy frees. Errors: MT_ERR_SHAPE (`layers` is not a multiple of the number of stages),
-   MT_ERR_ARGUMENT (a value out of range; several stages with mt_context_desc.arena_symmetric), MT_ERR_MEMORY. */
+/* mt_gpt_create adds the parameters of this rank's stage to the registry, which owns them; out needs no destroy.
+   mt_gpt_saved_create allocates host memory, which mt_gpt_saved_destroy frees. Errors: MT_ERR_SHAPE (`layers` is not a
+   multiple of the number of stages), MT_ERR_ARGUMENT (a value is out of range, or there are several stages and
+   mt_context_desc.arena_symmetric is set), MT_ERR_MEMORY. */
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out);
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out);
 MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initialised struct are allowed */
 
 /* Computes the loss of every token, on a grid with one pipeline stage. With more stages use mt_gpt_stage_forward.
-   ids, targets [sequences * seq] are on the device, the same on every tensor rank, and must not change until backward.
-   loss [1, sequences * seq], MT_F32, is 0 for an ignored target. saved == NULL: evaluation, without dropout.
-   Communication over the tensor group, without sequence_parallel: 1 all-reduce for the embedding, 2 for each layer,
-   and 1 all-gather of scalars for the loss.
-   MT_ERR_DATA: an id or a target is out of range; nothing was computed. */
+   ids, targets [sequences * seq] are in memory of the context's device. They are the same on every tensor rank, and
+   must not change until backward. loss [1, sequences * seq], MT_F32, is 0 for an ignored target. saved == NULL:
+   evaluation, without dropout.
+   Communication over the tensor group: 1 all-reduce for the embedding, 2 for each layer, and 1 all-gather of scalars
+   for the loss. With sequence_parallel: 1 reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for
+   each layer, 1 all-gather for the head, and the same all-gather for the loss.
+   Nothing is computed after MT_ERR_SHAPE (batch->seq is greater than max_seq) and MT_ERR_DATA (an id or a target is out
+   of range). */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
-/* Adds the gradient of scale * sum(loss) to the gradient of every parameter. Call it once for each forward: it
-   overwrites the saved logits, and saved->ids becomes NULL. Communication over the tensor group, without
-   sequence_parallel: 1 all-reduce for the head and 2 for each layer. After mt_sync_gradients_begin it also sums buckets
-   of finished gradients over the data group. */
+/* Adds the gradient of scale * sum(loss) to the gradient of every parameter. scale is usually 1 / (tokens of the whole
+   global batch). Call it once for each forward: it overwrites the saved logits and sets saved->ids to NULL.
+   Communication over the tensor group, without recomputation: 1 all-reduce for the head and 2 for each layer. With
+   sequence_parallel: 1 all-gather and 1 reduce-scatter for the head, 4 all-gathers and 2 reduce-scatters for each
+   layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin it also sums buckets of final gradients over
+   the data group.
+   MT_ERR_ARGUMENT: saved holds no forward. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
-/* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. Call them from the two functions of your
-   mt_pipeline_stage, with the tensors that these are given: [tokens, hidden], or [tokens / t, hidden] with
-   sequence_parallel, in the model's type, and mt_none() where there is no neighbour. input must not change until
-   backward. Every stage gets the same batch, ids and targets. The last stage writes loss; on the others it may be
-   mt_none(). An example with one mt_gpt_saved for each slot (see mt_pipeline_slots):
+/* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. Call them from the functions `forward` and `backward`
+   of your mt_pipeline_stage, and pass on the tensors that these receive. input, output, doutput and dinput are [tokens,
+   hidden], or [tokens / t, hidden] with sequence_parallel, in the model's type. On the first stage input and dinput are
+   mt_none(); on the last stage output and doutput are. input must not change until backward. All stages pass the same
+   batch, ids and targets. The last stage writes loss; on the other stages loss may be mt_none().
+   An example with one mt_gpt_saved for each slot (see mt_pipeline_slots):
        mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
            ... batch, ids, targets and loss of micro-batch a->micro_batch; ids and targets live until its backward ...
            return mt_gpt_stage_forward(ctx, &gpt, &batch, ids, targets, input, output, loss, &saved[a->slot]);
@@ -338,31 +369,34 @@ MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const 
 MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput,
                                        mt_tensor dinput, mt_gpt_saved *saved);
 
-/* Inference, without dropout. logits is [sequences * seq, vocab] for every token, or [sequences, vocab] for the last
-   token of each sequence (the last valid one when the batch has lengths). logits.rows selects which. logits may have
-   any float type; in MT_F32 the logits of a 16-bit model are not rounded to 16 bits.
-   All tensor ranks and all stages call it, and each gets all logits. MT_ERR_DATA: an id is out of range. */
+/* Computes logits, without dropout. logits is [sequences * seq, vocab] for all tokens, or [sequences, vocab] for the
+   last token of each sequence (the last valid one when the batch has lengths): logits.rows tells the two apart. logits
+   may have any float type; in MT_F32 the logits of a 16-bit model are not rounded to 16 bits.
+   All tensor ranks and all pipeline stages call it, with the same batch and ids, and each gets all logits.
+   MT_ERR_DATA: an id is out of range. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
 /* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
 
-/* Creates a checkpoint (see mt_parallel.h) of a GPT. gpt must outlive it. desc->format must be NULL. The files describe
-   the GPT. mt_checkpoint_load and mt_checkpoint_import return MT_ERR_DATA for files that describe a different GPT, even
-   when all shapes agree (another number of heads, another activation).
+/* Creates an mt_checkpoint (mt_parallel.h) for a GPT, for mt_checkpoint_save, _load and _import. gpt must outlive the
+   checkpoint. desc->format must be NULL (MT_ERR_ARGUMENT). The files describe the GPT in their metadata. Load and
+   import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (another number of
+   heads, another activation).
 
-   Hugging Face. A GPT is like GPT-2 when it has MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned
-   positions, kv_heads equal to heads, a causal mask and a tied head. It is stored as a GPT2LMHeadModel of transformers:
-   with those names, [in, out] weights, [q | k | v], and a config.json. GPT2LMHeadModel.from_pretrained opens the
-   directory of the checkpoint. mt_checkpoint_import reads what transformers has written, with or without "transformer."
-   before the names; it ignores buffers of attention masks, and the weight of the head, which is tied. Any other GPT is
-   stored with the names, shapes and layouts of the registry. */
+   Hugging Face. A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
+   equal to heads, a causal mask and a tied head is a GPT-2. Its files have the names and layouts of GPT2LMHeadModel in
+   transformers: weights [in, out], QKV as [q | k | v], and a config.json. GPT2LMHeadModel.from_pretrained opens the
+   directory of the checkpoint. mt_checkpoint_import reads files that transformers wrote, with or without "transformer."
+   before the names. It ignores buffers of attention masks, and lm_head.weight, because the head is tied.
+   Any other GPT is stored with the names, shapes and layouts of the registry. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* Reads the description of the GPT in a directory, for mt_gpt_create. It comes from the metadata of a checkpoint, or
-   from the config.json of a GPT-2. Fields that do not change the output of a model (dropout, init_std, ...) are 0.
-   Not collective. Errors: MT_ERR_IO, MT_ERR_DATA; *out is unchanged then. */
+/* Reads the desc of a stored GPT, for mt_gpt_create. directory is one checkpoint (see mt_checkpoint_path), whose
+   metadata it reads, or a GPT-2 of Hugging Face, whose config.json it reads. Fields that do not change the output of a
+   model (dropout, init_std, ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they
+   describe no GPT that this library can build. After an error *out is unchanged. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
 #ifdef __cplusplus

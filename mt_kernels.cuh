@@ -224,8 +224,8 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 /* Philox4x32-10 (Salmon et al., SC 2011): out = four random words for a counter and a key. */
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-/* The place of a view in its global tensor, which decides its random words. Element (i, j) of the view is global element
-   e = (first_row + i) * global_cols + first_col + j. Its random word is lane e & 3 of Philox for the counter
+/* The place of a view in its global tensor, which decides its random words. Element (i, j) of the view is global
+   element e = (first_row + i) * global_cols + first_col + j. Its random word is lane e & 3 of Philox for the counter
    {e >> 2 (64 bits), stream (64 bits)} and the key seed, so it does not depend on how the tensor is split. */
 typedef struct mt_random {
     uint64_t seed, stream; /* stream: your number for this use, different for each parameter, dropout and step */
