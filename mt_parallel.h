@@ -927,7 +927,8 @@ typedef enum mt_field_kind {
     MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
 } mt_field_kind;
 
-/* A variable of the caller that is written to a file, or read from one. */
+/* A variable of the caller that is written to a file, or read from one. Zeros mean: int64_t, any number. A float or
+   double that is not finite is refused by mt_checkpoint_save and by the readers. */
 typedef struct mt_field {
     const char *name;
     mt_field_kind kind;
@@ -1076,7 +1077,8 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
    warning, and the next save tries again. Of a symbolic link it removes the link, not the target. On MT_DEVICE_META no
    file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
-   MT_ERR_DATA: the note, a text or a name is not UTF-8. After an error the older checkpoints are still there.
+   MT_ERR_DATA: the note, a text or a name is not UTF-8. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
+   rank are not what mt_checkpoint_load accepts. After an error the older checkpoints are still there.
    While one rank of each pipeline stage writes, the others wait in a collective. The timeout of the world
    (mt_launch_desc.timeout_s) must exceed the time that a rank takes to write its files.
    The arena needs memory for the largest parameter, unsharded and padded, twice: once in the parameters' type and once
@@ -5659,8 +5661,7 @@ MT_API void mt_safetensors_set_close(mt_safetensors_set *set) {
 /* All digits of a number, with a decimal point in every locale. */
 static void mti_number_text(double x, int digits, char *text) {
     snprintf(text, MT_FIELD_TEXT_MAX, "%.*e", digits, x);
-    if (strchr(text, 'e')) mt_decimal_point(text);
-    else snprintf(text, MT_FIELD_TEXT_MAX, "0"); /* not finite, which no field is */
+    if (strchr(text, 'e')) mt_decimal_point(text); /* else it is not finite */
 }
 
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
@@ -5761,6 +5762,34 @@ static int mti_field_in_range(const mt_field *f, const void *value) {
     return (f->low == 0 && high == 0) || (x >= f->low && x <= high);
 }
 
+/* Whether the value of a field can be read again when it is written. */
+static int mti_field_is_valid(const mt_field *f) {
+    double d = 0;
+    float x = 0;
+    if (f->kind == MT_FIELD_TEXT) return memchr(f->value, 0, f->bytes) != NULL;
+    if (f->kind == MT_FIELD_F32) memcpy(&x, f->value, sizeof x);
+    if (f->kind == MT_FIELD_F64) memcpy(&d, f->value, sizeof d);
+    return x >= -FLT_MAX && x <= FLT_MAX && d >= -DBL_MAX && d <= DBL_MAX && mti_field_in_range(f, f->value);
+}
+
+#define MTI_WANTED_MAX 80
+
+/* What the value of a field must be. */
+static void mti_field_wanted(const mt_field *f, char wanted[MTI_WANTED_MAX]) {
+    int64_t low = f->low, high = f->high;
+    if (low == 0 && high == 0) {
+        low = f->kind == MT_FIELD_INT ? INT32_MIN : INT64_MIN;
+        high = f->kind == MT_FIELD_INT ? INT32_MAX : INT64_MAX;
+    }
+    snprintf(wanted, MTI_WANTED_MAX, "a finite number");
+    if (f->kind == MT_FIELD_U64)
+        snprintf(wanted, MTI_WANTED_MAX, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX);
+    else if (f->kind == MT_FIELD_TEXT) snprintf(wanted, MTI_WANTED_MAX, "a text of at most %zu bytes", f->bytes - 1);
+    else if (f->kind == MT_FIELD_BOOL) snprintf(wanted, MTI_WANTED_MAX, "0 or 1");
+    else if (f->kind == MT_FIELD_I64 || f->kind == MT_FIELD_INT)
+        snprintf(wanted, MTI_WANTED_MAX, "a whole number from %lld to %lld", (long long)low, (long long)high);
+}
+
 MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
                                        const char *wanted) {
     const char *value;
@@ -5777,19 +5806,9 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
 
 /* Of a field that is no value of its kind, or outside of its range. */
 static mt_status mti_field_refuse(mt_context *ctx, const mt_safetensors *file, const mt_field *f) {
-    char range[80] = "a finite number";
-    int64_t low = f->low, high = f->high;
-    if (low == 0 && high == 0) {
-        low = f->kind == MT_FIELD_INT ? INT32_MIN : INT64_MIN;
-        high = f->kind == MT_FIELD_INT ? INT32_MAX : INT64_MAX;
-    }
-    if (f->kind == MT_FIELD_U64)
-        snprintf(range, sizeof range, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX);
-    else if (f->kind == MT_FIELD_TEXT) snprintf(range, sizeof range, "a text of at most %zu bytes", f->bytes - 1);
-    else if (f->kind == MT_FIELD_BOOL) snprintf(range, sizeof range, "0 or 1");
-    else if (f->kind == MT_FIELD_I64 || f->kind == MT_FIELD_INT)
-        snprintf(range, sizeof range, "a whole number from %lld to %lld", (long long)low, (long long)high);
-    return mt_safetensors_refuse(ctx, file, f->name, range);
+    char wanted[MTI_WANTED_MAX];
+    mti_field_wanted(f, wanted);
+    return mt_safetensors_refuse(ctx, file, f->name, wanted);
 }
 
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count) {
@@ -5913,27 +5932,36 @@ static const struct {
                         {"loss_scaler.scale", "at least loss_scaler.min_scale"},
                         {"loss_scaler.good_steps", "below loss_scaler.growth_interval"}};
 
+/* Whether all fields of a scaler are 0. Its padding, in the memory of a caller, need not be. */
+static int mti_scaler_is_none(const mt_loss_scaler *s) {
+    const mt_loss_scaler_desc *d = &s->desc;
+    return d->initial_scale == 0 && d->min_scale == 0 && d->growth == 0 && d->backoff == 0 && d->growth_interval == 0 &&
+           d->hysteresis == 0 && s->scale == 0 && s->good_steps == 0 && s->overflows == 0 && s->skipped == 0;
+}
+
 /* Which field makes a scaler one that no run can have left so; NULL: none. */
 static const char *mti_state_fault(const mt_training_state *state) {
     const mt_loss_scaler *scaler = &state->scaler;
-    mt_loss_scaler none;
-    memset(&none, 0, sizeof none);
-    if (memcmp(scaler, &none, sizeof none) == 0) return NULL;
+    if (mti_scaler_is_none(scaler)) return NULL;
     if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
     if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
     return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
 }
 
+/* What a field that mti_state_fault returns must be. */
+static const char *mti_state_fault_wanted(const char *fault) {
+    size_t i = 0;
+    while (strcmp(mti_state_wanted[i].name, fault) != 0) i++;
+    return mti_state_wanted[i].wanted;
+}
+
 static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_training_state *state) {
     mt_field fields[MTI_STATE_FIELDS];
     const char *fault;
-    size_t i = 0;
     mti_state_fields(state, fields);
     MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_STATE_FIELDS));
     fault = mti_state_fault(state);
-    if (!fault) return MT_SUCCESS;
-    while (strcmp(mti_state_wanted[i].name, fault) != 0) i++;
-    return mt_safetensors_refuse(ctx, file, fault, mti_state_wanted[i].wanted);
+    return fault ? mt_safetensors_refuse(ctx, file, fault, mti_state_fault_wanted(fault)) : MT_SUCCESS;
 }
 
 /* Saving. */
@@ -6412,6 +6440,46 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) 
     return mti_agree(ctx, world, checkpoint->exchange, status);
 }
 
+static mt_status mti_save_refuse(mt_context *ctx, const mt_field *f, const char *wanted) {
+    char text[MT_FIELD_TEXT_MAX];
+    if (f->kind == MT_FIELD_TEXT)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %.100s is '%.*s', must be %s", f->name,
+                       (int)mt_min((int64_t)f->bytes, 40), (const char *)f->value, wanted);
+    mt_field_text(f, text);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: %.100s is %s, must be %s", f->name, text, wanted);
+}
+
+static mt_status mti_save_fields(mt_context *ctx, const mt_field *fields, int count) {
+    char wanted[MTI_WANTED_MAX];
+    int i;
+    for (i = 0; i < count; i++) {
+        if (mti_field_is_valid(&fields[i])) continue;
+        mti_field_wanted(&fields[i], wanted);
+        return mti_save_refuse(ctx, &fields[i], wanted);
+    }
+    return MT_SUCCESS;
+}
+
+/* What is published can be loaded: the values that the metadata will have are those that load accepts. */
+static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const mt_training_state *state) {
+    mt_training_state copy = *state;
+    mt_field fields[MTI_STATE_FIELDS];
+    const char *fault;
+    int i = 0;
+    mti_state_fields(&copy, fields);
+    MT_TRY(mti_save_fields(ctx, fields, MTI_STATE_FIELDS));
+    fault = mti_state_fault(&copy);
+    if (fault) {
+        while (strcmp(fields[i].name, fault) != 0) i++;
+        return mti_save_refuse(ctx, &fields[i], mti_state_fault_wanted(fault));
+    }
+    if (c->optimizer) {
+        fields[0] = mti_optimizer_field(c->optimizer);
+        MT_TRY(mti_save_fields(ctx, fields, 1));
+    }
+    return mti_save_fields(ctx, c->fields, c->field_count);
+}
+
 /* On the first rank, before anything is written. */
 static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t step, const char *beside) {
     int64_t newest;
@@ -6520,7 +6588,8 @@ static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt
     mt_comm *world = c->params->grid->world;
     int first = mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META;
     mti_part model = mti_model_part(c), optimizer;
-    mt_status status = first ? mti_save_prepare(ctx, c, state->step, beside) : MT_SUCCESS, io = MT_SUCCESS;
+    mt_status status = mti_save_values(ctx, c, state), io = MT_SUCCESS;
+    if (first && status == MT_SUCCESS) status = mti_save_prepare(ctx, c, state->step, beside);
     MT_TRY(mti_agree(ctx, world, c->exchange, status));
     status = mti_part_save(ctx, c, &model, state, beside, &io);
     if (c->optimizer && status == MT_SUCCESS) {
@@ -6757,8 +6826,8 @@ static mt_status mti_source_fields(mt_context *ctx, const mt_checkpoint *c, cons
         if (!all && (!text || !f.must_match)) continue;
         if (f.kind == MT_FIELD_TEXT) {
             if (!text || strlen(text) >= f.bytes) return mti_field_refuse(ctx, first, &f);
-            if (!f.must_match || strcmp(text, (const char *)f.value) == 0) continue;
-            snprintf(wanted, sizeof wanted, "'%.40s'", (const char *)f.value);
+            if (!f.must_match || strncmp(text, (const char *)f.value, f.bytes) == 0) continue;
+            snprintf(wanted, sizeof wanted, "'%.*s'", (int)mt_min((int64_t)f.bytes, 40), (const char *)f.value);
             return mt_safetensors_refuse(ctx, first, f.name, wanted);
         }
         mt_field_text(&f, ours);
