@@ -1023,7 +1023,7 @@ typedef struct mt_checkpoint_format {
     mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
                        int *dialect);
     /* Changes the name and the shape that a parameter has in the files. On entry *layout has the registry's name and
-       shape. */
+       shape. A shape with another number of elements is MT_ERR_SHAPE of save, load and import. */
     void (*layout)(const void *model, const mt_param *param, int dialect, mt_tensor_layout *layout);
     /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back when to_file is 0.
        *x is the tensor, on entry and on return. *spare is scratch memory of the same size. The function may swap the
@@ -6231,17 +6231,30 @@ static mti_part mti_optimizer_part(const mt_checkpoint *c) {
     return part;
 }
 
-static mt_tensor_layout mti_part_layout(const mt_checkpoint *c, const mti_part *part, const mt_param *p, int what) {
+/* A tensor of a file has as many elements as its parameter. Memory for more is not there. */
+static mt_status mti_layout_check(mt_context *ctx, const mt_param *p, const mt_tensor_layout *l) {
+    int64_t elements = p->desc.rows * p->desc.cols;
+    if (l->dims == 1 && l->shape[0] == elements) return MT_SUCCESS;
+    if (l->dims == 2 && mt_size_mul(l->shape[0], l->shape[1]) == elements) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_SHAPE,
+        "mt_checkpoint_format.layout: '%.100s' has dims %d, shape [%lld, %lld]; must have dims 1 or 2 and the "
+        "%lld elements of %s",
+        l->name, l->dims, (long long)l->shape[0], (long long)l->shape[1], (long long)elements, p->name);
+}
+
+static mt_status mti_part_layout(mt_context *ctx, const mt_checkpoint *c, const mti_part *part, const mt_param *p,
+                                 int what, mt_tensor_layout *l) {
     static const char *const suffixes[] = {".exp_avg", ".exp_avg_sq", ".master"};
     int row = p->desc.rows == 1;
-    mt_tensor_layout l;
-    memset(&l, 0, sizeof l);
-    snprintf(l.name, sizeof l.name, "%s%s", p->name, what == MTI_VALUE ? "" : suffixes[what]);
-    l.dims = row ? 1 : 2;
-    l.shape[0] = row ? p->desc.cols : p->desc.rows;
-    l.shape[1] = p->desc.cols;
-    if (part->dialect >= 0 && c->format.layout) (c->format.layout)(c->model, p, part->dialect, &l);
-    return l;
+    memset(l, 0, sizeof *l);
+    snprintf(l->name, sizeof l->name, "%s%s", p->name, what == MTI_VALUE ? "" : suffixes[what]);
+    l->dims = row ? 1 : 2;
+    l->shape[0] = row ? p->desc.cols : p->desc.rows;
+    l->shape[1] = p->desc.cols;
+    if (part->dialect < 0 || !c->format.layout) return MT_SUCCESS;
+    (c->format.layout)(c->model, p, part->dialect, l);
+    return mti_layout_check(ctx, p, l);
 }
 
 static void mti_put_member(mti_file *f, const char *key, const char *value) {
@@ -6284,15 +6297,17 @@ static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *st
 }
 
 /* The header, without its length; *offset: of all data. */
-static void mti_put_header(const mt_checkpoint *c, const mti_part *part, const mt_training_state *state, mti_file *f) {
+static mt_status mti_put_header(mt_context *ctx, const mt_checkpoint *c, const mti_part *part,
+                                const mt_training_state *state, mti_file *f) {
+    mt_tensor_layout l;
     int64_t offset = 0;
     int what, i, k;
     mti_put_metadata(c, state, f);
     for (what = part->first; what <= part->last; what++)
         for (i = 0; i < c->params->count; i++) {
             const mt_param *p = c->params->list[i];
-            mt_tensor_layout l = mti_part_layout(c, part, p, what);
             if (!mti_param_is_ours(c->params, p)) continue;
+            MT_TRY(mti_part_layout(ctx, c, part, p, what, &l));
             mti_file_text(f, ",");
             mti_file_string(f, l.name);
             mti_file_text(f, part->dtype == MT_F32    ? ":{\"dtype\":\"F32\",\"shape\":["
@@ -6311,6 +6326,7 @@ static void mti_put_header(const mt_checkpoint *c, const mti_part *part, const m
         }
     mti_file_text(f, "}");
     while (f->bytes % 8 != 0) mti_file_text(f, " "); /* aligns the data */
+    return MT_SUCCESS;
 }
 
 /* "model.safetensors", or the file of a stage. */
@@ -6325,15 +6341,14 @@ static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_par
     uint64_t header;
     mti_part_name(name, sizeof name, part->stem, c->params->grid->pp_rank, c->params->grid->pp_size);
     MT_TRY(mti_file_begin(ctx, &c->file, NULL, NULL));
-    mti_put_header(c, part, state, &c->file);
+    MT_TRY(mti_put_header(ctx, c, part, state, &c->file));
     header = (uint64_t)c->file.bytes;
     if (header > MTI_HEADER_MAX)
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
                        (unsigned long long)header, MTI_HEADER_MAX);
     MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
     mti_file_put(&c->file, &header, sizeof header);
-    mti_put_header(c, part, state, &c->file);
-    return MT_SUCCESS;
+    return mti_put_header(ctx, c, part, state, &c->file);
 }
 
 /* Converts c->whole between the registry's layout and that of the file. */
@@ -6360,16 +6375,17 @@ static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
 
 /* Collective: every rank gathers, also one whose file cannot be written, whose error goes to *io. */
 static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
+    mt_tensor_layout l;
     int what, i;
     for (what = part->first; what <= part->last; what++)
         for (i = 0; i < c->params->count; i++) {
             const mt_param *p = c->params->list[i];
-            mt_tensor_layout l = mti_part_layout(c, part, p, what);
             if (!mti_param_is_ours(c->params, p)) continue;
             MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole)
                                      : mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
             if (!writes || *io != MT_SUCCESS) continue;
-            *io = mti_layout_convert(c, part, p, &l, 1);
+            *io = mti_part_layout(ctx, c, part, p, what, &l);
+            if (*io == MT_SUCCESS) *io = mti_layout_convert(c, part, p, &l, 1);
             mti_put_elements(c, part->dtype, p->desc.rows * p->desc.cols);
         }
     return MT_SUCCESS;
@@ -6660,10 +6676,11 @@ static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_s
 /* Every tensor of a part is there, and of the right shape. */
 static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                        const mti_part *part) {
+    mt_tensor_layout l;
     int what, i;
     for (what = part->first; what <= part->last; what++)
         for (i = 0; i < c->params->count; i++) {
-            mt_tensor_layout l = mti_part_layout(c, part, c->params->list[i], what);
+            MT_TRY(mti_part_layout(ctx, c, part, c->params->list[i], what, &l));
             MT_TRY(mti_source_check_tensor(ctx, b, &l));
         }
     return MT_SUCCESS;
@@ -6696,6 +6713,7 @@ static int mti_source_ignores(const mt_checkpoint *c, const mti_part *part, cons
 /* What belongs to no parameter of this rank. */
 static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                        const mti_part *part) {
+    mt_tensor_layout l;
     int f, k, i, what;
     for (f = 0; f < b->count; f++)
         for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
@@ -6703,7 +6721,7 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
             int ours = mti_source_ignores(c, part, name);
             for (what = part->first; what <= part->last && !ours; what++)
                 for (i = 0; i < c->params->count && !ours; i++) {
-                    mt_tensor_layout l = mti_part_layout(c, part, c->params->list[i], what);
+                    MT_TRY(mti_part_layout(ctx, c, part, c->params->list[i], what, &l));
                     ours = strcmp(l.name, name) == 0;
                 }
             if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
@@ -6738,7 +6756,8 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
 static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mt_safetensors_set *b,
                                     const mti_part *part, int i, int what, int as) {
     const mt_param *p = c->params->list[i];
-    mt_tensor_layout l = mti_part_layout(c, part, p, what);
+    mt_tensor_layout l;
+    MT_TRY(mti_part_layout(ctx, c, part, p, what, &l));
     MT_TRY(mt_safetensors_read(ctx, mt_safetensors_set_find(b, l.name), c->whole));
     MT_TRY(mti_layout_convert(c, part, p, &l, 0));
     if (as == MTI_VALUE) return mt_param_scatter(ctx, p, c->whole, p->value);
@@ -6770,7 +6789,8 @@ static void mti_source_close(mti_source *s) {
 /* The optimizer's files; of masters either all or none. */
 static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
     mti_part part = mti_optimizer_part(c);
-    mt_tensor_layout l = mti_part_layout(c, &part, c->params->list[0], MT_MASTER);
+    mt_tensor_layout l;
+    MT_TRY(mti_part_layout(ctx, c, &part, c->params->list[0], MT_MASTER, &l));
     MT_TRY(mti_set_open(ctx, directory, part.stem, &s->optimizer));
     s->has_masters = mt_safetensors_set_find(&s->optimizer, l.name) != NULL;
     part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;

@@ -110,6 +110,7 @@ typedef struct model {
     mt_optimizer adam;
     mt_checkpoint *checkpoint;
     mt_field fields[FIELDS];
+    int wrong; /* for wrong_layout */
 } model;
 
 static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
@@ -668,6 +669,71 @@ static void own_format(void **state) {
     forget("r");
 }
 
+enum { WIDER = 64 };
+
+/* Layouts that no parameter of two dimensions has. */
+static void wrong_layout(const void *user, const mt_param *p, int dialect, mt_tensor_layout *l) {
+    (void)dialect;
+    if (p->desc.rows == 1) return;
+    switch (((const model *)user)->wrong) {
+    case 1: l->shape[0] = WIDER; break;
+    case 2: l->dims = 1; break;
+    case 3: l->dims = 3; break;
+    case 4: l->dims = 0; break;
+    case 5: l->shape[0] *= -1, l->shape[1] *= -1; break;
+    case 6: l->shape[0] = l->shape[1] = INT64_MAX; break;
+    case 7: l->dims = 1, l->shape[0] *= l->shape[1]; break; /* this one may be */
+    default: break;
+    }
+}
+
+/* user: the checkpoint to import, of layers that are wider, as the first layout says. */
+static mt_status wrong_layouts_rank(mt_comm *world, void *user) {
+    static const mt_checkpoint_format format = {.layout = wrong_layout};
+    job j = {.tp = 2, .directory = "w", .format = &format};
+    notes n = fresh;
+    mt_training_state s = {.step = 1};
+    model m;
+    MT_TRY(model_open(world, &j, &n, &m));
+    for (m.wrong = 1; m.wrong < 7; m.wrong++) {
+        CHECK(mt_checkpoint_import(m.r.ctx, m.checkpoint, (const char *)user) == MT_ERR_SHAPE);
+        CHECK(strstr(mt_last_error(m.r.ctx), "layout: 'first.weight' has dims"));
+        m.r.ctx->error[0] = 0;
+        CHECK(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s) == MT_ERR_SHAPE);
+        CHECK(strstr(mt_last_error(m.r.ctx), "the 240 elements of first.weight"));
+        m.r.ctx->error[0] = 0;
+    }
+    MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
+    MT_TRY(mt_checkpoint_load(m.r.ctx, m.checkpoint, 1, &s));
+    model_close(&m);
+    return MT_SUCCESS;
+}
+
+static void wrong_layouts(void **state) {
+    mt_param_desc list[] = {{.name = "first.weight", .rows = WIDER, .cols = IN},
+                            {.name = "first.bias", .rows = 1, .cols = MIDDLE},
+                            {.name = "second.weight", .rows = WIDER, .cols = MIDDLE},
+                            {.name = "second.bias", .rows = 1, .cols = OUT}};
+    mt_param *param;
+    mt_checkpoint_desc c = {.directory = in_scratch("wide")};
+    mt_training_state s = {.step = 1};
+    mt_checkpoint *wide;
+    char path[64];
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < 4; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &list[i], &param));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &wide));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, wide, &s));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_path(r.ctx, in_scratch("wide"), 1, path, sizeof path));
+    mt_checkpoint_destroy(r.ctx, wide);
+    test_paper_rank_close(&r);
+    test_launch(2, wrong_layouts_rank, path);
+    forget("w");
+    forget("wide");
+}
+
 /* ---- JSON -------------------------------------------------------------------------------------------------------- */
 
 static void json(void **state) {
@@ -734,7 +800,7 @@ int main(void) {
         cmocka_unit_test(same_bits), cmocka_unit_test(another_split), cmocka_unit_test(fewer_data_ranks),
         cmocka_unit_test(files),     cmocka_unit_test(other_models),  cmocka_unit_test(other_fields),
         cmocka_unit_test(arguments), cmocka_unit_test(killed),        cmocka_unit_test(own_format),
-        cmocka_unit_test(json),      cmocka_unit_test(not_saved),
+        cmocka_unit_test(json),      cmocka_unit_test(not_saved),     cmocka_unit_test(wrong_layouts),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }
