@@ -942,12 +942,12 @@ typedef struct mt_field {
 #define MT_FIELD_TEXT_MAX 32
 
 /* Writes the text that the metadata of a file has for a number: all digits, with a decimal point in every locale. For
-   MT_FIELD_TEXT it writes an empty text. */
+   MT_FIELD_TEXT, and when field or its value is NULL, it writes an empty text. */
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 
 /* Reads fields from the metadata of a file. Ignores must_match. MT_ERR_DATA: a field is missing, is no value of its
    kind, or is out of its range. The message names the file, the field, its value and what the value must be. After an
-   error some fields may already have been written. */
+   error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
 /* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". For callers that refuse a
@@ -960,7 +960,7 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
    not be negative.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a member has another type or is out of its range.
-   After an error some fields may already have been written. */
+   After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
 
@@ -5669,7 +5669,9 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
     double d = 0;
     float x = 0;
     int n = 0;
+    if (!text) return;
     text[0] = 0;
+    if (!field || !field->value) return;
     switch (field->kind) {
     case MT_FIELD_F32:
         memcpy(&x, field->value, sizeof x);
@@ -5692,6 +5694,19 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
         return;
     case MT_FIELD_TEXT: return; /* may be longer: who writes it takes it as it is */
     }
+}
+
+/* Whether fields can be read or written at all. */
+static mt_status mti_fields_check(mt_context *ctx, const char *function, const mt_field *fields, int count) {
+    int i;
+    for (i = 0; i < count; i++) {
+        const mt_field *f = &fields[i];
+        if (!f->name || !f->name[0] || !f->value || (int)f->kind < MT_FIELD_I64 || f->kind > MT_FIELD_TEXT ||
+            (f->kind == MT_FIELD_TEXT && f->bytes == 0))
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: field %d (%.100s) has no name, value or size", function, i,
+                           f->name ? f->name : "");
+    }
+    return MT_SUCCESS;
 }
 
 /* Whether a number is one of a field's kind; writes it to `value`. */
@@ -5817,6 +5832,7 @@ MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *fi
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!file || (!fields && count > 0))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_fields: %s is NULL", file ? "fields" : "file");
+    MT_TRY(mti_fields_check(ctx, "mt_safetensors_fields", fields, count));
     for (i = 0; i < count; i++) {
         text = mt_safetensors_metadata(file, fields[i].name);
         if (!text || !mti_field_parse(&fields[i], text, fields[i].value) ||
@@ -5877,6 +5893,7 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
                        !directory ? "directory"
                        : !name    ? "name"
                                   : "fields");
+    MT_TRY(mti_fields_check(ctx, "mt_json_read", fields, count));
     MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
     if (exists) *exists = mti_exists(path);
     if (exists && !*exists) return MT_SUCCESS;
@@ -6030,12 +6047,9 @@ static mt_status mti_checkpoint_fields(mt_context *ctx, mt_checkpoint *c, const 
     c->fields = (mt_field *)memory;
     c->field_count = desc->field_count;
     memcpy(c->fields, desc->fields, (size_t)c->field_count * sizeof *c->fields);
+    MT_TRY(mti_fields_check(ctx, "mt_checkpoint_create", c->fields, c->field_count));
     for (i = 0; i < c->field_count; i++) {
         const mt_field *f = &c->fields[i];
-        if (!f->name || !f->name[0] || !f->value || (int)f->kind < MT_FIELD_I64 || f->kind > MT_FIELD_TEXT ||
-            (f->kind == MT_FIELD_TEXT && f->bytes == 0))
-            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: field %d (%.100s) has no name, value or size",
-                           i, f->name ? f->name : "");
         if (mti_field_is_taken(c, f->name, i))
             return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: field %d: there is another '%.100s'", i,
                            f->name);

@@ -494,6 +494,9 @@ static void arguments(void **state) {
     mt_checkpoint_desc c = {.directory = "x", .fields = &f, .field_count = 1};
     mt_checkpoint *out;
     mt_safetensors_set *set;
+    mt_safetensors *file;
+    mt_training_state s = {.step = 1};
+    char text[MT_FIELD_TEXT_MAX];
     mt_field_kind kinds[] = {(mt_field_kind)7, MT_FIELD_TEXT};
     test_rank r;
     (void)state;
@@ -527,6 +530,36 @@ static void arguments(void **state) {
     mt_safetensors_set_close(NULL);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "file is NULL", mt_safetensors_fields(r.ctx, NULL, &f, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_json_read(r.ctx, "/none", NULL, &f, 1, NULL));
+    text[0] = 'x';
+    mt_field_text(NULL, text);
+    assert_string_equal(text, "");
+    text[0] = 'x';
+    mt_field_text(&f, text); /* without a value */
+    assert_string_equal(text, "");
+    mt_field_text(two, NULL);
+    c.fields = NULL, c.field_count = 0, c.directory = in_scratch("r");
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, out, &s));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_safetensors_open(r.ctx, in_scratch("r/step-00000001/model.safetensors"), &file));
+    shell("echo '{\"step\": 1}' > '%s'", in_scratch("r/a.json"));
+    for (int i = 0; i < 4; i++) {
+        mt_field bad[2] = {{.name = "step", .value = &x}, {.name = "step", .value = &x}};
+        if (i == 0) bad[1].name = NULL;
+        if (i == 1) bad[1].value = NULL;
+        if (i == 2) bad[1].kind = MT_FIELD_TEXT; /* of no bytes */
+        if (i == 3) bad[1].kind = (mt_field_kind)-1;
+        const char *words = i == 0 ? "field 1 () has no name" : "field 1 (step) has no name, value or size";
+        x = 5;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_safetensors_fields(r.ctx, file, bad, 2));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_json_read(r.ctx, in_scratch("r"), "a.json", bad, 2, NULL));
+        assert_true(x == 5);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_safetensors_fields(r.ctx, file, bad, 1));
+        assert_true(x == 1);
+    }
+    mt_safetensors_close(file);
+    mt_checkpoint_destroy(r.ctx, out);
+    forget("r");
     test_paper_rank_close(&r);
 }
 
