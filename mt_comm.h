@@ -582,6 +582,7 @@ MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except 
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 90 for sm_90; without a GPU: 90 */
+MT_API int mt_context_has_data(const mt_context *ctx); /* 0 on MT_DEVICE_META, whose memory does not exist; else 1 */
 
 /* mt_fail stores a message of at most MT_ERROR_BYTES - 1 characters as the last error of the context and of its world,
    logs it as MT_LOG_ERROR, and returns status. mt_comm_fail stores text as the last error of comm and of the world that
@@ -1261,6 +1262,7 @@ MT_API mt_status mt_context_synchronize(mt_context *ctx) {
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx ? ctx->stream : NULL; }
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
+MT_API int mt_context_has_data(const mt_context *ctx) { return mt_context_device(ctx) != MT_DEVICE_META; }
 MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
 MT_API int mt_context_threads(const mt_context *ctx) { return ctx ? ctx->threads : 1; }

@@ -6408,7 +6408,7 @@ static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_par
 static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
                                const char *directory, mt_status *io) {
     const mt_grid *g = c->params->grid;
-    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    int writes = g->tp_rank == 0 && g->dp_rank == 0 && mt_context_has_data(ctx);
     mt_status status;
     if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
     status = mti_part_write(ctx, c, part, writes, io);
@@ -6465,8 +6465,7 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) 
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!checkpoint) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
     world = checkpoint->params->grid->world;
-    if (mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META)
-        status = mti_checkpoint_lock(ctx, checkpoint);
+    if (mt_comm_rank(world) == 0 && mt_context_has_data(ctx)) status = mti_checkpoint_lock(ctx, checkpoint);
     return mti_agree(ctx, world, checkpoint->exchange, status);
 }
 
@@ -6616,7 +6615,7 @@ static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char 
 static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
                                      const char *final_path, const char *beside) {
     mt_comm *world = c->params->grid->world;
-    int first = mt_comm_rank(world) == 0 && mt_context_device(ctx) != MT_DEVICE_META;
+    int first = mt_comm_rank(world) == 0 && mt_context_has_data(ctx);
     mti_part model = mti_model_part(c), optimizer;
     mt_status status = mti_save_values(ctx, c, state), io = MT_SUCCESS;
     if (first && status == MT_SUCCESS) status = mti_save_prepare(ctx, c, state->step, beside);
@@ -6944,7 +6943,7 @@ static mt_status mti_load_check(mt_context *ctx, const char *function, const mt_
                                 const char *name) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!c || !argument) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
-    if (mt_context_device(ctx) != MT_DEVICE_META) return MT_SUCCESS;
+    if (mt_context_has_data(ctx)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
 }
 

@@ -926,6 +926,7 @@ static void test_services(void **state) {
     assert_int_equal(mt_context_arena_symmetric(ctx), 1);
     assert_int_equal(mt_context_planned(ctx), MT_DEVICE_CPU);
     assert_int_equal(mt_context_planned(meta), MT_DEVICE_CPU);
+    assert_true(mt_context_has_data(ctx) && !mt_context_has_data(meta) && mt_context_has_data(NULL));
     assert_int_equal(mt_context_ordinal(ctx), 0);
     assert_int_equal(mt_overlap_is_planned(ctx), 0);
     mt_log(ctx, MT_LOG_WARNING, "a warning");

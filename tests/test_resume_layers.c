@@ -563,6 +563,35 @@ static void arguments(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* On MT_DEVICE_META no file is touched, also when the world of one rank is no meta communicator. */
+static void without_data(void **state) {
+    mt_context_desc where = {.device = MT_DEVICE_META};
+    mt_param_desc p = {.name = "w", .rows = 4, .cols = 6};
+    mt_checkpoint_desc c = {.directory = in_scratch("m")};
+    mt_training_state s = {.step = 1};
+    mt_checkpoint *checkpoint;
+    mt_param *w;
+    (void)state;
+    for (int paper = 0; paper < 2; paper++) {
+        mt_comm *world;
+        test_rank r;
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS,
+                      paper ? mt_comm_create_meta(1, 0, &world) : mt_comm_create_local(1, 0, &world));
+        ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, test_rank_open(world, (mt_grid_desc){0}, &where, &r));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &p, &w));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &checkpoint));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_lock(r.ctx, checkpoint));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, checkpoint, &s));
+        REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "META", mt_checkpoint_load(r.ctx, checkpoint, 1, &s));
+        REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "META", mt_checkpoint_import(r.ctx, checkpoint, in_scratch("m")));
+        assert_int_not_equal(access(in_scratch("m"), F_OK), 0);
+        mt_checkpoint_destroy(r.ctx, checkpoint);
+        test_rank_close(&r);
+        mt_comm_destroy(world);
+    }
+}
+
 /* ---- a save that is killed --------------------------------------------------------------------------------------- */
 
 /* Saves every step, for as long as it lives. */
@@ -830,10 +859,11 @@ static int close_all(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(same_bits), cmocka_unit_test(another_split), cmocka_unit_test(fewer_data_ranks),
-        cmocka_unit_test(files),     cmocka_unit_test(other_models),  cmocka_unit_test(other_fields),
-        cmocka_unit_test(arguments), cmocka_unit_test(killed),        cmocka_unit_test(own_format),
-        cmocka_unit_test(json),      cmocka_unit_test(not_saved),     cmocka_unit_test(wrong_layouts),
+        cmocka_unit_test(same_bits),    cmocka_unit_test(another_split), cmocka_unit_test(fewer_data_ranks),
+        cmocka_unit_test(files),        cmocka_unit_test(other_models),  cmocka_unit_test(other_fields),
+        cmocka_unit_test(arguments),    cmocka_unit_test(killed),        cmocka_unit_test(own_format),
+        cmocka_unit_test(json),         cmocka_unit_test(not_saved),     cmocka_unit_test(wrong_layouts),
+        cmocka_unit_test(without_data),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }
