@@ -3422,6 +3422,10 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_norm_layer_check(ctx, function, layer, "dy", dy, "dx", dx));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "saved->x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_tensor_check(ctx, function, "saved->stats", saved->stats, MT_ARG_F32,
+                           dy.rows * (dy.cols / layer->desc.features), 2));
+    if (dresidual.data)
+        MT_TRY(mt_check_activation(ctx, function, layer->weight, "dresidual", dresidual, dy.rows, dy.cols));
     call.layer = layer;
     call.x = saved->x;
     call.stats = saved->stats;

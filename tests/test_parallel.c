@@ -2011,6 +2011,22 @@ static void test_norm_layer_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "y", mt_norm_layer_forward(r.ctx, &layer, x, mt_tensor_cols(x, 0, 4), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, NULL));
     REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, &saved));
+    mt_tensor stats = test_tensor(&r, 12, 2, 0.0f), dx = test_tensor(&r, 6, 8, 7.0f);
+    saved = (mt_norm_saved){x, mt_tensor_rows(stats, 0, 6)};
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->stats|[12, 2]", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
+    saved.stats = mt_tensor_cols(stats, 0, 1);
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->stats|[12, 2]", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
+    saved.stats = with_dtype(stats, MT_BF16);
+    REFUSED(r.ctx, MT_ERR_DTYPE, "saved->stats|bf16", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
+    saved.stats = stats;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dresidual|[5, 8]",
+            mt_norm_layer_backward(r.ctx, &layer, x, mt_tensor_rows(x, 0, 5), dx, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dresidual|[6, 4]",
+            mt_norm_layer_backward(r.ctx, &layer, x, mt_tensor_cols(x, 0, 4), dx, &saved));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "dresidual|bf16",
+            mt_norm_layer_backward(r.ctx, &layer, x, with_dtype(x, MT_BF16), dx, &saved));
+    test_untouched("dx", dx.data, 6 * 8, 7.0f);
+    test_untouched("dgain", layer.weight->grad.data, 4, 0.0f);
     assert_int_equal(mt_tensor_reshape(x, 12, 4).rows, 12);
     assert_int_equal(mt_tensor_reshape(x, 12, 5).rows, -1);
     assert_int_equal(mt_tensor_reshape(x, -6, -8).rows, -1);
