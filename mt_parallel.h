@@ -108,7 +108,7 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
 
 /* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank.
    shards is the number of virtual shards on this rank (mt_param.shards). When t.data is NULL, returns t. When shard is
-   not in [0, shards), returns a view of -1 rows, which every call refuses. */
+   not in [0, shards), or `shards` does not divide the columns, returns a view of -1 rows, which every call refuses. */
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
 /* Returns the number of sequences in a micro-batch of invariant mode: sequences / n. `sequences` is the number of
@@ -371,7 +371,8 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
 /* The activation on the output h [tokens, local_features] of a column-parallel layer: mt_activation_forward and
    mt_activation_backward, in invariant mode called once for each virtual shard. y, dy and dh have the shapes of those
    functions. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the
-   bias's gradient. No communication. */
+   bias's gradient. With gather_output, h is [tokens, out_features], and a bias left by skip_bias_add is MT_ERR_ARGUMENT,
+   because it is split. No communication. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
@@ -385,7 +386,7 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
        column-parallel layer `before`: dy goes back through the row-parallel layer, and then through the activation in
        front of it. Adds to the gradients of the row-parallel layer's weight and bias and, when `before` has
        skip_bias_add, to that of the bias of `before`.
-   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel. */
+   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel, or `before` has gather_output. */
 MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved);
@@ -1346,7 +1347,7 @@ static mt_status mti_expect_shards(mt_context *ctx, const char *function, const 
 
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
     if (!t.data) return t;
-    if (shard < 0 || shard >= shards) return mt_tensor_rows(t, 0, -1);
+    if (shard < 0 || shard >= shards || t.cols % shards != 0) return mt_tensor_rows(t, 0, -1);
     return mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards);
 }
 
@@ -2951,12 +2952,36 @@ static mt_tensor mti_left_bias(const mt_column_parallel_linear *layer, int backw
     return backward ? layer->bias->grad : layer->bias->value;
 }
 
+/* The shards of h, on which the activation is called one by one. A gathered h is whole and in global order: one. */
+static int mti_activation_shards(const mt_column_parallel_linear *layer) {
+    return layer->desc.gather_output ? 1 : layer->weight->shards;
+}
+
+/* Checks everything that the activation of a layer's output h reads or writes; y has its output's shape. */
+static mt_status mti_activation_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                      mt_activation kind, mt_tensor h, const char *y_name, mt_tensor y) {
+    int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    if (kind < MT_GELU_TANH || kind > MT_SQUARED_RELU)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", function, (int)kind);
+    if (layer->desc.gather_output && mti_left_bias(layer, 0).data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has gather_output and skip_bias_add; its output is whole, but its bias is split",
+                       function, layer->name);
+    features = layer->desc.gather_output ? layer->desc.out_features : layer->local_features;
+    if (features % (width * mti_activation_shards(layer)) != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: the %lld features of '%s' in %d shards are not gate and up", function,
+                       (long long)features, layer->name, mti_activation_shards(layer));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, y.rows, features));
+    return mt_check_activation(ctx, function, layer->weight, y_name, y, y.rows, features / width);
+}
+
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y) {
     int s, shards;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, "mt_column_parallel_activation_forward", layer ? layer->weight : NULL));
-    shards = layer->weight->shards;
+    MT_TRY(mti_activation_check(ctx, "mt_column_parallel_activation_forward", layer, kind, h, "y", y));
+    shards = mti_activation_shards(layer);
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_forward(ctx, kind, mt_shard_cols(h, s, shards),
                                      mt_shard_cols(mti_left_bias(layer, 0), s, shards), mt_shard_cols(y, s, shards)));
@@ -2965,10 +2990,11 @@ MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt
 
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
+    static const char *const function = "mt_column_parallel_activation_backward";
     int s, shards;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, "mt_column_parallel_activation_backward", layer ? layer->weight : NULL));
-    shards = layer->weight->shards;
+    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "dy", dy));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
+    shards = mti_activation_shards(layer);
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
                                       mt_shard_cols(dh, s, shards), mt_shard_cols(mti_left_bias(layer, 1), s, shards)));

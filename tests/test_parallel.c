@@ -1701,6 +1701,7 @@ static void test_sizes_that_cannot_be(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 0, 0), 0.0f));
     REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 2, 2), 0.0f));
     REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, -1, 2), 0.0f));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[-1, 4]", mt_fill(r.ctx, mt_shard_cols(x, 1, 3), 0.0f));
     assert_int_equal(mt_shard_cols(x, 1, 2).cols, 2);
     assert_null(mt_shard_cols(mt_none(), 0, 0).data);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_tree_sum(r.ctx, mt_tensor_f32((const float *)x.data, INT64_MAX, 0)));
@@ -2228,6 +2229,95 @@ static void test_shared_f_and_g_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- activations beside a layer ---------------------------------------------------------------------------------- */
+
+static double swiglu(double gate, double up) { return gate / (1 + exp(-gate)) * up; }
+
+/* A gathered h is whole, [gate | up], also in invariant mode, where each virtual shard of the weight has padding. */
+static mt_status gathered_activation_body(test_rank *r) {
+    enum { HALF = 6, ROWS = 8, E = 2 * HALF };
+    mt_linear_desc d = {.in_features = 5, .out_features = E, .parts = 2, .gather_output = 1, .init_std = 0.5f};
+    mt_column_parallel_linear c;
+    mt_tensor x = mt_tensor_f32(test_noise(r, ROWS * 5, 1, 2.0f), ROWS, 5);
+    mt_tensor dy = mt_tensor_f32(test_noise(r, ROWS * HALF, 2, 1.0f), ROWS, HALF);
+    mt_tensor h = test_tensor(r, ROWS, E, NAN), y = test_tensor(r, ROWS, HALF, NAN), dh = test_tensor(r, ROWS, E, NAN);
+    mt_tensor again = test_tensor(r, ROWS, HALF, NAN);
+    const float *hs = h.data;
+    MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "c", &d, &c));
+    MT_TRY(mt_params_init(r->ctx, r->params, 3));
+    MT_TRY(mt_column_parallel_linear_activation_forward(r->ctx, &c, MT_SWIGLU, x, h, y, NULL));
+    MT_TRY(mt_column_parallel_activation_forward(r->ctx, &c, MT_SWIGLU, h, again));
+    MT_TRY(mt_column_parallel_activation_backward(r->ctx, &c, MT_SWIGLU, h, dy, dh));
+    for (int64_t i = 0; i < ROWS; i++)
+        for (int64_t j = 0; j < HALF; j++) {
+            double gate = hs[i * E + j], up = hs[i * E + HALF + j], g = ((float *)dy.data)[i * HALF + j], eps = 1e-5;
+            double slope = (swiglu(gate + eps, up) - swiglu(gate - eps, up)) / (2 * eps);
+            const float got[] = {((float *)y.data)[i * HALF + j], ((float *)again.data)[i * HALF + j],
+                                 ((float *)dh.data)[i * E + j], ((float *)dh.data)[i * E + HALF + j]};
+            const double want[] = {swiglu(gate, up), swiglu(gate, up), g * slope, g * swiglu(gate, 1)};
+            for (int k = 0; k < 4; k++)
+                if (!(fabs(got[k] - want[k]) <= 1e-6))
+                    return mt_fail(r->ctx, MT_ERR_DATA, "value %d of [%d, %d] is %.9g, should be %.9g", k, (int)i,
+                                   (int)j, got[k], want[k]);
+        }
+    return MT_SUCCESS;
+}
+
+static mt_status gathered_activation_rank(mt_comm *world, void *user) {
+    mt_context_desc context = {.invariant = *(const int *)user, .arena_bytes = 1 << 20};
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, &context, &r);
+    if (status == MT_SUCCESS) status = gathered_activation_body(&r);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_activation_of_a_gathered_layer(void **state) {
+    (void)state;
+    for (int invariant = 0; invariant <= 4; invariant += 4)
+        for (int tp = 1; tp <= 4; tp *= 2) test_launch(tp, gathered_activation_rank, &invariant);
+}
+
+static void test_activation_refuses(void **state) {
+    mt_linear_desc d = {.in_features = 4, .out_features = 10, .skip_bias_add = 1};
+    mt_activation none = (mt_activation)7;
+    mt_column_parallel_linear c, whole;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    mt_tensor h = test_tensor(&r, 8, 10, 7.0f), y = test_tensor(&r, 8, 10, 7.0f), dh = test_tensor(&r, 8, 10, 7.0f);
+    mt_tensor half = mt_tensor_cols(y, 0, 5);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &c));
+    d.gather_output = 1;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "w", &d, &whole));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+#define FORWARD(layer, ...) mt_column_parallel_activation_forward(r.ctx, layer, __VA_ARGS__)
+#define BACKWARD(layer, ...) mt_column_parallel_activation_backward(r.ctx, layer, __VA_ARGS__)
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", FORWARD(NULL, MT_GELU_ERF, h, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", FORWARD(&c, none, h, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", BACKWARD(&c, none, h, y, dh));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w'|gather_output|skip_bias_add", FORWARD(&whole, MT_GELU_ERF, h, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w'|gather_output|skip_bias_add", BACKWARD(&whole, MT_GELU_ERF, h, y, dh));
+    c.bias = NULL; /* the kernel compares h with the bias otherwise */
+    REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 9]|[8, 10]",
+            FORWARD(&c, MT_GELU_ERF, mt_tensor_cols(h, 0, 9), mt_tensor_cols(y, 0, 9)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 8]|[8, 10]",
+            BACKWARD(&c, MT_SWIGLU, mt_tensor_cols(h, 0, 8), mt_tensor_cols(y, 0, 4), mt_tensor_cols(dh, 0, 8)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "y is [8, 10]|[8, 5]", FORWARD(&c, MT_SWIGLU, h, y));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "h is bf16", FORWARD(&c, MT_GELU_ERF, with_dtype(h, MT_BF16), y));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "y is bf16", FORWARD(&c, MT_GELU_ERF, h, with_dtype(y, MT_BF16)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dh is [8, 9]", BACKWARD(&c, MT_SWIGLU, h, half, mt_tensor_cols(dh, 0, 9)));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "dh is f16", BACKWARD(&c, MT_SWIGLU, h, half, with_dtype(dh, MT_F16)));
+    c.local_features = 9;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "9 features of 'c'", FORWARD(&c, MT_SWIGLU, mt_tensor_cols(h, 0, 9), half));
+#undef FORWARD
+#undef BACKWARD
+    test_untouched("h", h.data, 8 * 10, 7.0f);
+    test_untouched("y", y.data, 8 * 10, 7.0f);
+    test_untouched("dh", dh.data, 8 * 10, 7.0f);
+    test_paper_rank_close(&r);
+}
+
 /* ---- for authors of blocks --------------------------------------------------------------------------------------- */
 
 static mt_status add_some_and_fail(test_rank *r, int *block) {
@@ -2326,6 +2416,8 @@ int main(void) {
         cmocka_unit_test(test_norm_layer_refuses),
         cmocka_unit_test(test_shared_f_and_g_on_every_split),
         cmocka_unit_test(test_shared_f_and_g_refuse),
+        cmocka_unit_test(test_activation_of_a_gathered_layer),
+        cmocka_unit_test(test_activation_refuses),
         cmocka_unit_test(test_helpers_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
