@@ -2973,8 +2973,8 @@ static mt_status mti_activation_check(mt_context *ctx, const char *function, con
     if (features % (width * mti_activation_shards(layer)) != 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: the %lld features of '%s' in %d shards are not gate and up", function,
                        (long long)features, layer->name, mti_activation_shards(layer));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, y.rows, features));
-    return mt_check_activation(ctx, function, layer->weight, y_name, y, y.rows, features / width);
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, h.rows, features));
+    return mt_check_activation(ctx, function, layer->weight, y_name, y, h.rows, features / width);
 }
 
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
@@ -3009,6 +3009,7 @@ MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, c
     mti_activation_after act;
     size_t mark;
     MT_TRY(mti_column_check(ctx, function, layer, "x", x, "h", h));
+    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "y", y));
     if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || layer->desc.gather_output ||
         !layer->desc.skip_bias_add) {
         MT_TRY(mt_column_parallel_linear_forward(ctx, layer, x, h, saved));
@@ -3269,12 +3270,12 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
     mt_status status;
     size_t mark;
     MT_TRY(mti_row_backward_check(ctx, function, layer, dy, mt_none(), saved));
-    if (!before || !layer->desc.input_is_parallel)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' needs input_is_parallel and the layer before", function,
+    if (!before || !layer->desc.input_is_parallel || before->desc.gather_output)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' needs input_is_parallel and the layer before, without gather_output", function,
                        layer->name);
-    MT_TRY(mt_check_param(ctx, function, before->weight));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, saved->x.rows, before->local_features));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, saved->x.rows, before->local_features));
+    MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved->x", saved->x));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
     mark = mt_arena_mark(ctx);
     if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || !before->desc.skip_bias_add) {
         status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);

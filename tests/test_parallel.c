@@ -2278,6 +2278,47 @@ static void test_activation_of_a_gathered_layer(void **state) {
         for (int tp = 1; tp <= 4; tp *= 2) test_launch(tp, gathered_activation_rank, &invariant);
 }
 
+/* Refused by its activation, a call of a layer and its activation has not computed the layer's half either. */
+static void test_layer_and_activation_refuse(void **state) {
+    mt_linear_desc in = {.in_features = 4, .out_features = 12, .parts = 2};
+    mt_linear_desc out = {.in_features = 6, .out_features = 4, .input_is_parallel = 1};
+    mt_activation none = (mt_activation)7;
+    (void)state;
+    for (int skip = 0; skip < 2; skip++) { /* two operators, or one */
+        mt_gemm_options options = {.epilogue = skip ? MT_EPILOGUE_FUSED : MT_EPILOGUE_SEPARATE};
+        mt_column_parallel_linear before;
+        mt_row_parallel_linear layer;
+        test_rank r;
+        open_alone(&r);
+        mt_tensor x = test_tensor(&r, 8, 4, 1.0f), h = test_tensor(&r, 8, 12, 7.0f), y = test_tensor(&r, 8, 6, 7.0f);
+        mt_tensor dy = test_tensor(&r, 8, 4, 1.0f), dh = test_tensor(&r, 8, 12, 7.0f);
+        mt_linear_saved saved = saved_of(y);
+        in.skip_bias_add = skip;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm_set_options(r.ctx, &options));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "in", &in, &before));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "out", &out, &layer));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+#define FORWARD(kind, y) mt_column_parallel_linear_activation_forward(r.ctx, &before, kind, x, h, y, NULL)
+#define BACKWARD(kind, h) mt_row_parallel_linear_activation_backward(r.ctx, &layer, &before, kind, dy, h, dh, &saved)
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", FORWARD(none, y));
+        REFUSED(r.ctx, MT_ERR_SHAPE, "y is [8, 6]", FORWARD(MT_GELU_ERF, y));
+        REFUSED(r.ctx, MT_ERR_SHAPE, "y is [7, 6]", FORWARD(MT_SWIGLU, mt_tensor_rows(y, 0, 7)));
+        REFUSED(r.ctx, MT_ERR_DTYPE, "y is bf16", FORWARD(MT_SWIGLU, with_dtype(y, MT_BF16)));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", BACKWARD(none, h));
+        REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x is [8, 6]|[8, 12]", BACKWARD(MT_GELU_TANH, h));
+        REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 6]|[8, 12]", BACKWARD(MT_SWIGLU, mt_tensor_cols(h, 0, 6)));
+        before.desc.gather_output = 1;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out'|gather_output", BACKWARD(MT_SWIGLU, h));
+#undef FORWARD
+#undef BACKWARD
+        test_untouched("h", h.data, 8 * 12, 7.0f);
+        test_untouched("dh", dh.data, 8 * 12, 7.0f);
+        test_untouched("dw", layer.weight->grad.data, 4 * 6, 0.0f);
+        test_untouched("db", layer.bias->grad.data, 4, 0.0f);
+        test_paper_rank_close(&r);
+    }
+}
+
 static void test_activation_refuses(void **state) {
     mt_linear_desc d = {.in_features = 4, .out_features = 10, .skip_bias_add = 1};
     mt_activation none = (mt_activation)7;
@@ -2418,6 +2459,7 @@ int main(void) {
         cmocka_unit_test(test_shared_f_and_g_refuse),
         cmocka_unit_test(test_activation_of_a_gathered_layer),
         cmocka_unit_test(test_activation_refuses),
+        cmocka_unit_test(test_layer_and_activation_refuse),
         cmocka_unit_test(test_helpers_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
