@@ -700,34 +700,44 @@ static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention
 }
 
 static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_attention_shape *shape, int shards,
-                                mt_tensor qkv, mt_tensor out) {
-    int64_t groups;
+                                const char *qkv_name, mt_tensor qkv, const char *out_name, mt_tensor out) {
+    int64_t groups, tokens;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!shape || shards < 1 || shape->groups < 0 || shape->heads_per_group < 1 || shape->head_dim < 1 ||
         shape->heads_per_group > INT32_MAX / shape->head_dim - 2)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s, %d shards", function, shape ? "shape is empty" : "shape is NULL",
                        shards);
+    tokens = mt_size_mul(shape->batch, shape->seq);
     groups = qkv.cols / mti_qkv_width(shape);
-    if (groups >= shape->groups && groups % shards == 0 && qkv.cols == groups * mti_qkv_width(shape) &&
-        out.cols == groups * mti_out_width(shape))
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_SHAPE, "%s: qkv has %lld columns, out %lld, for %lld groups of %lld heads of %lld",
-                   function, (long long)qkv.cols, (long long)out.cols, (long long)shape->groups,
-                   (long long)shape->heads_per_group, (long long)shape->head_dim);
+    if (groups < shape->groups || groups % shards != 0 || qkv.cols != groups * mti_qkv_width(shape) ||
+        out.cols != groups * mti_out_width(shape))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s has %lld columns, %s %lld, for %lld groups of %lld heads of %lld",
+                       function, qkv_name, (long long)qkv.cols, out_name, (long long)out.cols, (long long)shape->groups,
+                       (long long)shape->heads_per_group, (long long)shape->head_dim);
+    MT_TRY(mt_tensor_check(ctx, function, qkv_name, qkv, MT_ARG_FLOAT, tokens, qkv.cols));
+    return mt_tensor_check(ctx, function, out_name, out, MT_ARG_FLOAT, tokens, out.cols);
+}
+
+/* The rows of lse are those of the groups that are there. */
+static mt_status mti_core_check_lse(mt_context *ctx, const char *function, const mt_attention_shape *shape,
+                                    mt_tensor lse) {
+    return mt_tensor_check(ctx, function, "lse", lse, MT_ARG_F32, shape->groups * shape->heads_per_group,
+                           shape->batch * shape->seq);
 }
 
 MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse) {
+    static const char *const function = "mt_core_attention_forward";
     int64_t groups, first;
     int s;
-    MT_TRY(mti_core_check(ctx, "mt_core_attention_forward", shape, shards, qkv, out));
+    MT_TRY(mti_core_check(ctx, function, shape, shards, "qkv", qkv, "out", out));
+    if (lse.data) MT_TRY(mti_core_check_lse(ctx, function, shape, lse));
     groups = qkv.cols / mti_qkv_width(shape);
-    MT_TRY(mti_attention_zero_rest(ctx, shape, out, mti_out_width(shape)));
     for (s = 0; s < shards && shape->groups > 0; s++) {
         mt_attention_shape part = mti_attention_shard(shape, groups, s, shards, &first);
         MT_TRY(mti_attention_shard_forward(ctx, &part, first, qkv, out, lse));
     }
-    return MT_SUCCESS;
+    return mti_attention_zero_rest(ctx, shape, out, mti_out_width(shape));
 }
 
 static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_attention_shape *shape, int64_t first,
@@ -750,17 +760,21 @@ static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_attentio
 
 MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                             mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
+    static const char *const function = "mt_core_attention_backward";
     int64_t groups, first;
     int s;
-    MT_TRY(mti_core_check(ctx, "mt_core_attention_backward", shape, shards, qkv, out));
-    MT_TRY(mti_core_check(ctx, "mt_core_attention_backward", shape, shards, dqkv, dout));
+    MT_TRY(mti_core_check(ctx, function, shape, shards, "qkv", qkv, "out", out));
+    MT_TRY(mti_core_check(ctx, function, shape, shards, "dqkv", dqkv, "dout", dout));
+    if (dqkv.cols != qkv.cols)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: dqkv has %lld columns, qkv %lld", function, (long long)dqkv.cols,
+                       (long long)qkv.cols);
+    if (shape->groups > 0) MT_TRY(mti_core_check_lse(ctx, function, shape, lse));
     groups = qkv.cols / mti_qkv_width(shape);
-    MT_TRY(mti_attention_zero_rest(ctx, shape, dqkv, mti_qkv_width(shape)));
     for (s = 0; s < shards && shape->groups > 0; s++) {
         mt_attention_shape part = mti_attention_shard(shape, groups, s, shards, &first);
         MT_TRY(mti_attention_shard_backward(ctx, &part, first, qkv, out, lse, dout, dqkv));
     }
-    return MT_SUCCESS;
+    return mti_attention_zero_rest(ctx, shape, dqkv, mti_qkv_width(shape));
 }
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a,

@@ -1285,6 +1285,53 @@ static void test_qkv_round_trip(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Two groups have a place, and one is there: a refused call has not cleared the place of the other one either. */
+static void test_core_attention_refuses(void **state) {
+    mt_attention_shape s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 2, .head_dim = 4}, bad = s;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    mt_tensor qkv = test_tensor(&r, 8, 32, 0.5f), out = test_tensor(&r, 8, 16, 7.0f), lse = test_tensor(&r, 4, 8, 7.0f);
+    mt_tensor dout = test_tensor(&r, 8, 16, 1.0f), dqkv = test_tensor(&r, 8, 32, 7.0f);
+    mt_tensor two = mt_tensor_rows(lse, 0, 2), i32 = qkv;
+    i32.dtype = MT_I32;
+#define FORWARD(...) mt_core_attention_forward(r.ctx, __VA_ARGS__)
+#define BACKWARD(...) mt_core_attention_backward(r.ctx, __VA_ARGS__)
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "shape is NULL", FORWARD(NULL, 1, qkv, out, two));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "31 columns", FORWARD(&s, 1, mt_tensor_cols(qkv, 0, 31), out, two));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "qkv is [7, 32]|[8, 32]", FORWARD(&s, 1, mt_tensor_rows(qkv, 0, 7), out, two));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "out is [7, 16]|[8, 16]", FORWARD(&s, 1, qkv, mt_tensor_rows(out, 0, 7), two));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "qkv is i32", FORWARD(&s, 1, i32, out, two));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [1, 8]|[2, 8]", FORWARD(&s, 1, qkv, out, mt_tensor_rows(lse, 0, 1)));
+    bad.mask = (mt_mask)5;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask 5", FORWARD(&bad, 2, qkv, out, two));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask 5", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
+    bad = s;
+    bad.groups = 2; /* a shard has its rows of lse, the next one has none */
+    REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", FORWARD(&bad, 2, qkv, out, two));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "lse", BACKWARD(&s, 1, qkv, out, mt_none(), dout, dqkv));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dqkv is [7, 32]|[8, 32]",
+            BACKWARD(&s, 1, qkv, out, two, dout, mt_tensor_rows(dqkv, 0, 7)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dqkv has 16 columns",
+            BACKWARD(&s, 1, qkv, out, two, mt_tensor_cols(dout, 0, 8), mt_tensor_cols(dqkv, 0, 16)));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "dout is [7, 16]|[8, 16]",
+            BACKWARD(&s, 1, qkv, out, two, mt_tensor_rows(dout, 0, 7), dqkv));
+    test_untouched("out", out.data, 8 * 16, 7.0f);
+    test_untouched("lse", lse.data, 4 * 8, 7.0f);
+    test_untouched("dqkv", dqkv.data, 8 * 32, 7.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, FORWARD(&s, 2, qkv, out, two));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, BACKWARD(&s, 2, qkv, out, two, dout, dqkv));
+    for (int64_t i = 0; i < 8; i++) {
+        test_untouched("out of no group", (float *)out.data + i * 16 + 8, 8, 0.0f);
+        test_untouched("dqkv of no group", (float *)dqkv.data + i * 32 + 16, 16, 0.0f);
+        assert_float_equal(((float *)out.data)[i * 16], 0.5f, 1e-6f);
+    }
+#undef FORWARD
+#undef BACKWARD
+    test_paper_rank_close(&r);
+}
+
 static void test_qkv_refuses(void **state) {
     static const int64_t bad[][4] = {{0, 1, 2, 2},  {4, 0, 2, 2}, {4, 3, 2, 2},
                                      {4, 2, 0, 2},  {4, 2, 2, 0}, {-4, 2, 2, 2},
@@ -1868,6 +1915,7 @@ int main(void) {
         cmocka_unit_test(test_an_arena_that_is_too_small),
         cmocka_unit_test(test_qkv_layout),
         cmocka_unit_test(test_qkv_round_trip),
+        cmocka_unit_test(test_core_attention_refuses),
         cmocka_unit_test(test_qkv_refuses),
         cmocka_unit_test(test_mlp_create_refuses),
         cmocka_unit_test(test_attention_create_refuses),
