@@ -519,7 +519,7 @@ MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t)
 
 /* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log. With sequence_parallel t is
    [tokens / t, n], this rank's rows. When the columns of t are split over tensor ranks, cols is the parameter whose
-   split dimension they are; NULL: every rank has all columns.
+   split dimension they are, and t has cols->local_features columns (MT_ERR_SHAPE); NULL: every rank has all columns.
    The line is named PREFIX.WHAT. PREFIX is `name` (of a parameter or a layer) without its last `up` components, where
    components are separated by dots: "l.0.fc1.weight" with up 2 is "l.0". */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
@@ -2209,7 +2209,13 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     int length, row_split;
     int64_t i, row;
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!name || !what)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
     if (!log || log->paused || !t.data) return MT_SUCCESS;
+    if (cols && t.cols != cols->local_features)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_hash_log_activation: %s of '%s' has %lld columns, '%s' has %lld on a rank", what, name,
+                       (long long)t.cols, cols->name, (long long)cols->local_features);
     for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
     snprintf(full, sizeof full, "%.*s.%s", length, name, what);
     MT_TRY(mti_log_entry_of(ctx, log, full, &entry));

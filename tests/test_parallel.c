@@ -2379,6 +2379,27 @@ static mt_status count_rows(mt_context *ctx, const void *arg, int64_t first, int
     return MT_SUCCESS;
 }
 
+static void test_logging_an_activation_refuses(void **state) {
+    mt_linear_desc d = {.in_features = 4, .out_features = 12, .parts = 2};
+    mt_column_parallel_linear fc1;
+    mt_hash_log *log = NULL;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    mt_tensor h = test_tensor(&r, 8, 12, 1.0f), act = test_tensor(&r, 8, 6, 1.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "fc1", &d, &fc1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_hash_log_activation(r.ctx, NULL, 0, "a", h, 0, NULL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_activation(r.ctx, "b", 0, "a", h, 0, NULL)); /* no log, nothing done */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_create(r.ctx, &r.grid, &log));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_activation(r.ctx, "fc1", 0, "output", h, 0, fc1.weight));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "act|'fc1'|6 columns|'fc1.weight' has 12",
+            mt_hash_log_activation(r.ctx, "fc1", 0, "act", act, 0, fc1.weight));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "what is NULL", mt_hash_log_activation(r.ctx, "fc1", 0, NULL, h, 0, fc1.weight));
+    mt_hash_log_destroy(log);
+    test_paper_rank_close(&r);
+}
+
 static void test_helpers_of_blocks(void **state) {
     mt_param_desc d = {.name = "kept", .rows = 4, .cols = 4};
     char name[MT_NAME_MAX], longest[MT_NAME_MAX];
@@ -2460,6 +2481,7 @@ int main(void) {
         cmocka_unit_test(test_activation_of_a_gathered_layer),
         cmocka_unit_test(test_activation_refuses),
         cmocka_unit_test(test_layer_and_activation_refuse),
+        cmocka_unit_test(test_logging_an_activation_refuses),
         cmocka_unit_test(test_helpers_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
