@@ -91,7 +91,7 @@ typedef struct mt_batch {
    layer, site) has random numbers of its own; layer < 2^18, site < 4.
    Layer n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the output of attention and (n, 2) for
    the output of the MLP. A GPT uses (mt_gpt_desc.layers, 3) for the embedding. For blocks of your own beside a GPT, use
-   layer numbers greater than mt_gpt_desc.layers. */
+   layer numbers greater than mt_gpt_desc.layers. batch NULL: a dropout with p 0, which drops nothing. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
@@ -533,6 +533,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site) {
     mt_dropout d;
     memset(&d, 0, sizeof d);
+    if (!batch) return d;
     d.at.seed = batch->seed;
     d.at.stream = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site;
     d.p = p;

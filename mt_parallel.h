@@ -447,7 +447,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
      mt_create_check  returns MT_ERR_ARGUMENT, with the name of the first argument that is NULL.
      mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
      mt_create_end    returns status. When status is an error, it also clears the block and removes the parameters that
-                      the block has added. count is the value of mt_params_count before the first of them. */
+                      the block has added. count is the value of mt_params_count before the first of them. Memory of
+                      mt_params_buffer stays until mt_params_destroy. */
 MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                  const void *desc, const void *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
@@ -1376,6 +1377,7 @@ static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
 
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_invariant_output: out is NULL");
     *out = t;
     if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, t.dtype, t.rows, t.cols, out);
     if (mt_context_invariant(ctx)) out->ld = t.cols; /* of one row, too */
@@ -1388,6 +1390,8 @@ MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor room, mt_tensor t
 }
 
 MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_invariant_input: out is NULL");
     MT_TRY(mt_invariant_output(ctx, t, out));
     return mt_invariant_store(ctx, t, *out);
 }
@@ -1428,6 +1432,7 @@ MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
     size_t mark;
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!op) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_sum_over_tokens: op is NULL");
     if (!mt_context_invariant(ctx)) return op(ctx, arg, 0, rows, a, b);
     MT_TRY(mt_check_tokens(ctx, "mt_sum_over_tokens", mt_sequence_tokens(tp, sequence_parallel, rows)));
     mark = mt_arena_mark(ctx);
@@ -1753,8 +1758,9 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
 
 MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status) {
     if (status == MT_SUCCESS) return status;
-    while (!params->values && params->count > count && params->count > 0) mt_host_free(params->list[--params->count]);
-    memset(block, 0, block_bytes);
+    while (params && !params->values && params->count > count && params->count > 0)
+        mt_host_free(params->list[--params->count]);
+    if (block) memset(block, 0, block_bytes);
     return status;
 }
 
@@ -2418,6 +2424,8 @@ MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *t
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols) {
     MT_TRY(mt_tensor_check(ctx, function, name, t, MT_ARG_FLOAT, rows, cols));
+    if (!weight)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the parameter that gives %s its type is NULL", function, name);
     if (t.dtype == weight->value.dtype) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
                    mt_dtype_name(weight->value.dtype));
@@ -2430,7 +2438,9 @@ MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_
 }
 
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
-    int n = name ? snprintf(out, MT_NAME_MAX, "%s.%s", name, suffix) : -1;
+    int n;
+    if (!out || !suffix) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_name: %s is NULL", out ? "suffix" : "out");
+    n = name ? snprintf(out, MT_NAME_MAX, "%s.%s", name, suffix) : -1;
     if (n > 0 && n < MT_NAME_MAX) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "the parameter name '%.100s.%s' must have at most %d characters",
                    name ? name : "(NULL)", suffix, MT_NAME_MAX - 1);
@@ -2538,6 +2548,8 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_para
 }
 
 MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gather_tokens: out is NULL");
     *out = x;
     if (!sequence_parallel || mt_comm_size(tp) == 1) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, out));
@@ -2631,6 +2643,8 @@ MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t ro
 MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                   int64_t tokens, int64_t *rows) {
     int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!rows) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: rows is NULL", function);
     *rows = tokens / ranks;
     if (tokens >= 0 && tokens % ranks == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
@@ -3296,6 +3310,8 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {
     int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!list && count > 0) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_tensors: list is NULL");
     for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, list[i].dtype, list[i].rows, list[i].cols, list[i].out));
     return MT_SUCCESS;
 }

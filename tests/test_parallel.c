@@ -2400,6 +2400,46 @@ static void test_logging_an_activation_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+static void test_helpers_of_blocks_refuse(void **state) {
+    static const int invariant[] = {0, 2};
+    char name[MT_NAME_MAX] = "kept";
+    mt_dropout none = mt_batch_dropout(NULL, 0.5f, 1, 2);
+    int block = 1;
+    (void)state;
+    assert_true(none.p == 0.0f && none.at.seed == 0 && none.at.stream == 0);
+    assert_int_equal(mt_create_end(NULL, 0, &block, sizeof block, MT_ERR_DATA), MT_ERR_DATA);
+    assert_int_equal(block, 0);
+    for (int i = 0; i < 2; i++) {
+        mt_context_desc where = {.invariant = invariant[i], .arena_bytes = 1 << 20};
+        mt_param_desc d = {.name = "a", .rows = 2, .cols = 2};
+        mt_arena_request no_out = {NULL, MT_F32, 1, 1};
+        mt_param *p;
+        test_rank r;
+        test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &where, &r);
+        mt_tensor x = test_tensor(&r, 2, 2, 7.0f), all;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
+        assert_int_equal(mt_create_end(r.params, 0, NULL, 8, MT_ERR_DATA), MT_ERR_DATA);
+        assert_int_equal(mt_params_count(r.params), 0);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "f: the parameter|x", mt_check_activation(r.ctx, "f", NULL, "x", x, 2, 2));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_param_name(r.ctx, NULL, "a", "b"));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "suffix is NULL", mt_param_name(r.ctx, name, "a", NULL));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "list is NULL", mt_arena_tensors(r.ctx, NULL, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, NULL, 0));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "out NULL", mt_arena_tensors(r.ctx, &no_out, 1));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_gather_tokens(r.ctx, r.grid.tp, 1, x, NULL));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "f: rows is NULL", mt_sequence_rows(r.ctx, "f", r.grid.tp, 1, 2, NULL));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_invariant_input: out is NULL", mt_invariant_input(r.ctx, x, NULL));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_invariant_output: out is NULL", mt_invariant_output(r.ctx, x, NULL));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "op is NULL",
+                mt_sum_over_tokens(r.ctx, r.grid.tp, 0, NULL, NULL, 2, x, mt_none()));
+        assert_int_equal(mt_arena_tensors(NULL, NULL, 1), MT_ERR_ARGUMENT);
+        assert_int_equal(mt_gather_tokens(NULL, r.grid.tp, 0, x, &all), MT_ERR_ARGUMENT);
+        assert_string_equal(name, "kept");
+        test_untouched("x", x.data, 4, 7.0f);
+        test_paper_rank_close(&r);
+    }
+}
+
 static void test_helpers_of_blocks(void **state) {
     mt_param_desc d = {.name = "kept", .rows = 4, .cols = 4};
     char name[MT_NAME_MAX], longest[MT_NAME_MAX];
@@ -2483,6 +2523,7 @@ int main(void) {
         cmocka_unit_test(test_layer_and_activation_refuse),
         cmocka_unit_test(test_logging_an_activation_refuses),
         cmocka_unit_test(test_helpers_of_blocks),
+        cmocka_unit_test(test_helpers_of_blocks_refuse),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
         cmocka_unit_test(test_sync_gradients),
