@@ -371,8 +371,8 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
 /* The activation on the output h [tokens, local_features] of a column-parallel layer: mt_activation_forward and
    mt_activation_backward, in invariant mode called once for each virtual shard. y, dy and dh have the shapes of those
    functions. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the
-   bias's gradient. With gather_output, h is [tokens, out_features], and a bias left by skip_bias_add is MT_ERR_ARGUMENT,
-   because it is split. No communication. */
+   bias's gradient. With gather_output, h is [tokens, out_features], and a bias left by skip_bias_add is
+   MT_ERR_ARGUMENT, because it is split. No communication. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
