@@ -901,7 +901,7 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
 /* Writes the elements of a tensor of type F32, BF16 or F16 as floats to out, in host memory. MT_ERR_DTYPE: the tensor
    is of another type. MT_ERR_IO: it cannot be read, or the file was truncated since it was opened; the content of out
    is then undefined. */
-MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out);
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
 
 /* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
    DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
@@ -3582,7 +3582,7 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tensor");
+    if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
     if (desc->vocab < 1 || desc->vocab > INT32_MAX || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
                        (double)desc->label_smoothing);
@@ -5464,28 +5464,28 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
     return found ? found->value : NULL;
 }
 
-MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tp, float *out) {
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
     const mti_mapped *map;
     unsigned char *from = (unsigned char *)out;
     uint16_t halves[256];
     int64_t elements, i, n;
     int type;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tp || !out || !tp->file)
+    if (!tensor || !out || !tensor->file)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
-                       !tp    ? "tensor"
-                       : !out ? "out"
-                              : "tensor->file");
-    type = mti_safetensors_dtypes[mti_safetensors_dtype(tp->dtype)].dtype;
+                       !tensor ? "tensor"
+                       : !out  ? "out"
+                               : "tensor->file");
+    type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
     if (type < 0)
-        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tp->name,
-                       tp->dtype);
-    if (type != MT_F32) from += tp->bytes; /* the second half of out: what is widened never overtakes it */
-    map = &tp->file->map;
-    MT_TRY(mti_mapped_read(ctx, tp->file->path, map,
-                           (size_t)((const unsigned char *)tp->data - (const unsigned char *)map->data),
-                           (size_t)tp->bytes, from));
-    elements = type == MT_F32 ? 0 : tp->bytes / 2;
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
+                       tensor->dtype);
+    if (type != MT_F32) from += tensor->bytes; /* the second half of out: what is widened never overtakes it */
+    map = &tensor->file->map;
+    MT_TRY(mti_mapped_read(ctx, tensor->file->path, map,
+                           (size_t)((const unsigned char *)tensor->data - (const unsigned char *)map->data),
+                           (size_t)tensor->bytes, from));
+    elements = type == MT_F32 ? 0 : tensor->bytes / 2;
     for (i = 0; i < elements; i += n) {
         n = mt_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
         memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
@@ -5609,7 +5609,7 @@ static const char *mti_file_name(const char *path) {
 }
 
 /* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
-static mt_status mti_set_entry(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *tp,
+static mt_status mti_set_entry(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *tensor,
                                const char *file) {
     int i;
     for (i = 0; i < b->count && strcmp(mti_file_name(b->files[i]->path), file) != 0; i++) continue;
@@ -5618,8 +5618,8 @@ static mt_status mti_set_entry(mt_context *ctx, mt_safetensors_set *b, const cha
             return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not the name of a file beside it", b->path, file);
         MT_TRY(mti_set_add(ctx, b, directory, file));
     }
-    if (mt_safetensors_find(b->files[i], tp)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tp, file);
+    if (mt_safetensors_find(b->files[i], tensor)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tensor, file);
 }
 
 /* text: of `capacity` bytes, enough for any string of the index. */

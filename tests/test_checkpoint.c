@@ -1418,13 +1418,13 @@ static void small_arenas(void **state) {
 
 /* GPT-2 files with one tensor too many, too few, in another shape or type, made with the library's own writer of
  * headers. */
-static void write_tensors(const char *name, const char *tp, const char *dtype, const char *shape, int64_t bytes) {
+static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes) {
     static mti_file f;
     mt_context *ctx;
     uint64_t header;
     char text[512];
-    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tp, dtype, shape,
-             (long long)bytes);
+    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[0,%lld]}}", tensor, dtype,
+             shape, (long long)bytes);
     header = strlen(text);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_begin(ctx, &f, in_scratch("w"), name));
@@ -1478,7 +1478,7 @@ static mt_status small_rank(mt_comm *world, void *user) {
 static void small_models(void **state) {
     static char words[128];
     static const struct {
-        const char *tp, *dtype, *shape;
+        const char *tensor, *dtype, *shape;
         int64_t bytes;
         const char *words;
     } files[] = {{"w", "F32", "[4,6]", 96, ""},
@@ -1495,7 +1495,7 @@ static void small_models(void **state) {
     shell("test -s '%s' && test ! -e '%s'", in_scratch("w/step-00000003/model.safetensors"),
           in_scratch("w/step-00000003/config.json"));
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
-        write_tensors("model.safetensors", files[i].tp, files[i].dtype, files[i].shape, files[i].bytes);
+        write_tensors("model.safetensors", files[i].tensor, files[i].dtype, files[i].shape, files[i].bytes);
         snprintf(words, sizeof words, "%s", files[i].words);
         test_launch(2, small_rank, words);
         shell("rm '%s'", in_scratch("w/model.safetensors"));

@@ -1753,7 +1753,7 @@ static void test_cross_entropy_refuses(void **state) {
     }
 #define FORWARD(...) mt_vocab_parallel_cross_entropy_forward(__VA_ARGS__, &saved)
     assert_int_equal(FORWARD(NULL, tp, &d, x, targets, loss), MT_ERR_ARGUMENT);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "tensor is NULL", FORWARD(r.ctx, NULL, &d, x, targets, loss));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "tp is NULL", FORWARD(r.ctx, NULL, &d, x, targets, loss));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", FORWARD(r.ctx, tp, NULL, x, targets, loss));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "ids is NULL", FORWARD(r.ctx, tp, &d, x, NULL, loss));
     REFUSED(r.ctx, MT_ERR_DATA, "target 10|index 2|[0, 10)", FORWARD(r.ctx, tp, &d, x, worse, loss));
@@ -1773,7 +1773,7 @@ static void test_cross_entropy_refuses(void **state) {
 #undef FORWARD
 #define BACKWARD(...) mt_vocab_parallel_cross_entropy_backward(__VA_ARGS__)
     assert_int_equal(BACKWARD(NULL, tp, &d, mt_none(), 1.0f, &good), MT_ERR_ARGUMENT);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "tensor is NULL", BACKWARD(r.ctx, NULL, &d, mt_none(), 1.0f, &good));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "tp is NULL", BACKWARD(r.ctx, NULL, &d, mt_none(), 1.0f, &good));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", BACKWARD(r.ctx, tp, NULL, mt_none(), 1.0f, &good));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", BACKWARD(r.ctx, tp, &d, mt_none(), 1.0f, NULL));
     REFUSED(r.ctx, MT_ERR_SHAPE, "[0, 0]", BACKWARD(r.ctx, tp, &d, mt_none(), 1.0f, &saved));
