@@ -120,7 +120,9 @@ static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
     mt_data_parallel_desc share = {.sharded_optimizer = j->sharded};
     mt_linear_desc first = {.in_features = IN, .out_features = middle},
                    second = {.in_features = middle, .out_features = OUT, .input_is_parallel = 1};
-    mt_checkpoint_desc c = {.directory = in_scratch(j->directory), .fields = m->fields, .field_count = FIELDS};
+    char directory[256]; /* of this rank's own: in_scratch is not for several threads */
+    mt_checkpoint_desc c = {.directory = directory, .fields = m->fields, .field_count = FIELDS};
+    snprintf(directory, sizeof directory, "%s/%s", scratch, j->directory);
     memset(m, 0, sizeof *m);
     MT_TRY(test_rank_open(world, shape, &where, &m->r));
     MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, j->dtype));
