@@ -5,48 +5,53 @@
        #include "mt_kernels.cuh"            // brings mt_comm.h; plain C99/C++11 unless nvcc compiles it
    and, for a fast GEMM, add  -DMT_USE_ONEDNN ... -ldnnl   or   -DMT_USE_CBLAS ... -lopenblas  to your compiler line.
 
-   The comment above an operator states its formula, shapes and exceptions. These rules hold for all operators:
-     - Views are row-major mt_tensor. ld may exceed cols unless the comment says "contiguous". Token ids are int32_t
-       arrays on the context's device.
+   The comment above an operator states its formula, its shapes and where it differs from these rules:
+     - Matrices are passed as mt_tensor, a row-major view (see mt_comm.h). Its leading dimension ld may exceed cols.
+       Token ids are int32_t arrays. Views, ids and lengths are in the memory of the context's device. Structs, `host`
+       and *hash are in host memory.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
        MT_F16. The views of one call may have different types.
-     - Statistics (stats, gathered, lse, loss, dloss, the out of a sum), gradients of parameters (dgain, dbias, dtable,
-       dweight), masters and moments are always MT_F32.
+     - Always MT_F32 are statistics (stats, gathered, lse, loss, dloss, the out of mt_sum), gradients of parameters
+       (dweight, dbias, dgain, dtable, drow), and the master, grad, m and v of AdamW.
      - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
-       even. NaN stays NaN; a value that is too large becomes infinity. On a CPU most operators hold each 16-bit view of
-       a call as f32 in the arena. mt_copy, mt_convert, mt_hash and mt_adamw_step do not.
+       even. NaN stays NaN; a value that is too large becomes infinity. On a CPU an operator needs arena memory for an
+       f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert, mt_hash and mt_adamw_step
+       make no such copy.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL).
-     - Inputs and outputs must not overlap. Where a comment says that two views "may be the same memory" or that "y may
-       be x", both must have the same type.
+     - An output must not overlap an input or another output. Where a comment says "y may be x", both may be the same
+       view: the same memory, shape, ld and type.
      - Reductions run in a fixed order, so the same inputs give the same bits. Sums accumulate in fp32 or in double.
      - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. mt_upload, mt_download, mt_hash and
-       mt_ids_check wait for that work. The first GEMM of a shape may wait, too (see mt_gemm_choice).
+       mt_ids_check also wait until that work is done. The first GEMM of a shape may wait, too: see mt_gemm_choice.
      - Scratch memory comes from the context's arena and is given back before the call returns.
-     - Errors: MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_DATA, MT_ERR_UNSUPPORTED and MT_ERR_MEMORY (the arena
-       is too small), with a sentence in mt_last_error(ctx). An operator checks its arguments before it writes. An
-       operator made of several others (mt_linear_*, mt_multiply_*_backward) may fail after the first of them.
+     - Any operator can return MT_ERR_ARGUMENT (a NULL pointer, a value out of range), MT_ERR_SHAPE, MT_ERR_DTYPE,
+       MT_ERR_MEMORY (the arena is too small), MT_ERR_UNSUPPORTED (too large for a GPU) and MT_ERR_SYSTEM (CUDA failed).
+       A call that waits can also return the errors of mt_context_synchronize. The comment above an operator lists its
+       other errors. mt_last_error(ctx) has the message.
+     - An operator checks its arguments before it writes. mt_linear_* and mt_multiply_*_backward call several operators:
+       when a later one fails, the results of the earlier ones are already written.
 
-   Operators know nothing about ranks. They start no threads, allocate no memory and keep no state between calls, with
-   two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate. A context keeps the GEMM
-   options and, on a GPU, cuBLASLt's handle, workspace and chosen algorithms.
+   Operators do not communicate between ranks. They start no threads, allocate no memory and keep no state between
+   calls, with two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate memory. A
+   context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so far.
 
-   Config macros: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM on a CPU (neither: a built-in loop). MT_CBLAS_HEADER
-   names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
+   Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM on a CPU. Without both it is a built-in
+   loop. MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
-   To add an operator, look at a small one (>>bias) and change six places: its contract and declaration here; a section
-   for it below, with its table of arguments (mt_arg), its loop on a CPU, its kernel, their launch and its public
-   function; its name in the list that follows; and three tests, tests/test_kernels.c (double precision, finite
-   differences, refusals), tests/test_kernels_16bit.c (16-bit types) and tests/test_cuda.cu (a GPU against a CPU).
-   docs/adding-an-operator.md walks through it.
+   To add an operator, follow docs/adding-an-operator.md; >>bias is a short example. You change three places in this
+   header (the declaration, the operator's section below, the list of sections) and three tests: tests/test_kernels.c
+   (double precision, finite differences, refused arguments), tests/test_kernels_16bit.c and tests/test_cuda.cu (a GPU
+   against a CPU).
 
-   Sections of the implementation. Shared by operators: >>options >>check >>math >>views >>vector-loads >>half >>rows
-   >>map >>columns >>random-words >>ptx >>tile >>dispatch. One for each operator, with its checks, its loop on a CPU,
-   its kernels, their launch and its public functions, in this order: >>fill >>copy >>add >>hash >>sum >>gemm >>bias
-   >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids >>embedding >>cross-entropy
-   >>adamw >>pointwise */
+   This is the list of the sections of the implementation. Each section begins at a comment with its name.
+   These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>half >>rows >>map >>columns
+   >>random-words >>ptx >>tile >>dispatch.
+   These sections hold one operator each (checks, CPU loop, kernels, launch, public functions): >>fill >>copy >>add
+   >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids
+   >>embedding >>cross-entropy >>adamw >>pointwise */
 
-#include "mt_comm.h" /* outside the guard, because the implementation may be asked for at a later #include */
+#include "mt_comm.h" /* before the guard: a second #include of this header may be the one that defines the functions */
 
 #ifndef MT_KERNELS_CUH
 #define MT_KERNELS_CUH
@@ -55,39 +60,43 @@
 extern "C" {
 #endif
 
-/* Returns the view that stands for an optional argument left out. */
+/* Returns an empty view (data == NULL), to pass for an optional argument that you leave out. */
 MT_API mt_tensor mt_none(void);
 
 /* ---- moving and filling ------------------------------------------------------------------------------------------ */
 
-/* y = value */
+/* Every element of y = value. */
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);
 
-/* copy: y = x, of the same type, which may be any. convert: y = x, of any two float types; y may be x. */
+/* y = x, of the same shape. In mt_copy x and y have the same type, which may be any type. In mt_convert they may have
+   different float types; y may be x. */
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y);
 
-/* y = a + b. y may be a or b. */
+/* y = a + b, all of the same shape. y may be a or b. */
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 
-/* Copy between a view of any type and the host. host is contiguous, [rows, cols] of the view's type. Both return when
-   the copy is complete. On MT_DEVICE_META mt_download writes zeros. */
+/* mt_upload copies from host to y, mt_download from x to host. The view has any type. host is a contiguous array of
+   rows * cols elements of that type. The calls return when the copy is complete. On MT_DEVICE_META mt_upload does
+   nothing and mt_download writes zeros. */
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
-/* out [1, 1] += the sum of the elements of x, or of their squares. Accumulated in double; a GPU first sums each 8
-   neighbours of a row in fp32. */
+/* out [1, 1] += the sum of the elements of x, or of their squares. A CPU accumulates in double. A GPU adds each 8
+   consecutive elements of a row in fp32, then these sums in double. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
-/* The first row of x [rows, cols], MT_F32, becomes the sum of all rows, added in the tree in which mt_all_reduce adds
-   ranks. The other rows are overwritten. Use it for your own sums over micro-batches, such as the mean loss: they are
-   then invariant, too. */
+/* Adds the rows of x [rows, cols], MT_F32, in place. Row 0 becomes the sum of all rows; the other rows are undefined
+   afterwards. The order is that of mt_all_reduce over ranks, ((0+1)+(2+3))+.... Use it for your own sums over
+   micro-batches, such as the mean loss, so that they are invariant, too (see docs/invariance.md). */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
 
-/* *hash += the sum of mt_hash_element(e, bits) over the elements of x, modulo 2^64. Use it to compare tensors.
-   Element (i, j) of x has the global number e = (first_row + i) * global_cols + first_col + j, and 32 or 16 bits. The
-   total over all views of a tensor does not depend on how the tensor is split into views. MT_DEVICE_META adds 0. */
+/* Adds a hash of x to *hash, to compare tensors. x is a view of a larger tensor with global_cols columns, and its first
+   element is (first_row, first_col) there. Set *hash to 0 and call this for each view: the total does not depend on how
+   the tensor is split into views. The hash is the sum modulo 2^64 of mt_hash_element(e, bits) over the elements (i, j)
+   of x, with e = (first_row + i) * global_cols + first_col + j and the 32 or 16 bits of the element. On MT_DEVICE_META
+   *hash does not change. */
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash);
 
@@ -96,21 +105,27 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
 typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 
 /* C [m, n] = alpha op(A) op(B) + beta C, with op(A) [m, k] and op(B) [k, n]. With beta == 0, C is not read.
-   MT_ERR_UNSUPPORTED: a size or an ld above 2^31 - 1. */
+   Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
 
-/* How a context chooses cuBLASLt's algorithm for a product. It chooses once for each shape.
-   MEASURED:  the fastest of the algorithms that give the same bits as the heuristic's first. The first product of a
-              shape measures them, in free memory of the arena. Without enough of it, for a product of less than 65536
-              elements, in invariant mode and during stream capture, the context takes the heuristic's first.
-   HEURISTIC: the heuristic's first. The bits are the same as with MEASURED. */
+/* Says how a context on a GPU chooses the cuBLASLt algorithm of a product. The context chooses when it first computes a
+   product of that shape (sizes, leading dimensions, types, transposes) and keeps the choice.
+   MEASURED:  the fastest of the algorithms whose result has the same bits as that of the heuristic's first proposal.
+              The context measures them in free memory of the arena and waits for the stream. It does not measure, and
+              takes the first proposal, when the arena has too little free memory for copies of A, B and C, when C has
+              less than 65536 elements, in a fused product (see mt_epilogue), in invariant mode and during stream
+              capture.
+   HEURISTIC: the heuristic's first proposal, without a measurement. The results have the same bits as with MEASURED. */
 typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
 
-/* How mt_linear_* run on a GPU: as a product and separate kernels, or as one product with a cuBLASLt epilogue where
-   there is one. The two round differently in 16 bits. MEASURED takes the faster one, measured once for each shape, so
-   two runs may differ in the last bit. Invariant mode is always SEPARATE. MT_DEVICE_META plans memory for SEPARATE,
-   which needs the most. */
+/* Says how a context on a GPU runs mt_linear_*. In 16 bits, separate and fused products round differently.
+   SEPARATE: a product and separate kernels for bias, activation and bias gradient. Invariant mode always uses this.
+             MT_DEVICE_META always counts the arena for SEPARATE, which needs the most memory.
+   FUSED:    one product with a cuBLASLt epilogue. Where cuBLASLt has no such epilogue (activations except MT_GELU_TANH,
+             some mixed types and unaligned views), the context uses separate kernels.
+   MEASURED: the faster of the two, measured once for each shape, so two runs may differ in the last bit. Without free
+             memory in the arena, during stream capture and after 256 measured shapes it is SEPARATE. */
 typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
 
 /* Options for the products of a context. Zero-initialise for the defaults. */
@@ -119,17 +134,19 @@ typedef struct mt_gemm_options {
     mt_epilogue epilogue;
 } mt_gemm_options;
 
-/* Sets the options of later products; NULL restores the defaults. A shape that has already run keeps its algorithm as
-   long as it is among the 512 shapes that the context used last. Errors: MT_ERR_ARGUMENT (no such value),
-   MT_ERR_MEMORY. mt_gemm_get_options returns the options; in invariant mode their epilogue is MT_EPILOGUE_SEPARATE. */
+/* mt_gemm_set_options sets the options of later products; NULL restores the defaults. A shape that has already run
+   keeps its algorithm. A context remembers 512 shapes; after that a new shape replaces the least recently used one. A
+   shape for which MT_EPILOGUE_MEASURED has decided is never replaced. mt_gemm_get_options returns the options. In
+   invariant mode their epilogue is always MT_EPILOGUE_SEPARATE. Errors: MT_ERR_ARGUMENT (no such value),
+   MT_ERR_MEMORY. */
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options);
 MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
 
-/* On a GPU, creates cuBLASLt's handle and a workspace of 32 MiB, which the first product would otherwise create.
-   mt_params_create calls it. On other devices it does nothing. */
+/* On a GPU, creates cuBLASLt's handle and a workspace of 32 MiB now instead of in the first product. mt_params_create
+   (mt_parallel.h) calls it for you. On other devices it does nothing. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 
-/* The GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3", "CBLAS" or "built-in". */
+/* Returns the name of the GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3" (with its version), "CBLAS" or "built-in". */
 MT_API const char *mt_gemm_library(void);
 
 /* ---- bias and activations ---------------------------------------------------------------------------------------- */
@@ -142,32 +159,34 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
 typedef enum mt_activation {
     MT_GELU_TANH = 0,   /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2 */
     MT_GELU_ERF = 1,    /* 0.5 x (1 + erf(x / sqrt(2))): BERT, arXiv 1606.08415 */
-    MT_SWIGLU = 2,      /* silu(gate) * up, h = [gate | up]: arXiv 2002.05202 */
+    MT_SWIGLU = 2,      /* silu(gate) * up, for h = [gate | up]: arXiv 2002.05202 */
     MT_SQUARED_RELU = 3 /* max(x, 0)^2, whose slope is 2 max(x, 0): Primer, arXiv 2109.08668; Nemotron */
 } mt_activation;
 
-/* The width w of h is 2 f for MT_SWIGLU and f otherwise.
-   forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
-   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is as forward
-             left it. dh may be the same memory as h. */
+/* forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
+   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is the h of
+             forward, after it added the bias. dh may be h.
+   w is f, except for MT_SWIGLU: 2 f. */
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias);
 
 /* ---- element by element ------------------------------------------------------------------------------------------ */
 
-/* Products and gates. All views are [rows, cols], except row [1, cols] (a scale per feature) and col [rows, 1] (a scale
-   per token).
+/* Products, sigmoid and SiLU. All views are [rows, cols], except row and drow [1, cols] (a scale per feature) and col
+   and dcol [rows, 1] (a scale per token).
    multiply:     y = a * b
-   multiply_row: y = x * row. backward: dx = dy * row, drow += sum over the rows of dy * x. drow is MT_F32
+   multiply_row: y = x * row. backward: dx = dy * row, drow += sum over the rows of dy * x
    multiply_col: y = x * col. backward: dx = dy * col, dcol = sum over the columns of dy * x
    sigmoid:      y = 1 / (1 + exp(-x)). backward: dx = dy * sigmoid'(x)
    silu:         y = x * sigmoid(x). backward: dx = dy * silu'(x)
+   dx, drow and dcol are optional in mt_multiply_*_backward. A result may be an operand of the same shape, except that
+   drow must not be row and dcol must not be col.
 
-   A gate is y = sigmoid(g) * x. Its backward is dx = sigmoid(g) * dy and dg = sigmoid'(g) * (x * dy).
-   dx, drow and dcol are optional in mt_multiply_*_backward. A result may be the same memory as an operand of the same
-   shape, with two exceptions: drow must not be row, and dcol must not be col. drow is a sum over tokens, so a block
-   computes it inside mt_sum_over_tokens in invariant mode (see docs/blocks.md). */
+   For a gate y = sigmoid(g) * x call mt_sigmoid_forward and mt_multiply. Its gradients are dx = sigmoid(g) * dy, which
+   is mt_multiply, and dg = sigmoid'(g) * (x * dy), which is mt_multiply and then mt_sigmoid_backward.
+   drow is a sum over tokens. A block that supports invariant mode computes it with mt_sum_over_tokens (see
+   docs/blocks.md). */
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y);
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
@@ -182,19 +201,19 @@ MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-/* A product with its bias, activation or bias gradient. By default each function calls the two operators that it
-   names, and has their bits: in 16 bits each of the two rounds its result. On a GPU mt_gemm_options.epilogue can make
-   it one call of cuBLASLt. The width w of h is 2 f for MT_SWIGLU and f otherwise.
+/* A linear layer is a product with its bias, activation or bias gradient.
+   forward:             y [tokens, out] = x [tokens, in] weight^T + bias [1, out] (optional). weight is [out, in].
+   gradients:           dweight [out, in] += dy^T x and dbias [1, out] += column sums of dy [tokens, out] (optional).
+   activation_forward:  h [tokens, w] = x [tokens, in] weight^T + bias [1, w] (optional), then y [tokens, f] = act(h).
+                        weight is [w, in]. w is f, except for MT_SWIGLU: 2 f.
+   activation_backward: dh [tokens, w] = (dy weight) * act'(h) and dbias [1, w] += column sums of dh (optional). weight
+                        [out, f] is that of the layer after the activation, dy [tokens, out] the gradient of that
+                        layer's output. dh must not be h.
 
-   forward:             y [tokens, out] = x [tokens, in] weight^T + bias [1, out] (optional), weight [out, in].
-                        mt_gemm, mt_bias_forward
-   activation_forward:  h [tokens, w] = x [tokens, in] weight^T + bias [1, w] (optional), weight [w, in], then
-                        y [tokens, f] = act(h). mt_gemm, mt_activation_forward
-   activation_backward: dh [tokens, w] = (dy weight) * act'(h), for the layer that follows the activation: dy
-                        [tokens, out] is the gradient of its output, weight [out, f] its weight.
-                        dbias [1, w] += column sums of dh (optional). mt_gemm, mt_activation_backward
-   gradients:           dweight [out, in] += dy^T x, dbias [1, out] += column sums of dy [tokens, out] (optional).
-                        mt_bias_backward, mt_gemm */
+   By default each function calls two operators, so it has their bits and errors: mt_gemm and mt_bias_forward,
+   mt_activation_forward or mt_activation_backward; gradients calls mt_bias_backward and mt_gemm. In 16 bits the result
+   of mt_gemm is rounded before the second operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two
+   operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
@@ -205,15 +224,18 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
 /* ---- normalisation ----------------------------------------------------------------------------------------------- */
 
 typedef enum mt_norm_kind {
-    MT_LAYER_NORM = 0, /* (x - mean) * rstd * gain + bias: arXiv 1607.06450 */
-    MT_RMS_NORM = 1    /* x * rstd * gain, rstd = 1 / sqrt(mean(x^2) + eps): arXiv 1910.07467; bias must be mt_none() */
+    /* (x - mean(x)) * rstd * gain + bias, with rstd = 1 / sqrt(var(x) + eps): arXiv 1607.06450 */
+    MT_LAYER_NORM = 0,
+    /* x * rstd * gain, with rstd = 1 / sqrt(mean(x^2) + eps): arXiv 1910.07467. bias and dbias must be mt_none() */
+    MT_RMS_NORM = 1
 } mt_norm_kind;
 
-/* x, y, dy, dresidual and dx are [tokens, h]; gain, bias, dgain and dbias are [1, h]; bias and dbias are optional.
-   forward:  y = norm(x). stats [tokens, 2] = (mean, rstd), where the mean is 0 for RMSNorm; optional for inference.
-             y may be x.
-   backward: dx = dresidual (optional) + the gradient through the norm. dgain and dbias are added to. dx may be dy or
-             dresidual. */
+/* Normalises each row. x, y, dy, dresidual and dx are [tokens, h]. gain, bias, dgain and dbias are [1, h].
+   forward:  y = norm(x). stats [tokens, 2] = mean and rstd of each row, for backward. RMSNorm writes 0 as the mean.
+             bias and stats are optional. y may be x.
+   backward: dx = dresidual + the gradient of x. dgain and dbias += their gradients. x is the input of forward.
+             dresidual, the gradient of a residual branch that also starts at x, and dbias are optional. dx may be dy
+             or dresidual. */
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats);
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
@@ -221,30 +243,33 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 
 /* ---- random numbers by global element ---------------------------------------------------------------------------- */
 
-/* Philox4x32-10 (Salmon et al., SC 2011): out = four random words for a counter and a key. */
+/* Philox4x32-10 (Salmon et al., SC 2011), on the host: out = the four random 32-bit words of a counter and a key. */
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-/* The place of a view in its global tensor, which decides its random words. Element (i, j) of the view is global
-   element e = (first_row + i) * global_cols + first_col + j. Its random word is lane e & 3 of Philox for the counter
-   {e >> 2 (64 bits), stream (64 bits)} and the key seed, so it does not depend on how the tensor is split. */
+/* Says which random words a view uses. The view is a part of a global tensor with global_cols columns, and its first
+   element is (first_row, first_col) there. Element (i, j) of the view is the global element e = (first_row + i) *
+   global_cols + first_col + j. Its random word is out[e & 3] of mt_philox4x32 for the counter {e >> 2, stream} (64 bits
+   each, low word first) and the key seed. So random numbers do not depend on how a tensor is split over ranks. */
 typedef struct mt_random {
-    uint64_t seed, stream; /* stream: your number for this use, different for each parameter, dropout and step */
+    uint64_t seed, stream; /* stream: a number that you choose, another one for each parameter, dropout and step */
     int64_t first_row, first_col, global_cols;
 } mt_random;
 
-/* y = std * N(0, 1), by Box-Muller on the words of elements e & ~1 and e | 1: an even element takes the cosine, an odd
-   one the sine. Computed in double and rounded once, so that the CPU and the GPU agree. */
+/* y = std * N(0, 1). Box-Muller makes two values from the random words of elements 2 k and 2 k + 1: the cosine for the
+   even element, the sine for the odd one. It computes in double and rounds once, so that the CPU and the GPU agree. */
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at);
 
-/* Element e is dropped when its random word is less than p * 2^32. Other elements are multiplied by 1 / (1 - p). */
+/* Dropout sets an element to 0 when its random word (see mt_random) is less than p * 2^32. It multiplies the other
+   elements by 1 / (1 - p). The backward pass computes the same mask from the same mt_dropout. */
 typedef struct mt_dropout {
     mt_random at;
     float p; /* 0 <= p < 1; 0: no dropout, and `at` is not read */
 } mt_dropout;
 
-/* All views are [tokens, n], except bias and dbias, [1, n].
+/* All views are [tokens, n], except bias and dbias [1, n].
    forward:  y = residual + dropout(x + bias). bias and residual are optional. y may be x or residual.
-   backward: dx = dropout'(dy), dbias += column sums of dx (optional). dx may be dy. The gradient of residual is dy. */
+   backward: dx = dropout(dy) with the mask of forward, dbias += column sums of dx (optional). dx may be dy. The
+             gradient of residual is dy itself. */
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y);
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
@@ -254,59 +279,69 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
 
-/* Scaled dot-product attention of `groups` query groups. A group has one key/value head and heads_per_group query
-   heads: 1 is MHA, more is GQA (arXiv 2305.13245).
-   qkv is [batch * seq, groups * (heads_per_group + 2) * head_dim]. Its row sequence * seq + position is a token. Its
-   columns are, for each group, the query heads, the key and the value ([q...q k v], as in current Megatron). out and
-   lse have the heads in the order of the queries. */
+/* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
+   heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
+   2305.13245); groups is 1 for MQA.
+   qkv is [batch * seq, groups * (heads_per_group + 2) * head_dim]. The token at position i of sequence b is row
+   b * seq + i. The columns hold, for each group, the query heads, the key and the value ([q...q k v], as in current
+   Megatron). Query head a is head a % heads_per_group of group a / heads_per_group. out and lse hold the query heads in
+   this order. */
 typedef struct mt_attention_shape {
     int64_t batch, seq, groups, heads_per_group, head_dim;
     mt_mask mask;
-    float scale; /* of the scores; 0: 1 / sqrt(head_dim) */
-    /* Key padding: [batch], on the context's device. Keys at positions >= lengths[b] are masked. A sequence of length 0
-       gives zeros. A CPU checks 0 <= lengths[b] <= seq (MT_ERR_DATA), a GPU does not. NULL: no padding */
+    float scale; /* factor of the scores; 0: 1 / sqrt(head_dim) */
+    /* Key padding: `batch` lengths on the context's device, 0 <= lengths[b] <= seq. In sequence b the keys at positions
+       >= lengths[b] are masked. For length 0, out and dqkv are 0. A CPU checks the range (MT_ERR_DATA), a GPU does
+       not. NULL: no padding */
     const int32_t *lengths;
-    /* Of the probabilities. at.first_row is the global index of the first sequence, at.first_col that of the first
-       head, at.global_cols the number of heads of the whole model. Probability (b, a, i, j) is global element
+    /* Dropout of the probabilities. at.first_row is the global index of the first sequence, at.first_col the global
+       index of the first query head, at.global_cols the number of query heads of the whole model. The probability of
+       sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
 } mt_attention_shape;
 
-/* forward:  out [batch * seq, groups * heads_per_group * head_dim]; lse [groups * heads_per_group, batch * seq] = log
-             of the sum of exponentials of the scaled scores, optional for inference.
-   backward: dqkv, of the shape of qkv, from the out and lse of forward. It computes the probabilities again. dout must
-             not be out.
-   Scratch memory is linear in seq, never seq x seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use
-   tensor cores, and other calls use a plain kernel: see docs/gpus.md.
-   MT_ERR_UNSUPPORTED on a GPU: head_dim above 256, more than 65535 heads or sequences. */
+/* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
+             groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
+             scores. It is optional: only backward needs it.
+   backward: dqkv = the gradient of qkv, of the same shape. It takes the out and lse of forward and computes the
+             probabilities again. dout must not be out.
+   Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
+   cores, and other calls use a slower kernel without them: see docs/gpus.md.
+   Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
 /* Rotary position embedding (arXiv 2104.09864) in the two-halves form of GPT-NeoX and Megatron. head_dim must be even.
-   table:    table [seq, head_dim] = the cosines of the head_dim / 2 angles position * base^(-2 i / head_dim), then
-             their sines.
-   forward:  rotates the queries and keys of qkv in place.
-   backward: rotates their gradients back. Both read only the sizes of shape. */
+   table:    table [seq, head_dim]: row p holds the head_dim / 2 cosines, then the head_dim / 2 sines, of the angles
+             p * base^(-2 i / head_dim).
+   forward:  rotates the queries and keys of qkv in place, each token by the row of its position in the sequence.
+   backward: rotates the gradients of the queries and keys in dqkv back, in place.
+   forward and backward read only the sizes of shape, not mask, scale, lengths or dropout. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv);
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
-/* Checks that every id is in [0, limit) or equal to ignore. Pass ignore = 0 to allow no other id. MT_ERR_DATA names the
-   first wrong id and its index; its sentence calls it `what` ("token id", "target"; NULL: "id"). */
+/* Checks that each of the `count` ids is in [0, limit) or equal to ignore. For token ids pass ignore = 0, which allows
+   nothing else; for targets pass mt_ignore_index(shape.ignore_index). `what` is the word for an id in the error
+   message ("token id", "target"; NULL: "id"). On MT_DEVICE_META it checks no id. Error: MT_ERR_DATA, with the first
+   wrong id and its index in the message. */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
 
-/* ids[i] = (first_token + i) % seq */
+/* ids[i] = (first_token + i) % seq for i < count: the positions of consecutive tokens in sequences of length seq. */
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count);
 
-/* table holds the rows [first_row, first_row + table.rows) of a larger table. An id outside of them stands for a row of
-   zeros.
-   forward:  y [tokens, h] = beta * y + table[ids - first_row]. With beta == 0, y is not read.
-   backward: dtable[ids - first_row] += dy [tokens, h], in the order of the tokens. */
+/* Looks up the rows of `ids`, one id per token, in a shard of a table. table and dtable [rows, h] hold the rows
+   [first_row, first_row + rows) of the whole table; first_row is 0 for a whole table.
+   forward:  y [tokens, h] = beta * y + table[ids - first_row]. An id outside of the shard adds 0. With beta == 0, y is
+             not read.
+   backward: dtable[ids - first_row] += dy [tokens, h], in the order of the tokens. An id outside of the shard adds
+             nothing. */
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y);
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
@@ -314,23 +349,27 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
 
 /* ---- cross-entropy over a vocabulary shard ----------------------------------------------------------------------- */
 
-/* For the logits x of a token, loss = lse(x) - x[target]. With label smoothing a, as PyTorch defines it,
-   loss = (1 - a) (lse(x) - x[target]) + a (lse(x) - mean(x)). A token whose target is ignore_index has loss 0 and
-   gradient 0. */
+/* For the logits x of a token, loss = lse(x) - x[target], where lse(x) = log(sum of exp(x)). With label smoothing a, as
+   PyTorch defines it, loss = (1 - a) (lse(x) - x[target]) + a (lse(x) - mean(x)). A token whose target is ignore_index
+   has loss 0 and gradient 0. */
 typedef struct mt_cross_entropy_shape {
     int64_t vocab;         /* size of the whole vocabulary, without padding */
     int64_t first_col;     /* index in the vocabulary of the shard's first column */
     float label_smoothing; /* a, 0 <= a < 1 */
-    int32_t ignore_index;  /* 0: -100, as in PyTorch */
+    int32_t ignore_index;  /* target of tokens without a loss; 0: -100, as in PyTorch */
 } mt_cross_entropy_shape;
 
-/* The steps before and after the one collective, the gather of stats. logits is [tokens, columns of the shard]. Columns
-   at or past `vocab` are padding: they do not count, and their gradient is 0. Check targets with mt_ids_check first.
-   stats:    stats [tokens, 4] = the maximum (-inf if all columns are padding), the sum of exp(x - max), the logit of
-             the target (0 if another shard has it), the sum of x
-   combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], shard-major, summed in the tree
-             order of mt_all_reduce. lse is the maximum and, apart from it for precision, log(sum of exp(x - maximum))
-   backward: logits = scale * dloss[i] * (softmax - smoothed one-hot), in place. dloss is [1, tokens]; without it, 1 */
+/* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
+   is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
+   check it with mt_ids_check first. Columns whose index in the vocabulary is `vocab` or more are padding: they do not
+   count, and their gradient is 0.
+   stats:    stats [tokens, 4] = for each token the maximum of the shard's x (-inf if all columns are padding), the sum
+             of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
+   combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
+             this order. It adds shards in the order of mt_all_reduce. Row 0 of lse is the maximum m, row 1 is log(sum
+             of exp(x - m)). lse(x) is their sum; kept apart they are more precise.
+   backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
+             optional: mt_none() means 1 for every token. */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats);
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
@@ -338,8 +377,8 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
 
-/* All three steps at once, for a shard that holds the whole vocabulary (first_col 0): writes loss [1, tokens], and
-   replaces logits by scale * dloss[i] * their gradient. dloss is optional. */
+/* All three steps in one call, when there is one shard, which holds the whole vocabulary (first_col 0). It writes loss
+   [1, tokens] and replaces logits by their gradient as backward does. dloss is optional. */
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss);
@@ -347,53 +386,64 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
 /* AdamW with decoupled weight decay (arXiv 1711.05101, algorithm 2, as torch.optim.AdamW). With g = grad_scale * grad:
-   param -= lr * weight_decay * param; m and v are the moments of g; param -= lr * mhat / (sqrt(vhat) + eps). */
+       m = beta1 * m + (1 - beta1) * g            mhat = m / (1 - beta1^step)
+       v = beta2 * v + (1 - beta2) * g^2          vhat = v / (1 - beta2^step)
+       param = (1 - lr * weight_decay) * param - lr * mhat / (sqrt(vhat) + eps) */
 typedef struct mt_adamw {
     float lr, beta1, beta2, eps, weight_decay, grad_scale;
-    int64_t step;                         /* counts from 1 */
-    const mt_random *stochastic_rounding; /* where param lies in its global tensor; NULL: to nearest even */
+    int64_t step;                         /* number of this step, from 1 */
+    const mt_random *stochastic_rounding; /* the random words for rounding a 16-bit param; NULL: to nearest even */
 } mt_adamw;
 
-/* One step. All views have the same shape; grad, m and v are MT_F32. An MT_F32 param is updated in place and has no
-   master. A 16-bit param works in one of three ways:
-   - With master (MT_F32, optional), the step updates master. param becomes its copy, rounded to nearest even.
-   - Without master, the step updates param and rounds it to nearest even. Small updates can be lost.
-   - Without master and with stochastic_rounding, the step updates param and rounds it up or down at random. The mean
+/* Does one step: updates param, m and v, and master where there is one. All views have the same shape. m and v are zero
+   before step 1. An MT_F32 param has no master: pass mt_none(). A 16-bit param can be updated in three ways:
+   - With a master (MT_F32), the step updates master. param becomes a copy of it, rounded to nearest even.
+   - Without a master, the step updates param and rounds it to nearest even. Updates below half a unit in the last place
+     are lost.
+   - Without a master and with stochastic_rounding, the step updates param and rounds it up or down at random. The mean
      over many roundings is exact, so small updates are kept on average. See docs/gpus.md.
-   MT_ERR_DTYPE: an f32 param with a master. MT_ERR_ARGUMENT: stochastic_rounding with a master or an f32 param. */
+   Errors: MT_ERR_DTYPE (an f32 param with a master), MT_ERR_ARGUMENT (stochastic_rounding with a master or an f32
+   param; see also mt_adamw_check). */
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v);
 
 /* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
 
-enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 }; /* types of a view: any; f32, bf16 or f16; f32 */
+/* The types that a view may have: any type, one of the float types (MT_F32, MT_BF16, MT_F16), or MT_F32 only. */
+enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 };
+
+/* What an operator does with a view: it reads it, writes it, or both. Add MT_ARG_OPTIONAL with | if the view may be
+   mt_none(). */
 enum { MT_ARG_IN = 1, MT_ARG_OUT = 2, MT_ARG_IN_OUT = 3, MT_ARG_OPTIONAL = 4 };
 
-/* What a function requires of one of its views. A table describes all of them:
+/* Describes what an operator requires of one of its views. An array describes all of its views:
        mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                         {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
        MT_TRY(mt_args_check(ctx, "my_bias_forward", args, 2)); */
 typedef struct mt_arg {
-    const char *name; /* for error sentences */
+    const char *name; /* for error messages */
     mt_tensor *view;
     int64_t rows, cols; /* the required shape */
-    int type, use;      /* MT_ARG_FLOAT ...; MT_ARG_IN ..., with | MT_ARG_OPTIONAL if it may be mt_none() */
+    int type, use;      /* MT_ARG_FLOAT and MT_ARG_IN, for instance */
 } mt_arg;
 
-/* Checks the views in the order of the table: a valid shape and type, data that is not NULL, the required type and the
-   required shape. It skips an optional view that is mt_none(). Errors: MT_ERR_SHAPE, MT_ERR_DTYPE or MT_ERR_ARGUMENT,
-   with a sentence "where: name is ..., must be ...". mt_tensor_check checks a single view in the same way. */
+/* mt_args_check checks `count` views, in the order of the array. A view must have a valid shape and type, data that is
+   not NULL, the required type and the required shape. An optional view that is mt_none() is not checked. `where` is the
+   name of your function for the message, as in "my_bias_forward: bias is [1, 3], must be [1, 4]". mt_tensor_check
+   checks one view in the same way; the view is not optional. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_ARGUMENT. */
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
 
-/* Checks the numbers of *hyper as mt_adamw_step does: step >= 1, 0 <= beta < 1, eps >= 0, all finite. */
+/* Checks *hyper as mt_adamw_step does: step >= 1, beta1 and beta2 in [0, 1), eps >= 0, all numbers finite. Error:
+   MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* Returns the target that the field ignore_index of a shape stands for: its value, or -100 if it is 0. */
+/* Returns the target value that means "ignore this token", given mt_cross_entropy_shape.ignore_index: that field, or
+   -100 if it is 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
-/* Returns the hash of one element, from its global number and its bits. mt_hash sums these. */
+/* Returns the hash of one element, from its global number and its bits. mt_hash adds these values. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 
 #ifdef __cplusplus
