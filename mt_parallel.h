@@ -1410,43 +1410,48 @@ static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tr
     return MT_SUCCESS;
 }
 
-typedef struct mti_token_sum {
+typedef struct mti_shard_sum {
     mt_token_operator op;
     const void *arg;
-    int64_t rows;   /* tokens of a virtual shard */
+    int64_t rows;   /* what op takes of each virtual shard */
     int64_t a_rows; /* rows of the first gradient; the second's follow */
-} mti_token_sum;
+} mti_shard_sum;
 
-static mt_status mti_token_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
-    const mti_token_sum *s = (const mti_token_sum *)arg;
+static mt_status mti_sum_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
+    const mti_shard_sum *s = (const mti_shard_sum *)arg;
     mt_tensor b = mt_none();
     if (s->a_rows < out.rows) b = mt_tensor_rows(out, s->a_rows, out.rows - s->a_rows);
     MT_TRY(mt_fill(ctx, out, 0.0f));
     return s->op(ctx, s->arg, shard * s->rows, s->rows, mt_tensor_rows(out, 0, s->a_rows), b);
 }
 
+/* a and b, which may be mt_none(), += the sum over virtual shards of what op adds for each, in the tree. */
+static mt_status mti_sum_over_shards(mt_context *ctx, mt_token_operator op, const void *arg, int64_t rows, int shards,
+                                     mt_tensor a, mt_tensor b) {
+    mti_shard_sum sum;
+    mt_tensor out;
+    size_t mark = mt_arena_mark(ctx);
+    sum.op = op;
+    sum.arg = arg;
+    sum.rows = rows;
+    sum.a_rows = a.rows;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, a.rows + b.rows, a.cols, &out));
+    MT_TRY(mti_shard_tree(ctx, mti_sum_leaf, &sum, 0, shards, out));
+    MT_TRY(mt_add(ctx, a, mt_tensor_rows(out, 0, a.rows), a));
+    if (b.data) MT_TRY(mt_add(ctx, b, mt_tensor_rows(out, a.rows, b.rows), b));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b) {
-    mti_token_sum sum;
-    mt_tensor out;
-    size_t mark;
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!op) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_sum_over_tokens: op is NULL");
     if (!mt_context_invariant(ctx)) return op(ctx, arg, 0, rows, a, b);
     MT_TRY(mt_check_tokens(ctx, "mt_sum_over_tokens", mt_sequence_tokens(tp, sequence_parallel, rows)));
-    mark = mt_arena_mark(ctx);
     shards = sequence_parallel ? mti_shards(ctx, tp) : mt_context_invariant(ctx);
-    sum.op = op;
-    sum.arg = arg;
-    sum.rows = rows / shards;
-    sum.a_rows = a.rows;
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, a.rows + b.rows, a.cols, &out));
-    MT_TRY(mti_shard_tree(ctx, mti_token_leaf, &sum, 0, shards, out));
-    MT_TRY(mt_add(ctx, a, mt_tensor_rows(out, 0, a.rows), a));
-    if (b.data) MT_TRY(mt_add(ctx, b, mt_tensor_rows(out, a.rows, b.rows), b));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
+    return mti_sum_over_shards(ctx, op, arg, rows / shards, shards, a, b);
 }
 
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens) {
@@ -3438,28 +3443,21 @@ static mt_status mti_norm_tokens(mt_context *ctx, const void *arg, int64_t first
     return mti_norm_heads(ctx, (const mti_norm_call *)arg, first, 1, count, dgain, dbias);
 }
 
-/* mti_leaf: the groups of a virtual shard, one after the other. */
-static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
+/* mt_token_operator, of virtual shard `shard` instead of tokens: its groups, one after the other. */
+static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard, int64_t one, mt_tensor dgain,
+                                mt_tensor dbias) {
     const mti_norm_call *c = (const mti_norm_call *)arg;
     int64_t groups = c->layer->local_groups, each = groups / mti_shards(ctx, c->layer->tp), i;
-    mt_tensor dbias = out.rows > 1 ? mt_tensor_rows(out, 1, 1) : mt_none();
-    MT_TRY(mt_fill(ctx, out, 0.0f));
+    (void)one;
     for (i = 0; i < each; i++)
-        MT_TRY(mti_norm_heads(ctx, c, shard * each + i, groups, c->x.rows / groups, mt_tensor_rows(out, 0, 1), dbias));
+        MT_TRY(mti_norm_heads(ctx, c, shard * each + i, groups, c->x.rows / groups, dgain, dbias));
     return MT_SUCCESS;
 }
 
 /* Gains and biases of heads, whose gradients are sums over virtual shards of heads in invariant mode. */
 static mt_status mti_norm_groups(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor out;
     if (!mt_context_invariant(ctx)) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, dbias.data ? 2 : 1, dgain.cols, &out));
-    MT_TRY(mti_shard_tree(ctx, mti_norm_shard, c, 0, mti_shards(ctx, c->layer->tp), out));
-    MT_TRY(mt_add(ctx, dgain, mt_tensor_rows(out, 0, 1), dgain));
-    if (dbias.data) MT_TRY(mt_add(ctx, dbias, mt_tensor_rows(out, 1, 1), dbias));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
+    return mti_sum_over_shards(ctx, mti_norm_shard, c, 1, mti_shards(ctx, c->layer->tp), dgain, dbias);
 }
 
 MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor dy, mt_tensor dresidual,
