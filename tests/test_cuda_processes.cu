@@ -231,6 +231,23 @@ static mt_status every_collective(rank_state *s, mt_comm *c, int first, int step
     return mt_barrier(s->ctx, c);
 }
 
+static void take_a_nap(void) {
+    struct timespec nap = {0, 200000000};
+    nanosleep(&nap, NULL);
+}
+
+/* To free memory, CUDA waits until the device has nothing left to do. What the others do meanwhile, most probably the
+   next collective, is on other devices: it must not be waited for. */
+static mt_status free_late(rank_state *s, int late) {
+    const size_t bytes = 1024;
+    void *memory = NULL;
+    MT_TRY(mt_context_alloc(s->ctx, bytes, &memory));
+    MT_TRY(mt_context_synchronize(s->ctx));
+    if (late) take_a_nap();
+    mt_context_free(s->ctx, memory, bytes);
+    return every_collective(s, s->all, 0, 1);
+}
+
 static mt_status compute(mt_comm *world, void *user) {
     rank_state s;
     int rank = mt_comm_rank(world), size = mt_comm_size(world), half = size > 1 ? size / 2 : 1;
@@ -242,6 +259,7 @@ static mt_status compute(mt_comm *world, void *user) {
         /* whose order is the other way round: ranks come by key */
         if (status == MT_SUCCESS) status = every_collective(&s, s.data, rank % half + (size / half - 1) * half, -half);
     }
+    if (status == MT_SUCCESS) status = free_late(&s, rank == 0);
     close_rank(&s);
     return status;
 }
@@ -347,11 +365,6 @@ static mt_status one_collective(rank_state *s, int kind) {
         MT_TRY(mt_all_reduce(s->ctx, s->tp, s->a, s->b, COUNT, MT_F32, MT_SUM));
         return mt_all_reduce(s->ctx, s->data, s->a, s->b, COUNT, MT_F32, MT_SUM);
     }
-}
-
-static void take_a_nap(void) {
-    struct timespec nap = {0, 200000000};
-    nanosleep(&nap, NULL);
 }
 
 /* The others are by then in the collective, most probably. */

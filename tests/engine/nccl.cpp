@@ -361,8 +361,8 @@ cudaStream_t take_stream(ncclComm &comm) {
         return stream;
     }
     DeviceScope scope(comm.device);
-    cudaStream_t stream = nullptr;
-    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) report("NCCL: no stream");
+    cudaStream_t stream = comm.remote ? stream_elsewhere() : nullptr;
+    if (!stream && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) report("NCCL: no stream");
     comm.streams.push_back(stream);
     return stream;
 }

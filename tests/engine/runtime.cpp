@@ -26,6 +26,8 @@
 
 namespace mte {
 
+constexpr int kElsewhere = 64; // the device of a stream of another process, after all that are here
+
 // ---- >>config ------------------------------------------------------------------------------------------------------
 
 static std::string environment(const char *name, const char *otherwise) {
@@ -65,7 +67,7 @@ static Config read_config() {
     c.copy = copy_time();
     c.streams = static_cast<Schedule>(environment_choice("MTE_STREAMS", {"eager", "lazy", "random", "greedy"}));
     c.protect = environment_number("MTE_PROTECT", 0) != 0;
-    c.devices = std::clamp(environment_number("MTE_DEVICES", 8), 0, 64);
+    c.devices = std::clamp(environment_number("MTE_DEVICES", 8), 0, kElsewhere);
     c.memory = (size_t)environment_number("MTE_MEMORY", 4096) << 20;
     c.patience = environment_number("MTE_PATIENCE", 10);
     return c;
@@ -147,7 +149,7 @@ struct Memory {
     std::map<const char *, size_t> pinned;
     std::deque<const Allocation *> quarantine;
     size_t quarantined = 0;
-    size_t live_bytes[64] = {};
+    size_t live_bytes[kElsewhere] = {};
     std::set<std::pair<int, int>> peers; // (accessing device, owning device)
 };
 static Memory &memory() {
@@ -406,9 +408,9 @@ struct Queues {
     std::vector<Stream *> streams; // those that are alive or have work
     std::set<const void *> handles;
     std::set<const void *> events;
-    Stream *default_streams[64] = {};
-    Clock gone[64];         // of destroyed streams, by device
-    std::vector<Past> past; // by id - 1
+    Stream *default_streams[kElsewhere] = {};
+    Clock gone[kElsewhere + 1]; // of destroyed streams, by device
+    std::vector<Past> past;     // by id - 1
     Operation *running = nullptr;
     Clock host; // what the host has waited for; all host threads share it, so it may know too much, never too little
     cudaError_t sticky = cudaSuccess;
@@ -1223,6 +1225,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
 }
 
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+namespace mte {
+cudaStream_t stream_elsewhere() {
+    Stream *s = new_stream(false, false);
+    s->device = kElsewhere;
+    return reinterpret_cast<cudaStream_t>(s);
+}
+} // namespace mte
 
 // What is still in the stream will run; the handle is dead at once.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {

@@ -40,6 +40,9 @@ void enqueue(cudaStream_t stream, const char *label, std::function<void()> work)
 Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> work);
 void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous);
 
+// A stream of a device of another process, for its part of a rendezvous: nothing that waits for a device waits for it.
+cudaStream_t stream_elsewhere();
+
 // Does [p, p + bytes) lie inside one live device allocation?
 bool device_valid(const void *p, size_t bytes);
 // Reports when it does not, or when p is not a multiple of `alignment`.
