@@ -34,7 +34,7 @@
     int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
 
    Four headers; each includes only those below it and can be used without those above:
-       megatron.h       attention, MLP, transformer layer, GPT, checkpoints for Hugging Face     (this header)
+       megatron.h       attention, MLP, transformer layer, GPT, checkpoints of a GPT             (this header)
        mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
                         loss, AdamW, pipelines, checkpoints
        mt_kernels.cuh   the operators, forward and backward
@@ -45,12 +45,14 @@
    reduce-scatters instead. Every communicator counts its calls and bytes (mt_comm_ledger).
 
    The library does not own your loop, your tensors or your process. It has no globals, and it never exits or aborts.
-   It reads no files except checkpoints. It allocates no memory after setup (the create functions and mt_params_init),
-   except while the files of a checkpoint are open.
+   It opens only checkpoints, and the safetensors and JSON files that you name. It allocates no memory after setup (the
+   create functions and mt_params_init), except while the files of a checkpoint are open.
 
    Shapes:  Activations are [tokens, features]; the row of a token is sequence * seq + position. Weights are [out, in],
             as in PyTorch. t is the number of tensor parallel ranks. With sequence parallelism a block's input and
-            output are [tokens / t, features] on each of these ranks: consecutive rows, in the order of the ranks.
+            output are [tokens / t, features] on each of them: tensor rank r has the rows from r * tokens / t on. t must
+            then divide tokens (MT_ERR_SHAPE).
+   Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
    Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
             needs no destroy. Forward keeps what backward needs in a `saved` struct, whose tensors are in the context's
             arena until you call mt_arena_release.
@@ -75,23 +77,25 @@ extern "C" {
 /* ---- what a call works on ---------------------------------------------------------------------------------------- */
 
 /* The tokens of one call: `sequences` sequences of `seq` tokens each. All tensor ranks pass the same batch. A dropout
-   mask depends on seed, step, layer, and the index of the element in the global batch (all sequences of a step). When
-   first_sequence is set, the masks are the same on every tensor, data and micro-batch split. */
+   mask depends on seed, step, layer, and the element's index in the global batch (all sequences of a step). When each
+   call sets first_sequence, the masks are the same on every tensor, data and micro-batch split. */
 typedef struct mt_batch {
     int64_t sequences, seq;
     int64_t first_sequence; /* index of this call's first sequence in the global batch */
-    /* key padding: the first lengths[i] tokens of sequence i are valid. [sequences], in memory of the context's device;
+    /* [sequences], in memory of the context's device. The first lengths[i] tokens of sequence i are valid; attention
+       masks the keys of the others. On a CPU a length that is not in [0, seq] is MT_ERR_DATA; a GPU does not check.
        NULL: all tokens are valid */
     const int32_t *lengths;
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
 } mt_batch;
 
-/* Returns a dropout with probability p for a block of your own. The caller sets at.first_row, at.first_col and
-   at.global_cols of the result: the place of this rank's tensor in the global one (see mt_random). Each (seed, step,
-   layer, site) has random numbers of its own; layer < 2^18, site < 4.
-   Layer n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the output of attention and (n, 2) for
-   the output of the MLP. A GPT uses (mt_gpt_desc.layers, 3) for the embedding. For blocks of your own beside a GPT, use
-   layer numbers greater than mt_gpt_desc.layers. batch NULL: a dropout with p 0, which drops nothing. */
+/* Returns a dropout with probability p for a block of your own; with batch NULL, one that drops nothing. The caller
+   sets at.first_row, at.first_col and at.global_cols of the result: where this rank's tensor begins in the global
+   tensor, and how many columns the global tensor has (see mt_random). Each (seed, step, layer, site) has random numbers
+   of its own; step < 2^44, layer < 2^18, site < 4.
+   The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
+   output of attention and (n, 2) for the output of the MLP. A GPT numbers its layers from 0, and uses
+   (mt_gpt_desc.layers, 3) for the embedding. Beside a GPT, use layer numbers greater than mt_gpt_desc.layers. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
@@ -100,18 +104,18 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
    no communication (arXiv 1909.08053, eq. 3 and figure 3a). */
 typedef struct mt_mlp_desc {
     int64_t hidden;
-    int64_t ffn;              /* inner width; with MT_SWIGLU the width of gate and of up, each; 0: 4 * hidden */
+    int64_t ffn;              /* inner width; with MT_SWIGLU that of gate, and also that of up; 0: 4 * hidden */
     mt_activation activation; /* 0: MT_GELU_TANH */
     int no_bias;              /* 1: fc1 and fc2 have no bias */
     /* advanced */
-    /* 1: forward does not add fc2.bias, and backward does not add to its gradient. The caller does both, for instance
-       fused with a dropout */
+    /* 1: forward does not add fc2.bias, and backward does not add to the gradient of fc2.bias. The caller does both,
+       for instance fused with a dropout */
     int skip_bias_add;
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     float init_std, output_init_std; /* standard deviation of the initial weights of fc1 and of fc2; 0: 0.02 */
 } mt_mlp_desc;
 
-/* NAME, in the names of parameters, is the `name` that the create function of the block was given. */
+/* The comments of the layers name their parameters. NAME is the `name` that you pass to the block's create function. */
 typedef struct mt_mlp {
     mt_mlp_desc desc;
     mt_column_parallel_linear fc1; /* NAME.linear_fc1.weight, .bias; with MT_SWIGLU the rows are [gate; up] */
@@ -125,8 +129,9 @@ typedef struct mt_mlp_saved {
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy. x must not change until backward. The tensors of saved are in the arena until the caller's mt_arena_release.
-   With saved == NULL forward is inference. With dx == mt_none() backward neither computes nor reduces dx.
+   dy. Tensors that are sent must be contiguous (see mt_parallel.h). x must not change until backward. The tensors of
+   saved are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference. When dx is
+   mt_none(), backward neither computes nor reduces dx.
    Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
    does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter. */
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -140,9 +145,10 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
 /* A query group is one key/value head with its heads / kv_heads query heads. The groups are split over the tensor ranks
    (arXiv 1909.08053, figure 3b): QKV is column-parallel, core attention runs on this rank's groups, and the projection
    is row-parallel.
-   hidden must be a multiple of heads, and heads a multiple of kv_heads. kv_heads must be at least t; in invariant mode
-   it must be at least V = mt_context_desc.invariant. With rotary, hidden / heads must be even. Otherwise create returns
-   MT_ERR_SHAPE. When kv_heads is not a multiple of t (or of V), the last ranks hold empty groups, which are padding. */
+   hidden must be a multiple of heads, and heads a multiple of kv_heads. kv_heads must be at least t, and in invariant
+   mode (see mt_parallel.h) at least V = mt_context_desc.invariant. With rotary, hidden / heads must be even and max_seq
+   set. Otherwise create returns MT_ERR_SHAPE. When kv_heads is not a multiple of t (in invariant mode, of V), the last
+   ranks also have empty groups: padding, whose weights are zero. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
@@ -150,10 +156,10 @@ typedef struct mt_self_attention_desc {
     float rotary_base;    /* base of rotary position embedding, usually 10000; 0: no rotary */
     int64_t max_seq;      /* longest sequence, needed with rotary only */
     float dropout;        /* of attention probabilities */
-    int64_t layer_number; /* selects the dropout masks; give each layer another number */
+    int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    int skip_bias_add;               /* 1: the caller adds proj.bias and its gradient, see mt_mlp_desc */
+    int skip_bias_add;               /* 1: the caller handles proj.bias, as fc2.bias in mt_mlp_desc */
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
     float init_std, output_init_std; /* standard deviation of the initial weights of qkv and of proj; 0: 0.02 */
@@ -163,21 +169,21 @@ typedef struct mt_self_attention {
     mt_self_attention_desc desc;
     mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; rows: for each query group its queries, key and value */
     mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
-    mt_tensor rotary;              /* [max_seq, head_dim], or mt_none(); owned by the registry */
-    int64_t head_dim, groups;      /* groups: of this rank, empty ones included */
+    mt_tensor rotary;              /* of mt_rotary_table, owned by the registry; mt_none(): no rotary */
+    int64_t head_dim, groups;      /* groups: number of groups of this rank, empty ones included */
     int64_t first_group;           /* global index of this rank's first group */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
     mt_batch batch; /* the batch of forward; the array `lengths` must not change until backward */
     mt_linear_saved qkv_in, proj_in;
-    /* qkv [tokens, qkv.local_features], out [tokens, proj.local_features], lse [heads of nonempty groups, tokens]. With
-       recompute_core, out and lse are not valid after forward. */
+    /* qkv [tokens, qkv.local_features], out [tokens, proj.local_features], lse [query heads of this rank without those
+       of empty groups, tokens]. With recompute_core, out and lse are not valid after forward. */
     mt_tensor qkv, out, lse;
 } mt_self_attention_saved;
 
 /* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
-   batch->sequences * batch->seq. saved == NULL: inference, without dropout. Backward uses the batch of forward.
+   batch->sequences * batch->seq. Inference (saved NULL) has no dropout. Backward uses the batch of forward.
    MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq. */
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out);
@@ -186,13 +192,14 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* Core attention on the groups of this rank, for a block of your own (mt_attention_forward, mt_attention_backward). In
-   invariant mode it runs once for each virtual shard: shards is weight->shards of the column-parallel layer that
-   computed qkv, and 1 outside invariant mode.
-   qkv, dqkv [tokens, groups * (heads_per_group + 2) * head_dim]; out, dout [tokens, groups * heads_per_group *
-   head_dim]; lse [shape->groups * heads_per_group, tokens], which may be mt_none() in forward. groups is the number of
-   all groups of this rank, and shape->groups the number of those that are not empty. The columns of empty groups come
-   last; forward sets them to zero in out, and backward in dqkv. */
+/* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
+   For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode it is 1. In
+   invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
+   shape->groups is the number of groups of this rank that are not empty, and `groups` below is the number of all its
+   groups. qkv, dqkv [tokens, groups * (heads_per_group + 2) * head_dim]; out, dout [tokens, groups * heads_per_group *
+   head_dim]; lse [shape->groups * heads_per_group, tokens], which may be mt_none() in forward. The columns of empty
+   groups come last; forward sets them to zero in out, and backward in dqkv.
+   MT_ERR_SHAPE: the columns are not those of a whole number of groups, or shards does not divide groups. */
 MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
@@ -200,8 +207,8 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
 
 /* Copies between the QKV weight of mt_self_attention [(heads + 2 * kv_heads) * head_dim, cols] and separate weights q
    [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
-   contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive, or heads is not a
-   multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
+   contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive or too large, or heads
+   is not a multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
 MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
                                       const float *k, const float *v, float *qkv);
 MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
@@ -217,20 +224,21 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
 
-/* Which activations backward computes again, so that forward need not keep them (arXiv 2205.05198; Megatron's
+/* Selects the activations that forward does not keep and backward computes again (arXiv 2205.05198; Megatron's
    --recompute-granularity). The results have the same bits in each mode, because dropout draws the same masks again.
    docs/performance.md lists the memory that each mode takes.
    MT_RECOMPUTE_NONE       none
    MT_RECOMPUTE_SELECTIVE  those of core attention. Backward computes them from qkv, without communication
-   MT_RECOMPUTE_FULL       all. Backward runs forward again from the input of the layer, with its communication. Forward
-                           and backward of a layer then do 5 all-reduces instead of 4; with sequence_parallel they do 8
-                           all-gathers and 5 reduce-scatters instead of 6 and 4. MT_POST_LN needs one more all-reduce,
-                           or one more reduce-scatter with sequence_parallel */
+   MT_RECOMPUTE_FULL       all. Backward runs forward again from the input of the layer, but without the last product,
+                           fc2, and its reduction. Forward and backward of a layer together then do 5 all-reduces
+                           instead of 4; with sequence_parallel, 8 all-gathers and 5 reduce-scatters instead of 6 and 4.
+                           With MT_POST_LN backward also repeats fc2: 6 all-reduces, or 8 all-gathers and 6
+                           reduce-scatters */
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
 
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;                   /* as in mt_self_attention_desc and mt_mlp_desc; 0: heads, 4 * hidden */
+    int64_t kv_heads, ffn;                   /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
     mt_ln_placement placement;               /* 0: MT_PRE_LN */
     mt_norm_kind norm;                       /* 0: MT_LAYER_NORM */
     float norm_eps;                          /* 0: 1e-5 */
@@ -239,21 +247,22 @@ typedef struct mt_transformer_layer_desc {
     float rotary_base;                       /* base of rotary position embedding, usually 10000; 0: no rotary */
     int64_t max_seq;                         /* longest sequence, needed with rotary only */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
-    int64_t layer_number;                    /* selects the dropout masks; give each layer another number */
+    int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
     mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
     float init_std;         /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
-    float output_init_std;  /* the same of proj and fc2; in GPT-2 it is 0.02 / sqrt(2 * layers); 0: 0.02 */
+    float output_init_std;  /* the same for proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
     mt_transformer_layer_desc desc;
-    mt_norm_layer input_norm, mlp_norm; /* NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
-    mt_self_attention attention;        /* NAME.self_attention.* */
-    mt_mlp mlp;                         /* NAME.mlp.* */
-    mt_comm *tp;                        /* the tensor group */
+    /* the first and the second LN of mt_ln_placement: NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
+    mt_norm_layer input_norm, mlp_norm;
+    mt_self_attention attention; /* NAME.self_attention.* */
+    mt_mlp mlp;                  /* NAME.mlp.* */
+    mt_comm *tp;                 /* the tensor group */
 } mt_transformer_layer;
 
 /* With MT_RECOMPUTE_FULL, only x and attention.batch are valid after forward. */
@@ -264,9 +273,10 @@ typedef struct mt_transformer_layer_saved {
     mt_mlp_saved mlp;
 } mt_transformer_layer_saved;
 
-/* x, y, dx, dy are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none
-   may be mt_none(). x must not change until backward. The tensors of saved are in the arena until the caller's
-   mt_arena_release. saved == NULL: inference, without dropout. Backward uses the batch of forward.
+/* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
+   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none may be
+   mt_none(). x must not change until backward. The tensors of saved are in the arena until the caller's
+   mt_arena_release. When saved is NULL, forward is inference, without dropout. Backward uses the batch of forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute. */
@@ -294,8 +304,9 @@ typedef struct mt_gpt_desc {
     int32_t ignore_index;     /* targets of this value have loss 0 and gradient 0; 0: -100, as in PyTorch */
 } mt_gpt_desc;
 
-/* This rank's shard of the model, or of one pipeline stage. Every stage has the same number of layers. The first stage
-   has the embeddings, and the last one has the final norm and the head. Members that a stage does not have are zero.
+/* This rank's shard of the model or, on a grid with several pipeline stages, of its stage. Every stage has the same
+   number of layers. The first stage has the embeddings, and the last one has the final norm and the head. Members that
+   a stage does not have are zero.
    A tied embedding is on the first and on the last stage; mt_sync_gradients adds up its two gradients. */
 typedef struct mt_gpt {
     mt_gpt_desc desc;
@@ -304,7 +315,7 @@ typedef struct mt_gpt {
     mt_transformer_layer *layers;       /* layers[i]: decoder.layers.<first_layer + i>.*; the registry owns the array */
     int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
     mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
-    mt_column_parallel_linear head;     /* output_layer.weight with untied_head; otherwise the weight of tokens */
+    mt_column_parallel_linear head;     /* its weight is tokens.weight, or output_layer.weight with untied_head */
     mt_cross_entropy_desc loss;
     const mt_grid *grid;
 } mt_gpt;
@@ -314,7 +325,7 @@ typedef struct mt_gpt {
 typedef struct mt_gpt_saved {
     mt_transformer_layer_saved *layers; /* [local_layers], from mt_gpt_saved_create */
     mt_batch batch;
-    const int32_t *ids; /* of the forward whose backward has not run yet; NULL: there is none */
+    const int32_t *ids; /* of forward, until its backward; NULL: no forward waits for its backward */
     mt_norm_saved final_norm;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
@@ -322,38 +333,41 @@ typedef struct mt_gpt_saved {
 
 /* mt_gpt_create adds the parameters of this rank's stage to the registry, which owns them; out needs no destroy.
    mt_gpt_saved_create allocates host memory, which mt_gpt_saved_destroy frees. Errors: MT_ERR_SHAPE (`layers` is not a
-   multiple of the number of stages), MT_ERR_ARGUMENT (a value is out of range, or there are several stages and
-   mt_context_desc.arena_symmetric is set), MT_ERR_MEMORY. */
+   multiple of the number of stages, or hidden, heads and kv_heads break a rule of mt_self_attention_desc),
+   MT_ERR_ARGUMENT (a value is out of range, or there are several stages and mt_context_desc.arena_symmetric is set),
+   MT_ERR_MEMORY. */
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out);
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out);
 MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initialised struct are allowed */
 
 /* Computes the loss of every token, on a grid with one pipeline stage. With more stages use mt_gpt_stage_forward.
    ids, targets [sequences * seq] are in memory of the context's device. They are the same on every tensor rank, and
-   must not change until backward. loss [1, sequences * seq], MT_F32, is 0 for an ignored target. saved == NULL:
-   evaluation, without dropout.
-   Communication over the tensor group: 1 all-reduce for the embedding, 2 for each layer, and 1 all-gather of scalars
-   for the loss. With sequence_parallel: 1 reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for
-   each layer, 1 all-gather for the head, and the same all-gather for the loss.
-   Nothing is computed after MT_ERR_SHAPE (batch->seq is greater than max_seq) and MT_ERR_DATA (an id or a target is out
-   of range). */
+   must not change until backward. loss [1, sequences * seq], MT_F32, is 0 for a target of ignore_index; give padding
+   such targets. When saved is NULL, forward is evaluation, without dropout.
+   Communication over the tensor group: 1 all-reduce for the embedding, 2 for each layer, and for the loss 1 all-gather
+   of 4 floats for each token. With sequence_parallel: 1 reduce-scatter for the embedding, 2 all-gathers and 2
+   reduce-scatters for each layer, 1 all-gather for the head, and the same all-gather for the loss.
+   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id or a target is out of range. After these two
+   errors, loss and saved are unchanged. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
 /* Adds the gradient of scale * sum(loss) to the gradient of every parameter. scale is usually 1 / (tokens of the whole
-   global batch). Call it once for each forward: it overwrites the saved logits and sets saved->ids to NULL.
+   global batch). Call it once for each forward, because it overwrites the saved logits and sets saved->ids
+   to NULL.
    Communication over the tensor group, without recomputation: 1 all-reduce for the head and 2 for each layer. With
    sequence_parallel: 1 all-gather and 1 reduce-scatter for the head, 4 all-gathers and 2 reduce-scatters for each
-   layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin it also sums buckets of final gradients over
-   the data group.
+   layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin it also sums gradients over the data group,
+   each bucket as soon as its gradients are final.
    MT_ERR_ARGUMENT: saved holds no forward. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
-/* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. Call them from the functions `forward` and `backward`
-   of your mt_pipeline_stage, and pass on the tensors that these receive. input, output, doutput and dinput are [tokens,
-   hidden], or [tokens / t, hidden] with sequence_parallel, in the model's type. On the first stage input and dinput are
-   mt_none(); on the last stage output and doutput are. input must not change until backward. All stages pass the same
-   batch, ids and targets. The last stage writes loss; on the other stages loss may be mt_none().
+/* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. The functions `forward` and `backward` of your
+   mt_pipeline_stage call them with the tensors that they get from mt_pipeline_run: input, output, doutput and dinput
+   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the model's type. On the first stage input
+   and dinput are mt_none(), and on the last stage output and doutput are mt_none(). input must not change until
+   backward. All stages pass the same batch, ids and targets. The last stage writes loss; on the other stages loss may
+   be mt_none().
    An example with one mt_gpt_saved for each slot (see mt_pipeline_slots):
        mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
            ... batch, ids, targets and loss of micro-batch a->micro_batch; ids and targets live until its backward ...
@@ -361,7 +375,7 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
        }
        mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
            MT_TRY(mt_gpt_stage_backward(ctx, &gpt, 1.0f / tokens, doutput, dinput, &saved[a->slot]));
-           return mt_accumulate_gradients(ctx, params);
+           return mt_accumulate_gradients(ctx, params);   // for invariant mode
        } */
 MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
@@ -369,34 +383,37 @@ MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const 
 MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput,
                                        mt_tensor dinput, mt_gpt_saved *saved);
 
-/* Computes logits, without dropout. logits is [sequences * seq, vocab] for all tokens, or [sequences, vocab] for the
-   last token of each sequence (the last valid one when the batch has lengths): logits.rows tells the two apart. logits
-   may have any float type; in MT_F32 the logits of a 16-bit model are not rounded to 16 bits.
-   All tensor ranks and all pipeline stages call it, with the same batch and ids, and each gets all logits.
-   MT_ERR_DATA: an id is out of range. */
+/* Computes logits, without dropout. The shape of logits says for which tokens: [sequences * seq, vocab] for all tokens,
+   or [sequences, vocab] for the last token of each sequence (the last valid one when the batch has lengths). logits may
+   have any float type; in MT_F32 the logits of a 16-bit model are not rounded to 16 bits.
+   All tensor ranks of all pipeline stages call it with the same batch and ids, and every rank gets the whole logits.
+   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
 /* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
 
-/* Creates an mt_checkpoint (mt_parallel.h) for a GPT, for mt_checkpoint_save, _load and _import. gpt must outlive the
-   checkpoint. desc->format must be NULL (MT_ERR_ARGUMENT). The files describe the GPT in their metadata. Load and
-   import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (another number of
-   heads, another activation).
+/* Creates an mt_checkpoint of a GPT. Call it instead of mt_checkpoint_create (mt_parallel.h); save, load, import and
+   destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format must be NULL
+   (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load and
+   import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example another
+   number of heads, or another activation).
 
-   Hugging Face. A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
+   Hugging Face: A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
    equal to heads, a causal mask and a tied head is a GPT-2. Its files have the names and layouts of GPT2LMHeadModel in
-   transformers: weights [in, out], QKV as [q | k | v], and a config.json. GPT2LMHeadModel.from_pretrained opens the
-   directory of the checkpoint. mt_checkpoint_import reads files that transformers wrote, with or without "transformer."
-   before the names. It ignores buffers of attention masks, and lm_head.weight, because the head is tied.
+   Hugging Face's transformers: weights [in, out], QKV as [q | k | v], and a config.json.
+   GPT2LMHeadModel.from_pretrained opens the directory of the checkpoint. mt_checkpoint_import reads files that
+   transformers wrote, with or without "transformer." before the names. It ignores the causal masks in such files
+   (attn.bias, attn.masked_bias), and lm_head.weight, because the head is tied.
    Any other GPT is stored with the names, shapes and layouts of the registry. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* Reads the desc of a stored GPT, for mt_gpt_create. directory is one checkpoint (see mt_checkpoint_path), whose
-   metadata it reads, or a GPT-2 of Hugging Face, whose config.json it reads. Fields that do not change the output of a
-   model (dropout, init_std, ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they
-   describe no GPT that this library can build. After an error *out is unchanged. */
+/* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
+   a GPT-2 of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in config.json. Fields
+   that do not change the output of a model (dropout, init_std, sequence_parallel, recompute, ...) become 0. Not
+   collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this library can build. After
+   an error *out is unchanged. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
 #ifdef __cplusplus
