@@ -1,57 +1,59 @@
-/* mt_kernels.cuh - the operators of a transformer, forward and backward, on the device of a context.
+/* mt_kernels.cuh - the operators of a transformer, forward and backward, on the device of an mt_context.
 
    Do this:
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
-       #include "mt_kernels.cuh"            // brings mt_comm.h; plain C99/C++11 unless nvcc compiles it
+       #include "mt_kernels.cuh"            // includes mt_comm.h; plain C99/C++11 unless nvcc compiles it
    and, for a fast GEMM, add  -DMT_USE_ONEDNN ... -ldnnl   or   -DMT_USE_CBLAS ... -lopenblas  to your compiler line.
 
    The comment above an operator states its formula, its shapes and where it differs from these rules:
      - Matrices are passed as mt_tensor, a row-major view (see mt_comm.h). Its leading dimension ld may exceed cols.
-       Token ids are int32_t arrays. Views, ids and lengths are in the memory of the context's device. Structs, `host`
-       and *hash are in host memory.
+       Token ids, targets and lengths are int32_t arrays. These arrays and the data of views are in the memory of the
+       context's device. Structs, the `host` of mt_upload and mt_download and the `hash` of mt_hash are in host memory.
      - Activations and their gradients, weights, tables, gains, biases and the matrices of a GEMM are MT_F32, MT_BF16 or
        MT_F16. The views of one call may have different types.
-     - Always MT_F32 are statistics (stats, gathered, lse, loss, dloss, the out of mt_sum), gradients of parameters
-       (dweight, dbias, dgain, dtable, drow), and the master, grad, m and v of AdamW.
+     - These are always MT_F32: statistics (stats, gathered, lse, loss, dloss, the out of mt_sum), gradients of
+       parameters (dweight, dbias, dgain, dtable, drow), and the master, grad, m and v of AdamW.
+     - Scratch memory comes from the context's arena and is given back before the call returns.
      - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
-       even. NaN stays NaN; a value that is too large becomes infinity. On a CPU an operator needs arena memory for an
-       f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert, mt_hash and mt_adamw_step
-       make no such copy.
+       even. NaN stays NaN; a value that is too large becomes infinity. On a CPU, the scratch memory of an operator
+       includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert, mt_hash and
+       mt_adamw_step make no such copy.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL).
      - An output must not overlap an input or another output. Where a comment says "y may be x", both may be the same
        view: the same memory, shape, ld and type.
      - Reductions run in a fixed order, so the same inputs give the same bits. Sums accumulate in fp32 or in double.
-     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. mt_upload, mt_download, mt_hash and
-       mt_ids_check also wait until that work is done. The first GEMM of a shape may wait, too: see mt_gemm_choice.
-     - Scratch memory comes from the context's arena and is given back before the call returns.
+     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. Four functions return when the work
+       is done: mt_upload, mt_download, mt_hash and mt_ids_check. The first GEMM of a shape may wait for the stream,
+       too: see mt_gemm_choice.
      - Any operator can return MT_ERR_ARGUMENT (a NULL pointer, a value out of range), MT_ERR_SHAPE, MT_ERR_DTYPE,
        MT_ERR_MEMORY (the arena is too small), MT_ERR_UNSUPPORTED (too large for a GPU) and MT_ERR_SYSTEM (CUDA failed).
-       A call that waits can also return the errors of mt_context_synchronize. The comment above an operator lists its
-       other errors. mt_last_error(ctx) has the message.
-     - An operator checks its arguments before it writes. mt_linear_* and mt_multiply_*_backward call several operators:
-       when a later one fails, the results of the earlier ones are already written.
+       A call that waits for the stream can also return the errors of mt_context_synchronize. The comment above an
+       operator lists its other errors. mt_last_error(ctx) has the message.
+     - An operator checks its arguments before it writes. mt_linear_* and mt_multiply_*_backward run several operators
+       one after the other: when a later one fails, the results of the earlier ones are already written.
 
    Operators do not communicate between ranks. They start no threads, allocate no memory and keep no state between
    calls, with two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate memory. A
    context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so far.
 
-   Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM on a CPU. Without both it is a built-in
-   loop. MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
+   Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM library for a CPU. With neither, a
+   built-in loop computes GEMMs. MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance
+   '<mkl_cblas.h>' (default: <cblas.h>).
 
-   To add an operator, follow docs/adding-an-operator.md; >>bias is a short example. You change three places in this
-   header (the declaration, the operator's section below, the list of sections) and three tests: tests/test_kernels.c
-   (double precision, finite differences, refused arguments), tests/test_kernels_16bit.c and tests/test_cuda.cu (a GPU
-   against a CPU).
+   To add an operator, follow docs/adding-an-operator.md. For a short example, search this file for >>bias. You change
+   three places in this header (the declaration, the operator's section, the list of sections below) and three tests:
+   tests/test_kernels.c (double precision, finite differences, refused arguments), tests/test_kernels_16bit.c and
+   tests/test_cuda.cu (a GPU against a CPU).
 
    This is the list of the sections of the implementation. Each section begins at a comment with its name.
    These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>half >>rows >>map >>columns
    >>random-words >>ptx >>tile >>dispatch.
-   These sections hold one operator each (checks, CPU loop, kernels, launch, public functions): >>fill >>copy >>add
-   >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout >>attention >>rotary >>ids
-   >>embedding >>cross-entropy >>adamw >>pointwise */
+   Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
+   functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
+   >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>pointwise */
 
-#include "mt_comm.h" /* before the guard: a second #include of this header may be the one that defines the functions */
+#include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
 #ifndef MT_KERNELS_CUH
 #define MT_KERNELS_CUH
@@ -65,38 +67,40 @@ MT_API mt_tensor mt_none(void);
 
 /* ---- moving and filling ------------------------------------------------------------------------------------------ */
 
-/* Every element of y = value. */
+/* Sets every element of y, which has a float type, to value. */
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);
 
-/* y = x, of the same shape. In mt_copy x and y have the same type, which may be any type. In mt_convert they may have
-   different float types; y may be x. */
+/* y = x, of the same shape. In mt_copy, x and y have the same type, which may be any type. In mt_convert they have
+   float types, which may differ. In both, y may be x. */
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y);
 
 /* y = a + b, all of the same shape. y may be a or b. */
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 
-/* mt_upload copies from host to y, mt_download from x to host. The view has any type. host is a contiguous array of
-   rows * cols elements of that type. The calls return when the copy is complete. On MT_DEVICE_META mt_upload does
+/* mt_upload copies from host to y, mt_download from x to host. The view may have any type. host is a contiguous array
+   of rows * cols elements of that type. The calls return when the copy is complete. On MT_DEVICE_META mt_upload does
    nothing and mt_download writes zeros. */
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
-/* out [1, 1] += the sum of the elements of x, or of their squares. A CPU accumulates in double. A GPU adds each 8
-   consecutive elements of a row in fp32, then these sums in double. */
+/* mt_sum: out [1, 1] += the sum of the elements of x. mt_sum_of_squares: out [1, 1] += the sum of their squares.
+   A CPU accumulates in double. A GPU adds groups of 8 consecutive elements of a row in fp32, then these sums in
+   double. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
 /* Adds the rows of x [rows, cols], MT_F32, in place. Row 0 becomes the sum of all rows; the other rows are undefined
-   afterwards. The order is that of mt_all_reduce over ranks, ((0+1)+(2+3))+.... Use it for your own sums over
-   micro-batches, such as the mean loss, so that they are invariant, too (see docs/invariance.md). */
+   afterwards. It adds rows in the binary tree in which mt_all_reduce adds ranks, ((0+1)+(2+3))+.... Use it for your own
+   sums over micro-batches, such as the mean loss: their bits then do not depend on the split in invariant mode (see
+   docs/invariance.md). */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
 
-/* Adds a hash of x to *hash, to compare tensors. x is a view of a larger tensor with global_cols columns, and its first
-   element is (first_row, first_col) there. Set *hash to 0 and call this for each view: the total does not depend on how
-   the tensor is split into views. The hash is the sum modulo 2^64 of mt_hash_element(e, bits) over the elements (i, j)
-   of x, with e = (first_row + i) * global_cols + first_col + j and the 32 or 16 bits of the element. On MT_DEVICE_META
-   *hash does not change. */
+/* Adds a hash of x to *hash, to compare tensors. x, of a float type, is a part of a tensor that has global_cols
+   columns. x begins at row first_row and column first_col of that tensor. To hash the tensor, set *hash to 0 and call
+   mt_hash for each part: the total does not depend on how the tensor is split. The hash of x is the sum modulo 2^64 of
+   mt_hash_element(e, bits) over the elements (i, j) of x, with e = (first_row + i) * global_cols + first_col + j and
+   the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash);
 
@@ -104,28 +108,26 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
 
 typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 
-/* C [m, n] = alpha op(A) op(B) + beta C, with op(A) [m, k] and op(B) [k, n]. With beta == 0, C is not read.
+/* C [m, n] = alpha op(A) op(B) + beta C, with op(A) [m, k] and op(B) [k, n]. op(A) is A, or A^T with MT_TRANS. With
+   beta == 0, C is not read.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
 
-/* Says how a context on a GPU chooses the cuBLASLt algorithm of a product. The context chooses when it first computes a
-   product of that shape (sizes, leading dimensions, types, transposes) and keeps the choice.
-   MEASURED:  the fastest of the algorithms whose result has the same bits as that of the heuristic's first proposal.
-              The context measures them in free memory of the arena and waits for the stream. It does not measure, and
-              takes the first proposal, when the arena has too little free memory for copies of A, B and C, when C has
-              less than 65536 elements, in a fused product (see mt_epilogue), in invariant mode and during stream
-              capture.
-   HEURISTIC: the heuristic's first proposal, without a measurement. The results have the same bits as with MEASURED. */
+/* Says how a context on a GPU chooses the cuBLASLt algorithm of a product. cuBLASLt's heuristic proposes algorithms for
+   each shape (sizes, leading dimensions, types, transposes). The context chooses one in the first product of a shape
+   and keeps it. Both ways give the same bits.
+   MEASURED:  the fastest of the proposals whose result has the same bits as that of the first one. The measurement
+              uses free memory of the arena and waits for the stream. When it cannot run (see docs/gpus.md), the
+              context takes the first proposal.
+   HEURISTIC: the first proposal, without a measurement. */
 typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
 
 /* Says how a context on a GPU runs mt_linear_*. In 16 bits, separate and fused products round differently.
-   SEPARATE: a product and separate kernels for bias, activation and bias gradient. Invariant mode always uses this.
-             MT_DEVICE_META always counts the arena for SEPARATE, which needs the most memory.
-   FUSED:    one product with a cuBLASLt epilogue. Where cuBLASLt has no such epilogue (activations except MT_GELU_TANH,
-             some mixed types and unaligned views), the context uses separate kernels.
-   MEASURED: the faster of the two, measured once for each shape, so two runs may differ in the last bit. Without free
-             memory in the arena, during stream capture and after 256 measured shapes it is SEPARATE. */
+   SEPARATE: a product, and separate kernels for bias, activation and bias gradient. Invariant mode always uses this.
+   FUSED:    one product with a cuBLASLt epilogue. Products without such an epilogue use SEPARATE (see docs/gpus.md).
+   MEASURED: for each shape, the faster of the two, measured in its first product, so two runs may differ in the last
+             bit. When the measurement cannot run (see docs/gpus.md), the shape uses SEPARATE. */
 typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
 
 /* Options for the products of a context. Zero-initialise for the defaults. */
@@ -134,16 +136,14 @@ typedef struct mt_gemm_options {
     mt_epilogue epilogue;
 } mt_gemm_options;
 
-/* mt_gemm_set_options sets the options of later products; NULL restores the defaults. A shape that has already run
-   keeps its algorithm. A context remembers 512 shapes; after that a new shape replaces the least recently used one. A
-   shape for which MT_EPILOGUE_MEASURED has decided is never replaced. mt_gemm_get_options returns the options. In
-   invariant mode their epilogue is always MT_EPILOGUE_SEPARATE. Errors: MT_ERR_ARGUMENT (no such value),
-   MT_ERR_MEMORY. */
+/* mt_gemm_set_options sets the options; NULL restores the defaults. Call it before the first product: a shape that has
+   already run keeps its algorithm. mt_gemm_get_options returns the options; in invariant mode, epilogue is always
+   MT_EPILOGUE_SEPARATE. Errors: MT_ERR_ARGUMENT (no such value), MT_ERR_MEMORY. */
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options);
 MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
 
-/* On a GPU, creates cuBLASLt's handle and a workspace of 32 MiB now instead of in the first product. mt_params_create
-   (mt_parallel.h) calls it for you. On other devices it does nothing. */
+/* Creates cuBLASLt's handle and a workspace of 32 MiB on a GPU. Without this call, the first product creates them.
+   mt_params_create (mt_parallel.h) calls it for you. On other devices it does nothing. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 
 /* Returns the name of the GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3" (with its version), "CBLAS" or "built-in". */
@@ -164,9 +164,9 @@ typedef enum mt_activation {
 } mt_activation;
 
 /* forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
-   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is the h of
-             forward, after it added the bias. dh may be h.
-   w is f, except for MT_SWIGLU: 2 f. */
+   backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is as forward
+             left it, with the bias added. dh may be h.
+   w is f, or 2 f for MT_SWIGLU. */
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias);
@@ -201,19 +201,19 @@ MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-/* A linear layer is a product with its bias, activation or bias gradient.
+/* The products of linear layers, with the bias, the activation or the bias gradient that belongs to each.
    forward:             y [tokens, out] = x [tokens, in] weight^T + bias [1, out] (optional). weight is [out, in].
    gradients:           dweight [out, in] += dy^T x and dbias [1, out] += column sums of dy [tokens, out] (optional).
    activation_forward:  h [tokens, w] = x [tokens, in] weight^T + bias [1, w] (optional), then y [tokens, f] = act(h).
-                        weight is [w, in]. w is f, except for MT_SWIGLU: 2 f.
-   activation_backward: dh [tokens, w] = (dy weight) * act'(h) and dbias [1, w] += column sums of dh (optional). weight
-                        [out, f] is that of the layer after the activation, dy [tokens, out] the gradient of that
-                        layer's output. dh must not be h.
+                        weight is [w, in]. w is f, or 2 f for MT_SWIGLU.
+   activation_backward: dh [tokens, w] = (dy weight) * act'(h) and dbias [1, w] += column sums of dh (optional). dy
+                        [tokens, out] is the gradient of the output of the layer after the activation, and weight
+                        [out, f] is that layer's weight. dh must not be h.
 
-   By default each function calls two operators, so it has their bits and errors: mt_gemm and mt_bias_forward,
-   mt_activation_forward or mt_activation_backward; gradients calls mt_bias_backward and mt_gemm. In 16 bits the result
-   of mt_gemm is rounded before the second operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two
-   operators by one call of cuBLASLt. */
+   By default each function calls two operators, so it has their bits and errors: mt_gemm, then mt_bias_forward,
+   mt_activation_forward or mt_activation_backward. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the
+   result of mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the
+   two operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
@@ -233,9 +233,9 @@ typedef enum mt_norm_kind {
 /* Normalises each row. x, y, dy, dresidual and dx are [tokens, h]. gain, bias, dgain and dbias are [1, h].
    forward:  y = norm(x). stats [tokens, 2] = mean and rstd of each row, for backward. RMSNorm writes 0 as the mean.
              bias and stats are optional. y may be x.
-   backward: dx = dresidual + the gradient of x. dgain and dbias += their gradients. x is the input of forward.
-             dresidual, the gradient of a residual branch that also starts at x, and dbias are optional. dx may be dy
-             or dresidual. */
+   backward: dx = dresidual + the gradient of x through the norm. dgain and dbias += their gradients. x is the input of
+             forward. dresidual is the gradient of x through the residual connection around the norm. dresidual and
+             dbias are optional. dx may be dy or dresidual. */
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats);
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
@@ -246,17 +246,19 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 /* Philox4x32-10 (Salmon et al., SC 2011), on the host: out = the four random 32-bit words of a counter and a key. */
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-/* Says which random words a view uses. The view is a part of a global tensor with global_cols columns, and its first
-   element is (first_row, first_col) there. Element (i, j) of the view is the global element e = (first_row + i) *
-   global_cols + first_col + j. Its random word is out[e & 3] of mt_philox4x32 for the counter {e >> 2, stream} (64 bits
-   each, low word first) and the key seed. So random numbers do not depend on how a tensor is split over ranks. */
+/* Says which random words a view uses. The view is a part of a global tensor that has global_cols columns, and begins
+   at row first_row and column first_col of that tensor. Element (i, j) of the view is the global element
+   e = (first_row + i) * global_cols + first_col + j. Its random word is out[e & 3] of mt_philox4x32 with the counter
+   {e >> 2, stream} and the key {seed}, all 64-bit numbers with the low word first. So random numbers do not depend on
+   how a tensor is split over ranks. */
 typedef struct mt_random {
-    uint64_t seed, stream; /* stream: a number that you choose, another one for each parameter, dropout and step */
+    uint64_t seed, stream; /* stream: any number; use a different one for each parameter, dropout and step */
     int64_t first_row, first_col, global_cols;
 } mt_random;
 
-/* y = std * N(0, 1). Box-Muller makes two values from the random words of elements 2 k and 2 k + 1: the cosine for the
-   even element, the sine for the odd one. It computes in double and rounds once, so that the CPU and the GPU agree. */
+/* y = std * N(0, 1), with the random words of `at`. Box-Muller makes two values from the words of elements 2 k and
+   2 k + 1: the cosine for the even element, the sine for the odd one. It computes in double and rounds once, so that
+   the CPU and the GPU agree. */
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at);
 
 /* Dropout sets an element to 0 when its random word (see mt_random) is less than p * 2^32. It multiplies the other
@@ -314,21 +316,22 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Rotary position embedding (arXiv 2104.09864) in the two-halves form of GPT-NeoX and Megatron. head_dim must be even.
+/* Rotary position embedding (arXiv 2104.09864) in the form of GPT-NeoX and Megatron: feature i of a head is rotated
+   together with feature i + head_dim / 2. head_dim must be even.
    table:    table [seq, head_dim]: row p holds the head_dim / 2 cosines, then the head_dim / 2 sines, of the angles
-             p * base^(-2 i / head_dim).
+             p * base^(-2 i / head_dim), i = 0 ... head_dim / 2 - 1.
    forward:  rotates the queries and keys of qkv in place, each token by the row of its position in the sequence.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
-   forward and backward read only the sizes of shape, not mask, scale, lengths or dropout. */
+   forward and backward read the five sizes of shape. They do not read mask, scale, lengths or dropout. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv);
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
-/* Checks that each of the `count` ids is in [0, limit) or equal to ignore. For token ids pass ignore = 0, which allows
-   nothing else; for targets pass mt_ignore_index(shape.ignore_index). `what` is the word for an id in the error
-   message ("token id", "target"; NULL: "id"). On MT_DEVICE_META it checks no id. Error: MT_ERR_DATA, with the first
+/* Checks that each of the `count` ids is in [0, limit) or equal to ignore. For token ids pass ignore = 0, which is in
+   that range anyway; for targets pass mt_ignore_index(shape.ignore_index). `what` is the word for an id in the error
+   message ("token id", "target"; NULL: "id"). On MT_DEVICE_META no id is checked. Error: MT_ERR_DATA, with the first
    wrong id and its index in the message. */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
@@ -367,7 +370,7 @@ typedef struct mt_cross_entropy_shape {
              of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
    combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
              this order. It adds shards in the order of mt_all_reduce. Row 0 of lse is the maximum m, row 1 is log(sum
-             of exp(x - m)). lse(x) is their sum; kept apart they are more precise.
+             of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise than their rounded sum.
    backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
              optional: mt_none() means 1 for every token. */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
@@ -377,8 +380,8 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
 
-/* All three steps in one call, when there is one shard, which holds the whole vocabulary (first_col 0). It writes loss
-   [1, tokens] and replaces logits by their gradient as backward does. dloss is optional. */
+/* Does stats, combine and backward in one call, for a single shard that holds the whole vocabulary (first_col is 0). It
+   writes loss [1, tokens] and replaces logits by their gradient as backward does. dloss is optional. */
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss);
@@ -395,7 +398,7 @@ typedef struct mt_adamw {
     const mt_random *stochastic_rounding; /* the random words for rounding a 16-bit param; NULL: to nearest even */
 } mt_adamw;
 
-/* Does one step: updates param, m and v, and master where there is one. All views have the same shape. m and v are zero
+/* Does one step: updates param, m and v, and master if it is given. All views have the same shape. m and v are zero
    before step 1. An MT_F32 param has no master: pass mt_none(). A 16-bit param can be updated in three ways:
    - With a master (MT_F32), the step updates master. param becomes a copy of it, rounded to nearest even.
    - Without a master, the step updates param and rounds it to nearest even. Updates below half a unit in the last place
@@ -416,7 +419,7 @@ enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 };
    mt_none(). */
 enum { MT_ARG_IN = 1, MT_ARG_OUT = 2, MT_ARG_IN_OUT = 3, MT_ARG_OPTIONAL = 4 };
 
-/* Describes what an operator requires of one of its views. An array describes all of its views:
+/* Describes what an operator requires of one view. An array of mt_arg describes all views of the operator:
        mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                         {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
        MT_TRY(mt_args_check(ctx, "my_bias_forward", args, 2)); */
@@ -427,10 +430,11 @@ typedef struct mt_arg {
     int type, use;      /* MT_ARG_FLOAT and MT_ARG_IN, for instance */
 } mt_arg;
 
-/* mt_args_check checks `count` views, in the order of the array. A view must have a valid shape and type, data that is
-   not NULL, the required type and the required shape. An optional view that is mt_none() is not checked. `where` is the
-   name of your function for the message, as in "my_bias_forward: bias is [1, 3], must be [1, 4]". mt_tensor_check
-   checks one view in the same way; the view is not optional. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_ARGUMENT. */
+/* mt_args_check checks `count` views, in the order of the array. A view must have a valid shape and type, the
+   required type and shape, and, unless it is empty, data that is not NULL. An optional view that is mt_none() is not
+   checked. `where` is the name of your function for the message, as in "my_bias_forward: bias is [1, 3], must be
+   [1, 4]". mt_tensor_check checks one view, which is not optional, in the same way. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE,
+   MT_ERR_ARGUMENT. */
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
@@ -439,11 +443,11 @@ MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char 
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* Returns the target value that means "ignore this token", given mt_cross_entropy_shape.ignore_index: that field, or
-   -100 if it is 0. */
+/* Returns the target of tokens without a loss, from the field mt_cross_entropy_shape.ignore_index: its value, or -100
+   if it is 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
-/* Returns the hash of one element, from its global number and its bits. mt_hash adds these values. */
+/* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 
 #ifdef __cplusplus
