@@ -1,4 +1,5 @@
-/* mt_comm.h - the lowest of the four headers: contexts, communicators, collectives, the conjugates f and g.
+/* mt_comm.h - contexts, communicators, collectives, and Megatron's conjugate functions f and g. This is the lowest of
+   the four headers of megatron.h: it includes none of the others.
 
    Do this:
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
@@ -16,20 +17,21 @@
    To run ranks as processes, on one machine or many, call mt_world_from_env instead of mt_launch and start the program
    with torchrun, srun or mpirun. Without a launcher the same program runs its ranks as threads.
 
-   The library does not start processes, keep global state or call exit or abort. A rank that waits for long sleeps.
+   The library starts no processes, keeps no global state, and never calls exit or abort. A rank that waits for another
+   rank spins briefly and then sleeps.
 
    CUDA: put #define MEGATRON_IMPLEMENTATION and the #include into one .cu file and compile this file with nvcc. Your
          other C and C++ files need no CUDA Toolkit to compile. Link with -lcudart.
-   NCCL: compile this .cu file with nvcc -DMT_USE_NCCL, or write #define MT_USE_NCCL before its #include.
+   NCCL: compile the .cu file with nvcc -DMT_USE_NCCL, or write #define MT_USE_NCCL before its #include.
    MPI:  compile the file with MEGATRON_IMPLEMENTATION with mpicc -DMT_USE_MPI, or write #define MT_USE_MPI before its
          #include. Your other files need no mpi.h.
 
-   Config macros, all optional. None of them changes a public struct. Every file reads MT_API. Only the file with
-   MEGATRON_IMPLEMENTATION reads the others:
+   Config macros, all optional. None of them changes a public struct. MT_API has an effect in every file, the others
+   only in the file with MEGATRON_IMPLEMENTATION:
        MT_API              linkage of the public functions (default: extern)
        MT_USE_ONEDNN       GEMM through oneDNN            link with -ldnnl       (see mt_kernels.cuh)
-       MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another (see mt_kernels.cuh)
-       MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; header-only, part of the CUDA Toolkit
+       MT_USE_CBLAS        GEMM through CBLAS             link with -lopenblas or another BLAS (see mt_kernels.cuh)
+       MT_USE_NVTX         NVTX ranges for each block and collective, for Nsight; needs only CUDA Toolkit headers
        MT_USE_NCCL         collectives between GPUs       link with -lnccl       (2.19 or later; with nvcc only)
        MT_USE_MPI          collectives between processes  compile with mpicc     (MPI 3.0 or later)
 
@@ -67,7 +69,8 @@ extern "C" {
 #define MT_VERSION "0.5.0"
 #define MT_VERSION_NUMBER (MT_VERSION_MAJOR * 1000000 + MT_VERSION_MINOR * 1000 + MT_VERSION_PATCH)
 
-/* Returns MT_VERSION_NUMBER of the linked implementation. mt_context_create refuses headers of another version. */
+/* Returns the MT_VERSION_NUMBER of the linked implementation. When a caller was compiled with headers of another
+   version, mt_context_create returns MT_ERR_UNSUPPORTED. */
 MT_API int mt_version(void);
 
 /* ---- status ------------------------------------------------------------------------------------------------------ */
@@ -94,9 +97,9 @@ typedef enum mt_status { MT_STATUS_LIST(MTI_STATUS_ENUM) } mt_status;
 MT_API const char *mt_status_name(mt_status status);
 MT_API const char *mt_status_string(mt_status status);
 
-/* MT_TRY returns the status of `call` from the enclosing function when it is not MT_SUCCESS. MT_KEEP does not return:
-   of several calls, it stores the first error in the variable `first`, which must start as MT_SUCCESS. Use MT_KEEP for
-   clean-up. */
+/* MT_TRY makes the enclosing function return the status of `call`, unless this status is MT_SUCCESS. MT_KEEP is for
+   clean-up, where every call must run: it stores the status of `call` in the variable `first` if `first` is still
+   MT_SUCCESS. Set `first` to MT_SUCCESS before the first MT_KEEP. */
 #define MT_TRY(call)                                                                                                   \
     do {                                                                                                               \
         mt_status mt_try_status_ = (call);                                                                             \
@@ -110,12 +113,13 @@ MT_API const char *mt_status_string(mt_status status);
 
 /* ---- data types and tensor views --------------------------------------------------------------------------------- */
 
-/* Collectives can move all five types and reduce all except MT_U8. They add MT_BF16 and MT_F16 in float and round the
-   sum once; NCCL rounds at each rank. The operators of mt_kernels.cuh compute in the three float types. */
+/* Collectives can move all five types and reduce all except MT_U8. A reduction of MT_BF16 or MT_F16 adds in float and
+   rounds the sum once; over NCCL, NCCL rounds at each rank. The operators of mt_kernels.cuh take matrices of the three
+   float types. */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
 
 MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for an unknown type */
-MT_API const char *mt_dtype_name(mt_dtype dtype); /* "f32" */
+MT_API const char *mt_dtype_name(mt_dtype dtype); /* "f32", "bf16", ... */
 
 /* A view of a row-major matrix. It does not own the memory. Element (i, j) is data[i * ld + j]. Activations are
    [tokens, features]. Weights are [out_features, in_features], as in PyTorch. A vector is one row. */
@@ -130,22 +134,23 @@ typedef struct mt_tensor {
 MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols);
 MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols);
 
-/* Rows or columns [first, first + count) of t, without a copy. The range is not compared with the shape of t. A
-   negative first or count, or an offset beyond int64_t, gives a view with rows == -1. Every call that gets such a view
-   returns MT_ERR_SHAPE. */
+/* Returns a view of rows or columns [first, first + count) of t, without a copy. The caller must keep the range inside
+   t: these functions do not check it. A negative first or count, or an offset beyond int64_t, gives a view with
+   rows == -1. Every call that gets such a view returns MT_ERR_SHAPE. */
 MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count);
 MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count);
 
 /* ---- context: device, allocator, logger, arena ------------------------------------------------------------------- */
 
-/* MT_DEVICE_META computes shapes, memory and communication but touches no data, like PyTorch's "meta" device. To learn
-   how much memory a training step needs, set mt_context_desc.planned to the device that you plan for, run one step on
-   MT_DEVICE_META, and read mt_arena_peak and mt_context_allocated. Do not dereference pointers from such a context. */
+/* MT_DEVICE_META is like PyTorch's "meta" device: the same calls check their arguments and count memory and
+   communication, but there is no data. Do not dereference pointers from such a context. To learn how much memory a
+   training step needs, set mt_context_desc.planned to the device that you plan for, run one step on MT_DEVICE_META, and
+   read mt_arena_peak and mt_context_allocated. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Allocates memory on the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
-   bytes (a power of two), or NULL when there is none. free gets the `bytes` of the alloc. The library's own small
-   structs on the host do not come from here but from calloc. */
+   bytes (a power of two), or NULL when out of memory. free gets the same `bytes` as the alloc of ptr. The library
+   allocates its own small structs in host memory with calloc, not with this allocator. */
 typedef struct mt_allocator {
     void *(*alloc)(void *user, size_t bytes, size_t alignment);
     void (*free)(void *user, void *ptr, size_t bytes);
@@ -166,36 +171,36 @@ typedef struct mt_comm mt_comm;       /* opaque */
 
 #define MT_ARENA_DEFAULT ((size_t)256 << 20)
 
-/* A zero-initialised desc means: CPU, an arena of 256 MiB, the default allocator, no log. The library writes to arena
-   memory only where you allocate from it, so on a CPU the unused rest of a large arena usually takes no physical
-   memory. Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
+/* A zero-initialised desc means: CPU, an arena of 256 MiB, the default allocator, no log. The library never writes to
+   arena memory that is not allocated, so on a CPU the unused part of a large arena usually takes no physical memory.
+   Options of operators and layers are set after the context is created: mt_gemm_set_options (mt_kernels.cuh),
    mt_parallel_set_options (mt_parallel.h). */
 typedef struct mt_context_desc {
     size_t arena_bytes; /* for activations and scratch memory; ignored on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
     mt_device device;   /* 0: CPU */
     int threads;        /* number of threads of the GEMM library, see mt_launch_desc.cores_per_rank; 0: 1 */
-    /* Invariant mode, see docs/invariance.md: 1, 2, 4, ..., V tensor ranks compute the same bits. V is a power of two
-       up to 1024. */
+    /* Invariant mode: 1, 2, 4, ..., V tensor ranks and 1, 2, 4, ..., V_d data ranks compute the same bits. V and V_d
+       are powers of two up to 1024. See docs/invariance.md. */
     int invariant;      /* V; 0: off */
-    int invariant_data; /* V_d: as V, for the number of data ranks; only with `invariant`; 0: V */
+    int invariant_data; /* V_d; only with `invariant`; 0: V */
     int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; the library leaves this GPU current */
     /* advanced */
     struct CUstream_st
         *stream;       /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one */
     mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; 0: CPU */
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
-       then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error. 0: no
-       promise */
+       then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
+       0: no promise */
     int arena_symmetric;
-    /* for the arena and mt_context_alloc; {NULL}: posix_memalign; on a GPU cudaMalloc, or ncclMemAlloc for 2 MiB and
-       more when NCCL is built */
+    /* for the arena and mt_context_alloc; {NULL}: posix_memalign, or cudaMalloc on a GPU, or ncclMemAlloc on a GPU for
+       2 MiB and more when NCCL is built */
     mt_allocator allocator;
     mt_logger logger; /* {NULL}: silent */
 } mt_context_desc;
 
 /* Creates a context. world is the communicator that rank_main was called with, another communicator of this rank, or
-   NULL when there is none. world must outlive the context. It also keeps the context's error messages, so that
-   mt_launch can print them. desc may be NULL (all defaults).
+   NULL. world also keeps the context's error messages, so that mt_launch can print them: it must outlive the context.
+   desc may be NULL (all defaults).
    Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built; headers and implementation have different versions),
    MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed).
    mt_context_create_version is for callers that do not compile this header, for instance in another language: version
@@ -206,13 +211,13 @@ static inline mt_status mt_context_create(mt_comm *world, const mt_context_desc 
 }
 MT_API void mt_context_destroy(mt_context *ctx); /* waits for the GPU; NULL is allowed */
 MT_API mt_device mt_context_device(const mt_context *ctx);
-MT_API int mt_device_count(mt_device device);                /* number of GPUs, 0 when CUDA is not built; else 1 */
-MT_API int mt_context_invariant(const mt_context *ctx);      /* V, or 0 */
+MT_API int mt_device_count(mt_device device);           /* number of GPUs (0: CUDA is not built); other devices: 1 */
+MT_API int mt_context_invariant(const mt_context *ctx); /* V, or 0 */
 MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
 /* On MT_DEVICE_CUDA, calls put their work into the context's stream, in the order of the calls.
-   mt_context_synchronize waits until all work in the stream is done. It returns MT_ERR_TIMEOUT or MT_ERR_PEER when a
-   collective over NCCL does not end. On other devices it returns at once. */
+   mt_context_synchronize waits until all work in the stream is done. On other devices it returns at once. Errors:
+   MT_ERR_TIMEOUT or MT_ERR_PEER (a collective over NCCL does not end), MT_ERR_SYSTEM (CUDA failed). */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaStream_t; NULL on other devices */
 
@@ -220,8 +225,9 @@ MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaSt
 MT_API const char *mt_last_error(const mt_context *ctx);
 
 /* Allocates zero-filled, 64-byte aligned memory outside the arena, from the context's allocator. The caller frees it
-   with mt_context_free and the same `bytes`. On MT_DEVICE_META the bytes are only counted. These calls are for set-up:
-   once a model is created, a training step does not use the allocator. */
+   with mt_context_free and the same `bytes`. mt_context_free waits for the GPU; ptr may be NULL. On MT_DEVICE_META the
+   bytes are only counted. These calls are for set-up: once a model is created, a training step does not use the
+   allocator. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). */
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out);
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes);
 MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held through mt_context_alloc */
@@ -238,12 +244,13 @@ MT_API void mt_arena_reset_peak(mt_context *ctx);   /* peak = bytes in use now *
 
 /* ---- communicators ----------------------------------------------------------------------------------------------- */
 
-/* Timeouts are in seconds. They leave out time in which the process is stopped (Ctrl-Z, SIGSTOP, a suspended job): a
-   stop counts as at most an eighth of the timeout and at most 2 s. See docs/many-ranks.md, "When a rank dies". */
+/* Timeouts are in seconds. A stop of the process (Ctrl-Z, SIGSTOP, a suspended job), however long, counts as at most an
+   eighth of the timeout and at most 2 s. See docs/many-ranks.md, "When a rank dies". */
 #define MT_TIMEOUT_DEFAULT 600.0
 
-/* Creates `ranks` (1 to 1024) communicators that form one group inside this process, as ncclCommInitAll does. The
-   thread of rank r uses and destroys comms[r]. timeout_s <= 0: MT_TIMEOUT_DEFAULT. A group of one does not communicate.
+/* Creates `ranks` (1 to 1024) communicators that form one group of threads of this process, as ncclCommInitAll does.
+   comms is an array of `ranks` pointers: the thread of rank r uses and destroys comms[r]. A group of one does not
+   communicate. timeout_s <= 0: MT_TIMEOUT_DEFAULT.
    Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms);
 
@@ -258,9 +265,10 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out);
 
 /* Destroys a communicator: this rank leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is
-   allowed. When ranks are threads the call does not wait. Over NCCL it waits for the communicator's work in the stream,
-   at most for the timeout. Over MPI the last communicator that comes from one mt_comm_create_mpi waits for the other
-   ranks, at most for the timeout, or 2 s after an error. */
+   allowed. When ranks are threads, the call does not wait. Over NCCL it waits for the communicator's work in the
+   stream, at most for the timeout. Over MPI only one call waits: the one that destroys the last of the communicators
+   that come from the same mt_comm_create_mpi. It waits until the other ranks have come this far, at most for the
+   timeout, or 2 s after an error. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
@@ -270,10 +278,10 @@ MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* used in messag
 MT_API const char *mt_comm_name(const mt_comm *comm);
 MT_API const char *mt_comm_last_error(const mt_comm *comm); /* as mt_last_error; belongs to comm */
 
-/* The number of this rank among the ranks of its machine, from 0, for choosing a GPU. For ranks that are threads it is
-   the rank in the world. For processes it comes from the launcher, see mt_world_from_env. Over MPI it is counted among
-   the ranks with the same processor name. mt_comm_split and mt_comm_create_for keep the number of the communicator that
-   they are given. For communicators that you make from an ncclComm_t or an id it is the rank. */
+/* Returns the number of this rank among the ranks of its machine, from 0, for choosing a GPU. For threads it is the
+   rank in the world. Over MPI it counts the ranks with the same processor name. For other processes of
+   mt_world_from_env it is the launcher's local rank, or the rank when the launcher sets none. mt_comm_split and
+   mt_comm_create_for pass the number on. After mt_comm_create_nccl and mt_comm_create_nccl_id it is the rank. */
 MT_API int mt_comm_local_rank(const mt_comm *comm);
 
 /* ---- communicators over NCCL: ranks with a GPU each -------------------------------------------------------------- */
@@ -282,32 +290,34 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
    Destroy these communicators before the context, and in the same order on every rank. See docs/gpus.md, "Communicators
    over NCCL".
 
-   A collective returns when its work is in the context's stream. Only mt_barrier waits. When a rank is late or gone,
-   each rank that waits for it gets MT_ERR_TIMEOUT or MT_ERR_PEER, at most timeout_s after it has begun to wait. The
-   error comes from the call that waits for the stream (such as mt_context_synchronize), or from the next call. NCCL
-   does not compare the calls of ranks: when they differ, the call times out or its result is undefined.
+   A collective returns as soon as its work is in the context's stream. Only mt_barrier waits until the work is done.
+   When a rank is late or gone, each rank that waits for it gets MT_ERR_TIMEOUT or MT_ERR_PEER, at most timeout_s after
+   it has begun to wait. The error comes from the call that waits for the stream (such as mt_context_synchronize), or
+   from the next call. NCCL does not compare the calls of ranks: when they differ, the call times out or its result is
+   undefined.
 
-   After such an error the communicator can only be destroyed, and so can every other communicator of the context that
-   had work in the stream. The library aborts the NCCL communicators that it made. It never aborts or destroys the
-   caller's ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
+   After MT_ERR_TIMEOUT or MT_ERR_PEER, destroy the communicator and all other communicators of the context that had
+   work in the stream: every other call on them fails. The library aborts the NCCL communicators that it made. It never
+   aborts or destroys the caller's ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
 
-   NCCL adds in its own order and rounds bf16 and f16 at each rank. In invariant mode, and for MT_MAX of floats, the
-   library uses NCCL only to move the data and reduces them itself, in the tree that communicators without NCCL use (see
-   "collectives"). Such a reduction works for up to 64 ranks and takes up to 4 MiB of the arena. */
+   NCCL adds in its own order and rounds bf16 and f16 at each rank. For floats in invariant mode, and for MT_MAX of
+   floats in any mode, the library uses NCCL only to move the data. It then reduces the data itself, in the tree that
+   communicators without NCCL use (see "collectives"). Such a reduction works for up to 64 ranks and takes up to 4 MiB
+   of the arena during the call. */
 struct ncclComm; /* ncclComm_t is struct ncclComm * */
 typedef struct mt_nccl_id {
     char bytes[128];
 } mt_nccl_id; /* an ncclUniqueId: one rank makes it, all ranks use it */
 
-/* Creates a communicator of the ranks of `world` that is the fastest for the devices of their contexts. Collective over
-   world, which comes from mt_world_from_env, mt_launch, mt_comm_create_local or mt_comm_create_mpi, or was split from
-   such a communicator.
+/* Creates a communicator with the same ranks as `world`, over NCCL where possible. ctx is this rank's context.
+   Collective over world, which comes from mt_world_from_env, mt_launch, mt_comm_create_local or mt_comm_create_mpi, or
+   was split from such a communicator.
    Ranks that are threads: *out is over NCCL when NCCL is built and each rank has its own GPU. Otherwise *out is a new
    group of threads, like world.
-   Processes over MPI: *out is over NCCL when NCCL is built and all contexts are on GPUs. NCCL fails when two of the
-   processes share a GPU. Otherwise *out is over MPI, like world.
-   Processes without MPI: *out is over NCCL. The ranks meet at NCCL_COMM_ID=host:port, an environment variable that
-   mt_world_from_env sets when it can (see docs/many-ranks.md, "Launchers").
+   Processes over MPI: *out is over NCCL when NCCL is built and all contexts are on GPUs. Each process then needs its
+   own GPU, or NCCL fails. Otherwise *out is over MPI, like world.
+   Processes without MPI: *out is over NCCL. The ranks connect through NCCL_COMM_ID=host:port, an environment variable
+   that mt_world_from_env sets when it can (see docs/many-ranks.md, "Launchers").
    Errors: MT_ERR_ARGUMENT (world is over NCCL or meta; processes without MPI: NCCL_COMM_ID is not set),
    MT_ERR_UNSUPPORTED (processes without MPI: the context is not on a GPU, or NCCL is not built), and those of
    mt_comm_split and mt_comm_create_nccl_id. */
@@ -315,13 +325,14 @@ MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **o
 
 /* Creates a communicator from the caller's ncclComm_t, which must be for the GPU of ctx. The ncclComm_t stays the
    caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, the first calls wait
-   without a timeout while NCCL connects to the peers. Errors: as mt_comm_create_nccl_id. */
+   without a timeout while NCCL connects to the peers. timeout_s <= 0: MT_TIMEOUT_DEFAULT. Errors: as
+   mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
-/* Creates a communicator from an id. Call mt_nccl_unique_id on one rank and pass the id to the others. With
-   NCCL_COMM_ID=host:port in the environment you need not pass it: every rank makes the same id. mt_comm_create_nccl_id
-   is collective over `ranks` threads or processes, which wait for each other. A group of one makes no NCCL
-   communicator.
+/* Creates a communicator of `ranks` threads or processes from an id, as ncclCommInitRank does. Collective: each rank
+   waits for all others. Call mt_nccl_unique_id on one rank and send the id to the others. Or set NCCL_COMM_ID=host:port
+   in the environment and call mt_nccl_unique_id on every rank: all get the same id. A group of one makes no NCCL
+   communicator. timeout_s <= 0: MT_TIMEOUT_DEFAULT.
    Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (NCCL is not built), MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER,
    MT_ERR_SYSTEM (CUDA or NCCL failed). */
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
@@ -330,16 +341,16 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
 
 /* ---- communicators over MPI: ranks that are processes, on CPUs --------------------------------------------------- */
 
-/* Creates a communicator over MPI for contexts on CPUs. mpi_comm is the address of the caller's MPI_Comm. The call is
-   collective over that MPI_Comm and duplicates it; the original stays the caller's. Call it after MPI_Init_thread with
-   MPI_THREAD_FUNNELED or more. Make this call and all calls on *out from the thread that may call MPI. A program that
-   calls mt_world_from_env needs none of this.
+/* Creates a communicator over MPI for contexts on CPUs, in a program that calls MPI itself. mt_world_from_env does this
+   for all other programs. mpi_comm is the address of the caller's MPI_Comm. The library duplicates the MPI_Comm; the
+   original stays the caller's. timeout_s <= 0: MT_TIMEOUT_DEFAULT. Collective over the MPI_Comm. Call it after
+   MPI_Init_thread with MPI_THREAD_FUNNELED or more. Make this call and all calls on *out from the thread that may call
+   MPI.
 
-   When a rank is killed, stopped or stuck, the others get MT_ERR_TIMEOUT after timeout_s. When a rank has left or
-   failed, or MPI returns an error, they get MT_ERR_PEER at once. After an error in the middle of a transfer, MPI may
-   still hold the buffers of the call: do not free them, do not call MPI_Finalize, and end the process (MPI_Abort is
-   allowed). When *out and all groups split from it are destroyed, the last mt_comm_destroy waits until the other ranks
-   have come this far, too: at most timeout_s, or 2 s after an error. See docs/many-ranks.md, "Communicators over MPI".
+   When a rank has left or failed, or MPI returns an error, the others get MT_ERR_PEER at once. When a rank is killed,
+   stopped or stuck, they get MT_ERR_TIMEOUT after timeout_s. After an error in the middle of a transfer, MPI may still
+   hold the buffers of the call: do not free them, do not call MPI_Finalize, and end the process (MPI_Abort is allowed).
+   See docs/many-ranks.md, "Communicators over MPI".
 
    Errors (without a message, because there is no communicator yet): MT_ERR_UNSUPPORTED (not built: compile with mpicc
    -DMT_USE_MPI; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already
@@ -359,7 +370,7 @@ typedef enum mt_collective {
     MT_COLLECTIVE_COUNT = 7
 } mt_collective;
 
-MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce" */
+MT_API const char *mt_collective_name(mt_collective kind); /* "all_reduce", ... */
 
 /* The ledger counts this rank's successful calls and their bytes, per kind, since the communicator was created or the
    ledger was reset. The bytes of a call are those of the whole logical tensor: count * element size for all_reduce,
@@ -375,17 +386,21 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
 
 /* ---- collectives ------------------------------------------------------------------------------------------------- */
 
-/* The collectives compute what NCCL's do. Counts are in elements. Reductions add in a fixed binary tree over the ranks,
-   ((0+1)+(2+3))+..., so the same inputs always give the same bits, on every rank. Over NCCL, NCCL chooses the order;
-   see "communicators over NCCL".
+/* The collectives compute what NCCL's do. Buffers are in the memory of the context's device. Counts are in elements.
+   Reductions add in a fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the same inputs always give the same
+   bits, on every rank. Over NCCL, NCCL chooses the order; see "communicators over NCCL".
    Buffers may overlap only in place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount.
-   Errors: MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8), MT_ERR_UNSUPPORTED (the ranks are not connected, see
-   mt_world_from_env; on GPUs, a reduction in the tree over more than 64 ranks, or over threads whose GPUs cannot access
-   each other), MT_ERR_MISMATCH (ranks made different calls), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_PEER
-   (a rank left the group or failed). MT_ERR_MISMATCH, MT_ERR_TIMEOUT and MT_ERR_PEER reach every rank of the group,
-   with a message that names the ranks and their calls. After one of these three the communicator can only be
-   destroyed. */
+   Errors:
+   MT_ERR_ARGUMENT, MT_ERR_DTYPE (reduction of MT_U8)
+   MT_ERR_MISMATCH     ranks made different calls
+   MT_ERR_TIMEOUT      a rank did not call in time
+   MT_ERR_PEER         a rank left the group or failed
+   MT_ERR_UNSUPPORTED  the ranks are not connected (see mt_world_from_env), or are over MPI with contexts on GPUs;
+                       on GPUs also: a reduction in the tree over more than 64 ranks, or between GPUs of this process
+                       that cannot access each other's memory
+   MT_ERR_MISMATCH, MT_ERR_TIMEOUT and MT_ERR_PEER reach every rank of the group, with a message that names the ranks
+   and their calls. After one of these three the communicator can only be destroyed. */
 typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -399,10 +414,10 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
 /* Point to point. A send and its receive have the same count and dtype, else both return MT_ERR_MISMATCH. A call
-   returns when its buffers may be reused. Over NCCL it returns when its work is in the stream, later work in the stream
-   may reuse the buffers, and counts and dtypes are not compared. mt_send_recv sends to dst and receives from src at the
-   same time, so rings and pipelines do not deadlock. dst == -1 sends nothing, src == -1 receives nothing, and the count
-   is then ignored. */
+   returns when its buffers may be reused. mt_send_recv sends to dst and receives from src at the same time, so rings
+   and pipelines do not deadlock. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and ignores
+   recvcount. Over NCCL a call returns as soon as its work is in the stream: only later work in the stream may reuse the
+   buffers. NCCL does not compare counts and dtypes. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -410,34 +425,34 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* ---- what ranks were told ---------------------------------------------------------------------------------------- */
 
-/* A setting that each rank got by itself and that should be the same on all: for instance a flag and its value, or a
-   file and the hash of its content. The strings belong to the caller and are needed only during mt_comm_compare. */
+/* A setting that should have the same value on all ranks, for instance a command-line flag, or a file name with a hash
+   of the file's content as value. The strings belong to the caller and are needed only during mt_comm_compare. */
 typedef struct mt_setting {
     const char *name, *value;
 } mt_setting;
 
 /* Compares settings between ranks, so that processes started with different flags or data do not train together.
-   mt_params_init and mt_optimizer_create compare their own arguments. A program compares its flags:
+   mt_params_init and mt_optimizer_create compare their own arguments this way. A program compares its flags:
        char lr[32]; snprintf(lr, sizeof lr, "%.9g", flags.lr);
        mt_setting told[] = {{"--lr", lr}, {"--data", hash_of_data}};
        MT_TRY(mt_comm_compare(ctx, world, "my_program", 0, told, 2));
-   Ranks that pass the same `group` must pass the same settings, in the same order; pass 0 on all ranks when all must
-   agree. If settings differ, every rank of comm gets MT_ERR_MISMATCH, also the ranks of other groups. The message
-   starts with `what` and names the first setting that differs, two of its values and their ranks. comm stays usable.
-   Collective over comm: one all_gather of 16 bytes, which the ledger counts. The settings themselves are sent only when
-   their hashes differ. In a group of one and on a meta communicator nothing is sent.
+   All ranks with the same number `group` must pass the same settings, in the same order. Pass 0 on every rank when all
+   ranks must agree. When settings differ, every rank of comm gets MT_ERR_MISMATCH, also the ranks of other groups. The
+   message starts with `what` and names the first setting that differs, two of its values and their ranks. comm stays
+   usable. Collective over comm: an all_gather of 16 bytes per rank, which the ledger counts. The settings themselves
+   are sent only when their hashes differ. In a group of one and on a meta communicator nothing is sent.
    Errors: MT_ERR_ARGUMENT (NULL, negative count), MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
 
 /* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
 
-/* The functions have Megatron's names and work on contiguous views (ld == cols). The backward functions take gradients.
-   In a group of one, functions that work in place do nothing, and the others copy x to y, unless y is x.
+/* The functions have Megatron's names. Views must be contiguous (ld == cols). dx and dy are gradients. In a group of
+   one, the functions with one view do nothing, and those with x and y copy x to y, unless y is x.
 
    f, copy_to_tensor_region:       forward: identity;             backward: all-reduce, in place.
    g, reduce_from_tensor_region:   forward: all-reduce, in place; backward: identity.
-   The identities only check their arguments. They exist so that code can follow the paper. */
+   The views have any shape. The identities only check their arguments; they exist so that code can follow the paper. */
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x);
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx);
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y);
@@ -451,8 +466,9 @@ MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* These three split and join the first dimension (tokens), for sequence parallelism. They work in place when the view
-   with tokens / size rows is this rank's rows of the view with all tokens. Other overlaps are not allowed.
+/* These three split and join the first dimension (tokens), for sequence parallelism. One view has all tokens, the other
+   tokens / size rows. The smaller view may be this rank's rows of the larger one: the call then works in place. Other
+   overlaps are not allowed.
    scatter:         x [tokens, h] -> y [tokens / size, h], this rank's rows of x; no communication. Its backward is
                     gather.
    gather:          x [tokens / size, h] -> y [tokens, h], an all-gather. Its backward is reduce_scatter when the ranks
@@ -465,8 +481,8 @@ MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, 
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
-   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. x and y are the same views as in
-   those functions. A call handles rows [first, first + rows) of each rank's x (gather), of each rank's y
+   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
+   and y, as those functions do, and handles rows [first, first + rows) of each rank's x (gather), of each rank's y
    (reduce_scatter), or of y (reduce). The first chunk has first == 0, and each further chunk begins where the previous
    one ends. The ledger counts all chunks together as one call. */
 MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -476,17 +492,20 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
                                                    int64_t rows);
 
-/* Overlaps communication with computation on a GPU. On other devices, in a group of one and in invariant mode, the same
-   calls are allowed, but nothing overlaps.
-   Collectives that you call between mt_overlap_begin and mt_overlap_end run in `stream` of the context, after the work
-   of all earlier calls. Pass the collectives' status and a ticket of your choice to mt_overlap_end, which returns the
-   first error. The work of later calls does not wait for the collectives, until you call mt_overlap_wait with the same
-   ticket. Do not use the results or change the buffers of the collectives before that. For buffers in the arena, take
-   the mark before begin and release it after the wait. When work overlaps, mt_arena_release does nothing between begin
-   and end.
+/* Overlaps communication with computation on a GPU:
+       MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
+       MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, x, x, n, MT_F32, MT_SUM)));      // ticket 0
+       ...                                       // calls here run at the same time; they must not use x
+       MT_TRY(mt_overlap_wait(ctx, 0));          // later calls see the sum in x
+   Collectives on comm between mt_overlap_begin and mt_overlap_end run in another stream of the context, after the work
+   of all earlier calls. mt_overlap_end returns the status that it is given; if that is MT_SUCCESS, its own. For buffers
+   in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release does
+   nothing between begin and end. On other devices, in a group of one and in invariant mode, the same calls are allowed,
+   but nothing overlaps. Errors: MT_ERR_ARGUMENT (no such stream or ticket; begin was called twice without end),
+   MT_ERR_SYSTEM (CUDA failed).
 
-   Tickets of the second stream are 0 to MT_OVERLAP_TICKETS - 1; mt_overlap_wait_all waits for all of them. The third
-   stream is for longer transfers, for which the second stream should not wait. Its only ticket is
+   The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, and mt_overlap_wait_all waits for all of them. The
+   third stream is for longer transfers, for which the second stream should not wait. Its only ticket is
    MT_OVERLAP_TICKET_THIRD, and only mt_overlap_wait waits for it. */
 typedef enum mt_stream {
     MT_STREAM_NONE = 0, /* no overlap: the context's own stream */
@@ -509,9 +528,9 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
 typedef struct mt_launch_desc {
     int ranks; /* 1 to 1024; 0: 1, or in mt_world_from_env as many as the launcher has started */
     /* advanced */
-    /* 1: threads are not pinned; 0: each of two or more ranks is pinned to its own cores when there are enough */
+    /* 1: threads are not pinned; 0: on Linux, each of several ranks is pinned to its own cores if there are enough */
     int no_pinning;
-    int cores_per_rank; /* cores that each rank is pinned to, as many as mt_context_desc.threads; 0: 1 */
+    int cores_per_rank; /* cores for each pinned rank; set it to mt_context_desc.threads; 0: 1 */
     double timeout_s;   /* timeout of world and of all groups split from it, in seconds; 0: MT_TIMEOUT_DEFAULT */
     mt_logger logger;   /* gets one message per failed rank, "rank 1 of 4: MT_ERR_SHAPE: ..."; {NULL}: to stderr */
     /* called with the `user` of mt_launch when a rank's thread does not return, see mt_launch; NULL: never */
@@ -523,31 +542,27 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
 
 /* Runs rank_main once per rank, each on its own thread, and waits for all of them. A single rank runs on the caller's
    thread. desc may be NULL (all defaults). When a rank returns while others wait for it, they get MT_ERR_PEER. Returns
-   MT_SUCCESS, or the status of the lowest rank that failed with another error than MT_ERR_PEER; when there is none,
-   MT_ERR_PEER. Errors of mt_launch itself: MT_ERR_ARGUMENT (rank_main is NULL, a value of desc is out of range),
-   MT_ERR_MEMORY, MT_ERR_SYSTEM (no thread for a rank).
-   mt_launch cannot end a thread that does not return. When a rank has failed and another has not returned timeout_s
-   later (at least 5 s), it calls desc->stuck, which should end the process with _exit. If stuck returns, mt_launch goes
-   on waiting.
-   rank_main must catch C++ exceptions. The callbacks of all four headers (logger, allocator, stuck and others) must not
-   throw or longjmp. When a rank's thread is cancelled, the rank has failed with MT_ERR_SYSTEM. See docs/many-ranks.md,
-   "When a thread ends early". */
+   MT_SUCCESS when no rank failed. Otherwise returns the status of the lowest rank that failed with an error other than
+   MT_ERR_PEER, or MT_ERR_PEER when no rank failed with another error. Errors of mt_launch itself: MT_ERR_ARGUMENT
+   (rank_main is NULL, a value of desc is out of range), MT_ERR_MEMORY, MT_ERR_SYSTEM (no thread for a rank).
+   mt_launch cannot end a thread that does not return. When one rank has failed, and another rank has not returned
+   timeout_s later (at least 5 s), mt_launch calls desc->stuck, which should end the process with _exit. If stuck
+   returns, mt_launch goes on waiting.
+   rank_main must catch C++ exceptions. Callbacks (logger, allocator, stuck and those of the other headers) must not
+   throw or longjmp. A rank whose thread is cancelled counts as failed with MT_ERR_SYSTEM. See docs/many-ranks.md, "When
+   a thread ends early". */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- launch: ranks as processes that somebody else started ------------------------------------------------------- */
 
-/* Runs rank_main as one rank of a program that torchrun, Open MPI, MPICH or Slurm has started once per rank. rank_main
-   runs once, on the calling thread. The rank and the number of ranks come from the launcher's environment variables,
-   see docs/many-ranks.md, "Launchers". When there are none, this function calls mt_launch. desc->ranks is 0 or the
-   number of ranks that the launcher must have started. The library does not pin these ranks: that is left to the
-   launcher.
+/* Runs rank_main once, on the calling thread, as one rank of a program that torchrun, Open MPI, MPICH or Slurm has
+   started once per rank. The rank and the number of ranks come from the launcher's environment variables; when there
+   are none, this function calls mt_launch. See docs/many-ranks.md, "Launchers". desc->ranks is 0 or the number of ranks
+   that the launcher must have started.
 
-   What world can do depends on how the program was built and started:
-   - Built with MT_USE_MPI and started by mpirun or srun: world is over MPI. It has all collectives, for contexts on
-     CPUs. For contexts on GPUs, use the communicator that mt_comm_create_for makes from it.
-   - Otherwise (torchrun, or no MT_USE_MPI): world only has a rank and a size. Its collectives and mt_comm_split return
-     MT_ERR_UNSUPPORTED. Each rank needs its own GPU: use the communicator over NCCL that mt_comm_create_for makes.
-   - One rank: all calls work.
+   On GPUs, each rank passes world to mt_comm_create_for and uses the communicator that it gets. On CPUs, build with
+   MT_USE_MPI and start with mpirun or srun: world then has all collectives. Without MPI, a world of several processes
+   only has a rank and a size: its collectives and mt_comm_split return MT_ERR_UNSUPPORTED.
 
    With MT_USE_NCCL this function may set the environment variable NCCL_COMM_ID: call it before other threads read the
    environment. Returns the rank's status; over MPI, the status of the whole job, chosen as in mt_launch.
@@ -569,25 +584,25 @@ typedef enum mt_slot {
 } mt_slot;
 
 /* Creates a slot: *out becomes `bytes` of zero-filled host memory. mt_context_destroy goes through the slots from the
-   highest to the lowest, calls destroy(ctx, memory) if it is not NULL, and frees the memory. destroy may use the arena
-   and mt_context_free. On a GPU, all work is done before destroy is called, and the streams still exist. Errors:
-   MT_ERR_ARGUMENT (out is NULL, no such slot, already created), MT_ERR_MEMORY. */
+   highest to the lowest, calls destroy(ctx, memory) if destroy is not NULL, and frees the memory. destroy may use the
+   arena and mt_context_free. On a GPU, all work is done before destroy is called, and the streams still exist.
+   Errors: MT_ERR_ARGUMENT (out is NULL, no such slot, already created), MT_ERR_MEMORY. */
 MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
-/* The values of mt_context_desc, with the default where the desc has 0. ctx may be NULL. */
+/* Four values of the context's desc, with the defaults filled in, and two properties of its device. ctx may be NULL. */
 MT_API int mt_context_threads(const mt_context *ctx);
 MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
-MT_API int mt_context_compute_capability(const mt_context *ctx); /* 90 for sm_90; without a GPU: 90 */
-MT_API int mt_context_has_data(const mt_context *ctx); /* 0 on MT_DEVICE_META, whose memory does not exist; else 1 */
+MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; not on a GPU: 90; NULL: 0 */
+MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
 
-/* mt_fail stores a message of at most MT_ERROR_BYTES - 1 characters as the last error of the context and of its world,
-   logs it as MT_LOG_ERROR, and returns status. mt_comm_fail stores text as the last error of comm and of the world that
-   rank_main got, and returns status; it does not log. mt_log only logs. When ctx or comm is NULL, the message is
-   dropped. */
+/* mt_fail stores a message as the last error of the context and of its world, logs it as MT_LOG_ERROR, and returns
+   status. mt_comm_fail stores text as the last error of comm and of the world that rank_main got, and returns status;
+   it does not log. mt_log only logs. Stored messages are cut after MT_ERROR_BYTES - 1 characters. When ctx or comm is
+   NULL, the message is dropped. */
 #define MT_ERROR_BYTES 1024
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
@@ -597,7 +612,7 @@ mt_fail(mt_context *ctx, mt_status status, const char *format, ...);
 MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text);
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 
-/* Zero-filled host memory for small structs, on every device. Returns NULL when out of memory. */
+/* Allocate and free zero-filled host memory, for small structs. NULL: out of memory. */
 MT_API void *mt_host_alloc(size_t bytes);
 MT_API void mt_host_free(void *ptr);
 
@@ -610,19 +625,19 @@ static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 
 MT_API size_t mt_arena_available(const mt_context *ctx);
 MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
 
-/* Sets where the next allocations go: to [first, end) while they fit, else to `top` and above. The three are in bytes
-   from the start of the arena. end == 0: all allocations go to `first` and above, as usual. With regions, several
-   workspaces can be in use at once and be released in any order: each has its own [first, end), and all use the same
-   scratch memory from `top` on. */
+/* Sets where the next arena allocations go: into [first, end) while they fit, else to `top` and above. All three are
+   offsets in bytes from the start of the arena. end == 0: all allocations go to `first` and above, as without regions.
+   With regions, several workspaces can be in use at once and be released in any order: each has its own [first, end),
+   and all share the scratch memory from `top` on. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
 
 /* Registers memory from mt_context_alloc with NCCL. Collective over comm. Afterwards, collectives on comm must use the
    same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
-   of the caller, and for less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". */
+   of the caller, or when `bytes` is less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". */
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
 
-/* Returns 1 when the rows of t are contiguous and its data is aligned to MT_ALIGNMENT, else 0. MT_DEVICE_META has no
-   real addresses, so there it returns 0: operators that copy unaligned views then plan memory for the copy. */
+/* Returns 1 when the rows of t are contiguous and its data is aligned to MT_ALIGNMENT, else 0. Always returns 0 on
+   MT_DEVICE_META, which has no real addresses: operators that copy unaligned views then plan memory for the copy. */
 MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
 
 static inline int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
@@ -643,17 +658,18 @@ static inline int64_t mt_size_mul(int64_t a, int64_t b) {
     return b > 0 && a > INT64_MAX / b ? -1 : a * b;
 }
 
-/* Numbers as text, the same in every locale. mt_f32_digits writes x with 9 significant digits, enough to read the same
-   float back, and returns text. mt_decimal_point replaces the locale's decimal separator in text, a number that printf
-   wrote, by a point. mt_parse_whole returns 1 and sets *out when text is a whole number from 0 to `most`, else 0. */
+/* Numbers as text, the same in every locale. mt_f32_digits writes x to text with 9 significant digits, enough to read
+   the same float back, and returns text. mt_decimal_point takes a number that printf wrote, and replaces the locale's
+   decimal separator by a point. mt_parse_whole returns 1 and sets *out when text consists of digits and their number is
+   at most `most`, else 0. */
 MT_API const char *mt_f32_digits(float x, char text[32]);
 MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
 
 /* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
    mt_cuda_enter: call it before all other work for the GPU. It makes the context's GPU current and clears errors that
-     the program has left in the CUDA runtime. On MT_DEVICE_META it returns MT_PLANNED, and the operator must not go on.
-     So an operator first takes its scratch memory from the arena, which a plan counts, and then has
+     the program has left in the CUDA runtime. On MT_DEVICE_META it returns MT_PLANNED, and the operator must not go on:
+     an operator first allocates its scratch memory from the arena, which is then counted, and after that calls
      MT_TRY(mt_cuda_enter(ctx)). The public function around the operator turns MT_PLANNED into MT_SUCCESS.
    mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
