@@ -11,34 +11,36 @@
        ... forward, backward ...                  // optional: mt_sync_gradients_begin before the last backward
                             MT_TRY(mt_sync_gradients(ctx, params));
 
-   Layers are small structs in the caller's memory. They need no destroy: the registry (mt_params) owns the values and
-   gradients of their parameters. Forward keeps what backward needs in a `saved` struct. Its tensors lie in the arena
-   until the caller releases them. With saved == NULL forward is inference, and keeps nothing.
+   Layers are small structs in the caller's memory. They need no destroy, because the registry (mt_params) owns the
+   values and gradients of their parameters. Forward keeps what backward needs in a `saved` struct, whose tensors lie in
+   the arena until the caller releases them (mt_arena_release). With saved == NULL forward is inference and keeps
+   nothing.
    Backward adds to parameter gradients and overwrites activation gradients.
 
    Communication is inside the layers: a column-parallel layer contains Megatron's conjugate f, and a row-parallel layer
-   contains g. Code between the two layers communicates nothing. mt_comm.h has f and g as functions of their own.
+   contains g. Code between the two layers does not need to communicate. mt_comm.h also has f and g as separate
+   functions.
 
    Shapes: t is the number of tensor ranks. "local features" are this rank's share of a split dimension. Global shapes
    never include padding. A dimension that t does not divide is padded with zeros. The padding stays zero, because its
    gradients are zero.
 
-   Views may have ld > cols. Only the tensors that a call sends to other tensor ranks must be contiguous; otherwise the
-   call returns MT_ERR_SHAPE before it computes anything. These are:
+   A tensor may be a view with ld > cols, unless the call sends it to other tensor ranks. Such a tensor must be
+   contiguous; otherwise the call returns MT_ERR_SHAPE before it computes anything. Layers send:
        always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
        with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
 
-   This header does not know what a transformer is, run your loop or average losses. mt_sync_gradients sums over the
-   data group, so scale your loss by 1 / (tokens of the whole global batch). The only files that it opens are
-   checkpoints, and the safetensors and JSON files that you name.
+   This header has no transformer (megatron.h has), does not run your loop and does not average losses.
+   mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The only
+   files that it opens are checkpoints, and the safetensors and JSON files that you name.
 
    Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
 
    Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
    >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
 
-/* This #include is outside the guard: a second #include of this file, with MEGATRON_IMPLEMENTATION, must reach the two
-   headers below it, too. */
+/* This #include is outside the guard, so that a second #include of this file, with MEGATRON_IMPLEMENTATION, also
+   reaches mt_kernels.cuh and mt_comm.h. */
 #include "mt_kernels.cuh"
 
 #ifndef MT_PARALLEL_H
@@ -50,7 +52,7 @@ extern "C" {
 
 /* ---- process grid ------------------------------------------------------------------------------------------------ */
 
-/* The size of each group. Ranks are in Megatron's order: rank = tp_rank + tp * (dp_rank + dp * pp_rank). */
+/* The sizes of the process grid. Ranks are in Megatron's order: rank = tp_rank + tp * (dp_rank + dp * pp_rank). */
 typedef struct mt_grid_desc {
     int tp; /* tensor parallel ranks; 0: 1 */
     int dp; /* data parallel ranks; 0: world size / (tp * pp) */
@@ -74,53 +76,56 @@ typedef struct mt_grid {
     int tp_rank, dp_rank, pp_rank;
 } mt_grid;
 
-/* Writes the ranks of the group that `rank` is in to ranks, in ascending order, and their number to *count. ranks must
-   have space for world_size entries. A 0 in desc means its default. No communication.
+/* Lists the group of kind `group` that contains `rank`. Writes its ranks to ranks, in ascending order, and their number
+   to *count. ranks must have space for world_size entries. No communication.
    MT_ERR_ARGUMENT: a size is negative, or rank is out of range. MT_ERR_SHAPE: the grid does not fit world_size. */
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count);
 
-/* Creates the communicators of the groups that this rank is in. desc NULL: all zeros. world must outlive the grid, and
-   the grid must outlive everything that is created from it. Collective over world. Errors as above, and those of
-   mt_comm_split; world keeps the message (mt_comm_last_error). */
+/* Creates the communicators of the groups that contain this rank. desc NULL: the defaults. world must outlive the grid,
+   and the grid must outlive everything that is created from it. Collective over world. Errors: those of mt_grid_ranks
+   and mt_comm_split; world keeps the message (mt_comm_last_error). */
 MT_API mt_status mt_grid_create(mt_comm *world, const mt_grid_desc *desc, mt_grid *out);
 MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowed */
 
 /* ---- invariant mode ---------------------------------------------------------------------------------------------- */
 
-/* In invariant mode a training step computes the same bits on every grid with 1, 2, 4, ..., V tensor ranks, 1, 2, 4,
-   ..., V_d data ranks and any number of pipeline stages, with and without sequence parallelism. This holds for the
-   loss, the gradients, their norm, the weights and the optimizer state. V is mt_context_desc.invariant, a power of two,
-   and V_d is mt_context_desc.invariant_data. With invariant 0 the mode is off.
-   Every split dimension is padded to V virtual shards of the same size. Each of t tensor ranks has V / t of them.
+/* mt_context_desc.invariant = V, a power of two, turns invariant mode on; 0 turns it off. In this mode a training step
+   computes the same bits on every grid with 1, 2, 4, ..., V tensor ranks, 1, 2, 4, ..., V_d data ranks and any number
+   of pipeline stages, with and without sequence parallelism. V_d is mt_context_desc.invariant_data, by default V. "The
+   same bits" applies to the loss, the gradients, their norm, the weights and the optimizer state.
+   Every split dimension is divided into V virtual shards of the same size, with padding where necessary. Each of t
+   tensor ranks has V / t of them.
    docs/invariance.md says how this works, what it costs, and which blocks of your own it covers.
 
    The mode has these rules:
-     tokens           The tokens of a training call (forward with saved, and its backward) are a multiple of V;
-                      otherwise MT_ERR_SHAPE.
-     key/value heads  Attention has at least V of them; otherwise MT_ERR_SHAPE.
-     micro-batches    A micro-batch has mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after each
-                      backward. Use a layer only once between two of these calls.
-     parts > 1        A rank's local features are those of its virtual shards, one shard after the other. With the parts
-                      gate and up they are gate, up, gate, up, ... Call mt_column_parallel_activation_forward, or call
-                      your own operator once for each shard (mt_shard_cols). Then set mt_linear_desc.parts_by_shard;
-                      without it the layer's create returns MT_ERR_ARGUMENT. */
+     tokens           The number of tokens in a training call (forward with saved, and its backward) must be a multiple
+                      of V; otherwise MT_ERR_SHAPE.
+     key/value heads  Attention must have at least V of them; otherwise MT_ERR_SHAPE.
+     micro-batches    A micro-batch must have mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after the
+                      backward of each micro-batch. Use each layer only once in a micro-batch.
+     parts > 1        In a layer with several parts (mt_linear_desc.parts), each virtual shard has its share of every
+                      part. With the parts gate and up, the columns of a rank are gate and up of its first shard, then
+                      gate and up of its second shard, and so on. Call mt_column_parallel_activation_forward, or call
+                      your own operator once for each shard (mt_shard_cols), and set mt_linear_desc.parts_by_shard.
+                      Without parts_by_shard the layer's create returns MT_ERR_ARGUMENT. */
 
 /* Returns a view of the columns of t [tokens, local features] that belong to virtual shard number `shard` of this rank.
    shards is the number of virtual shards on this rank (mt_param.shards). When t.data is NULL, returns t. When shard is
    not in [0, shards), or `shards` does not divide the columns, returns a view of -1 rows, which every call refuses. */
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
-/* Returns the number of sequences in a micro-batch of invariant mode: sequences / n. `sequences` is the number of
-   sequences in the whole step, and data_shards is V_d. n, the number of micro-batches, is the largest power of two that
-   is at most V_d and divides `sequences`. At most n data ranks can share the step. */
+/* Returns the number of sequences in a micro-batch of invariant mode. `sequences` is the number of sequences in the
+   whole step, and data_shards is V_d. A step has n micro-batches of sequences / n sequences, where n is the largest
+   power of two that is at most V_d and divides `sequences`. At most n data ranks can share the step. */
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
 
-/* Kinds of communication that a GPU overlaps with computation. Layers communicate on a second stream. Parameter
-   gradients are summed on a third. By default all kinds overlap; a bit in mt_parallel_options.no_overlap turns its kind
-   off. The results are the same, bit for bit. Nothing overlaps in invariant mode or on other devices. */
+/* Kinds of communication that overlap with computation on MT_DEVICE_CUDA. Layers communicate on a second stream, and
+   parameter gradients are summed on a third stream. By default all kinds overlap; a bit in
+   mt_parallel_options.no_overlap turns one kind off. The results have the same bits either way. In invariant mode and
+   on other devices nothing overlaps. */
 typedef enum mt_overlap {
     /* column-parallel backward: the input gradient is reduced while the weight gradient is computed. With sequence
        parallelism, x is also gathered while the input gradient is computed */
@@ -140,8 +145,9 @@ typedef enum mt_overlap {
 /* Options of the layers of a context. Zero-initialised means the defaults. */
 typedef struct mt_parallel_options {
     int no_overlap; /* bits of mt_overlap: the kinds that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
-    /* number of chunks into which a layer cuts its tokens, at most MT_OVERLAP_CHUNKS_MAX. Each chunk is a GEMM of its
-       own, also when nothing overlaps; 0: on MT_DEVICE_CUDA one for each 1024 tokens, at most 4; on other devices 1 */
+    /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. Each
+       chunk is a separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk; 0: on MT_DEVICE_CUDA
+       one for each 1024 tokens, at most 4; on other devices 1 */
     int overlap_chunks;
 } mt_parallel_options;
 
@@ -151,8 +157,8 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
 
 /* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
-   Turn them off in a block that checks the ids itself, because each check waits for the GPU. Without the check, an id
-   that is out of range is undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+   Each check waits for the GPU, so a block that checks the ids itself turns them off. Without the check, an id that is
+   out of range is undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
@@ -172,9 +178,9 @@ typedef struct mt_param_desc {
     mt_placement placement;
     /* number of equal blocks in the split dimension, at most 65536. Each block is split over the ranks separately, so
        that one product computes several branches: with the 2 parts [gate; up], each rank has its share of gate and its
-       share of up. For invariant mode see mt_linear_desc.parts_by_shard; 0: 1 */
+       share of up (for invariant mode see mt_linear_desc.parts_by_shard); 0: 1 */
     int64_t parts;
-    int64_t unit;     /* features of the split dimension that stay together on one rank (a query group); 0: 1 */
+    int64_t unit;     /* neighbouring features that stay together on one rank, such as a query group; 0: 1 */
     float init_std;   /* the first values are from N(0, init_std^2), see mt_params_init; 0: all are init_value */
     float init_value; /* used when init_std is 0 */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
@@ -194,8 +200,8 @@ typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
     mt_tensor value, grad;
-    /* in invariant mode with one pipeline stage: the part of a shared embedding's gradient that comes from the lookup.
-       mt_sync_gradients adds it to grad. Otherwise mt_none() */
+    /* the part of a shared embedding's gradient that comes from the lookup; mt_sync_gradients adds it to grad. Only in
+       invariant mode with one pipeline stage; otherwise mt_none() */
     mt_tensor lookup_grad;
     int tp_rank, tp_size;
     int shards;             /* virtual shards on this rank: V / tp_size if split and in invariant mode, otherwise 1 */
@@ -221,13 +227,13 @@ MT_API mt_dtype mt_params_dtype(const mt_params *params);
 
 /* How data parallel ranks share the work. */
 typedef struct mt_data_parallel_desc {
-    /* bytes of gradients in a bucket, which is summed in one call; rounded up so that all data ranks have equal shares.
-       Over NCCL the bits of the sums depend on it, otherwise not; 0: 160 MB, or 4 MB for each data rank if that is
-       more, as in Megatron-LM (MB: 10^6 bytes) */
+    /* size of a gradient bucket in bytes, rounded up so that all data ranks have equal shares. One collective sums one
+       bucket. With NCCL the bits of the sums depend on this size; otherwise they do not; 0: 160 MB, or 4 MB for each
+       data rank if that is more, as in Megatron-LM (MB: 10^6 bytes) */
     size_t bucket_bytes;
-    /* 1: each data rank keeps the optimizer's state of only its share of the parameters (ZeRO-1, arXiv 1910.02054;
-       Megatron-LM's distributed optimizer). With d data ranks, parameter, gradient and state take 6 + 12 / d bytes for
-       each 16-bit parameter and 8 + 8 / d bytes for each f32 one. See mt_sync_gradients */
+    /* 1: each data rank keeps only its share of the optimizer's state (ZeRO-1, arXiv 1910.02054; Megatron-LM's
+       distributed optimizer). With d data ranks, parameter, gradient and state take 6 + 12 / d bytes per 16-bit
+       parameter and 8 + 8 / d bytes per f32 parameter. See mt_sync_gradients */
     int sharded_optimizer;
 } mt_data_parallel_desc;
 
@@ -235,19 +241,19 @@ typedef struct mt_data_parallel_desc {
    mt_params_init was already called. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
-/* Adds a parameter. The registry owns *out. Its value and gradient get memory in mt_params_init.
+/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient.
    MT_ERR_ARGUMENT: the name is taken or too long, another field is out of range, or mt_params_init was already called.
-   MT_ERR_SHAPE: the parts of the split dimension are not whole numbers of units, or rows or cols is not positive. */
+   MT_ERR_SHAPE: rows or cols is not positive, or parts * unit does not divide the split dimension. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
-/* Allocates all values in one piece of memory and all gradients in another. Draws the values from the seed and sets the
-   gradients to zero. A value depends on the seed, the parameter's name and the element's place in the whole tensor, and
-   is rounded from f32, so every split starts from the same model. No parameter can be added afterwards. A second call
-   sets values and gradients again.
+/* Allocates all values in one block of memory and all gradients in another. Draws the values from the seed and sets the
+   gradients to zero. A value depends only on the seed, the parameter's name and the element's position in the whole
+   tensor, so every split starts from the same model. 16-bit values are rounded from f32. No parameter can be added
+   afterwards. A second call initialises values and gradients again.
    Collective over the grid's world, whose ranks compare their settings (mt_comm_compare). All ranks need the same seed,
    mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the same
-   order, dtype and mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH with a message that
-   names it, and nothing has changed. */
+   order, the same dtype and the same mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH
+   with a message that names it, and nothing has changed. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -270,26 +276,27 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
 /* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
-   row-parallel layer contains g: its forward all-reduces y. Call no f or g of your own around them or between them. By
-   default (everything zero except the sizes) a layer has a bias and no sequence parallelism, y of a column-parallel
+   row-parallel layer contains g: its forward all-reduces y. Do not call f or g yourself around or between these layers.
+   By default (everything zero except the sizes) a layer has a bias and no sequence parallelism, y of a column-parallel
    layer stays split, and x of a row-parallel layer is not split. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
-    /* of the split dimension, see mt_param_desc. With 2 parts one layer computes gate and up of SwiGLU: y is this
-       rank's [gate | up]. For invariant mode see parts_by_shard; 0: 1 */
+    /* parts and unit of the split dimension, as in mt_param_desc. With 2 parts one layer computes gate and up of
+       SwiGLU, and y is this rank's [gate | up] (for invariant mode see parts_by_shard); 0: 1 */
     int64_t parts, unit;
     float init_std; /* 0: 0.02 */
     int no_bias;
-    int skip_bias_add;     /* 1: the caller adds layer->bias and its gradient, for instance in a fused operator */
+    int skip_bias_add;     /* 1: the caller adds layer->bias to y and computes its gradient, as in a fused operator */
     int gather_output;     /* 1: y is [tokens, out_features] on every rank (column only) */
     int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
-    /* for parts > 1 in invariant mode, where each virtual shard has its share of every part: gate, up, gate, up, ...
-       Set it to 1 when your code works on y (column) or x (row) shard by shard. With 0, create returns MT_ERR_ARGUMENT,
-       unless the features are not split: with gather_output, or in a row-parallel layer without input_is_parallel */
+    /* for parts > 1 in invariant mode, where the columns are gate, up, gate, up, ..., with one pair for each virtual
+       shard. 1: your code works on y (column) or x (row) one virtual shard at a time. 0: create returns
+       MT_ERR_ARGUMENT, except where y or x is not split: with gather_output (column), or without input_is_parallel
+       (row) */
     int parts_by_shard;
-    mt_param *weight; /* the weight of another layer, to share it (a tied output head; column only); NULL: its own */
+    mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
 } mt_linear_desc;
 
 /* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
@@ -338,9 +345,9 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
-/* Column-parallel layers that read the same x and so share f. forward gathers x once (sequence_parallel). backward
-   writes the sum of the layers' input gradients to dx and reduces it once. y and dy are lists with one entry for each
-   layer; saved is one struct for all layers. When dx is mt_none(), it is not computed.
+/* Run several column-parallel layers that read the same x and so share f. forward gathers x once (sequence_parallel).
+   backward writes the sum of the layers' input gradients to dx and reduces it once. y and dy are lists with one entry
+   for each layer; saved is one struct for all layers. When dx is mt_none(), it is not computed.
    MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
                                                           const mt_column_parallel_linear *const *layers, int count,
@@ -350,9 +357,9 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
                                                            const mt_tensor *dy, mt_tensor dx,
                                                            const mt_linear_saved *saved);
 
-/* Row-parallel layers whose outputs are added and so share g: y = sum of x[i] W[i]^T + b[i]. forward reduces y once.
-   backward gathers dy once (sequence_parallel). x, dx and saved are lists with one entry for each layer. When dx[i] is
-   mt_none(), it is not computed.
+/* Run several row-parallel layers whose outputs are added and that so share g: y = sum of x[i] W[i]^T + b[i]. forward
+   reduces y once. backward gathers dy once (sequence_parallel). x, dx and saved are lists with one entry for each
+   layer. When dx[i] is mt_none(), it is not computed.
    MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
                                                        int count, const mt_tensor *x, mt_tensor y,
@@ -361,30 +368,31 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
                                                         int count, mt_tensor dy, const mt_tensor *dx,
                                                         const mt_linear_saved *saved);
 
-/* For inference, a column-parallel forward whose x has all tokens, even with sequence_parallel: x [tokens, in] -> y
-   [tokens, local_features], or [tokens, out] when the argument gather_output is 1 (desc.gather_output is ignored). Adds
+/* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
+   [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
    the bias, except with skip_bias_add. y may be of another float type than x.
    Communication: none, or an all-gather of y with gather_output. */
 MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                                    int gather_output, mt_tensor y);
 
-/* The activation on the output h [tokens, local_features] of a column-parallel layer: mt_activation_forward and
-   mt_activation_backward, in invariant mode called once for each virtual shard. y, dy and dh have the shapes of those
-   functions. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the
-   bias's gradient. With gather_output, h is [tokens, out_features], and a bias left by skip_bias_add is
-   MT_ERR_ARGUMENT, because it is split. No communication. */
+/* These functions apply an activation to the output h of a column-parallel layer. They call mt_activation_forward or
+   mt_activation_backward, in invariant mode once for each virtual shard. h is [tokens, local_features], or [tokens,
+   out_features] with gather_output. y, dy and dh have the shape of h, except that with MT_SWIGLU y and dy have half the
+   columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
+   gradient. No communication.
+   MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add. Its h is whole, but its bias is split. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
-/* A linear layer and the activation next to it in one call. They are one fused operator where mt_gemm_options.epilogue
-   allows it and the column-parallel layer has skip_bias_add and no gather_output. Otherwise the call runs the linear
-   layer and mt_column_parallel_activation_forward or _backward.
+/* Run a linear layer and the activation next to it in one call. The two are one fused operator when
+   mt_gemm_options.epilogue allows it and the column-parallel layer has skip_bias_add and no gather_output. Otherwise
+   the call runs the linear layer and mt_column_parallel_activation_forward or _backward.
      forward (column-parallel):  h = x W^T + b [tokens, local_features], y = act(h).
-     backward (row-parallel):    dh [tokens, before->local_features] is the gradient of h, the output of the
-       column-parallel layer `before`: dy goes back through the row-parallel layer, and then through the activation in
-       front of it. Adds to the gradients of the row-parallel layer's weight and bias and, when `before` has
+     backward (row-parallel):    dy is the gradient of the row-parallel layer's output, and dh [tokens,
+       before->local_features] that of h. h is the output of the column-parallel layer `before`, which comes before the
+       activation. Adds to the gradients of the row-parallel layer's weight and bias and, when `before` has
        skip_bias_add, to that of the bias of `before`.
    MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel, or `before` has gather_output. */
 MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
@@ -402,8 +410,8 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
    parallelism, and per head, gain and bias are sequence_partial: a rank computes their gradients from its own tokens or
    heads, and mt_sync_gradients sums them. */
 typedef struct mt_norm_layer_desc {
-    int64_t features;      /* normalised together: hidden or, per head, the head size */
-    int64_t groups;        /* per head: query groups of all tensor ranks, which share them; 0: whole tokens */
+    int64_t features;      /* number that is normalised together: hidden or, per head, the head size */
+    int64_t groups;        /* per head: number of query groups, over all tensor ranks; 0: whole tokens */
     mt_norm_kind kind;     /* 0: MT_LAYER_NORM */
     float eps;             /* 0: 1e-5 */
     int sequence_parallel; /* 1: x is [tokens / t, features]; MT_ERR_ARGUMENT with groups > 0 */
@@ -424,10 +432,10 @@ typedef struct mt_norm_saved {
 
 /* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. dx = dresidual + the gradient
    through the norm. dresidual may be mt_none(). dx may be the same memory as dy or dresidual. saved == NULL: inference.
-   Per head, x, y, dy, dx are [tokens * local_groups, heads * features]. A row holds, side by side, the heads of one
-   query group that are normalised with this gain. For example, this view of a contiguous qkv [tokens, groups * unit]
-   holds the queries:
-       mt_tensor_cols(mt_tensor_reshape(qkv, tokens * groups, unit), 0, heads_per_group * head_dim)
+   Per head, x, y, dy, dx are [tokens * local_groups, heads * features], with one row for each token and query group. A
+   row holds, side by side, those heads of the group that this layer normalises. For example, in a contiguous qkv
+   [tokens, local_groups * unit], with unit = (heads_per_group + 2) * head_dim, this view holds the queries:
+       mt_tensor_cols(mt_tensor_reshape(qkv, tokens * local_groups, unit), 0, heads_per_group * head_dim)
    No communication. The hash log gets NAME.output and NAME.input_grad, except per head. */
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out);
@@ -444,11 +452,11 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
    covers only this rank's tokens (sequence parallelism) or heads (a gain per head). */
 
 /* For the create function of a block:
-     mt_create_check  returns MT_ERR_ARGUMENT, with the name of the first argument that is NULL.
+     mt_create_check  returns MT_ERR_ARGUMENT when an argument is NULL. The message names the argument.
      mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
      mt_create_end    returns status. When status is an error, it also clears the block and removes the parameters that
-                      the block has added. count is the value of mt_params_count before the first of them. Memory of
-                      mt_params_buffer stays until mt_params_destroy. */
+                      the block has added. count is the value of mt_params_count before the block added the first of
+                      them. Memory from mt_params_buffer stays allocated until mt_params_destroy. */
 MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                  const void *desc, const void *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
@@ -474,8 +482,8 @@ MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *t
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
 
-/* The tokens of the tensor group and the rows on this rank: under sequence parallelism rows = tokens / t, otherwise
-   rows = tokens.
+/* Convert between the tokens of the tensor group and the rows on this rank. Under sequence parallelism rows = tokens /
+   t; otherwise rows = tokens.
      mt_sequence_tokens  returns the tokens for a number of rows, or -1 when int64_t overflows.
      mt_sequence_rows    writes the rows for a number of tokens. MT_ERR_SHAPE: t does not divide tokens.
      mt_gather_tokens    under sequence parallelism, all-gathers x [rows, n] into *all [tokens, n], in the arena.
@@ -498,19 +506,20 @@ MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list,
 MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
 
 /* Adds a sum over tokens to one or two parameter gradients, for instance of a bias or a table of positions. a and b are
-   the gradients, MT_F32; b has as many columns as a, or is mt_none(). rows is the number of rows in the call. op(ctx,
+   the gradients, MT_F32; b has as many columns as a, or is mt_none(). rows is the number of rows on this rank. op(ctx,
    arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
-   default op is called once, with all rows and the gradients themselves. In invariant mode it is called once for each
-   virtual shard of the tokens, with scratch memory as a and b. MT_ERR_SHAPE, in invariant mode: V does not divide the
-   tokens. */
+   default op is called once, with all rows, and a and b are the gradients themselves. In invariant mode it is called
+   once for each virtual shard of the tokens, with scratch memory as a and b. MT_ERR_SHAPE, in invariant mode: V does
+   not divide the tokens. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
                                     const void *arg, int64_t rows, mt_tensor a, mt_tensor b);
 
-/* For an operator that a block calls on one virtual shard (mt_shard_cols). The bits of its result may depend on leading
-   dimension and alignment. In invariant mode these functions therefore replace t by a contiguous, aligned tensor in the
-   arena, unless t already is one. Otherwise *out is t.
+/* Use these functions when a block calls an operator on one virtual shard (mt_shard_cols). The bits of the operator's
+   result may depend on the leading dimension and the alignment of its tensors. In invariant mode *out is therefore a
+   contiguous, aligned tensor in the arena. When t itself is contiguous and aligned, and outside invariant mode, *out is
+   t.
      mt_invariant_input   *out is the tensor to read instead of t, with the content of t.
      mt_invariant_output  *out is the tensor to write instead of t; its content is undefined.
      mt_invariant_store   copies out, the result of mt_invariant_output, to t after the operator has run. */
@@ -519,8 +528,9 @@ MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *ou
 MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
 
 /* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log. With sequence_parallel t is
-   [tokens / t, n], this rank's rows. When the columns of t are split over tensor ranks, cols is the parameter whose
-   split dimension they are, and t has cols->local_features columns (MT_ERR_SHAPE); NULL: every rank has all columns.
+   [tokens / t, n], this rank's rows. When every rank has all columns of t, cols is NULL. When the columns are split
+   over tensor ranks, cols is a parameter whose split dimension is split in the same way, such as the layer's weight; t
+   must have cols->local_features columns (MT_ERR_SHAPE).
    The line is named PREFIX.WHAT. PREFIX is `name` (of a parameter or a layer) without its last `up` components, where
    components are separated by dots: "l.0.fc1.weight" with up 2 is "l.0". */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
@@ -567,9 +577,10 @@ typedef struct mt_cross_entropy_saved {
 
 /* forward computes loss [1, tokens] from logits [tokens, local vocabulary] and targets [tokens]. The logits are the
    output of a column-parallel head without gather_output. targets are in memory of the context's device. saved keeps
-   views of logits and targets, and lse, which lies in the arena. logits and targets must not change before backward.
-   backward overwrites the saved logits with the gradient of the sum of scale * dloss[i] * loss[i] over the tokens.
-   dloss is [1, tokens]; mt_none() means all ones. logits may be of any float type; loss, dloss and lse are MT_F32.
+   views of logits and targets, and the tensor lse, which lies in the arena. logits and targets must not change before
+   backward. backward overwrites the saved logits with the gradient of the sum of scale * dloss[i] * loss[i] over the
+   tokens. dloss is [1, tokens]; mt_none() means all ones. logits may be of any float type; loss, dloss and lse are
+   MT_F32.
    Communication: forward all-gathers four floats for each token over tp, in invariant mode for each token and virtual
    shard.
    MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index. */
@@ -581,9 +592,9 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_backward(mt_context *ctx, mt_co
                                                           const mt_cross_entropy_desc *desc, mt_tensor dloss,
                                                           float scale, const mt_cross_entropy_saved *saved);
 
-/* forward and backward in one call, for a loop that knows dloss and scale before the forward. Writes loss and
-   overwrites the logits with their gradient. When one rank has the whole vocabulary in one shard, it reads the logits
-   only once. */
+/* Runs forward and backward in one call, for a loop that knows dloss and scale before the forward. Writes loss and
+   overwrites the logits with their gradient. With one tensor rank, outside invariant mode, it reads the logits only
+   once. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ctx, mt_comm *tp,
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
@@ -591,10 +602,11 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 
 /* ---- gradients --------------------------------------------------------------------------------------------------- */
 
-/* In invariant mode, adds up the gradients of the micro-batches of a step in a fixed tree. Call it after the backward
-   of every micro-batch, including the last; a step with one micro-batch needs no call. Outside invariant mode it does
-   nothing, because backward already adds to the gradients. Read param->grad only after mt_sync_gradients. The tree
-   takes memory of the registry, at most log2(V_d / data ranks) times that of the gradients.
+/* In invariant mode, adds up the gradients of the micro-batches of a step in a fixed tree. When this rank has several
+   micro-batches in a step, call it after the backward of each of them, including the last. For a single micro-batch the
+   call is optional. Outside invariant mode it does nothing, because backward already adds to the gradients. Read
+   param->grad only after mt_sync_gradients. For the tree the registry keeps log2(V_d / data ranks) further copies of
+   the gradients.
    MT_ERR_SHAPE: this rank has more than V_d / data ranks micro-batches. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
@@ -604,8 +616,8 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
    reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of each bucket (see
    mt_gather_gradients).
    In invariant mode, sequence_partial gradients are summed once for each micro-batch (in mt_accumulate_gradients).
-   Shared embeddings are summed last. A sharded optimizer uses all-reduces, too. MT_ERR_SHAPE, in invariant mode: the
-   number of micro-batches is not a power of two. */
+   Shared embeddings are summed last. All sums are all-reduces, even with a sharded optimizer. MT_ERR_SHAPE, in
+   invariant mode: the number of micro-batches is not a power of two. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
 /* Overlaps the sums over the data group with the last backward of a step. Optional; call it before that backward (see
@@ -619,22 +631,22 @@ MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
    added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
    the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
    mt_sync_gradients_begin it does nothing.
-   MT_ERR_ARGUMENT: a gradient is declared final twice. What a backward adds between the two calls may be lost, because
-   the sum may already be on its way. */
+   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost.
+   MT_ERR_ARGUMENT: a gradient is declared final twice in one step. */
 MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
 
-/* Makes param->grad the whole sum on every rank, for a program that reads gradients. Optional, with a sharded
-   optimizer, after mt_sync_gradients. Communication: an all-gather of all gradients (MT_F32) over the data group, one
-   for each bucket. Without a sharded optimizer, and in invariant mode, it does nothing, because param->grad already is
-   the whole sum. */
+/* Makes param->grad the whole sum on every rank. Call it after mt_sync_gradients when a program with a sharded
+   optimizer reads gradients; other programs do not need it. Communication: an all-gather of all gradients (MT_F32) over
+   the data group, one for each bucket. Without a sharded optimizer, and in invariant mode, it does nothing, because
+   param->grad already is the whole sum. */
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
 /* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients. An
-   element of which several ranks have a copy is counted once; but if any copy is not finite, the norm is not finite.
-   With a sharded optimizer the squares are added in another order, so the last digits may differ.
+   element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. With a
+   sharded optimizer the squares are added in another order, so the last digits may differ.
    Communication: an all-reduce of two floats over the model group and, with a sharded optimizer, one over the data
-   group. In invariant mode: an all-reduce of V floats for each parameter over the tensor group; over the pipeline
-   group, one send, broadcast and all-reduce of one float each. */
+   group. In invariant mode: an all-reduce of V * (number of parameters + 1) floats over the tensor group; over the
+   pipeline group a send to the next stage, a broadcast and an all-reduce, each of one float. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
 /* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
@@ -659,7 +671,7 @@ typedef struct mt_loss_scaler_desc {
     float min_scale;       /* 0: 1 */
     float growth, backoff; /* factors by which the scale grows and shrinks; 0: 2 and 1/2 */
     int growth_interval;   /* good steps in a row before the scale grows; 0: 1000 */
-    int hysteresis;        /* n: the n-th overflow since the scale grew shrinks it, and so does each later one; 0: 2 */
+    int hysteresis;        /* n: the scale shrinks at the n-th overflow since it grew, and at each later one; 0: 2 */
 } mt_loss_scaler_desc;
 
 /* The whole state of a scaler. A checkpoint saves this struct (mt_training_state.scaler). */
@@ -675,9 +687,10 @@ typedef struct mt_loss_scaler {
    do not change the digits of a gradient. MT_ERR_ARGUMENT: a value is out of range. */
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
 
-/* Updates the scale after a step. Call it after mt_grad_norm. Divides *norm by the scale of this step and sets the
-   scale of the next step. Returns 1 / the scale of this step, to multiply into the grad_scale of mt_optimizer_step.
-   Returns 0 when the norm is not finite: skip the step. When scaler or norm is NULL, returns 0 and changes nothing. */
+/* Updates the scale. Call it after mt_grad_norm and before mt_optimizer_step. Divides *norm by the scale of this step
+   and sets the scale of the next step. Returns 1 / the scale of this step; multiply the grad_scale of mt_optimizer_step
+   by it. Returns 0 when the norm is not finite: skip the step. When scaler or norm is NULL, returns 0 and changes
+   nothing. */
 MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
@@ -688,7 +701,7 @@ typedef struct mt_optimizer_desc {
     float weight_decay; /* of the parameters that have mt_param_desc.weight_decay; 0: none */
     /* advanced */
     /* 1: 16-bit parameters are rounded stochastically (see mt_adamw) and have no f32 master. Parameter, gradient and
-       state take 14 bytes instead of 18. MT_ERR_ARGUMENT for f32 parameters */
+       state take 14 bytes per parameter instead of 18. MT_ERR_ARGUMENT for f32 parameters */
     int stochastic_rounding;
     /* seed of stochastic_rounding. Step n (1, 2, ...) uses the stream (FNV-1a hash of the parameter's name) + n, with
        one random word for each global element (see mt_random) */
@@ -704,9 +717,9 @@ typedef struct mt_optimizer {
     int64_t step;     /* steps done */
 } mt_optimizer;
 
-/* Creates an optimizer and allocates its state. Masters are copied from the parameters, so create it after the
-   parameters have their first values (mt_params_init). desc may be NULL. Collective over the grid's world, whose ranks
-   compare desc: if it differs, every rank returns MT_ERR_MISMATCH. params must outlive the optimizer. */
+/* Creates an optimizer and allocates its state. Masters are copied from the parameters, so call it after
+   mt_params_init. desc may be NULL. Collective over the grid's world, whose ranks compare desc: if it differs, every
+   rank returns MT_ERR_MISMATCH. params must outlive the optimizer. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
@@ -753,8 +766,8 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
 /* ---- pipeline: stages, several micro-batches in flight ----------------------------------------------------------- */
 
 /* A schedule is the list of actions of one stage in one step. mt_pipeline_schedule makes it, or you write it yourself.
-   mt_pipeline_run runs it. In every schedule micro-batches run in ascending order, forward and backward. The names are
-   Megatron's (core/pipeline_parallel/schedules.py).
+   mt_pipeline_run runs it. The schedules below run the micro-batches in ascending order, both forward and backward.
+   Their names are Megatron's (core/pipeline_parallel/schedules.py).
      1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1). A stage first runs one forward for each stage
                     after it, then one forward and one backward in turn. At most min(stages - stage, micro_batches) are
                     in flight on stage number `stage` (from 0)
@@ -764,9 +777,9 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
    bubble is (stages - 1) / micro_batches of the ideal time. */
 typedef enum mt_schedule { MT_SCHEDULE_1F1B = 0, MT_SCHEDULE_GPIPE = 1, MT_SCHEDULE_FORWARD_ONLY = 2 } mt_schedule;
 
-/* Forward, a stage sends its output to the next stage. Backward, it sends its input gradient to the stage before. The
-   last two kinds send and receive in one call, because the neighbour does the same: with separate calls each would wait
-   for the other. */
+/* After a forward, a stage sends its output to the next stage. After a backward, it sends its input gradient to the
+   previous stage. The last two kinds send and receive in one call. They are for two neighbours that both send at the
+   same time: with separate calls each would wait for the other. */
 typedef enum mt_action_kind {
     MT_FORWARD = 0,
     MT_BACKWARD = 1,
@@ -797,26 +810,26 @@ MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stag
 MT_API int mt_pipeline_slots(const mt_action *actions, int count);
 
 /* The functions that mt_pipeline_run calls for a stage. forward computes output from input, which is the output of the
-   stage before. backward computes dinput from doutput, which is the gradient of this stage's output. On the first stage
-   input and dinput are mt_none(). On the last stage output and doutput are mt_none(). All four lie in memory of
-   mt_pipeline_run. input stays valid until the backward of its micro-batch is done; the others are valid during the
-   call only. */
+   previous stage. backward computes dinput from doutput, which is the gradient of this stage's output; it may be NULL
+   when no action is MT_BACKWARD. On the first stage input and dinput are mt_none(). On the last stage output and
+   doutput are mt_none(). mt_pipeline_run owns the memory of these four tensors. input stays valid until the backward of
+   its micro-batch is done; the others are valid only during the call. */
 typedef struct mt_pipeline_stage {
-    int64_t rows, cols; /* of all four: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
-    mt_dtype dtype;     /* of all four: mt_params_dtype */
+    int64_t rows, cols; /* of each of the four: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
+    mt_dtype dtype;     /* of each of the four: mt_params_dtype */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor doutput, mt_tensor dinput);
     void *user; /* passed to both functions */
 } mt_pipeline_stage;
 
 /* Runs the actions of this rank's stage. Every rank of the pipeline group calls it with the actions of its own stage.
-   What a forward leaves in the arena stays there until the backward of its micro-batch is done. Every micro-batch must
-   allocate what the first one did, in the same order; MT_ERR_SHAPE: a forward keeps more than the first. On return the
-   arena is as before the call. docs/many-ranks.md has the size of the arena, and the rules for lists that you write.
-   Communication: for each micro-batch, each boundary between two stages sees one send of [rows, cols] forward and one
-   backward. The ledger of grid->pp counts them.
+   What a forward leaves in the arena stays there until the backward of its micro-batch is done. Every forward must
+   allocate what the first one did, in the same order; MT_ERR_SHAPE: a later one keeps more. On return the arena is as
+   before the call. docs/many-ranks.md has the size of the arena, and the rules for lists that you write.
+   Communication: for each micro-batch, one send of [rows, cols] to the next stage after the forward, and one to the
+   previous stage after the backward. The ledger of grid->pp counts them.
    Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; then no action has run. When
-   one stage returns an error, the others wait until it destroys its communicators or the timeout passes. */
+   one stage returns an error, the others wait until that rank destroys its communicators or the timeout passes. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
@@ -836,13 +849,13 @@ typedef struct mt_hash_log mt_hash_log;
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out);
 MT_API void mt_hash_log_destroy(mt_hash_log *log);
 
-/* Sets first_token, the position in the global batch of the first token that the next calls work on. Blocks that take
-   an mt_batch call it themselves. A loop around other layers calls it before each micro-batch. Does nothing without a
-   log. */
+/* Sets first_token, the position in the global batch of the first token that the next calls work on. The blocks of
+   megatron.h that take an mt_batch call this function themselves. In a loop around other layers, call it before each
+   micro-batch. Does nothing without a log. */
 MT_API void mt_hash_log_tokens(mt_context *ctx, int64_t first_token);
 
-/* paused = 1: layers and blocks log nothing until the call with paused = 0. A block that recomputes a forward in its
-   backward uses it. Does nothing without a log. */
+/* paused = 1: layers and blocks log nothing until a call with paused = 0. A block that recomputes a forward in its
+   backward calls it, so that each tensor is logged once. Does nothing without a log. */
 MT_API void mt_hash_log_pause(mt_context *ctx, int paused);
 
 /* Log what layers do not log themselves:
@@ -929,22 +942,23 @@ typedef enum mt_field_kind {
     MT_FIELD_TEXT = 6  /* char[bytes], UTF-8, ends with a NUL */
 } mt_field_kind;
 
-/* A variable of the caller that is written to a file, or read from one. Zeros mean: int64_t, any number. A float or
-   double that is not finite is refused by mt_checkpoint_save and by the readers. */
+/* A variable of the caller that is written to a file or read from one. When kind, low and high are 0, it is an int64_t
+   of any value. A float or double that is not finite is refused by mt_checkpoint_save and by the readers. */
 typedef struct mt_field {
     const char *name;
     mt_field_kind kind;
     void *value;
     int64_t low, high; /* MT_FIELD_I64, MT_FIELD_INT: smallest and largest value that is accepted; both 0: any */
     size_t bytes;      /* MT_FIELD_TEXT: the size of the array */
-    int must_match;    /* checkpoints: 0: load reads the value; 1: load refuses a file with another value */
-    int nullable;      /* JSON: 0: null is MT_ERR_DATA; 1: null leaves the value as it is */
+    int must_match;    /* checkpoints only. 1: load refuses a file with another value; 0: load reads the value */
+    int nullable;      /* JSON only. 1: null leaves the value as it is; 0: null is MT_ERR_DATA */
 } mt_field;
 
 #define MT_FIELD_TEXT_MAX 32
 
-/* Writes the text that the metadata of a file has for a number: all digits, with a decimal point in every locale. For
-   MT_FIELD_TEXT, and when field or its value is NULL, it writes an empty text. */
+/* Writes the value of a numeric field as text, as it is in the metadata of a file. The text has enough digits to read
+   back the same value, and a decimal point in every locale. For MT_FIELD_TEXT, and when field or its value is NULL, the
+   text is empty. */
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 
 /* Reads fields from the metadata of a file. Ignores must_match. MT_ERR_DATA: a field is missing, is no value of its
@@ -952,8 +966,8 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
    error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
-/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". For callers that refuse a
-   value which mt_safetensors_fields accepts. */
+/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED", where VALUE is what the
+   metadata has under `name`. Use it to refuse a value that mt_safetensors_fields accepts. */
 MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
                                        const char *wanted);
 
@@ -1019,9 +1033,9 @@ typedef struct mt_checkpoint_format {
     /* Writes the text of config.json, at most 4095 characters, to text. Returns its length, as snprintf does; 0: no
        file. */
     int (*config)(const void *model, char *text, size_t bytes);
-    /* Returns an error when the files in the directory are not of this model. load and import call it before the other
-       functions. A format may know several sets of names, which it numbers as dialects; check writes the dialect of
-       these files to *dialect (0 on entry). save writes dialect 0. */
+    /* Returns an error when the files in the directory are not of this model. load and import call it before the
+       format's other functions. A format may know several sets of names, which it numbers as dialects; check writes the
+       dialect of these files to *dialect (0 on entry). save writes dialect 0. */
     mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
                        int *dialect);
     /* Changes the name and the shape that a parameter has in the files. On entry *layout has the registry's name and
@@ -1038,11 +1052,11 @@ typedef struct mt_checkpoint_format {
 } mt_checkpoint_format;
 
 typedef struct mt_checkpoint_desc {
-    const char *directory;   /* of a run's checkpoints; copied; save creates it, but not its parent directory */
+    const char *directory;   /* of a run's checkpoints; save creates it, but not its parent; the string is copied */
     mt_optimizer *optimizer; /* must outlive the checkpoint; NULL: parameters only */
-    int keep;                /* save keeps this number of newest checkpoints and removes the others; 0: 2 */
+    int keep;                /* number of newest checkpoints that save keeps; it removes the others; 0: 2 */
     /* advanced */
-    const mt_field *fields; /* of the program; copied, but the names and values must outlive the checkpoint */
+    const mt_field *fields; /* the program's own; copied, but names and values must outlive the checkpoint */
     int field_count;
     const mt_checkpoint_format *format; /* must outlive the checkpoint; NULL: the registry's names and layouts */
     const void *model;                  /* passed to the functions of the format */
@@ -1075,9 +1089,9 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
 /* Saves a checkpoint of step state->step. state and fields must be the same on every rank. Removes the oldest
-   checkpoints, so that desc.keep stay, and what a killed save has left. When something cannot be removed, it logs a
-   warning, and the next save tries again. Of a symbolic link it removes the link, not the target. On MT_DEVICE_META no
-   file is touched.
+   checkpoints, so that desc.keep of them remain, and the files that a killed save has left behind. When something
+   cannot be removed, save logs a warning, and the next save tries again. A symbolic link is removed, but not its
+   target. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
    MT_ERR_DATA: the note, a text or a name is not UTF-8. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
    rank are not what mt_checkpoint_load accepts. After an error the older checkpoints are still there.
@@ -1088,14 +1102,15 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
 /* Loads the checkpoint of a step, which may have been saved on another grid. Before it writes the first parameter, it
-   checks everything: names, shapes and types of the tensors, that none is missing or too many, the checksums,
-   mt_checkpoint_format.check, the training state and the fields. The type of the parameters may differ from the files'.
+   checks everything: that every tensor is there with the right name, shape and type, and no other tensor; the
+   checksums; mt_checkpoint_format.check; the training state; and the fields. The parameters may have another type than
+   the files.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the
    largest shard in f32, which 16-bit parameters and sharded optimizers need. MT_ERR_UNSUPPORTED: on MT_DEVICE_META.
-   After an error nothing has changed, with one exception: when the disk fails, or another program truncates a file,
-   after the checks (MT_ERR_IO), some parameters have already been loaded. */
+   After an error nothing has changed, with one exception: when the disk fails or another program truncates a file after
+   the checks have passed (MT_ERR_IO), some parameters may already have been loaded. */
 MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step, mt_training_state *state);
 
 /* Loads only the parameters, and copies them to the masters. Moments and training state stay as they are. directory has
