@@ -24,9 +24,12 @@ example_arguments() {
     esac
 }
 
-# run_example NAME COMMAND
+# run_example NAME COMMAND: with each GEMM library in the full matrix only
 run_example() {
     title=$1
+    case $2 in
+    *-DMT_USE_*) in_full || return ;;
+    esac
     case $2 in
     *-ldnnl*) title="$1, oneDNN"; have_package libdnnl-dev || { leave_out "$title: not here"; return; } ;;
     *-lopenblas*) title="$1, OpenBLAS"; have_package libopenblas-dev || { leave_out "$title: not here"; return; } ;;
