@@ -195,14 +195,14 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
 /* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
    For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode it is 1. In
    invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
-   shape->groups is the number of groups of this rank that are not empty, and `groups` below is the number of all its
+   desc->groups is the number of groups of this rank that are not empty, and `groups` below is the number of all its
    groups. qkv, dqkv [tokens, groups * (heads_per_group + 2) * head_dim]; out, dout [tokens, groups * heads_per_group *
-   head_dim]; lse [shape->groups * heads_per_group, tokens], which may be mt_none() in forward. The columns of empty
+   head_dim]; lse [desc->groups * heads_per_group, tokens], which may be mt_none() in forward. The columns of empty
    groups come last; forward sets them to zero in out, and backward in dqkv.
    MT_ERR_SHAPE: the columns are not those of a whole number of groups, or shards does not divide groups. */
-MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse);
-MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                             mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
 /* Copies between the QKV weight of mt_self_attention [(heads + 2 * kv_heads) * head_dim, cols] and separate weights q
@@ -552,7 +552,7 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     memset(&d, 0, sizeof d);
     if (!batch) return d;
     d.at.seed = batch->seed;
-    d.at.stream = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site;
+    d.at.subsequence = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site;
     d.p = p;
     return d;
 }
@@ -656,8 +656,8 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
 }
 
 /* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
-static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const mt_batch *batch, int training) {
-    mt_attention_shape s;
+static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt_batch *batch, int training) {
+    mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = batch->sequences;
     s.seq = batch->seq;
@@ -674,10 +674,10 @@ static mt_attention_shape mti_attention_shape(const mt_self_attention *a, const 
 }
 
 /* The part of a rank's groups that is a virtual shard; `*first` is its first group on this rank. */
-static mt_attention_shape mti_attention_shard(const mt_attention_shape *whole, int64_t groups, int shard, int shards,
-                                              int64_t *first) {
+static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int64_t groups, int shard, int shards,
+                                             int64_t *first) {
     int64_t each = groups / shards;
-    mt_attention_shape s = *whole;
+    mt_attention_desc s = *whole;
     *first = mt_min(whole->groups, shard * each);
     s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
@@ -685,152 +685,151 @@ static mt_attention_shape mti_attention_shard(const mt_attention_shape *whole, i
 }
 
 /* Columns of a group in qkv, and in out. */
-static int64_t mti_qkv_width(const mt_attention_shape *s) { return (s->heads_per_group + 2) * s->head_dim; }
-static int64_t mti_out_width(const mt_attention_shape *s) { return s->heads_per_group * s->head_dim; }
+static int64_t mti_qkv_width(const mt_attention_desc *s) { return (s->heads_per_group + 2) * s->head_dim; }
+static int64_t mti_out_width(const mt_attention_desc *s) { return s->heads_per_group * s->head_dim; }
 
-/* The columns of t that belong to the shape's groups from `first` on, `width` for each. */
-static mt_tensor mti_attention_cols(const mt_attention_shape *shape, mt_tensor t, int64_t first, int64_t width) {
-    return mt_tensor_cols(t, first * width, shape->groups * width);
+/* The columns of t that belong to the groups of desc from `first` on, `width` for each. */
+static mt_tensor mti_attention_cols(const mt_attention_desc *desc, mt_tensor t, int64_t first, int64_t width) {
+    return mt_tensor_cols(t, first * width, desc->groups * width);
 }
 
 /* Empty groups have zeros. */
-static mt_status mti_attention_zero_rest(mt_context *ctx, const mt_attention_shape *shape, mt_tensor t, int64_t width) {
-    int64_t used = shape->groups * width;
+static mt_status mti_attention_zero_rest(mt_context *ctx, const mt_attention_desc *desc, mt_tensor t, int64_t width) {
+    int64_t used = desc->groups * width;
     return used == t.cols ? MT_SUCCESS : mt_fill(ctx, mt_tensor_cols(t, used, t.cols - used), 0.0f);
 }
 
-static mt_tensor mti_attention_lse(const mt_attention_shape *shape, mt_tensor lse, int64_t first) {
-    return mti_some_rows(lse, first * shape->heads_per_group, shape->groups * shape->heads_per_group);
+static mt_tensor mti_attention_lse(const mt_attention_desc *desc, mt_tensor lse, int64_t first) {
+    return mti_some_rows(lse, first * desc->heads_per_group, desc->groups * desc->heads_per_group);
 }
 
-static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention_shape *shape, int64_t first,
+static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
                                              mt_tensor qkv, mt_tensor out, mt_tensor lse) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor to;
-    if (shape->groups == 0) return MT_SUCCESS;
-    out = mti_attention_cols(shape, out, first, mti_out_width(shape));
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, qkv, first, mti_qkv_width(shape)), &qkv));
+    if (desc->groups == 0) return MT_SUCCESS;
+    out = mti_attention_cols(desc, out, first, mti_out_width(desc));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, qkv, first, mti_qkv_width(desc)), &qkv));
     MT_TRY(mt_invariant_output(ctx, out, &to));
-    MT_TRY(mt_attention_forward(ctx, shape, qkv, to, mti_attention_lse(shape, lse, first)));
+    MT_TRY(mt_attention_forward(ctx, desc, qkv, to, mti_attention_lse(desc, lse, first)));
     MT_TRY(mt_invariant_store(ctx, to, out));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
-static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_attention_shape *shape, int shards,
+static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_attention_desc *desc, int shards,
                                 const char *qkv_name, mt_tensor qkv, const char *out_name, mt_tensor out) {
     int64_t groups, tokens;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!shape || shards < 1 || shape->groups < 0 || shape->heads_per_group < 1 || shape->head_dim < 1 ||
-        shape->heads_per_group > INT32_MAX / shape->head_dim - 2)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s, %d shards", function, shape ? "shape is empty" : "shape is NULL",
+    if (!desc || shards < 1 || desc->groups < 0 || desc->heads_per_group < 1 || desc->head_dim < 1 ||
+        desc->heads_per_group > INT32_MAX / desc->head_dim - 2)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s, %d shards", function, desc ? "desc is empty" : "desc is NULL",
                        shards);
-    tokens = mt_size_mul(shape->batch, shape->seq);
-    groups = qkv.cols / mti_qkv_width(shape);
-    if (groups < shape->groups || groups % shards != 0 || qkv.cols != groups * mti_qkv_width(shape) ||
-        out.cols != groups * mti_out_width(shape))
+    tokens = mt_size_mul(desc->batch, desc->seq);
+    groups = qkv.cols / mti_qkv_width(desc);
+    if (groups < desc->groups || groups % shards != 0 || qkv.cols != groups * mti_qkv_width(desc) ||
+        out.cols != groups * mti_out_width(desc))
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s has %lld columns, %s %lld, for %lld groups of %lld heads of %lld",
-                       function, qkv_name, (long long)qkv.cols, out_name, (long long)out.cols, (long long)shape->groups,
-                       (long long)shape->heads_per_group, (long long)shape->head_dim);
+                       function, qkv_name, (long long)qkv.cols, out_name, (long long)out.cols, (long long)desc->groups,
+                       (long long)desc->heads_per_group, (long long)desc->head_dim);
     MT_TRY(mt_tensor_check(ctx, function, qkv_name, qkv, MT_ARG_FLOAT, tokens, qkv.cols));
     return mt_tensor_check(ctx, function, out_name, out, MT_ARG_FLOAT, tokens, out.cols);
 }
 
 /* The rows of lse are those of the groups that are there. */
-static mt_status mti_core_check_lse(mt_context *ctx, const char *function, const mt_attention_shape *shape,
+static mt_status mti_core_check_lse(mt_context *ctx, const char *function, const mt_attention_desc *desc,
                                     mt_tensor lse) {
-    return mt_tensor_check(ctx, function, "lse", lse, MT_ARG_F32, shape->groups * shape->heads_per_group,
-                           shape->batch * shape->seq);
+    return mt_tensor_check(ctx, function, "lse", lse, MT_ARG_F32, desc->groups * desc->heads_per_group,
+                           desc->batch * desc->seq);
 }
 
-MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse) {
     static const char *const function = "mt_core_attention_forward";
     int64_t groups, first;
     int s;
-    MT_TRY(mti_core_check(ctx, function, shape, shards, "qkv", qkv, "out", out));
-    if (lse.data) MT_TRY(mti_core_check_lse(ctx, function, shape, lse));
-    groups = qkv.cols / mti_qkv_width(shape);
-    for (s = 0; s < shards && shape->groups > 0; s++) {
-        mt_attention_shape part = mti_attention_shard(shape, groups, s, shards, &first);
+    MT_TRY(mti_core_check(ctx, function, desc, shards, "qkv", qkv, "out", out));
+    if (lse.data) MT_TRY(mti_core_check_lse(ctx, function, desc, lse));
+    groups = qkv.cols / mti_qkv_width(desc);
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, groups, s, shards, &first);
         MT_TRY(mti_attention_shard_forward(ctx, &part, first, qkv, out, lse));
     }
-    return mti_attention_zero_rest(ctx, shape, out, mti_out_width(shape));
+    return mti_attention_zero_rest(ctx, desc, out, mti_out_width(desc));
 }
 
-static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_attention_shape *shape, int64_t first,
+static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
                                               mt_tensor qkv, mt_tensor out, mt_tensor lse, mt_tensor dout,
                                               mt_tensor dqkv) {
-    int64_t qkv_width = mti_qkv_width(shape), out_width = mti_out_width(shape);
+    int64_t qkv_width = mti_qkv_width(desc), out_width = mti_out_width(desc);
     size_t mark = mt_arena_mark(ctx);
     mt_tensor to;
-    if (shape->groups == 0) return MT_SUCCESS;
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, qkv, first, qkv_width), &qkv));
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, out, first, out_width), &out));
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(shape, dout, first, out_width), &dout));
-    dqkv = mti_attention_cols(shape, dqkv, first, qkv_width);
+    if (desc->groups == 0) return MT_SUCCESS;
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, qkv, first, qkv_width), &qkv));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, out, first, out_width), &out));
+    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, dout, first, out_width), &dout));
+    dqkv = mti_attention_cols(desc, dqkv, first, qkv_width);
     MT_TRY(mt_invariant_output(ctx, dqkv, &to));
-    MT_TRY(mt_attention_backward(ctx, shape, qkv, out, mti_attention_lse(shape, lse, first), dout, to));
+    MT_TRY(mt_attention_backward(ctx, desc, qkv, out, mti_attention_lse(desc, lse, first), dout, to));
     MT_TRY(mt_invariant_store(ctx, to, dqkv));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_shape *shape, int shards, mt_tensor qkv,
+MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                             mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
     static const char *const function = "mt_core_attention_backward";
     int64_t groups, first;
     int s;
-    MT_TRY(mti_core_check(ctx, function, shape, shards, "qkv", qkv, "out", out));
-    MT_TRY(mti_core_check(ctx, function, shape, shards, "dqkv", dqkv, "dout", dout));
+    MT_TRY(mti_core_check(ctx, function, desc, shards, "qkv", qkv, "out", out));
+    MT_TRY(mti_core_check(ctx, function, desc, shards, "dqkv", dqkv, "dout", dout));
     if (dqkv.cols != qkv.cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: dqkv has %lld columns, qkv %lld", function, (long long)dqkv.cols,
                        (long long)qkv.cols);
-    if (shape->groups > 0) MT_TRY(mti_core_check_lse(ctx, function, shape, lse));
-    groups = qkv.cols / mti_qkv_width(shape);
-    for (s = 0; s < shards && shape->groups > 0; s++) {
-        mt_attention_shape part = mti_attention_shard(shape, groups, s, shards, &first);
+    if (desc->groups > 0) MT_TRY(mti_core_check_lse(ctx, function, desc, lse));
+    groups = qkv.cols / mti_qkv_width(desc);
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, groups, s, shards, &first);
         MT_TRY(mti_attention_shard_backward(ctx, &part, first, qkv, out, lse, dout, dqkv));
     }
-    return mti_attention_zero_rest(ctx, shape, dqkv, mti_qkv_width(shape));
+    return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
-static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a,
-                                            const mt_attention_shape *shape, const mt_self_attention_saved *saved) {
-    return mt_core_attention_forward(ctx, shape, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse);
+static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                            const mt_self_attention_saved *saved) {
+    return mt_core_attention_forward(ctx, desc, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse);
 }
 
-static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a,
-                                             const mt_attention_shape *shape, const mt_self_attention_saved *saved,
-                                             mt_tensor dout, mt_tensor dqkv) {
+static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                             const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     MT_TRY(
-        mt_core_attention_backward(ctx, shape, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
-    if (!a->rotary.data || shape->groups == 0) return MT_SUCCESS;
-    return mt_rotary_backward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
-                              mti_attention_cols(shape, dqkv, 0, a->qkv.desc.unit));
+        mt_core_attention_backward(ctx, desc, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
+    if (!a->rotary.data || desc->groups == 0) return MT_SUCCESS;
+    return mt_rotary_backward(ctx, desc, mt_tensor_rows(a->rotary, 0, desc->seq),
+                              mti_attention_cols(desc, dqkv, 0, a->qkv.desc.unit));
 }
 
 /* What core attention writes; no lse for inference. */
-static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                     mt_self_attention_saved *saved, int training) {
     int64_t tokens = saved->qkv.rows;
     saved->lse = mt_none();
     MT_TRY(mt_arena_tensor(ctx, saved->qkv.dtype, tokens, a->proj.local_features, &saved->out));
     if (!training) return MT_SUCCESS;
-    return mt_arena_tensor(ctx, MT_F32, shape->groups * shape->heads_per_group, tokens, &saved->lse);
+    return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, tokens, &saved->lse);
 }
 
-static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                        mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
     size_t mark;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, shape->batch * shape->seq, a->qkv.local_features, &saved->qkv));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, desc->batch * desc->seq, a->qkv.local_features, &saved->qkv));
     mark = mt_arena_mark(ctx);
-    MT_TRY(mti_attention_room(ctx, a, shape, saved, training));
+    MT_TRY(mti_attention_room(ctx, a, desc, saved, training));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, training ? &saved->qkv_in : NULL));
-    if (a->rotary.data && shape->groups > 0)
-        MT_TRY(mt_rotary_forward(ctx, shape, mt_tensor_rows(a->rotary, 0, shape->seq),
-                                 mti_attention_cols(shape, saved->qkv, 0, a->qkv.desc.unit)));
-    MT_TRY(mti_attention_core_forward(ctx, a, shape, saved));
+    if (a->rotary.data && desc->groups > 0)
+        MT_TRY(mt_rotary_forward(ctx, desc, mt_tensor_rows(a->rotary, 0, desc->seq),
+                                 mti_attention_cols(desc, saved->qkv, 0, a->qkv.desc.unit)));
+    MT_TRY(mti_attention_core_forward(ctx, a, desc, saved));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
     MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
@@ -852,7 +851,7 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
                                            mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
     static const char *const function = "mt_self_attention_forward";
-    mt_attention_shape shape;
+    mt_attention_desc desc;
     mt_self_attention_saved local;
     size_t mark;
     mt_status status;
@@ -860,30 +859,30 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "x", x, "y", y));
-    shape = mti_attention_shape(attention, batch, saved != NULL);
+    desc = mti_attention_desc(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("attention forward",
-                      mti_attention_forward(ctx, attention, &shape, x, y, saved ? saved : &local, saved != NULL));
+                      mti_attention_forward(ctx, attention, &desc, x, y, saved ? saved : &local, saved != NULL));
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
     else mt_arena_release(ctx, mark);
     return status;
 }
 
-static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_shape *shape,
+static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                         mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_self_attention_saved again = *saved;
     mt_tensor dout, dqkv;
     if (a->desc.recompute_core) {
-        MT_TRY(mti_attention_room(ctx, a, shape, &again, 1));
-        MT_TRY(mti_attention_core_forward(ctx, a, shape, &again));
+        MT_TRY(mti_attention_room(ctx, a, desc, &again, 1));
+        MT_TRY(mti_attention_core_forward(ctx, a, desc, &again));
         again.proj_in.x = again.out;
         saved = &again;
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &dout));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
-    MT_TRY(mti_attention_core_backward(ctx, a, shape, saved, dout, dqkv));
+    MT_TRY(mti_attention_core_backward(ctx, a, desc, saved, dout, dqkv));
     MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.input_grad", dqkv, 0, a->qkv.weight));
     return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
 }
@@ -891,7 +890,7 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved) {
     static const char *const function = "mt_self_attention_backward";
-    mt_attention_shape shape;
+    mt_attention_desc desc;
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -900,10 +899,10 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     MT_TRY(
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
-    shape = mti_attention_shape(attention, &saved->batch, 1);
+    desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &shape, dy, dx, saved));
+    status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
 }

@@ -43,7 +43,7 @@
    collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
-   Sections of the implementation: >>status >>context >>cuda >>local >>half >>collectives >>nccl >>mpi
+   Sections of the implementation: >>status >>context >>cuda >>local >>16bit >>collectives >>nccl >>mpi
    >>compare >>conjugates >>launch                                                                                  */
 
 #ifndef MT_COMM_H
@@ -2640,7 +2640,7 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
     return status;
 }
 
-/* ---- >>half: bf16 and f16 ---------------------------------------------------------------------------------------- */
+/* ---- >>16bit: bf16 and f16 --------------------------------------------------------------------------------------- */
 
 /* Iterations of the next loop do not depend on each other, which the compiler cannot see where input and output may be
    the same memory, and then does not vectorise it. */

@@ -47,8 +47,8 @@
    tests/test_cuda.cu (a GPU against a CPU).
 
    This is the list of the sections of the implementation. Each section begins at a comment with its name.
-   These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>half >>rows >>map >>columns
-   >>random-words >>ptx >>tile >>dispatch.
+   These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>16bit >>rows >>map
+   >>columns >>random-words >>ptx >>tile >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
    >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>pointwise */
@@ -249,10 +249,10 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
 /* Says which random words a view uses. The view is a part of a global tensor that has global_cols columns, and begins
    at row first_row and column first_col of that tensor. Element (i, j) of the view is the global element
    e = (first_row + i) * global_cols + first_col + j. Its random word is out[e & 3] of mt_philox4x32 with the counter
-   {e >> 2, stream} and the key {seed}, all 64-bit numbers with the low word first. So random numbers do not depend on
-   how a tensor is split over ranks. */
+   {e >> 2, subsequence} and the key {seed}, all 64-bit numbers with the low word first. So random numbers do not depend
+   on how a tensor is split over ranks. */
 typedef struct mt_random {
-    uint64_t seed, stream; /* stream: any number; use a different one for each parameter, dropout and step */
+    uint64_t seed, subsequence; /* subsequence: any number; a different one for each parameter, dropout and step */
     int64_t first_row, first_col, global_cols;
 } mt_random;
 
@@ -288,7 +288,7 @@ typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
    b * seq + i. The columns hold, for each group, the query heads, the key and the value ([q...q k v], as in current
    Megatron). Query head a is head a % heads_per_group of group a / heads_per_group. out and lse hold the query heads in
    this order. */
-typedef struct mt_attention_shape {
+typedef struct mt_attention_desc {
     int64_t batch, seq, groups, heads_per_group, head_dim;
     mt_mask mask;
     float scale; /* factor of the scores; 0: 1 / sqrt(head_dim) */
@@ -301,7 +301,7 @@ typedef struct mt_attention_shape {
        sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
-} mt_attention_shape;
+} mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
              groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
@@ -311,9 +311,9 @@ typedef struct mt_attention_shape {
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, and other calls use a slower kernel without them: see docs/gpus.md.
    Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
-MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
-MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
 /* Rotary position embedding (arXiv 2104.09864) in the form of GPT-NeoX and Megatron: feature i of a head is rotated
@@ -322,15 +322,15 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape
              p * base^(-2 i / head_dim), i = 0 ... head_dim / 2 - 1.
    forward:  rotates the queries and keys of qkv in place, each token by the row of its position in the sequence.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
-   forward and backward read the five sizes of shape. They do not read mask, scale, lengths or dropout. */
+   forward and backward read the five sizes of desc. They do not read mask, scale, lengths or dropout. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
-MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv);
-MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv);
+MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
+MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
 /* Checks that each of the `count` ids is in [0, limit) or equal to ignore. For token ids pass ignore = 0, which is in
-   that range anyway; for targets pass mt_ignore_index(shape.ignore_index). `what` is the word for an id in the error
+   that range anyway; for targets pass mt_ignore_index(desc.ignore_index). `what` is the word for an id in the error
    message ("token id", "target"; NULL: "id"). On MT_DEVICE_META no id is checked. Error: MT_ERR_DATA, with the first
    wrong id and its index in the message. */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
@@ -355,12 +355,12 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
 /* For the logits x of a token, loss = lse(x) - x[target], where lse(x) = log(sum of exp(x)). With label smoothing a, as
    PyTorch defines it, loss = (1 - a) (lse(x) - x[target]) + a (lse(x) - mean(x)). A token whose target is ignore_index
    has loss 0 and gradient 0. */
-typedef struct mt_cross_entropy_shape {
+typedef struct mt_cross_entropy_shard_desc {
     int64_t vocab;         /* size of the whole vocabulary, without padding */
     int64_t first_col;     /* index in the vocabulary of the shard's first column */
     float label_smoothing; /* a, 0 <= a < 1 */
     int32_t ignore_index;  /* target of tokens without a loss; 0: -100, as in PyTorch */
-} mt_cross_entropy_shape;
+} mt_cross_entropy_shard_desc;
 
 /* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
    is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
@@ -373,16 +373,16 @@ typedef struct mt_cross_entropy_shape {
              of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise than their rounded sum.
    backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
              optional: mt_none() means 1 for every token. */
-MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats);
-MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
+MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
                                           int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse);
-MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale);
 
 /* Does stats, combine and backward in one call, for a single shard that holds the whole vocabulary (first_col is 0). It
    writes loss [1, tokens] and replaces logits by their gradient as backward does. dloss is optional. */
-MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss);
 
@@ -443,8 +443,8 @@ MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char 
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* Returns the target of tokens without a loss, from the field mt_cross_entropy_shape.ignore_index: its value, or -100
-   if it is 0. */
+/* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value, or
+   -100 if it is 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
@@ -720,9 +720,9 @@ static mti_view mti_view_of(mt_tensor t) {
     return v;
 }
 
-/* A thread works on a chunk: MTI_CHUNK neighbours of a row, which is 16 bytes of a 16-bit type or two times 16 bytes of
-   f32. Views without 16-byte alignment, and the ends of rows, go element by element in the same kernel. */
-#define MTI_CHUNK 8
+/* A thread works on a vector: MTI_VECTOR neighbours of a row, which is 16 bytes of a 16-bit type or two times 16 bytes
+   of f32. Views without 16-byte alignment, and the ends of rows, go element by element in the same kernel. */
+#define MTI_VECTOR 8
 
 /* i / n, computed in 32 bits if both fit. A GPU divides integers in software, and 64 bits take several times as many
    instructions. */
@@ -730,9 +730,9 @@ static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
     return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
 }
 
-/* The number of elements of the chunk that begins at col < cols. */
-static __device__ __forceinline__ int mti_chunk(int64_t cols, int64_t col) {
-    return (int)(cols - col < MTI_CHUNK ? cols - col : MTI_CHUNK);
+/* The number of elements of the vector that begins at col < cols. */
+static __device__ __forceinline__ int mti_vector_size(int64_t cols, int64_t col) {
+    return (int)(cols - col < MTI_VECTOR ? cols - col : MTI_VECTOR);
 }
 
 /* One element, widened to f32; mti_put rounds it to the type of the view. */
@@ -793,11 +793,11 @@ static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) 
     return p;
 }
 
-/* Loads the n <= MTI_CHUNK elements from (row, col) on; the rest of x becomes 0. mti_store writes n elements. With WIDE
-   whole chunks are aligned to 16 bytes. */
+/* Loads the n <= MTI_VECTOR elements from (row, col) on; the rest of x becomes 0. mti_store writes n elements. With
+   WIDE whole vectors are aligned to 16 bytes. */
 template <bool WIDE>
 static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
-    if (WIDE && n == MTI_CHUNK) {
+    if (WIDE && n == MTI_VECTOR) {
         int64_t i = row * v.ld + col;
         if (v.dtype == MT_F32) {
             float4 a = *(const float4 *)((const float *)v.data + i),
@@ -809,12 +809,12 @@ static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, 
         return;
     }
     MT_DEVICE_UNROLL
-    for (int j = 0; j < MTI_CHUNK; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
+    for (int j = 0; j < MTI_VECTOR; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
 }
 
 template <bool WIDE>
 static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
-    if (WIDE && n == MTI_CHUNK) {
+    if (WIDE && n == MTI_VECTOR) {
         int64_t i = row * v.ld + col;
         if (v.dtype == MT_F32) {
             *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
@@ -825,11 +825,11 @@ static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row,
         return;
     }
     MT_DEVICE_UNROLL
-    for (int j = 0; j < MTI_CHUNK; j++)
+    for (int j = 0; j < MTI_VECTOR; j++)
         if (j < n) mti_put(v, row, col + j, x[j]);
 }
 
-/* Whether chunks of a view may be moved 16 bytes at a time. True for a view that is left out. */
+/* Whether vectors of a view may be moved 16 bytes at a time. True for a view that is left out. */
 static int mti_is_wide(mt_tensor t) {
     size_t size = mt_dtype_size(t.dtype);
     if (!t.data) return 1;
@@ -839,7 +839,7 @@ static int mti_is_wide(mt_tensor t) {
 } /* extern "C++" */
 #endif
 
-/* ---- >>half: 16-bit types on a CPU ------------------------------------------------------------------------------- */
+/* ---- >>16bit: 16-bit types on a CPU ------------------------------------------------------------------------------ */
 
 /* One of the two neighbours of x in a 16-bit type, as a float; see stochastic rounding in docs/gpus.md. 2^-14 is added
    to a number that is denormal in f16 while it is rounded, so that its bits have the places of a normal number.
@@ -955,7 +955,7 @@ extern "C++" {
 #define MTI_ROW_THREADS 256 /* of a block, at most; narrow rows take fewer */
 
 static unsigned mti_row_threads(int64_t cols) {
-    return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+    return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_VECTOR - 1) / MTI_VECTOR, 32));
 }
 
 static __device__ __forceinline__ float mti_warp_sum(float x) {
@@ -988,15 +988,15 @@ static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float 
     return make_float2(a, b);
 }
 
-/* A thread keeps its first MTI_KEPT chunks of a row in registers, so that they are read once. It reads its other chunks
-   again. */
+/* A thread keeps its first MTI_KEPT vectors of a row in registers, so that they are read once. It reads its other
+   vectors again. */
 #define MTI_KEPT 4
 
 template <bool WIDE>
-static __device__ __forceinline__ void mti_row_chunk(const mti_view &x, int64_t row, int64_t cols, int64_t chunk,
-                                                     float *out) {
-    int64_t col = chunk * MTI_CHUNK;
-    mti_load<WIDE>(x, row, col, mti_chunk(cols, col), out);
+static __device__ __forceinline__ void mti_load_vector(const mti_view &x, int64_t row, int64_t cols, int64_t vector,
+                                                       float *out) {
+    int64_t col = vector * MTI_VECTOR;
+    mti_load<WIDE>(x, row, col, mti_vector_size(cols, col), out);
 }
 
 /* Dynamic shared memory of a block. MTI_SHARED_LEAST: what every GPU from sm_75 on grants. mti_shared_most: what this
@@ -1027,15 +1027,15 @@ template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Ke
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Calls op.run<WIDE>(row, col, n) for each chunk of n <= MTI_CHUNK neighbours of a matrix. A thread owns every
-   (grid size)-th chunk, in the order of memory, so that neighbouring threads access neighbouring memory. There is no
+/* Calls op.run<WIDE>(row, col, n) for each vector of n <= MTI_VECTOR neighbours of a matrix. A thread owns every
+   (grid size)-th vector, in the order of memory, so that neighbouring threads access neighbouring memory. There is no
    shared memory and no barrier. */
 template <bool WIDE, typename Op>
 static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
-    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
+    int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
-        op.template run<WIDE>(row, col, mti_chunk(cols, col));
+        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
+        op.template run<WIDE>(row, col, mti_vector_size(cols, col));
     }
 }
 
@@ -1053,7 +1053,7 @@ static unsigned mti_grid(int64_t items, int64_t per_block) {
 /* Launches mti_map_kernel. wide: mti_is_wide holds for all views of op. */
 template <typename Op>
 static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
-    int64_t items = rows * ((cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    int64_t items = rows * ((cols + MTI_VECTOR - 1) / MTI_VECTOR);
     unsigned block = (unsigned)mt_min(256, mt_round_up(items, 32)), grid = mti_grid(items, 256);
     if (items == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
@@ -1084,9 +1084,9 @@ static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A block has MTI_LANES x MTI_DEEP threads, for MTI_LANES * MTI_CHUNK columns and a strip of MTI_STRIP rows. Threads of
-   one lane have the same columns and share the rows of the strip. Strips depend only on the number of rows, and their
-   sums are added in order, so every GPU computes the same bits. */
+/* A block has MTI_LANES x MTI_DEEP threads, for MTI_LANES * MTI_VECTOR columns and a strip of MTI_STRIP rows. Threads
+   of one lane have the same columns and share the rows of the strip. Strips depend only on the number of rows, and
+   their sums are added in order, so every GPU computes the same bits. */
 #define MTI_LANES 32
 #define MTI_DEEP 8
 #define MTI_STRIP 64
@@ -1094,29 +1094,29 @@ extern "C++" {
 /* Sums over the rows of a strip: op.run<WIDE>(row, col, n, x) stores in x[s] what a row adds to sum s of its columns.
    The result is partial [strips, SUMS, cols].
 
-   1. Each thread owns MTI_CHUNK columns and every MTI_DEEP-th row of the strip. It adds these rows in registers.
-   2. For each sum in turn, all threads write theirs to shared [deep, lane, MTI_CHUNK], and the threads with deep 0 add
+   1. Each thread owns MTI_VECTOR columns and every MTI_DEEP-th row of the strip. It adds these rows in registers.
+   2. For each sum in turn, all threads write theirs to shared [deep, lane, MTI_VECTOR], and the threads with deep 0 add
       them in the order of deep. The first barrier: all are written. The second: all are read, and the next sum may
       overwrite them. */
 template <bool WIDE, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
-    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES *MTI_CHUNK);
+    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES *MTI_VECTOR);
     int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
-    int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_CHUNK, first = (int64_t)blockIdx.y * MTI_STRIP;
-    int n = col < cols ? mti_chunk(cols, col) : 0;
-    float sums[SUMS][MTI_CHUNK] = {}, x[SUMS][MTI_CHUNK];
+    int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_VECTOR, first = (int64_t)blockIdx.y * MTI_STRIP;
+    int n = col < cols ? mti_vector_size(cols, col) : 0;
+    float sums[SUMS][MTI_VECTOR] = {}, x[SUMS][MTI_VECTOR];
     for (int r = deep; r < MTI_STRIP && n > 0 && first + r < rows; r += MTI_DEEP) {
         op.template run<WIDE>(first + r, col, n, x);
         for (int s = 0; s < SUMS; s++)
-            for (int j = 0; j < MTI_CHUNK; j++) sums[s][j] += x[s][j];
+            for (int j = 0; j < MTI_VECTOR; j++) sums[s][j] += x[s][j];
     }
     for (int s = 0; s < SUMS; s++) {
-        for (int j = 0; j < MTI_CHUNK; j++) shared[(deep * MTI_LANES + lane) * MTI_CHUNK + j] = sums[s][j];
+        for (int j = 0; j < MTI_VECTOR; j++) shared[(deep * MTI_LANES + lane) * MTI_VECTOR + j] = sums[s][j];
         __syncthreads();
         for (int j = 0; j < n && deep == 0; j++) {
             float sum = 0.0f;
-            for (int d = 0; d < MTI_DEEP; d++) sum += shared[(d * MTI_LANES + lane) * MTI_CHUNK + j];
+            for (int d = 0; d < MTI_DEEP; d++) sum += shared[(d * MTI_LANES + lane) * MTI_VECTOR + j];
             partial[((int64_t)blockIdx.y * SUMS + s) * cols + col + j] = sum;
         }
         __syncthreads();
@@ -1165,7 +1165,7 @@ template <int SUMS, typename Op>
 static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
                              const mt_tensor *outs) {
     int64_t strips = (rows + MTI_STRIP - 1) / MTI_STRIP;
-    dim3 grid((unsigned)((cols + MTI_LANES * MTI_CHUNK - 1) / (MTI_LANES * MTI_CHUNK)), (unsigned)strips);
+    dim3 grid((unsigned)((cols + MTI_LANES * MTI_VECTOR - 1) / (MTI_LANES * MTI_VECTOR)), (unsigned)strips);
     size_t mark = mt_arena_mark(ctx);
     void *memory = NULL;
     if (rows == 0 || cols == 0) return MT_SUCCESS;
@@ -1247,7 +1247,8 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
 /* Returns the random words of elements [e, e + n), n <= MTI_WORDS. They lie in room [MTI_WORDS_ROOM]. */
 static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
     int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
-    mti_philox_blocks((uint64_t)e >> 2, at.stream, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
+    mti_philox_blocks((uint64_t)e >> 2, at.subsequence, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS),
+                      room);
     return room + lane;
 }
 
@@ -1276,16 +1277,16 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The words of global elements [e, e + MTI_CHUNK), from two or three blocks. Words are chosen by comparison instead of
+/* The words of global elements [e, e + MTI_VECTOR), from two or three blocks. Words are chosen by comparison instead of
    by a variable index, so that they stay in registers. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
     int skip = (int)(e & 3);
     MT_DEVICE_UNROLL
     for (int b = 0; b < 3; b++) {
         uint32_t block[4] = {0};
-        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.stream, at.seed, block);
+        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.subsequence, at.seed, block);
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        for (int j = 0; j < MTI_VECTOR; j++) {
             int lane = j + skip - 4 * b;
             uint32_t low = lane & 1 ? block[1] : block[0], high = lane & 1 ? block[3] : block[2];
             if (lane >= 0 && lane < 4) out[j] = lane & 2 ? high : low;
@@ -1372,21 +1373,21 @@ static __device__ __forceinline__ float mti_ex2(float x) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The place of a chunk in a tile. A tile is [rows, HeadDim], row-major, in chunks of 16 bytes. Chunk c of row r is
-   stored at the place of chunk c ^ swizzle(r), so that the eight rows that ldmatrix reads at a time lie in eight
+/* The place of a vector in a tile. A tile is [rows, HeadDim], row-major, in vectors of 16 bytes. Vector c of row r is
+   stored at the place of vector c ^ swizzle(r), so that the eight rows that ldmatrix reads at a time lie in eight
    different groups of four banks. Rows of 64 or 128 elements all begin in the same bank, so the swizzle is the row
    modulo 8. Rows of 96 elements begin in two banks by turns, so the swizzle is the pair of rows modulo 4. */
-template <int HeadDim> static __device__ __forceinline__ int mti_tile_at(int row, int chunk) {
-    return row * HeadDim + (chunk ^ (HeadDim % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
+template <int HeadDim> static __device__ __forceinline__ int mti_tile_at(int row, int vector) {
+    return row * HeadDim + (vector ^ (HeadDim % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
 }
 
-/* The place `chunk` chunks after at = mti_tile_at(row, 0 or 1), for an even chunk. The compiler computes most of it. */
-template <int HeadDim> static __device__ __forceinline__ int mti_tile_on(int at, int chunk) {
-    return HeadDim % 64 == 0 ? at ^ (chunk * 8) : (at ^ (chunk % 4 * 8)) + chunk / 4 * 32;
+/* The place that is `vector` vectors after at = mti_tile_at(row, 0 or 1), `vector` even. The compiler computes most. */
+template <int HeadDim> static __device__ __forceinline__ int mti_tile_on(int at, int vector) {
+    return HeadDim % 64 == 0 ? at ^ (vector * 8) : (at ^ (vector % 4 * 8)) + vector / 4 * 32;
 }
 
-/* The number of neighbouring threads that move a row together, one chunk each. Within so many chunks, rows differ only
-   by the swizzle. */
+/* The number of neighbouring threads that move a row together, one vector each. Within so many vectors, rows differ
+   only by the swizzle. */
 template <int HeadDim> static __device__ __forceinline__ constexpr int mti_tile_across() {
     return HeadDim % 64 == 0 ? 8 : 4;
 }
@@ -1398,10 +1399,10 @@ static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint
                                                       int end) {
     constexpr int across = mti_tile_across<HeadDim>(), down = THREADS / across;
     static_assert(ROWS % down == 0 && down % 8 == 0, "every thread copies as much, at the same swizzle");
-    int row = (int)threadIdx.x / across, chunk = (int)threadIdx.x % across;
-    tile += mti_tile_at<HeadDim>(row, chunk);
+    int row = (int)threadIdx.x / across, vector = (int)threadIdx.x % across;
+    tile += mti_tile_at<HeadDim>(row, vector);
     row += first;
-    from += row * ld + chunk * 8;
+    from += row * ld + vector * 8;
     MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS; r += down) {
         MT_DEVICE_UNROLL
@@ -1596,8 +1597,8 @@ struct mti_fill_op {
     mti_view y;
     float value;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK];
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = value;
+        float x[MTI_VECTOR];
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = value;
         mti_store<WIDE>(y, row, col, n, x);
     }
 };
@@ -1714,11 +1715,11 @@ extern "C++" {
 struct mti_add_op {
     mti_view a, b, y;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], z[MTI_CHUNK];
+        float x[MTI_VECTOR], z[MTI_VECTOR];
         mti_load<WIDE>(a, row, col, n, x);
         if (b.data) {
             mti_load<WIDE>(b, row, col, n, z);
-            for (int j = 0; j < MTI_CHUNK; j++) x[j] += z[j];
+            for (int j = 0; j < MTI_VECTOR; j++) x[j] += z[j];
         }
         mti_store<WIDE>(y, row, col, n, x);
     }
@@ -1881,21 +1882,21 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
     return shared[0];
 }
 
-/* partial[block] = the sum of a block's chunks. A thread owns every (grid size)-th chunk. It adds the eight elements of
-   a chunk pairwise in f32, and chunks in double: a double addition for each element would take longer than loading it.
-   Bits depend on the shape only: so does the owner of a chunk, and __fmul_rn keeps the compiler from contracting the
-   square with an addition. shared holds the threads' sums; the barriers are in mti_block_sum_double. */
+/* partial[block] = the sum of a block's vectors. A thread owns every (grid size)-th vector. It adds the eight elements
+   of a vector pairwise in f32, and vectors in double: a double addition for each element would take longer than loading
+   it. Bits depend on the shape only: so does the owner of a vector, and __fmul_rn keeps the compiler from contracting
+   the square with an addition. shared holds the threads' sums; the barriers are in mti_block_sum_double. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
     MT_SHARED(double, shared, 256);
-    int64_t per_row = (cols + MTI_CHUNK - 1) / MTI_CHUNK, step = (int64_t)gridDim.x * blockDim.x;
+    int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR, step = (int64_t)gridDim.x * blockDim.x;
     double sum = 0.0;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_CHUNK;
-        float c[MTI_CHUNK];
-        mti_load<WIDE>(x, row, col, mti_chunk(cols, col), c);
-        for (int j = 0; j < MTI_CHUNK; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
+        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
+        float c[MTI_VECTOR];
+        mti_load<WIDE>(x, row, col, mti_vector_size(cols, col), c);
+        for (int j = 0; j < MTI_VECTOR; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
         sum += (double)(((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])));
     }
     sum = mti_block_sum_double(sum, shared);
@@ -1914,10 +1915,10 @@ static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *p
 
 static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
-    int64_t chunks = x.rows * ((x.cols + MTI_CHUNK - 1) / MTI_CHUNK);
-    unsigned blocks = (unsigned)mt_min(MTI_SUM_BLOCKS, (chunks + 255) / 256);
+    int64_t vectors = x.rows * ((x.cols + MTI_VECTOR - 1) / MTI_VECTOR);
+    unsigned blocks = (unsigned)mt_min(MTI_SUM_BLOCKS, (vectors + 255) / 256);
     void *partial = NULL;
-    if (chunks == 0) return MT_SUCCESS;
+    if (vectors == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x))
@@ -2083,18 +2084,19 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
 /* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, 6 x 16
-   sums take 12 of the 16 registers of AVX2. Every element of c is summed over k in the same order, in any tile. */
+   sums take 12 of the 16 registers of AVX2. A register holds MTI_SIMD floats. Every element of c is summed over k in
+   the same order, in any tile. */
 #if defined(__AVX512F__)
-#define MTI_VECTOR 16
+#define MTI_SIMD 16
 #define MTI_MR 8
 #elif defined(__AVX__)
-#define MTI_VECTOR 8
+#define MTI_SIMD 8
 #define MTI_MR 6
 #else
-#define MTI_VECTOR 4
+#define MTI_SIMD 4
 #define MTI_MR 4
 #endif
-#define MTI_NR (2 * MTI_VECTOR)
+#define MTI_NR (2 * MTI_SIMD)
 #define MTI_KC 256  /* a panel of b, MTI_KC x MTI_NR, stays in L1 */
 #define MTI_MC 192  /* a block of a, MTI_MC x MTI_KC, stays in L2; a multiple of every MTI_MR */
 #define MTI_NC 2048 /* a block of b, MTI_KC x MTI_NC, stays in L3 */
@@ -2128,18 +2130,18 @@ static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int
 }
 
 #if defined(__GNUC__) && !defined(__CUDACC__)
-typedef float mti_vector __attribute__((vector_size(4 * MTI_VECTOR)));
+typedef float mti_simd __attribute__((vector_size(4 * MTI_SIMD)));
 
 /* sums [MTI_MR, MTI_NR] = a b over k. Row i of a is a[i][p * step]; b is a packed panel. */
 MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
-    mti_vector s[MTI_MR][2], b0, b1, zero = {0};
+    mti_simd s[MTI_MR][2], b0, b1, zero = {0};
     int64_t p;
     int i;
     MTI_UNROLL
     for (i = 0; i < MTI_MR; i++) s[i][0] = s[i][1] = zero;
     for (p = 0; p < k; p++, b += MTI_NR) {
         memcpy(&b0, b, sizeof b0);
-        memcpy(&b1, b + MTI_VECTOR, sizeof b1);
+        memcpy(&b1, b + MTI_SIMD, sizeof b1);
         MTI_UNROLL
         for (i = 0; i < MTI_MR; i++) {
             s[i][0] += a[i][p * step] * b0;
@@ -2441,8 +2443,8 @@ struct mti_noise_op { /* values in (-1, 1) whose exponents differ widely, so tha
     mti_view y;
     uint64_t seed;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK];
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        float x[MTI_VECTOR];
+        for (int j = 0; j < MTI_VECTOR; j++) {
             float v = (float)(mti_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
             x[j] = v * v * v;
         }
@@ -2647,9 +2649,9 @@ struct mti_scale_op { /* y *= factor. With factor 0, y is not read. */
     mti_view y;
     float factor;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK] = {};
+        float x[MTI_VECTOR] = {};
         if (factor != 0.0f) mti_load<WIDE>(y, row, col, n, x);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] *= factor;
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] *= factor;
         mti_store<WIDE>(y, row, col, n, x);
     }
 };
@@ -2750,10 +2752,10 @@ extern "C++" {
 struct mti_bias_op { /* y += bias */
     mti_view y, bias;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], b[MTI_CHUNK];
+        float x[MTI_VECTOR], b[MTI_VECTOR];
         mti_load<WIDE>(y, row, col, n, x);
         mti_load<WIDE>(bias, 0, col, n, b);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] += b[j];
         mti_store<WIDE>(y, row, col, n, x);
     }
 };
@@ -2765,7 +2767,7 @@ static mt_status mti_cuda_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor b
 
 struct mti_value_op { /* column sums of dy */
     mti_view dy;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_VECTOR]) const {
         mti_load<WIDE>(dy, row, col, n, x[0]);
     }
 };
@@ -2952,19 +2954,19 @@ struct mti_activation_op { /* h += bias, y = act(h). For MT_SWIGLU, up is `width
     mti_view h, bias, y;
     int kind;
     int64_t width;
-    template <bool WIDE> __device__ void half(int64_t row, int64_t col, int n, float *x) const {
-        float b[MTI_CHUNK];
+    template <bool WIDE> __device__ void biased(int64_t row, int64_t col, int n, float *x) const {
+        float b[MTI_VECTOR];
         mti_load<WIDE>(h, row, col, n, x);
         if (!bias.data) return;
         mti_load<WIDE>(bias, 0, col, n, b);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] += b[j];
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] += b[j];
         mti_store<WIDE>(h, row, col, n, x);
     }
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], up[MTI_CHUNK];
-        half<WIDE>(row, col, n, x);
-        if (kind == MT_SWIGLU) half<WIDE>(row, col + width, n, up);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_activation_of(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
+        float x[MTI_VECTOR], up[MTI_VECTOR];
+        biased<WIDE>(row, col, n, x);
+        if (kind == MT_SWIGLU) biased<WIDE>(row, col + width, n, up);
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = mti_activation_of(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
         mti_store<WIDE>(y, row, col, n, x);
     }
 };
@@ -2972,7 +2974,7 @@ struct mti_activation_op { /* h += bias, y = act(h). For MT_SWIGLU, up is `width
 static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias,
                                              mt_tensor y) {
     mti_activation_op op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
-    int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_CHUNK == 0);
+    int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_VECTOR == 0);
     return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
 }
 
@@ -2981,20 +2983,20 @@ struct mti_activation_backward_op {
     mti_view h, dy, dh;
     int kind;
     int64_t width;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
-        float g[MTI_CHUNK], gate[MTI_CHUNK];
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_VECTOR]) const {
+        float g[MTI_VECTOR], gate[MTI_VECTOR];
         mti_load<WIDE>(dy, row, col, n, g);
         mti_load<WIDE>(h, row, col, n, gate);
         if (kind == MT_SWIGLU) {
-            float up[MTI_CHUNK];
+            float up[MTI_VECTOR];
             mti_load<WIDE>(h, row, col + width, n, up);
-            for (int j = 0; j < MTI_CHUNK; j++) {
+            for (int j = 0; j < MTI_VECTOR; j++) {
                 x[0][j] = g[j] * up[j] * mti_activation_slope(kind, gate[j]);
                 x[1][j] = g[j] * mti_activation_of(kind, gate[j]);
             }
             mti_store<WIDE>(dh, row, col + width, n, x[1]);
         } else {
-            for (int j = 0; j < MTI_CHUNK; j++) x[0][j] = g[j] * mti_activation_slope(kind, gate[j]);
+            for (int j = 0; j < MTI_VECTOR; j++) x[0][j] = g[j] * mti_activation_slope(kind, gate[j]);
         }
         mti_store<WIDE>(dh, row, col, n, x[0]);
     }
@@ -3003,7 +3005,7 @@ struct mti_activation_backward_op {
 static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy,
                                               mt_tensor dh, mt_tensor dbias) {
     mti_activation_backward_op op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind, dy.cols};
-    int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_CHUNK == 0);
+    int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_VECTOR == 0);
     mt_tensor outs[2];
     outs[0] = dbias.data ? mt_tensor_cols(dbias, 0, dy.cols) : dbias;
     if (kind != MT_SWIGLU) return mti_columns<1>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
@@ -3399,39 +3401,39 @@ struct mti_norm_op {
     int centered; /* LayerNorm: subtract the mean */
 };
 
-/* A block owns a row; each thread owns every blockDim-th chunk of it. A thread keeps its first MTI_KEPT chunks in
+/* A block owns a row; each thread owns every blockDim-th vector of it. A thread keeps its first MTI_KEPT vectors in
    registers and reads the others again.
 
    1. LayerNorm only: the sum of x, and from it the mean.
    2. The sum of (x - mean)^2, and from it rstd.
-   3. y, chunk by chunk.
+   3. y, vector by vector.
 
-   `shared` holds the sums of the warps; the barriers are in mti_block_sums. A thread reads a chunk of x before it
-   writes the same chunk of y, so y may be x. */
+   `shared` holds the sums of the warps; the barriers are in mti_block_sums. A thread reads a vector of x before it
+   writes the same vector of y, so y may be x. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t cols) {
     MT_SHARED(float, shared, 64);
-    int64_t row = blockIdx.x, chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    float kept[MTI_KEPT][MTI_CHUNK], c[MTI_CHUNK], sum = 0.0f, squares = 0.0f, mean = 0.0f;
+    int64_t row = blockIdx.x, vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
+    float kept[MTI_KEPT][MTI_VECTOR], c[MTI_VECTOR], sum = 0.0f, squares = 0.0f, mean = 0.0f;
     int k = 0;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
-        mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x, k++) {
+        mti_load_vector<WIDE>(op.x, row, cols, i, c);
         MT_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
-            for (int j = 0; j < MTI_CHUNK; j++)
+            for (int j = 0; j < MTI_VECTOR; j++)
                 if (q == k) kept[q][j] = c[j];
-        for (int j = 0; j < MTI_CHUNK; j++) sum += c[j];
+        for (int j = 0; j < MTI_VECTOR; j++) sum += c[j];
     }
     if (op.centered) mean = mti_block_sums(sum, 0.0f, shared).x / (float)cols;
     k = 0;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
-        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x, k++) {
+        if (k >= MTI_KEPT) mti_load_vector<WIDE>(op.x, row, cols, i, c);
         MT_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
-            for (int j = 0; j < MTI_CHUNK; j++)
+            for (int j = 0; j < MTI_VECTOR; j++)
                 if (q == k) c[j] = kept[q][j];
-        for (int j = 0; j < MTI_CHUNK; j++)
-            if (i * MTI_CHUNK + j < cols) squares += (c[j] - mean) * (c[j] - mean);
+        for (int j = 0; j < MTI_VECTOR; j++)
+            if (i * MTI_VECTOR + j < cols) squares += (c[j] - mean) * (c[j] - mean);
     }
     float rstd = 1.0f / sqrtf(mti_block_sums(squares, 0.0f, shared).x / (float)cols + op.eps);
     if (threadIdx.x == 0 && op.stats.data) {
@@ -3439,18 +3441,18 @@ static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_no
         mti_put(op.stats, row, 1, rstd);
     }
     k = 0;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x, k++) {
-        float g[MTI_CHUNK], b[MTI_CHUNK];
-        int64_t col = i * MTI_CHUNK;
-        int n = mti_chunk(cols, col);
-        if (k >= MTI_KEPT) mti_row_chunk<WIDE>(op.x, row, cols, i, c);
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x, k++) {
+        float g[MTI_VECTOR], b[MTI_VECTOR];
+        int64_t col = i * MTI_VECTOR;
+        int n = mti_vector_size(cols, col);
+        if (k >= MTI_KEPT) mti_load_vector<WIDE>(op.x, row, cols, i, c);
         MT_DEVICE_UNROLL
         for (int q = 0; q < MTI_KEPT; q++)
-            for (int j = 0; j < MTI_CHUNK; j++)
+            for (int j = 0; j < MTI_VECTOR; j++)
                 if (q == k) c[j] = kept[q][j];
         mti_load<WIDE>(op.gain, 0, col, n, g);
         if (op.bias.data) mti_load<WIDE>(op.bias, 0, col, n, b);
-        for (int j = 0; j < MTI_CHUNK; j++) c[j] = (c[j] - mean) * rstd * g[j] + (op.bias.data ? b[j] : 0.0f);
+        for (int j = 0; j < MTI_VECTOR; j++) c[j] = (c[j] - mean) * rstd * g[j] + (op.bias.data ? b[j] : 0.0f);
         mti_store<WIDE>(op.y, row, col, n, c);
     }
 }
@@ -3471,14 +3473,14 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     return mt_cuda_launched(ctx, "mt_norm_forward");
 }
 
-/* The sums of a block for dgain and dbias: float4 data[4][chunks]. Part 0 is elements 0 to 3 of the chunks of dgain,
+/* The sums of a block for dgain and dbias: float4 data[4][vectors]. Part 0 is elements 0 to 3 of the vectors of dgain,
    part 1 is elements 4 to 7; parts 2 and 3 are the same of dbias. So neighbouring threads access neighbouring memory.
-   Each chunk belongs to one thread. */
+   Each vector belongs to one thread. */
 struct mti_norm_sums {
     float4 *data;
-    int chunks;
+    int vectors;
     __device__ void add(int part, int i, const float *x) const {
-        float4 *p = data + part * chunks + i, v = *p;
+        float4 *p = data + part * vectors + i, v = *p;
         *p = make_float4(v.x + x[0], v.y + x[1], v.z + x[2], v.w + x[3]);
     }
 };
@@ -3492,31 +3494,31 @@ struct mti_norm_backward_op {
     mti_view x, gain, stats, dy, dresidual, dx;
     int centered;
 
-    /* Adds g and g * xhat of a chunk of a row to the two sums. Elements past the end of the row are 0. */
+    /* Adds g and g * xhat of a vector of a row to the two sums. Elements past the end of the row are 0. */
     template <bool WIDE>
     __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d, float *sum_g,
                          float *sum_gx) const {
-        float g[MTI_CHUNK];
+        float g[MTI_VECTOR];
         mti_load<WIDE>(gain, 0, col, n, g);
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        for (int j = 0; j < MTI_VECTOR; j++) {
             *sum_g += d[j] * g[j];
             *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
         }
     }
-    /* Writes dx of a chunk, from x (v) and dy (d), and adds its gradients to sums. */
+    /* Writes dx of a vector, from x (v) and dy (d), and adds its gradients to sums. */
     template <bool WIDE>
-    __device__ void chunk(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
-                          const float *d) const {
-        float g[MTI_CHUNK], r[MTI_CHUNK], dg[MTI_CHUNK];
-        mti_load<WIDE>(gain, 0, (int64_t)i * MTI_CHUNK, n, g);
-        if (dresidual.data) mti_load<WIDE>(dresidual, row, (int64_t)i * MTI_CHUNK, n, r);
+    __device__ void vector(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
+                           const float *d) const {
+        float g[MTI_VECTOR], r[MTI_VECTOR], dg[MTI_VECTOR];
+        mti_load<WIDE>(gain, 0, (int64_t)i * MTI_VECTOR, n, g);
+        if (dresidual.data) mti_load<WIDE>(dresidual, row, (int64_t)i * MTI_VECTOR, n, r);
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        for (int j = 0; j < MTI_VECTOR; j++) {
             float xhat = (v[j] - m.mean) * m.rstd;
             dg[j] = d[j] * xhat;
             v[j] = m.rstd * (d[j] * g[j] - m.mean_g - xhat * m.mean_gx) + (dresidual.data ? r[j] : 0.0f);
         }
-        mti_store<WIDE>(dx, row, (int64_t)i * MTI_CHUNK, n, v);
+        mti_store<WIDE>(dx, row, (int64_t)i * MTI_VECTOR, n, v);
         sums.add(0, i, dg);
         sums.add(1, i, dg + 4);
         sums.add(2, i, d);
@@ -3526,30 +3528,31 @@ struct mti_norm_backward_op {
 
 #define MTI_NORM_STRIP 16    /* rows of a block */
 #define MTI_NORM_THREADS 512 /* of a block, at most */
-#define MTI_NORM_KEPT 2      /* chunks that a thread keeps in registers */
+#define MTI_NORM_KEPT 2      /* vectors that a thread keeps in registers */
 
-/* One row of mti_norm_backward_kernel. A thread keeps its first MTI_NORM_KEPT chunks of x and dy in registers, and
+/* One row of mti_norm_backward_kernel. A thread keeps its first MTI_NORM_KEPT vectors of x and dy in registers, and
    reads the others twice. */
 template <bool WIDE>
 static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row, int64_t cols,
                                                              const mti_norm_sums &sums, float *shared) {
     int rest = MTI_NORM_KEPT * (int)blockDim.x + (int)threadIdx.x;
-    float v[MTI_NORM_KEPT][MTI_CHUNK], d[MTI_NORM_KEPT][MTI_CHUNK], wide_v[MTI_CHUNK], wide_d[MTI_CHUNK];
+    float v[MTI_NORM_KEPT][MTI_VECTOR], d[MTI_NORM_KEPT][MTI_VECTOR], wide_v[MTI_VECTOR], wide_d[MTI_VECTOR];
     float sum_g = 0.0f, sum_gx = 0.0f;
     mti_norm_means m = {op.centered ? mti_get(op.stats, row, 0) : 0.0f, mti_get(op.stats, row, 1), 0.0f, 0.0f};
     MT_DEVICE_UNROLL
     for (int q = 0; q < MTI_NORM_KEPT; q++) {
         int i = q * (int)blockDim.x + (int)threadIdx.x;
-        if (i >= sums.chunks) continue;
-        mti_row_chunk<WIDE>(op.x, row, cols, i, v[q]);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, d[q]);
-        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q], &sum_g, &sum_gx);
-    }
-    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
-        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
-        op.mean<WIDE>(m, (int64_t)i * MTI_CHUNK, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d, &sum_g,
+        if (i >= sums.vectors) continue;
+        mti_load_vector<WIDE>(op.x, row, cols, i, v[q]);
+        mti_load_vector<WIDE>(op.dy, row, cols, i, d[q]);
+        op.mean<WIDE>(m, (int64_t)i * MTI_VECTOR, mti_vector_size(cols, (int64_t)i * MTI_VECTOR), v[q], d[q], &sum_g,
                       &sum_gx);
+    }
+    for (int i = rest; i < sums.vectors; i += (int)blockDim.x) {
+        mti_load_vector<WIDE>(op.x, row, cols, i, wide_v);
+        mti_load_vector<WIDE>(op.dy, row, cols, i, wide_d);
+        op.mean<WIDE>(m, (int64_t)i * MTI_VECTOR, mti_vector_size(cols, (int64_t)i * MTI_VECTOR), wide_v, wide_d,
+                      &sum_g, &sum_gx);
     }
     float2 total = mti_block_sums(sum_g, sum_gx, shared);
     m.mean_g = op.centered ? total.x / (float)cols : 0.0f;
@@ -3557,51 +3560,53 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
     MT_DEVICE_UNROLL
     for (int q = 0; q < MTI_NORM_KEPT; q++) {
         int i = q * (int)blockDim.x + (int)threadIdx.x;
-        if (i < sums.chunks) op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), v[q], d[q]);
+        if (i < sums.vectors)
+            op.vector<WIDE>(m, sums, row, i, mti_vector_size(cols, (int64_t)i * MTI_VECTOR), v[q], d[q]);
     }
-    for (int i = rest; i < sums.chunks; i += (int)blockDim.x) {
-        mti_row_chunk<WIDE>(op.x, row, cols, i, wide_v);
-        mti_row_chunk<WIDE>(op.dy, row, cols, i, wide_d);
-        op.chunk<WIDE>(m, sums, row, i, mti_chunk(cols, (int64_t)i * MTI_CHUNK), wide_v, wide_d);
+    for (int i = rest; i < sums.vectors; i += (int)blockDim.x) {
+        mti_load_vector<WIDE>(op.x, row, cols, i, wide_v);
+        mti_load_vector<WIDE>(op.dy, row, cols, i, wide_d);
+        op.vector<WIDE>(m, sums, row, i, mti_vector_size(cols, (int64_t)i * MTI_VECTOR), wide_v, wide_d);
     }
 }
 
-/* A block owns a strip of MTI_NORM_STRIP rows; each thread owns every blockDim-th chunk of them. The block sums dgain
+/* A block owns a strip of MTI_NORM_STRIP rows; each thread owns every blockDim-th vector of them. The block sums dgain
    and dbias over its rows in `room`, in shared memory, or in `spare`, in global memory, if the rows are too wide. The
    result is partial [strips, 2, cols].
 
-   1. Each thread clears the sums of its chunks.
-   2. For each row: mean_g and mean_gx over the block, through `shared`; then dx, dgain and dbias of each chunk.
-   3. Each thread writes the sums of its chunks to partial. mti_strips adds the strips.
+   1. Each thread clears the sums of its vectors.
+   2. For each row: mean_g and mean_gx over the block, through `shared`; then dx, dgain and dbias of each vector.
+   3. Each thread writes the sums of its vectors to partial. mti_strips adds the strips.
 
-   The barriers for `shared` are in mti_block_sums. The sums need none, because a chunk belongs to one thread. */
+   The barriers for `shared` are in mti_block_sums. The sums need none, because a vector belongs to one thread. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_NORM_THREADS)
     mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
     MT_SHARED(float, shared, 64);
     MT_DYN_SHARED(float4, room);
-    int chunks = (int)((cols + MTI_CHUNK - 1) / MTI_CHUNK);
+    int vectors = (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR);
     int64_t first = (int64_t)blockIdx.x * MTI_NORM_STRIP;
-    mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * chunks : room, chunks};
-    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
-        for (int part = 0; part < 4; part++) sums.data[part * chunks + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * vectors : room, vectors};
+    for (int i = (int)threadIdx.x; i < vectors; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) sums.data[part * vectors + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int64_t row = first; row < rows && row < first + MTI_NORM_STRIP; row++)
         mti_norm_backward_row<WIDE>(op, row, cols, sums, shared);
-    for (int i = (int)threadIdx.x; i < chunks; i += (int)blockDim.x)
+    for (int i = (int)threadIdx.x; i < vectors; i += (int)blockDim.x)
         for (int part = 0; part < 4; part++) {
-            float4 v = sums.data[part * chunks + i];
+            float4 v = sums.data[part * vectors + i];
             float x[4] = {v.x, v.y, v.z, v.w};
-            int64_t col = (int64_t)i * MTI_CHUNK + part % 2 * 4, to = ((int64_t)blockIdx.x * 2 + part / 2) * cols + col;
+            int64_t col = (int64_t)i * MTI_VECTOR + part % 2 * 4,
+                    to = ((int64_t)blockIdx.x * 2 + part / 2) * cols + col;
             MT_DEVICE_UNROLL
             for (int j = 0; j < 4; j++)
                 if (col + j < cols) partial[to + j] = x[j];
         }
 }
 
-/* Two chunks per thread, so that more blocks fit, but at least 128 threads if the row has as many chunks. */
+/* Two vectors per thread, so that more blocks fit, but at least 128 threads if the row has as many vectors. */
 static unsigned mti_norm_threads(int64_t cols) {
-    int64_t chunks = (cols + MTI_CHUNK - 1) / MTI_CHUNK;
-    return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((chunks + 1) / MTI_NORM_KEPT, mt_min(chunks, 128))),
+    int64_t vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
+    return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((vectors + 1) / MTI_NORM_KEPT, mt_min(vectors, 128))),
                                  32);
 }
 
@@ -3622,7 +3627,7 @@ static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backwa
 static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
                                         mt_tensor stats, mt_tensor dy, mt_tensor dresidual, mt_tensor dx,
                                         mt_tensor dgain, mt_tensor dbias) {
-    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mt_round_up(x.cols, MTI_CHUNK) * 2 * sizeof(float);
+    size_t mark = mt_arena_mark(ctx), bytes = (size_t)mt_round_up(x.cols, MTI_VECTOR) * 2 * sizeof(float);
     int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
     int wide = mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(dy) && mti_is_wide(dresidual) && mti_is_wide(dx);
     mti_norm_backward_op op = {mti_view_of(x),         mti_view_of(gain), mti_view_of(stats),   mti_view_of(dy),
@@ -3725,11 +3730,11 @@ struct mti_normal_op {
     double std;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         uint64_t first = mti_element_of(at, row, col);
-        float x[MTI_CHUNK];
+        float x[MTI_VECTOR];
         for (int j = 0; j < n; j++) {
             uint64_t e = first + (uint64_t)j;
             uint32_t words[4];
-            mti_philox(e >> 2, at.stream, at.seed, words);
+            mti_philox(e >> 2, at.subsequence, at.seed, words);
             uint32_t even = e & 2 ? words[2] : words[0], odd = e & 2 ? words[3] : words[1];
             const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
             double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)),
@@ -3839,10 +3844,10 @@ struct mti_drop {
     float scale;
     int on;
     __device__ void apply(int64_t row, int64_t col, float *x) const {
-        uint32_t words[MTI_CHUNK];
+        uint32_t words[MTI_VECTOR];
         if (!on) return;
         mti_words_of(at, mti_element_of(at, row, col), words);
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = words[j] < threshold ? 0.0f : x[j] * scale;
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = words[j] < threshold ? 0.0f : x[j] * scale;
     }
 };
 
@@ -3855,16 +3860,16 @@ struct mti_dropout_op { /* y = residual + dropout(x + bias) */
     mti_view x, bias, residual, y;
     mti_drop drop;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float v[MTI_CHUNK], w[MTI_CHUNK];
+        float v[MTI_VECTOR], w[MTI_VECTOR];
         mti_load<WIDE>(x, row, col, n, v);
         if (bias.data) {
             mti_load<WIDE>(bias, 0, col, n, w);
-            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
+            for (int j = 0; j < MTI_VECTOR; j++) v[j] += w[j];
         }
         drop.apply(row, col, v);
         if (residual.data) {
             mti_load<WIDE>(residual, row, col, n, w);
-            for (int j = 0; j < MTI_CHUNK; j++) v[j] += w[j];
+            for (int j = 0; j < MTI_VECTOR; j++) v[j] += w[j];
         }
         mti_store<WIDE>(y, row, col, n, v);
     }
@@ -3881,7 +3886,7 @@ static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x,
 struct mti_dropout_backward_op {
     mti_view dy, dx;
     mti_drop drop;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_CHUNK]) const {
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_VECTOR]) const {
         mti_load<WIDE>(dy, row, col, n, x[0]);
         drop.apply(row, col, x[0]);
         mti_store<WIDE>(dx, row, col, n, x[0]);
@@ -3930,9 +3935,9 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
 /* Checks the sizes, and that their products in the tables below do not overflow. */
-static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_shape *s) {
+static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
     if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
         mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
         mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
@@ -3944,14 +3949,14 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
     return MT_SUCCESS;
 }
 
-static int64_t mti_attention_heads(const mt_attention_shape *s) { return s->groups * s->heads_per_group; }
+static int64_t mti_attention_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }
 
 /* The columns of qkv. */
-static int64_t mti_attention_width(const mt_attention_shape *s) {
+static int64_t mti_attention_width(const mt_attention_desc *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
 
-static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_shape *s) {
+static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t b;
     if (!s->lengths || mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     for (b = 0; b < s->batch; b++)
@@ -3961,7 +3966,7 @@ static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt
     return MT_SUCCESS;
 }
 
-static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_shape *s) {
+static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
     if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
@@ -3981,7 +3986,7 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
 /* One call: the arguments and what all heads share. */
 typedef struct mti_attention {
     mt_context *ctx;
-    const mt_attention_shape *shape;
+    const mt_attention_desc *desc;
     mt_tensor qkv, out, lse, dout, dqkv;
     float scale;
     int64_t panel, pitch;  /* rows of a panel; leading dimension of scores and grads */
@@ -3997,16 +4002,16 @@ typedef struct mti_head {       /* one query head of one sequence */
     int64_t q_col, k_col, v_col, out_col;
 } mti_head;
 
-static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv,
-                                           mt_tensor out, mt_tensor lse) {
+static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
+                                           mt_tensor lse) {
     mti_attention a;
     memset(&a, 0, sizeof a);
     a.ctx = ctx;
-    a.shape = shape;
+    a.desc = desc;
     a.qkv = qkv;
     a.out = out;
     a.lse = lse;
-    a.scale = shape->scale != 0.0f ? shape->scale : (float)(1.0 / sqrt((double)shape->head_dim));
+    a.scale = desc->scale != 0.0f ? desc->scale : (float)(1.0 / sqrt((double)desc->head_dim));
     return a;
 }
 
@@ -4017,7 +4022,7 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_s
 
 /* Takes the scratch memory. The pitch exceeds seq, so that rows do not share cache sets if seq is a power of two. */
 static mt_status mti_attention_scratch(mti_attention *a, int backward) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     int64_t widest = mt_max(s->seq, s->head_dim), tallest;
     void *scores = NULL, *grads = NULL, *factors = NULL;
     a->panel = mt_min(s->mask == MT_MASK_CAUSAL ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
@@ -4034,7 +4039,7 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
 }
 
 static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_t group, int64_t member) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     int64_t first = group * (s->heads_per_group + 2) * s->head_dim;
     mti_head h;
     h.batch = batch;
@@ -4050,7 +4055,7 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
 }
 
 /* The number of keys that query i of a sequence of `length` keys sees. */
-static int64_t mti_visible(const mt_attention_shape *s, int64_t length, int64_t i) {
+static int64_t mti_visible(const mt_attention_desc *s, int64_t length, int64_t i) {
     return s->mask == MT_MASK_CAUSAL ? mt_min(length, i + 1) : length;
 }
 
@@ -4080,14 +4085,13 @@ static mt_status mti_attention_product(const mti_attention *a, int trans_x, int 
 /* scores [rows, n] = scale q k^T for query rows [i0, i0 + rows) of a head and its first n keys. */
 static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
     int64_t ld = mt_tensor_ld(a->qkv);
-    return mti_attention_product(a, 0, 1, rows, n, a->shape->head_dim, a->scale,
-                                 mti_at(a->qkv, h->token + i0, h->q_col), ld, mti_at(a->qkv, h->token, h->k_col), ld,
-                                 0.0f, a->scores, a->pitch);
+    return mti_attention_product(a, 0, 1, rows, n, a->desc->head_dim, a->scale, mti_at(a->qkv, h->token + i0, h->q_col),
+                                 ld, mti_at(a->qkv, h->token, h->k_col), ld, 0.0f, a->scores, a->pitch);
 }
 
 /* The global element of the probability of query i and key 0. */
 static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->seq;
 }
 
@@ -4108,27 +4112,27 @@ static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int
     int64_t r;
     for (r = 0; r < rows; r++) {
         float *p = a->scores + r * a->pitch;
-        int64_t seen = mti_visible(a->shape, h->length, i0 + r);
+        int64_t seen = mti_visible(a->desc, h->length, i0 + r);
         float top = mti_row_max(p, seen), sum = mti_row_exp(p, top, p, seen);
         mti_row_fill(p + seen, 0.0f, n - seen);
         a->factors[r] = 1.0f / sum;
         if (a->lse.data) *mti_at(a->lse, h->head, h->token + i0 + r) = top + logf(sum);
-        if (a->shape->dropout.p > 0.0f)
-            mti_attention_drop_row(&a->shape->dropout, mti_probability_element(a, h, i0 + r), p, seen);
+        if (a->desc->dropout.p > 0.0f)
+            mti_attention_drop_row(&a->desc->dropout, mti_probability_element(a, h, i0 + r), p, seen);
     }
 }
 
 /* The results of a sequence of length 0. */
 static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h) {
     int64_t i;
-    for (i = 0; i < a->shape->seq; i++) {
-        mti_row_fill(mti_at(a->out, h->token + i, h->out_col), 0.0f, a->shape->head_dim);
+    for (i = 0; i < a->desc->seq; i++) {
+        mti_row_fill(mti_at(a->out, h->token + i, h->out_col), 0.0f, a->desc->head_dim);
         if (a->lse.data) *mti_at(a->lse, h->head, h->token + i) = -(float)INFINITY;
     }
 }
 
 static mt_status mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     int64_t i0, r;
     if (h->length == 0) {
         mti_attention_nothing_seen(a, h);
@@ -4148,7 +4152,7 @@ static mt_status mti_attention_forward_head(const mti_attention *a, const mti_he
 }
 
 static mt_status mti_cpu_attention_forward(const mti_attention *a) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     int64_t b, g, j;
     for (b = 0; b < s->batch; b++)
         for (g = 0; g < s->groups; g++)
@@ -4179,14 +4183,14 @@ static void mti_attention_backward_panel(const mti_attention *a, const mti_head 
     int64_t r;
     for (r = 0; r < rows; r++) {
         float *p = a->scores + r * a->pitch, *d = a->grads + r * a->pitch;
-        int64_t seen = mti_visible(a->shape, h->length, i0 + r), e = 0;
-        int drop = a->shape->dropout.p > 0.0f;
+        int64_t seen = mti_visible(a->desc, h->length, i0 + r), e = 0;
+        int drop = a->desc->dropout.p > 0.0f;
         if (drop) {
             e = mti_probability_element(a, h, i0 + r);
-            mti_attention_drop_row(&a->shape->dropout, e, d, seen);
+            mti_attention_drop_row(&a->desc->dropout, e, d, seen);
         }
         mti_attention_backward_row(p, d, *mti_at(a->lse, h->head, h->token + i0 + r), a->factors[r], seen);
-        if (drop) mti_attention_drop_row(&a->shape->dropout, e, p, seen);
+        if (drop) mti_attention_drop_row(&a->desc->dropout, e, p, seen);
         mti_row_fill(p + seen, 0.0f, n - seen);
         mti_row_fill(d + seen, 0.0f, n - seen);
     }
@@ -4194,7 +4198,7 @@ static void mti_attention_backward_panel(const mti_attention *a, const mti_head 
 
 static mt_status mti_attention_backward_products(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
                                                  int64_t n, float beta) {
-    int64_t d = a->shape->head_dim, ld = mt_tensor_ld(a->qkv), dld = mt_tensor_ld(a->dqkv), t = h->token;
+    int64_t d = a->desc->head_dim, ld = mt_tensor_ld(a->qkv), dld = mt_tensor_ld(a->dqkv), t = h->token;
     MT_TRY(mti_attention_product(a, 1, 0, n, d, rows, 1.0f, a->scores, a->pitch, mti_at(a->dout, t + i0, h->out_col),
                                  mt_tensor_ld(a->dout), beta, mti_at(a->dqkv, t, h->v_col), dld));
     MT_TRY(mti_attention_product(a, 0, 0, rows, d, n, a->scale, a->grads, a->pitch, mti_at(a->qkv, t, h->k_col), ld,
@@ -4206,7 +4210,7 @@ static mt_status mti_attention_backward_products(const mti_attention *a, const m
 /* Goes over the panels from the last to the first. The last one sees every key, so it writes dk and dv; the others add
    to them. */
 static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h, int first_of_group) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     int64_t i0, r;
     float beta = first_of_group ? 0.0f : 1.0f;
     for (i0 = (s->seq - 1) / a->panel * a->panel; i0 >= 0; i0 -= a->panel) {
@@ -4228,8 +4232,8 @@ static mt_status mti_attention_backward_head(const mti_attention *a, const mti_h
 
 /* Zeros for keys past the length, which no query sees, and for the queries of a sequence of length 0. */
 static void mti_attention_clear(const mti_attention *a, const mti_head *h) {
-    int64_t i, d = a->shape->head_dim;
-    for (i = h->length; i < a->shape->seq; i++) {
+    int64_t i, d = a->desc->head_dim;
+    for (i = h->length; i < a->desc->seq; i++) {
         mti_row_fill(mti_at(a->dqkv, h->token + i, h->k_col), 0.0f, d);
         mti_row_fill(mti_at(a->dqkv, h->token + i, h->v_col), 0.0f, d);
         if (h->length == 0) mti_row_fill(mti_at(a->dqkv, h->token + i, h->q_col), 0.0f, d);
@@ -4237,7 +4241,7 @@ static void mti_attention_clear(const mti_attention *a, const mti_head *h) {
 }
 
 static mt_status mti_cpu_attention_backward(const mti_attention *a) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     int64_t b, g, j;
     for (b = 0; b < s->batch; b++)
         for (g = 0; g < s->groups; g++)
@@ -4258,7 +4262,7 @@ extern "C++" {
 #define MTI_PLAIN_WIDTH 8 /* elements of a head that a lane holds: 32 lanes hold a head_dim of up to 256 */
 
 struct mti_plain {
-    mt_attention_shape s;
+    mt_attention_desc s;
     mti_view qkv, out, lse, dout, dqkv;
     float scale;
     mti_drop drop;
@@ -4281,7 +4285,7 @@ struct mti_plain {
         uint64_t e = (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.seq + (uint64_t)j;
         uint32_t words[4];
         if (!drop.on) return 1.0f;
-        mti_philox(e >> 2, drop.at.stream, drop.at.seed, words);
+        mti_philox(e >> 2, drop.at.subsequence, drop.at.seed, words);
         return words[e & 3] < drop.threshold ? 0.0f : drop.scale;
     }
     __device__ float dot(const mti_view &a, int64_t a_row, int64_t a_col, const mti_view &b, int64_t b_row,
@@ -4394,18 +4398,18 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_ker
 static mti_plain mti_plain_of(const mti_attention *a) {
     mti_plain p;
     memset(&p, 0, sizeof p);
-    p.s = *a->shape;
+    p.s = *a->desc;
     p.qkv = mti_view_of(a->qkv);
     p.out = mti_view_of(a->out);
     p.lse = mti_view_of(a->lse);
     p.dout = mti_view_of(a->dout);
     p.dqkv = mti_view_of(a->dqkv);
     p.scale = a->scale;
-    p.drop = mti_drop_of(a->shape->dropout);
+    p.drop = mti_drop_of(a->desc->dropout);
     return p;
 }
 
-static dim3 mti_plain_grid(const mt_attention_shape *s, int64_t heads) {
+static dim3 mti_plain_grid(const mt_attention_desc *s, int64_t heads) {
     return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
 }
 
@@ -4482,7 +4486,7 @@ static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f
    random words if e % 4 is 0, otherwise two. */
 static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
     uint32_t words[4], bits = 0;
-    mti_philox(block, drop.at.stream, drop.at.seed, words);
+    mti_philox(block, drop.at.subsequence, drop.at.seed, words);
     MT_DEVICE_UNROLL
     for (int k = 0; k < 4; k++) bits |= (uint32_t)(words[k] >= drop.threshold) << k;
     return bits;
@@ -4650,15 +4654,15 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
 }
 
 /* f.lse and f.delta of each query, for the backward. A block owns 64 queries of a head. Four lanes own a query; each
-   sums every fourth chunk, and shuffles add the four. There is no shared memory and no barrier. */
+   sums every fourth vector, and shuffles add the four. There is no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f) {
     int64_t b = blockIdx.z, head = blockIdx.y, i = (int64_t)blockIdx.x * 64 + threadIdx.x / 4, row = b * f.p.s.seq + i;
     int64_t d = f.p.s.head_dim, lane = threadIdx.x % 4;
-    float x[MTI_CHUNK], y[MTI_CHUNK], sum = 0.0f, lse = -INFINITY;
-    for (int64_t c = lane * MTI_CHUNK; i < f.p.s.seq && c < d; c += 4 * MTI_CHUNK) {
-        mti_load<true>(f.p.out, row, head * d + c, MTI_CHUNK, x);
-        mti_load<true>(f.p.dout, row, head * d + c, MTI_CHUNK, y);
-        for (int j = 0; j < MTI_CHUNK; j++) sum += x[j] * y[j];
+    float x[MTI_VECTOR], y[MTI_VECTOR], sum = 0.0f, lse = -INFINITY;
+    for (int64_t c = lane * MTI_VECTOR; i < f.p.s.seq && c < d; c += 4 * MTI_VECTOR) {
+        mti_load<true>(f.p.out, row, head * d + c, MTI_VECTOR, x);
+        mti_load<true>(f.p.dout, row, head * d + c, MTI_VECTOR, y);
+        for (int j = 0; j < MTI_VECTOR; j++) sum += x[j] * y[j];
     }
     sum = mti_quad_sum(sum);
     if (lane > 0) return;
@@ -4846,7 +4850,7 @@ static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_
 
 static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t heads,
                                   unsigned threads, int bytes, const mti_flash &f) {
-    dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->shape->batch);
+    dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->desc->batch);
     MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, mt_context_stream(a->ctx), f);
     return mt_cuda_launched(a->ctx, name);
@@ -4889,7 +4893,7 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
 /* Whether the tensor-core path can run a call. The maximum of the scores is taken before scale, so scale must be
    positive. Positions are int, so seq is limited. */
 static int mti_flash_fits(const mti_attention *a) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     return mt_context_compute_capability(a->ctx) >= 80 &&
            (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f && s->seq <= INT_MAX / 2 &&
            a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) && mti_flash_fits_view(a, a->out) &&
@@ -4897,13 +4901,13 @@ static int mti_flash_fits(const mti_attention *a) {
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
-    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->shape->seq, MTI_FLASH_ROWS)};
+    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc->seq, MTI_FLASH_ROWS)};
     return f;
 }
 
 /* mt_attention_backward gives the memory of lse and delta back when it ends. */
 static mt_status mti_flash_run_backward(const mti_attention *a) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     mti_flash f = mti_flash_of(a);
     int64_t heads = s->groups * s->heads_per_group, stats = s->batch * heads * f.pitch;
     void *memory = NULL;
@@ -4919,7 +4923,7 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
 
 /* The choice between the two paths on a GPU. */
 
-static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_shape *s) {
+static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_desc *s) {
     if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_UNSUPPORTED,
@@ -4930,7 +4934,7 @@ static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_sh
 }
 
 static mt_status mti_cuda_attention_forward(const mti_attention *a) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(a->ctx));
@@ -4941,7 +4945,7 @@ static mt_status mti_cuda_attention_forward(const mti_attention *a) {
 }
 
 static mt_status mti_cuda_attention_backward(const mti_attention *a) {
-    const mt_attention_shape *s = a->shape;
+    const mt_attention_desc *s = a->desc;
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
     if (mti_flash_fits(a)) return mti_flash_run_backward(a);
@@ -4965,30 +4969,30 @@ static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int back
     return backward ? mti_cpu_attention_backward(a) : mti_cpu_attention_forward(a);
 }
 
-MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
     static const char *const where = "mt_attention_forward";
-    MT_TRY(mti_expect_heads(ctx, where, shape));
-    const int64_t tokens = shape->batch * shape->seq, heads = mti_attention_heads(shape);
-    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(shape), MT_ARG_FLOAT, MT_ARG_IN},
-                     {"out", &out, tokens, heads * shape->head_dim, MT_ARG_FLOAT, MT_ARG_OUT},
+    MT_TRY(mti_expect_heads(ctx, where, desc));
+    const int64_t tokens = desc->batch * desc->seq, heads = mti_attention_heads(desc);
+    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN},
+                     {"out", &out, tokens, heads * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT},
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
     mti_attention a;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_attention(ctx, where, shape));
+    MT_TRY(mti_expect_attention(ctx, where, desc));
     MT_TRY(mti_expect_apart(ctx, where, "out", out, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    a = mti_attention_resolve(ctx, shape, qkv, out, lse);
+    a = mti_attention_resolve(ctx, desc, qkv, out, lse);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_forward(&a), mti_attention_loop(&op, &a, 0)));
 }
 
-MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor qkv, mt_tensor out,
+MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
     static const char *const where = "mt_attention_backward";
-    MT_TRY(mti_expect_heads(ctx, where, shape));
-    const int64_t tokens = shape->batch * shape->seq, heads = mti_attention_heads(shape);
-    const int64_t width = mti_attention_width(shape), out_width = heads * shape->head_dim;
+    MT_TRY(mti_expect_heads(ctx, where, desc));
+    const int64_t tokens = desc->batch * desc->seq, heads = mti_attention_heads(desc);
+    const int64_t width = mti_attention_width(desc), out_width = heads * desc->head_dim;
     mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
@@ -4997,13 +5001,13 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_shape
     mti_attention a;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_attention(ctx, where, shape));
+    MT_TRY(mti_expect_attention(ctx, where, desc));
     MT_TRY(mti_expect_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "out", out));
     MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "dout", dout));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    a = mti_attention_resolve(ctx, shape, qkv, out, lse);
+    a = mti_attention_resolve(ctx, desc, qkv, out, lse);
     a.dout = dout;
     a.dqkv = dqkv;
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_backward(&a), mti_attention_loop(&op, &a, 1)));
@@ -5037,39 +5041,40 @@ static void mti_rotary_head(float *x, const float *table, float sign, int64_t ha
     }
 }
 
-static void mti_cpu_rotary(const mt_attention_shape *shape, mt_tensor table, float sign, mt_tensor qkv) {
-    int64_t i, g, j, d = shape->head_dim;
+static void mti_cpu_rotary(const mt_attention_desc *desc, mt_tensor table, float sign, mt_tensor qkv) {
+    int64_t i, g, j, d = desc->head_dim;
     for (i = 0; i < qkv.rows; i++)
-        for (g = 0; g < shape->groups; g++)
-            for (j = 0; j < shape->heads_per_group + 1; j++) /* the queries, then the key */
-                mti_rotary_head(mti_row(qkv, i) + (g * (shape->heads_per_group + 2) + j) * d,
-                                mti_row(table, i % shape->seq), sign, d / 2);
+        for (g = 0; g < desc->groups; g++)
+            for (j = 0; j < desc->heads_per_group + 1; j++) /* the queries, then the key */
+                mti_rotary_head(mti_row(qkv, i) + (g * (desc->heads_per_group + 2) + j) * d,
+                                mti_row(table, i % desc->seq), sign, d / 2);
 }
 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A block owns every gridDim-th row; each thread owns chunks of the first halves of the row's queries and keys, and the
-   same chunks of the second halves. It reads both before it writes both. There is no shared memory and no barrier. */
+/* A block owns every gridDim-th row; each thread owns vectors of the first halves of the row's queries and keys, and
+   the same vectors of the second halves. It reads both before it writes both. There is no shared memory and no barrier.
+   */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
-    mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_shape s, int64_t rows, float sign) {
-    unsigned half = (unsigned)s.head_dim / 2, chunks = (half + MTI_CHUNK - 1) / MTI_CHUNK;
+    mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_desc s, int64_t rows, float sign) {
+    unsigned half = (unsigned)s.head_dim / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR;
     unsigned turned = (unsigned)s.heads_per_group + 1,
-             items = (unsigned)s.groups * turned * chunks; /* the values are not rotated */
+             items = (unsigned)s.groups * turned * vectors; /* the values are not rotated */
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         int64_t position = row % s.seq;
         for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
-            unsigned head = i / chunks, j = (i - head * chunks) * MTI_CHUNK, group = head / turned;
+            unsigned head = i / vectors, j = (i - head * vectors) * MTI_VECTOR, group = head / turned;
             int64_t col = (int64_t)(head + group) * s.head_dim + j; /* skips the values of earlier groups */
-            float cosine[MTI_CHUNK], sine[MTI_CHUNK], low[MTI_CHUNK], high[MTI_CHUNK];
-            int n = mti_chunk(half, j);
+            float cosine[MTI_VECTOR], sine[MTI_VECTOR], low[MTI_VECTOR], high[MTI_VECTOR];
+            int n = mti_vector_size(half, j);
             mti_load<WIDE>(table, position, j, n, cosine);
             mti_load<WIDE>(table, position, half + j, n, sine);
             mti_load<WIDE>(qkv, row, col, n, low);
             mti_load<WIDE>(qkv, row, col + half, n, high);
             MT_DEVICE_UNROLL
-            for (int e = 0; e < MTI_CHUNK; e++) {
+            for (int e = 0; e < MTI_VECTOR; e++) {
                 float x = low[e], y = high[e], t = sign * sine[e];
                 low[e] = x * cosine[e] - y * t;
                 high[e] = y * cosine[e] + x * t;
@@ -5102,11 +5107,12 @@ static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor ta
     return mt_cuda_launched(ctx, "mt_rotary_table");
 }
 
-static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_shape *s, mt_tensor table, float sign,
+static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt_tensor table, float sign,
                                  mt_tensor qkv) {
-    int64_t half = s->head_dim / 2, items = s->groups * (s->heads_per_group + 1) * ((half + MTI_CHUNK - 1) / MTI_CHUNK);
+    int64_t half = s->head_dim / 2,
+            items = s->groups * (s->heads_per_group + 1) * ((half + MTI_VECTOR - 1) / MTI_VECTOR);
     unsigned threads = (unsigned)mt_min(256, mt_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
-    int wide = half % MTI_CHUNK == 0 && mti_is_wide(qkv) && mti_is_wide(table);
+    int wide = half % MTI_VECTOR == 0 && mti_is_wide(qkv) && mti_is_wide(table);
     if (qkv.rows * items == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
     if (wide)
@@ -5132,25 +5138,25 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table), mti_cpu_rotary_table(base, table)));
 }
 
-static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_shape *shape, mt_tensor table,
+static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor table,
                             float sign, const char *name, mt_tensor qkv) {
-    MT_TRY(mti_expect_heads(ctx, where, shape));
-    MT_TRY(mti_expect_even(ctx, where, shape->head_dim));
-    mt_arg args[] = {{name, &qkv, shape->batch * shape->seq, mti_attention_width(shape), MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"table", &table, shape->seq, shape->head_dim, MT_ARG_FLOAT, MT_ARG_IN}};
+    MT_TRY(mti_expect_heads(ctx, where, desc));
+    MT_TRY(mti_expect_even(ctx, where, desc->head_dim));
+    mt_arg args[] = {{name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"table", &table, desc->seq, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(
-        &op, MTI_RUN(&op, mti_cuda_rotary(ctx, shape, table, sign, qkv), mti_cpu_rotary(shape, table, sign, qkv)));
+    return mti_end(&op,
+                   MTI_RUN(&op, mti_cuda_rotary(ctx, desc, table, sign, qkv), mti_cpu_rotary(desc, table, sign, qkv)));
 }
 
-MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor qkv) {
-    return mti_rotary(ctx, "mt_rotary_forward", shape, table, 1.0f, "qkv", qkv);
+MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv) {
+    return mti_rotary(ctx, "mt_rotary_forward", desc, table, 1.0f, "qkv", qkv);
 }
 
-MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_shape *shape, mt_tensor table, mt_tensor dqkv) {
-    return mti_rotary(ctx, "mt_rotary_backward", shape, table, -1.0f, "dqkv", dqkv);
+MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv) {
+    return mti_rotary(ctx, "mt_rotary_backward", desc, table, -1.0f, "dqkv", dqkv);
 }
 
 /* ---- >>ids: token ids: their check, and those of positions ------------------------------------------------------- */
@@ -5302,12 +5308,12 @@ struct mti_embedding_op {
     int64_t first_row, table_rows;
     float beta;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK] = {}, old[MTI_CHUNK];
+        float x[MTI_VECTOR] = {}, old[MTI_VECTOR];
         int64_t at = ids[row] - first_row;
         if (at >= 0 && at < table_rows) mti_load<WIDE>(table, at, col, n, x);
         if (beta != 0.0f) {
             mti_load<WIDE>(y, row, col, n, old);
-            for (int j = 0; j < MTI_CHUNK; j++) x[j] += beta * old[j];
+            for (int j = 0; j < MTI_VECTOR; j++) x[j] += beta * old[j];
         }
         mti_store<WIDE>(y, row, col, n, x);
     }
@@ -5334,20 +5340,20 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* The chunk of the first token with an id adds those of all tokens with this id, in their order. So no two threads
+/* The vector of the first token with an id adds those of all tokens with this id, in their order. So no two threads
    write to the same row, and the order is that of a CPU. */
 struct mti_embedding_backward_op {
     mti_view dy, dtable;
     const int32_t *ids, *next, *first;
     int64_t first_row, table_rows, tokens;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float sum[MTI_CHUNK], x[MTI_CHUNK];
+        float sum[MTI_VECTOR], x[MTI_VECTOR];
         int64_t at = ids[row] - first_row;
         if (!first[row] || at < 0 || at >= table_rows) return;
         mti_load<WIDE>(dtable, at, col, n, sum);
         for (int64_t i = row; i < tokens; i = next[i]) {
             mti_load<WIDE>(dy, i, col, n, x);
-            for (int j = 0; j < MTI_CHUNK; j++) sum[j] += x[j];
+            for (int j = 0; j < MTI_VECTOR; j++) sum[j] += x[j];
         }
         mti_store<WIDE>(dtable, at, col, n, sum);
     }
@@ -5403,9 +5409,9 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
 
 /* ---- >>cross-entropy --------------------------------------------------------------------------------------------- */
 
-static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shape *s) {
+static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shape is NULL", where);
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
     if (s->vocab < 1 || s->first_col < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: vocab is %lld, first_col is %lld", where, (long long)s->vocab,
                        (long long)s->first_col);
@@ -5416,7 +5422,7 @@ static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, co
 }
 
 /* The number of columns of a shard that are not padding. */
-static int64_t mti_real_columns(const mt_cross_entropy_shape *s, int64_t cols) {
+static int64_t mti_real_columns(const mt_cross_entropy_shard_desc *s, int64_t cols) {
     return mt_max(0, mt_min(cols, s->vocab - s->first_col));
 }
 
@@ -5425,7 +5431,7 @@ static int32_t mti_ignore_index(int32_t ignore_index) { return ignore_index ? ig
 MT_API int32_t mt_ignore_index(int32_t ignore_index) { return mti_ignore_index(ignore_index); }
 
 /* The target's column in this shard, or -1. */
-static int64_t mti_target_column(const mt_cross_entropy_shape *s, int32_t target, int64_t real) {
+static int64_t mti_target_column(const mt_cross_entropy_shard_desc *s, int32_t target, int64_t real) {
     int64_t col = (int64_t)target - s->first_col;
     return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
@@ -5451,7 +5457,7 @@ static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
     out[3] = (float)sum;
 }
 
-static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets,
                                         mt_tensor stats) {
     int64_t i, real = mti_real_columns(s, logits.cols);
     for (i = 0; i < logits.rows; i++) {
@@ -5490,7 +5496,7 @@ static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, in
 
 /* With the maximum m and the sum s, loss = log(s) + (m - target), not lse - target: the large part of the logits then
    cancels before log(s) is added. */
-static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shape *s, mt_tensor gathered, int64_t shards,
+static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shard_desc *s, mt_tensor gathered, int64_t shards,
                                           const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     float a = s->label_smoothing, all[4];
     int64_t i, span = 1;
@@ -5512,8 +5518,8 @@ static void mti_cross_entropy_backward_row(float *x, float top, float log_sum, f
     for (j = 0; j < n; j++) x[j] = factor * (mti_exp((x[j] - top) - log_sum) - even);
 }
 
-static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
-                                           mt_tensor lse, mt_tensor dloss, float scale) {
+static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shard_desc *s, mt_tensor logits,
+                                           const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
     int64_t i, real = mti_real_columns(s, logits.cols);
     float even = s->label_smoothing / (float)s->vocab;
     for (i = 0; i < logits.rows; i++) {
@@ -5527,7 +5533,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shape *s, mt_t
 }
 
 /* All three steps for a row at a time, while the row is in the cache. */
-static void mti_cpu_cross_entropy(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets,
+static void mti_cpu_cross_entropy(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets,
                                   mt_tensor dloss, float scale, mt_tensor loss) {
     float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
     mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
@@ -5547,32 +5553,32 @@ extern "C++" {
 struct mti_ce {
     mti_view logits, stats, lse, dloss;
     const int32_t *targets;
-    mt_cross_entropy_shape shape;
+    mt_cross_entropy_shard_desc desc;
     int64_t real; /* columns that are not padding */
     float scale;
     int32_t ignore;
 
     __device__ int64_t target_of(int64_t row) const { /* its column in this shard, or -1 */
-        int64_t col = (int64_t)targets[row] - shape.first_col;
+        int64_t col = (int64_t)targets[row] - desc.first_col;
         return targets[row] != ignore && col >= 0 && col < real ? col : -1;
     }
     __device__ float loss_of(int64_t row, float top, float log_sum, float target, float plain) const {
-        float value = log_sum + (1.0f - shape.label_smoothing) * (top - target);
-        if (shape.label_smoothing > 0.0f) value += shape.label_smoothing * (top - plain / (float)shape.vocab);
+        float value = log_sum + (1.0f - desc.label_smoothing) * (top - target);
+        if (desc.label_smoothing > 0.0f) value += desc.label_smoothing * (top - plain / (float)desc.vocab);
         return targets[row] == ignore ? 0.0f : value;
     }
-    /* Writes the gradient of a chunk of `row`, from the logits in row `row_from` of `from`. */
+    /* Writes the gradient of a vector of `row`, from the logits in row `row_from` of `from`. */
     template <bool WIDE>
     __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
                              float log_sum) const {
-        float x[MTI_CHUNK], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
-        float even = shape.label_smoothing / (float)shape.vocab;
+        float x[MTI_VECTOR], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
+        float even = desc.label_smoothing / (float)desc.vocab;
         int64_t target = target_of(row);
         int ignored = targets[row] == ignore, count = col >= real ? 0 : col + n <= real ? n : (int)(real - col);
         mti_load<WIDE>(from, row_from, col, count, x);
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        for (int j = 0; j < MTI_VECTOR; j++) {
             float g = factor * (expf((x[j] - top) - log_sum) - even);
-            if (col + j == target) g -= factor * (1.0f - shape.label_smoothing);
+            if (col + j == target) g -= factor * (1.0f - desc.label_smoothing);
             x[j] = ignored || j >= count ? 0.0f : g;
         }
         mti_store<WIDE>(logits, row, col, n, x);
@@ -5585,13 +5591,13 @@ struct mti_ce {
 #define MTI_CE_THREADS 1024 /* of a block, at most: a row may take all shared memory of a multiprocessor */
 
 static unsigned mti_ce_threads(int64_t cols) {
-    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_CHUNK - 1) / MTI_CHUNK, 32));
+    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_VECTOR - 1) / MTI_VECTOR, 32));
 }
 
 /* Returns the four statistics of a row to every thread of its block, in one pass over the row. If kept.data is given,
    the row is also copied to kept.
 
-   1. Each thread owns every blockDim-th chunk of the row. It computes their maximum, and their sum of exponentials
+   1. Each thread owns every blockDim-th vector of the row. It computes their maximum, and their sum of exponentials
       relative to this maximum.
    2. Shuffles give the maximum of each warp, and `tops` has those of all warps. `hit` has the logit of the target. The
       barrier: both are written before any thread reads them, and before the caller overwrites logits with gradients.
@@ -5601,18 +5607,18 @@ static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row
     MT_SHARED(float, shared, 64);
     MT_SHARED(float, tops, 32);
     MT_SHARED(float, hit, 1);
-    int64_t chunks = (c.real + MTI_CHUNK - 1) / MTI_CHUNK, target = c.target_of(row);
-    float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_CHUNK];
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
+    int64_t vectors = (c.real + MTI_VECTOR - 1) / MTI_VECTOR, target = c.target_of(row);
+    float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_VECTOR];
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
         float before = top;
-        int n = mti_chunk(c.real, i * MTI_CHUNK);
-        mti_load<WIDE>(c.logits, row, i * MTI_CHUNK, n, x);
-        if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_CHUNK, n, x);
+        int n = mti_vector_size(c.real, i * MTI_VECTOR);
+        mti_load<WIDE>(c.logits, row, i * MTI_VECTOR, n, x);
+        if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_VECTOR, n, x);
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
+        for (int j = 0; j < MTI_VECTOR; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
         if (before != -INFINITY) sum *= expf(before - top);
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        for (int j = 0; j < MTI_VECTOR; j++) {
             sum += top == -INFINITY || j >= n ? 0.0f : expf(x[j] - top);
             plain += x[j];
         }
@@ -5637,10 +5643,10 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mt
     mti_put(c.stats, blockIdx.x, 3, s.w);
 }
 
-/* Loss and gradient of a whole vocabulary. A block owns a row; each thread owns every blockDim-th chunk of it. With
+/* Loss and gradient of a whole vocabulary. A block owns a row; each thread owns every blockDim-th vector of it. With
    keep, `room` in shared memory holds the row in its own type; otherwise the row is read again, from the L2 cache. The
    barriers are in mti_ce_row: thread 0 has read the logit of the target before any gradient overwrites it. Everything
-   else that a thread reads, in `room` too, lies in its own chunks. */
+   else that a thread reads, in `room` too, lies in its own vectors. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS)
     mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
@@ -5651,22 +5657,22 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS)
     float4 s = mti_ce_row<WIDE>(c, row, kept);
     float log_sum = logf(s.y);
     if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
-    for (int64_t col = (int64_t)threadIdx.x * MTI_CHUNK; col < cols; col += (int64_t)blockDim.x * MTI_CHUNK)
-        c.gradient<WIDE>(from, row_from, row, col, mti_chunk(cols, col), s.x, log_sum);
+    for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < cols; col += (int64_t)blockDim.x * MTI_VECTOR)
+        c.gradient<WIDE>(from, row_from, row, col, mti_vector_size(cols, col), s.x, log_sum);
 }
 
-static mti_ce mti_ce_of(const mt_cross_entropy_shape *s, mt_tensor logits, const int32_t *targets) {
+static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets) {
     mti_ce c;
     memset(&c, 0, sizeof c);
     c.logits = mti_view_of(logits);
     c.targets = targets;
-    c.shape = *s;
+    c.desc = *s;
     c.real = mti_real_columns(s, logits.cols);
     c.ignore = mti_ignore_index(s->ignore_index);
     return c;
 }
 
-static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *s, mt_tensor logits,
                                               const int32_t *targets, mt_tensor stats) {
     mti_ce c = mti_ce_of(s, logits, targets);
     c.stats = mti_view_of(stats);
@@ -5683,7 +5689,7 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
 
 template <bool WIDE>
 static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
-    size_t bytes = (size_t)mt_round_up(logits.cols, MTI_CHUNK) * mt_dtype_size(logits.dtype), most = 0;
+    size_t bytes = (size_t)mt_round_up(logits.cols, MTI_VECTOR) * mt_dtype_size(logits.dtype), most = 0;
     MT_TRY(mti_shared_most(ctx, &most));
     int keep = bytes <= most;
     if (!keep) bytes = 0;
@@ -5693,7 +5699,7 @@ static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logit
     return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
 }
 
-static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
+static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shard_desc *s, mt_tensor logits,
                                         const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
     mti_ce c = mti_ce_of(s, logits, targets);
     c.dloss = mti_view_of(dloss);
@@ -5742,8 +5748,9 @@ static __global__ void __launch_bounds__(128)
     for (; i < tokens; i += step) mti_ce_combine(c, shards, tokens, i, loss);
 }
 
-static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor gathered,
-                                                int64_t shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
+static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *s,
+                                                mt_tensor gathered, int64_t shards, const int32_t *targets,
+                                                mt_tensor loss, mt_tensor lse) {
     mti_ce c = mti_ce_of(s, gathered, targets);
     c.stats = mti_view_of(gathered);
     c.lse = mti_view_of(lse);
@@ -5754,8 +5761,9 @@ static mt_status mti_cuda_cross_entropy_combine(mt_context *ctx, const mt_cross_
     return mt_cuda_launched(ctx, "mt_cross_entropy_combine");
 }
 
-static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *s, mt_tensor logits,
-                                                 const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
+static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *s,
+                                                 mt_tensor logits, const int32_t *targets, mt_tensor lse,
+                                                 mt_tensor dloss, float scale) {
     mti_ce c = mti_ce_of(s, logits, targets);
     c.lse = mti_view_of(lse);
     c.dloss = mti_view_of(dloss);
@@ -5766,52 +5774,52 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 } /* extern "C++" */
 #endif
 
-MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
     static const char *const where = "mt_cross_entropy_stats";
     mt_arg args[] = {{"stats", &stats, logits.rows, 4, MT_ARG_F32, MT_ARG_OUT},
                      {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, shape, logits, targets, stats),
-                                mti_cpu_cross_entropy_stats(shape, logits, targets, stats)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, desc, logits, targets, stats),
+                                mti_cpu_cross_entropy_stats(desc, logits, targets, stats)));
 }
 
-MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor gathered,
+MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
                                           int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     static const char *const where = "mt_cross_entropy_combine";
     mt_arg args[] = {{"loss", &loss, 1, loss.cols, MT_ARG_F32, MT_ARG_OUT},
                      {"lse", &lse, 2, loss.cols, MT_ARG_F32, MT_ARG_OUT},
                      {"gathered", &gathered, mt_size_mul(shards, loss.cols), 4, MT_ARG_F32, MT_ARG_IN}};
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     if (shards < 1) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be at least 1", where, shards);
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_combine(ctx, shape, gathered, shards, targets, loss, lse),
-                                mti_cpu_cross_entropy_combine(shape, gathered, shards, targets, loss, lse)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_combine(ctx, desc, gathered, shards, targets, loss, lse),
+                                mti_cpu_cross_entropy_combine(desc, gathered, shards, targets, loss, lse)));
 }
 
-MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shape *shape, mt_tensor logits,
+MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
     static const char *const where = "mt_cross_entropy_backward";
     mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
                      {"dloss", &dloss, 1, logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_backward(ctx, shape, logits, targets, lse, dloss, scale),
-                                mti_cpu_cross_entropy_backward(shape, logits, targets, lse, dloss, scale)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_backward(ctx, desc, logits, targets, lse, dloss, scale),
+                                mti_cpu_cross_entropy_backward(desc, logits, targets, lse, dloss, scale)));
 }
 
-MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shape *shape,
+MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss) {
     static const char *const where = "mt_cross_entropy_forward_backward";
@@ -5819,15 +5827,15 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
                      {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
                      {"dloss", &dloss, 1, logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, shape));
+    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    if (shape->first_col != 0 || logits.cols < shape->vocab)
+    if (desc->first_col != 0 || logits.cols < desc->vocab)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
-                       where, (long long)logits.cols, (long long)shape->first_col, (long long)shape->vocab);
+                       where, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, shape, logits, targets, dloss, scale, loss),
-                                mti_cpu_cross_entropy(shape, logits, targets, dloss, scale, loss)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, desc, logits, targets, dloss, scale, loss),
+                                mti_cpu_cross_entropy(desc, logits, targets, dloss, scale, loss)));
 }
 
 /* ---- >>adamw ----------------------------------------------------------------------------------------------------- */
@@ -5895,8 +5903,8 @@ static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, fl
 
 /* A row of 16-bit parameters, MTI_WORDS at a time. master is NULL if there is none. round is NULL, or gives the random
    words of the elements from e on. */
-static void mti_adamw_half_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
-                               float *master, const float *grad, float *m, float *v, int64_t n) {
+static void mti_adamw_16bit_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
+                                float *master, const float *grad, float *m, float *v, int64_t n) {
     float room[MTI_WORDS];
     uint32_t words[MTI_WORDS_ROOM];
     int64_t j, k, count;
@@ -5922,8 +5930,9 @@ static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor mast
         if (param.dtype == MT_F32)
             mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
         else
-            mti_adamw_half_row(a, round, round ? mti_random_element(*round, i, 0) : 0, param.dtype, mti_row16(param, i),
-                               mti_row(master, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
+            mti_adamw_16bit_row(a, round, round ? mti_random_element(*round, i, 0) : 0, param.dtype,
+                                mti_row16(param, i), mti_row(master, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i),
+                                param.cols);
     }
 }
 
@@ -5935,12 +5944,12 @@ template <bool STOCHASTIC> struct mti_adamw_op {
     mti_adamw a;
     mt_random at;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float p[MTI_CHUNK], g[MTI_CHUNK], first[MTI_CHUNK], second[MTI_CHUNK];
+        float p[MTI_VECTOR], g[MTI_VECTOR], first[MTI_VECTOR], second[MTI_VECTOR];
         mti_load<WIDE>(master.data ? master : param, row, col, n, p);
         mti_load<WIDE>(grad, row, col, n, g);
         mti_load<WIDE>(m, row, col, n, first);
         mti_load<WIDE>(v, row, col, n, second);
-        for (int j = 0; j < MTI_CHUNK; j++) {
+        for (int j = 0; j < MTI_VECTOR; j++) {
             float scaled = a.grad_scale * g[j];
             first[j] = a.beta1 * first[j] + a.one_minus_beta1 * scaled;
             second[j] = a.beta2 * second[j] + a.one_minus_beta2 * (scaled * scaled);
@@ -5950,9 +5959,9 @@ template <bool STOCHASTIC> struct mti_adamw_op {
         mti_store<WIDE>(m, row, col, n, first);
         mti_store<WIDE>(v, row, col, n, second);
         if (STOCHASTIC) {
-            uint32_t words[MTI_CHUNK];
+            uint32_t words[MTI_VECTOR];
             mti_words_of(at, mti_element_of(at, row, col), words);
-            for (int j = 0; j < MTI_CHUNK; j++) p[j] = mti_round_stochastic(param.dtype, p[j], words[j]);
+            for (int j = 0; j < MTI_VECTOR; j++) p[j] = mti_round_stochastic(param.dtype, p[j], words[j]);
         }
         mti_store<WIDE>(param, row, col, n, p);
     }
@@ -6048,15 +6057,15 @@ struct mti_pointwise_op {
     mti_view a, b, y;
     mti_pointwise kind;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_CHUNK], z[MTI_CHUNK];
-        for (int j = 0; j < MTI_CHUNK; j++) z[j] = 0.0f;
+        float x[MTI_VECTOR], z[MTI_VECTOR];
+        for (int j = 0; j < MTI_VECTOR; j++) z[j] = 0.0f;
         mti_load<WIDE>(a, row, col, n, x);
         if (kind == MTI_MULTIPLY_COL) {
-            for (int j = 0; j < MTI_CHUNK; j++) z[j] = j == 0 ? mti_get(b, row, 0) : z[0];
+            for (int j = 0; j < MTI_VECTOR; j++) z[j] = j == 0 ? mti_get(b, row, 0) : z[0];
         } else if (b.data) {
             mti_load<WIDE>(b, kind == MTI_MULTIPLY_ROW ? 0 : row, col, n, z);
         }
-        for (int j = 0; j < MTI_CHUNK; j++) x[j] = mti_pointwise_of(kind, x[j], z[j]);
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = mti_pointwise_of(kind, x[j], z[j]);
         mti_store<WIDE>(y, row, col, n, x);
     }
 };

@@ -703,8 +703,8 @@ typedef struct mt_optimizer_desc {
     /* 1: 16-bit parameters are rounded stochastically (see mt_adamw) and have no f32 master. Parameter, gradient and
        state take 14 bytes per parameter instead of 18. MT_ERR_ARGUMENT for f32 parameters */
     int stochastic_rounding;
-    /* seed of stochastic_rounding. Step n (1, 2, ...) uses the stream (FNV-1a hash of the parameter's name) + n, with
-       one random word for each global element (see mt_random) */
+    /* seed of stochastic_rounding. Step n (1, 2, ...) uses the subsequence (FNV-1a hash of the parameter's name) + n,
+       with one random word for each global element (see mt_random) */
     uint64_t seed;
 } mt_optimizer_desc;
 
@@ -1878,8 +1878,8 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     return mt_comm_register(ctx, params->grid->dp, params->values, mti_params_bytes(params, params->elements));
 }
 
-/* FNV-1a, so that a parameter's random stream depends on its name and not on what was created before it. */
-static uint64_t mti_name_stream(const char *name) {
+/* FNV-1a, so that a parameter's random numbers depend on its name and not on what was created before it. */
+static uint64_t mti_name_hash(const char *name) {
     uint64_t h = 14695981039346656037u;
     for (; *name; name++) h = (h ^ (uint64_t)(unsigned char)*name) * 1099511628211u;
     return h;
@@ -1889,7 +1889,7 @@ static uint64_t mti_name_stream(const char *name) {
 static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed, uint64_t step) {
     mt_random at;
     at.seed = seed;
-    at.stream = mti_name_stream(p->name) + step;
+    at.subsequence = mti_name_hash(p->name) + step;
     at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : b.global;
     at.first_col = p->desc.placement == MT_SPLIT_COLS ? b.global : 0;
     at.global_cols = p->desc.cols;
@@ -2058,11 +2058,11 @@ MT_API int64_t mt_params_global_elements(const mt_params *params) {
 static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int to_host) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor f32 = rows;
-    int half = rows.dtype != MT_F32;
-    if (half) MT_TRY(mt_arena_tensor(ctx, MT_F32, rows.rows, rows.cols, &f32));
-    if (half && to_host) MT_TRY(mt_convert(ctx, rows, f32));
+    int other = rows.dtype != MT_F32;
+    if (other) MT_TRY(mt_arena_tensor(ctx, MT_F32, rows.rows, rows.cols, &f32));
+    if (other && to_host) MT_TRY(mt_convert(ctx, rows, f32));
     MT_TRY(to_host ? mt_download(ctx, f32, host) : mt_upload(ctx, host, f32));
-    if (half && !to_host) MT_TRY(mt_convert(ctx, f32, rows));
+    if (other && !to_host) MT_TRY(mt_convert(ctx, f32, rows));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -3581,14 +3581,14 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 }
 
 /* Of virtual shard `shard` of this rank. */
-static mt_cross_entropy_shape mti_cross_entropy_shape(mt_comm *tp, const mt_cross_entropy_desc *desc,
-                                                      int64_t shard_cols, int shard, int shards) {
-    mt_cross_entropy_shape shape;
-    shape.vocab = desc->vocab;
-    shape.first_col = ((int64_t)mt_comm_rank(tp) * shards + shard) * shard_cols;
-    shape.label_smoothing = desc->label_smoothing;
-    shape.ignore_index = desc->ignore_index;
-    return shape;
+static mt_cross_entropy_shard_desc mti_cross_entropy_shard(mt_comm *tp, const mt_cross_entropy_desc *desc,
+                                                           int64_t shard_cols, int shard, int shards) {
+    mt_cross_entropy_shard_desc part;
+    part.vocab = desc->vocab;
+    part.first_col = ((int64_t)mt_comm_rank(tp) * shards + shard) * shard_cols;
+    part.label_smoothing = desc->label_smoothing;
+    part.ignore_index = desc->ignore_index;
+    return part;
 }
 
 static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tp,
@@ -3614,17 +3614,17 @@ static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tp, const m
                                            mt_tensor logits, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     int s, shards = mti_shards(ctx, tp), all_shards = shards * mt_comm_size(tp);
     int64_t rows = logits.rows, cols = logits.cols / shards;
-    mt_cross_entropy_shape shape;
+    mt_cross_entropy_shard_desc part;
     mt_tensor all, own;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, rows * all_shards, 4, &all));
     own = mt_tensor_rows(all, mt_comm_rank(tp) * shards * rows, shards * rows);
     for (s = 0; s < shards; s++) {
-        shape = mti_cross_entropy_shape(tp, desc, cols, s, shards);
-        MT_TRY(mt_cross_entropy_stats(ctx, &shape, mt_shard_cols(logits, s, shards), targets,
+        part = mti_cross_entropy_shard(tp, desc, cols, s, shards);
+        MT_TRY(mt_cross_entropy_stats(ctx, &part, mt_shard_cols(logits, s, shards), targets,
                                       mt_tensor_rows(own, s * rows, rows)));
     }
     MT_TRY(mt_all_gather(ctx, tp, own.data, all.data, (size_t)(shards * rows) * 4, MT_F32));
-    return mt_cross_entropy_combine(ctx, &shape, all, all_shards, targets, loss, lse);
+    return mt_cross_entropy_combine(ctx, &part, all, all_shards, targets, loss, lse);
 }
 
 /* What forward is given. */
@@ -3663,8 +3663,8 @@ static mt_status mti_cross_entropy_backward(mt_context *ctx, mt_comm *tp, const 
                                             float scale) {
     int s, shards = mti_shards(ctx, tp);
     for (s = 0; s < shards; s++) {
-        mt_cross_entropy_shape shape = mti_cross_entropy_shape(tp, desc, logits.cols / shards, s, shards);
-        MT_TRY(mt_cross_entropy_backward(ctx, &shape, mt_shard_cols(logits, s, shards), targets, lse, dloss, scale));
+        mt_cross_entropy_shard_desc part = mti_cross_entropy_shard(tp, desc, logits.cols / shards, s, shards);
+        MT_TRY(mt_cross_entropy_backward(ctx, &part, mt_shard_cols(logits, s, shards), targets, lse, dloss, scale));
     }
     return MT_SUCCESS;
 }
@@ -3690,7 +3690,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     MT_TRY(mti_cross_entropy_expect(ctx, function, tp, desc, logits, targets, loss));
     if (dloss.data) MT_TRY(mt_tensor_check(ctx, function, "dloss", dloss, MT_ARG_F32, 1, logits.rows));
     if (mt_comm_size(tp) == 1 && mti_shards(ctx, tp) == 1) {
-        mt_cross_entropy_shape whole = mti_cross_entropy_shape(tp, desc, logits.cols, 0, 1);
+        mt_cross_entropy_shard_desc whole = mti_cross_entropy_shard(tp, desc, logits.cols, 0, 1);
         return mt_cross_entropy_forward_backward(ctx, &whole, logits, targets, dloss, scale, loss);
     }
     mark = mt_arena_mark(ctx);

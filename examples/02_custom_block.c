@@ -61,17 +61,17 @@ static mt_tensor heads(mt_tensor qkv, int which) {
     return mt_tensor_cols(mt_tensor_reshape(qkv, qkv.rows * qkv.cols / UNIT, UNIT), which * HEAD, HEAD);
 }
 
-static mt_attention_shape block_attention(const block *b) {
-    mt_attention_shape shape = {.batch = SEQUENCES, .seq = SEQ, .groups = b->qkv.local_features / UNIT};
-    shape.heads_per_group = 1;
-    shape.head_dim = HEAD;
-    return shape;
+static mt_attention_desc block_attention(const block *b) {
+    mt_attention_desc desc = {.batch = SEQUENCES, .seq = SEQ, .groups = b->qkv.local_features / UNIT};
+    desc.heads_per_group = 1;
+    desc.head_dim = HEAD;
+    return desc;
 }
 
 static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_tensor y, block_saved *s) {
     const mt_column_parallel_linear *in[] = {&b->qkv, &b->gate, &b->fc1};
     const mt_row_parallel_linear *out[] = {&b->proj, &b->fc2};
-    const mt_attention_shape shape = block_attention(b);
+    const mt_attention_desc desc = block_attention(b);
     const int64_t wide = b->qkv.local_features, local = b->proj.local_features, ffn = b->fc1.local_features;
     mt_tensor n, gated, act;
     mt_arena_request memory[] = {
@@ -85,7 +85,7 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
     MT_TRY(mt_norm_layer_forward(ctx, &b->q_norm, heads(s->raw, 0), heads(s->qkv, 0), &s->q_norm));
     MT_TRY(mt_norm_layer_forward(ctx, &b->k_norm, heads(s->raw, 1), heads(s->qkv, 1), &s->k_norm));
     MT_TRY(mt_copy(ctx, heads(s->raw, 2), heads(s->qkv, 2)));
-    MT_TRY(mt_core_attention_forward(ctx, &shape, b->qkv.weight->shards, s->qkv, s->core, s->lse));
+    MT_TRY(mt_core_attention_forward(ctx, &desc, b->qkv.weight->shards, s->qkv, s->core, s->lse));
     MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->proj.weight));
     MT_TRY(mt_sigmoid_forward(ctx, s->gate, gated));
     MT_TRY(mt_multiply(ctx, gated, s->core, gated));
@@ -98,7 +98,7 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
 static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, mt_tensor dx, const block_saved *s) {
     const mt_column_parallel_linear *in[] = {&b->qkv, &b->gate, &b->fc1};
     const mt_row_parallel_linear *out[] = {&b->proj, &b->fc2};
-    const mt_attention_shape shape = block_attention(b);
+    const mt_attention_desc desc = block_attention(b);
     mt_tensor dn, dqkv, dgate, dcore, dgated, dact;
     mt_arena_request memory[] = {{&dn, dy.dtype, dy.rows, HIDDEN},          {&dqkv, dy.dtype, TOKENS, s->qkv.cols},
                                  {&dgate, dy.dtype, TOKENS, s->gate.cols},  {&dcore, dy.dtype, TOKENS, s->core.cols},
@@ -110,7 +110,7 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
     MT_TRY(mt_sigmoid_backward(ctx, s->gate, dgate, dgate));
     MT_TRY(mt_sigmoid_forward(ctx, s->gate, dcore));
     MT_TRY(mt_multiply(ctx, dcore, dgated, dcore));
-    MT_TRY(mt_core_attention_backward(ctx, &shape, b->qkv.weight->shards, s->qkv, s->core, s->lse, dcore, dqkv));
+    MT_TRY(mt_core_attention_backward(ctx, &desc, b->qkv.weight->shards, s->qkv, s->core, s->lse, dcore, dqkv));
     MT_TRY(mt_norm_layer_backward(ctx, &b->q_norm, heads(dqkv, 0), mt_none(), heads(dqkv, 0), &s->q_norm));
     MT_TRY(mt_norm_layer_backward(ctx, &b->k_norm, heads(dqkv, 1), mt_none(), heads(dqkv, 1), &s->k_norm));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &b->fc1, MT_GELU_TANH, s->h, dact,

@@ -240,8 +240,8 @@ static inline uint32_t ref_word(mt_random at, uint64_t e) {
     uint32_t counter[4], key[2], out[4];
     counter[0] = (uint32_t)(e >> 2);
     counter[1] = (uint32_t)(e >> 34);
-    counter[2] = (uint32_t)at.stream;
-    counter[3] = (uint32_t)(at.stream >> 32);
+    counter[2] = (uint32_t)at.subsequence;
+    counter[3] = (uint32_t)(at.subsequence >> 32);
     key[0] = (uint32_t)at.seed;
     key[1] = (uint32_t)(at.seed >> 32);
     ref_philox(counter, key, out);
@@ -261,28 +261,28 @@ static inline double ref_keep(mt_dropout d, uint64_t e) {
 /* ---- attention -------------------------------------------------------------------------------------------------- */
 
 typedef struct ref_attention {
-    mt_attention_shape s;
+    mt_attention_desc s;
     const double *dout; /* [tokens, heads * head_dim] */
 } ref_attention;
 
-static inline int64_t ref_heads(const mt_attention_shape *s) { return s->groups * s->heads_per_group; }
-static inline int64_t ref_qkv_cols(const mt_attention_shape *s) {
+static inline int64_t ref_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }
+static inline int64_t ref_qkv_cols(const mt_attention_desc *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
 
-static inline int ref_sees(const mt_attention_shape *s, int64_t b, int64_t i, int64_t j) {
+static inline int ref_sees(const mt_attention_desc *s, int64_t b, int64_t i, int64_t j) {
     if (s->lengths && j >= s->lengths[b]) return 0;
     return s->mask == MT_MASK_BIDIRECTIONAL || j <= i;
 }
 
 /* Column of head a's query (part 0), its group's key (1) or value (2). */
-static inline int64_t ref_col(const mt_attention_shape *s, int64_t a, int part) {
+static inline int64_t ref_col(const mt_attention_desc *s, int64_t a, int part) {
     int64_t g = a / s->heads_per_group, first = g * (s->heads_per_group + 2);
     return (part == 0 ? first + a % s->heads_per_group : first + s->heads_per_group + part - 1) * s->head_dim;
 }
 
 /* Probabilities of query i of head a of sequence b, before dropout, into p [seq]; returns log of the sum. */
-static inline double ref_probabilities(const mt_attention_shape *s, const double *qkv, int64_t b, int64_t a, int64_t i,
+static inline double ref_probabilities(const mt_attention_desc *s, const double *qkv, int64_t b, int64_t a, int64_t i,
                                        double *p) {
     double scale = s->scale != 0.0f ? (double)s->scale : 1 / sqrt((double)s->head_dim), top = -INFINITY, sum = 0;
     int64_t j, d, w = ref_qkv_cols(s);
@@ -299,14 +299,14 @@ static inline double ref_probabilities(const mt_attention_shape *s, const double
     return top + log(sum);
 }
 
-static inline double ref_attention_keep(const mt_attention_shape *s, int64_t b, int64_t a, int64_t i, int64_t j) {
+static inline double ref_attention_keep(const mt_attention_desc *s, int64_t b, int64_t a, int64_t i, int64_t j) {
     mt_random at = s->dropout.at;
     if (s->dropout.p == 0.0f) return 1.0;
     return ref_keep(s->dropout,
                     (uint64_t)((((at.first_row + b) * at.global_cols + at.first_col + a) * s->seq + i) * s->seq + j));
 }
 
-static inline void ref_attention_forward(const mt_attention_shape *s, const double *qkv, double *out, double *lse) {
+static inline void ref_attention_forward(const mt_attention_desc *s, const double *qkv, double *out, double *lse) {
     int64_t b, a, i, j, d, h = ref_heads(s), w = ref_qkv_cols(s);
     double *p = (double *)malloc((size_t)s->seq * sizeof *p);
     for (b = 0; b < s->batch; b++)
@@ -326,7 +326,7 @@ static inline void ref_attention_forward(const mt_attention_shape *s, const doub
 
 /* The chain rule by hand, from probabilities; checked against finite differences of the forward on small shapes. */
 static inline void ref_attention_backward(const ref_attention *r, const double *qkv, double *dqkv) {
-    const mt_attention_shape *s = &r->s;
+    const mt_attention_desc *s = &r->s;
     int64_t b, a, i, j, d, h = ref_heads(s), w = ref_qkv_cols(s), n = s->head_dim;
     double scale = s->scale != 0.0f ? (double)s->scale : 1 / sqrt((double)n);
     double *p = (double *)malloc((size_t)s->seq * sizeof *p), *dp = (double *)malloc((size_t)s->seq * sizeof *p);

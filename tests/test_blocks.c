@@ -1287,7 +1287,7 @@ static void test_qkv_round_trip(void **state) {
 
 /* Two groups have a place, and one is there: a refused call has not cleared the place of the other one either. */
 static void test_core_attention_refuses(void **state) {
-    mt_attention_shape s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 2, .head_dim = 4}, bad = s;
+    mt_attention_desc s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 2, .head_dim = 4}, bad = s;
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
@@ -1297,7 +1297,7 @@ static void test_core_attention_refuses(void **state) {
     i32.dtype = MT_I32;
 #define FORWARD(...) mt_core_attention_forward(r.ctx, __VA_ARGS__)
 #define BACKWARD(...) mt_core_attention_backward(r.ctx, __VA_ARGS__)
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "shape is NULL", FORWARD(NULL, 1, qkv, out, two));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", FORWARD(NULL, 1, qkv, out, two));
     REFUSED(r.ctx, MT_ERR_SHAPE, "31 columns", FORWARD(&s, 1, mt_tensor_cols(qkv, 0, 31), out, two));
     REFUSED(r.ctx, MT_ERR_SHAPE, "qkv is [7, 32]|[8, 32]", FORWARD(&s, 1, mt_tensor_rows(qkv, 0, 7), out, two));
     REFUSED(r.ctx, MT_ERR_SHAPE, "out is [7, 16]|[8, 16]", FORWARD(&s, 1, qkv, mt_tensor_rows(out, 0, 7), two));

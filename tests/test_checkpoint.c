@@ -317,7 +317,7 @@ static mt_status fill(replica *m, const job *j) {
         int64_t n = p->desc.rows * p->desc.cols;
         float *x = (float *)malloc((size_t)n * sizeof *x);
         for (int what = j->no_optimizer ? MT_MASTER : MT_EXP_AVG; status == MT_SUCCESS && what <= MT_MASTER; what++) {
-            uint64_t seed = mti_name_stream(p->name) + (uint64_t)(3 * j->fill + what);
+            uint64_t seed = mti_name_hash(p->name) + (uint64_t)(3 * j->fill + what);
             for (int64_t k = 0; k < n; k++) x[k] = test_float(&seed);
             status = j->no_optimizer ? mt_param_scatter(m->r.ctx, p, x, p->value)
                                      : mt_optimizer_scatter(m->r.ctx, &m->optimizer, p, (mt_optimizer_state)what, x);

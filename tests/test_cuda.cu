@@ -221,7 +221,7 @@ static mt_random place(int64_t cols) {
     mt_random at;
     memset(&at, 0, sizeof at);
     at.seed = 0x123456789abcdefu;
-    at.stream = 0xfedcba987654321u;
+    at.subsequence = 0xfedcba987654321u;
     at.first_row = 5;
     at.first_col = 3;
     at.global_cols = cols + 10;
@@ -281,31 +281,29 @@ static void adamw(shape s) {
 static void cross_entropy(shape s) {
     for (int variant = 0; variant < 3; variant++) {
         int shards = 1 + 2 * variant;
-        mt_cross_entropy_shape shape = {s.cols * shards - (s.cols > 3 ? 2 : 0), 0, variant ? 0.1f : 0.0f, 1};
+        mt_cross_entropy_shard_desc desc = {s.cols * shards - (s.cols > 3 ? 2 : 0), 0, variant ? 0.1f : 0.0f, 1};
         pair all = pair_f32(shards * s.rows, 4), loss = pair_f32(1, s.rows), lse = pair_f32(2, s.rows);
         pair logits[5], dloss = noise_f32(1, s.rows, 9, 1.0f);
         int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
-        for (int64_t i = 0; i < s.rows; i++) targets[i] = (int32_t)(i * 7 % shape.vocab);
+        for (int64_t i = 0; i < s.rows; i++) targets[i] = (int32_t)(i * 7 % desc.vocab);
         on_gpu = ids_on_gpu(targets, s.rows);
         for (int k = 0; k < shards; k++) {
-            shape.first_col = k * s.cols;
+            desc.first_col = k * s.cols;
             logits[k] = pair_noise(s.rows, s.cols, s.l, 20 + (uint64_t)k, 5.0f);
-            BOTH(mt_cross_entropy_stats(cpu, &shape, logits[k].cpu, targets,
-                                        mt_tensor_rows(all.cpu, k * s.rows, s.rows)),
-                 mt_cross_entropy_stats(gpu, &shape, logits[k].gpu, on_gpu,
-                                        mt_tensor_rows(all.gpu, k * s.rows, s.rows)));
+            BOTH(
+                mt_cross_entropy_stats(cpu, &desc, logits[k].cpu, targets, mt_tensor_rows(all.cpu, k * s.rows, s.rows)),
+                mt_cross_entropy_stats(gpu, &desc, logits[k].gpu, on_gpu, mt_tensor_rows(all.gpu, k * s.rows, s.rows)));
         }
         same("mt_cross_entropy_stats", all, 1e-6);
-        BOTH(mt_cross_entropy_combine(cpu, &shape, all.cpu, shards, targets, loss.cpu, lse.cpu),
-             mt_cross_entropy_combine(gpu, &shape, all.gpu, shards, on_gpu, loss.gpu, lse.gpu));
+        BOTH(mt_cross_entropy_combine(cpu, &desc, all.cpu, shards, targets, loss.cpu, lse.cpu),
+             mt_cross_entropy_combine(gpu, &desc, all.gpu, shards, on_gpu, loss.gpu, lse.gpu));
         same("mt_cross_entropy_combine", loss, 1e-6);
         same("lse", lse, 1e-6);
         for (int k = 0; k < shards; k++) {
-            shape.first_col = k * s.cols;
-            BOTH(mt_cross_entropy_backward(cpu, &shape, logits[k].cpu, targets, lse.cpu, k ? dloss.cpu : mt_none(),
-                                           0.3f),
-                 mt_cross_entropy_backward(gpu, &shape, logits[k].gpu, on_gpu, lse.gpu, k ? dloss.gpu : mt_none(),
-                                           0.3f));
+            desc.first_col = k * s.cols;
+            BOTH(
+                mt_cross_entropy_backward(cpu, &desc, logits[k].cpu, targets, lse.cpu, k ? dloss.cpu : mt_none(), 0.3f),
+                mt_cross_entropy_backward(gpu, &desc, logits[k].gpu, on_gpu, lse.gpu, k ? dloss.gpu : mt_none(), 0.3f));
             same("mt_cross_entropy_backward", logits[k], 2e-6);
         }
         free(targets);
@@ -313,22 +311,22 @@ static void cross_entropy(shape s) {
 }
 
 /* In double precision, from the logits x as they are stored. */
-static void cross_entropy_expected(const mt_cross_entropy_shape *shape, const float *x, int64_t cols, int32_t target,
-                                   double factor, double *loss, float *gradient) {
-    double top = -INFINITY, sum = 0, mean = 0, a = (double)shape->label_smoothing;
-    for (int64_t j = 0; j < shape->vocab; j++) top = fmax(top, (double)x[j]);
-    for (int64_t j = 0; j < shape->vocab; j++)
-        sum += exp((double)x[j] - top), mean += (double)x[j] / (double)shape->vocab;
+static void cross_entropy_expected(const mt_cross_entropy_shard_desc *desc, const float *x, int64_t cols,
+                                   int32_t target, double factor, double *loss, float *gradient) {
+    double top = -INFINITY, sum = 0, mean = 0, a = (double)desc->label_smoothing;
+    for (int64_t j = 0; j < desc->vocab; j++) top = fmax(top, (double)x[j]);
+    for (int64_t j = 0; j < desc->vocab; j++)
+        sum += exp((double)x[j] - top), mean += (double)x[j] / (double)desc->vocab;
     *loss = log(sum) + (1 - a) * (top - (double)x[target]) + a * (top - mean);
     for (int64_t j = 0; j < cols; j++) {
-        double hot = (j == target ? 1 - a : 0) + a / (double)shape->vocab;
-        gradient[j] = j < shape->vocab ? (float)(factor * (exp((double)x[j] - top) / sum - hot)) : 0.0f;
+        double hot = (j == target ? 1 - a : 0) + a / (double)desc->vocab;
+        gradient[j] = j < desc->vocab ? (float)(factor * (exp((double)x[j] - top) / sum - hot)) : 0.0f;
     }
 }
 
 /* One call, and the trio, against double precision; the CPU's one call has the bits of its trio. */
 static void cross_entropy_at_once(shape s, float smoothing, int padding, int with_dloss) {
-    mt_cross_entropy_shape shape = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing, 1};
+    mt_cross_entropy_shard_desc desc = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing, 1};
     pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l),
          stats = pair_f32(s.rows, 4);
     pair dloss = noise_f32(1, s.rows, 9, 1.0f), loss = pair_f32(1, s.rows), loss2 = pair_f32(1, s.rows);
@@ -340,9 +338,9 @@ static void cross_entropy_at_once(shape s, float smoothing, int padding, int wit
     if (!with_dloss) dloss = none();
     for (int64_t i = 0; i < s.rows; i++) {
         double value = 0;
-        targets[i] = (int32_t)(i * 7 % shape.vocab);
-        if (targets[i] == shape.ignore_index) continue;
-        cross_entropy_expected(&shape, host + i * s.cols, s.cols, targets[i],
+        targets[i] = (int32_t)(i * 7 % desc.vocab);
+        if (targets[i] == desc.ignore_index) continue;
+        cross_entropy_expected(&desc, host + i * s.cols, s.cols, targets[i],
                                0.3 * (with_dloss ? (double)factor[i] : 1.0), &value, g + i * s.cols);
         l[i] = (float)value;
     }
@@ -354,8 +352,8 @@ static void cross_entropy_at_once(shape s, float smoothing, int padding, int wit
     mt_arena_release(cpu, mark);
     OK(mt_upload(cpu, l, losses.cpu));
     BOTH(mt_copy(cpu, x.cpu, again.cpu), mt_copy(gpu, x.gpu, again.gpu));
-    BOTH(mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, dloss.cpu, 0.3f, loss.cpu),
-         mt_cross_entropy_forward_backward(gpu, &shape, x.gpu, on_gpu, dloss.gpu, 0.3f, loss.gpu));
+    BOTH(mt_cross_entropy_forward_backward(cpu, &desc, x.cpu, targets, dloss.cpu, 0.3f, loss.cpu),
+         mt_cross_entropy_forward_backward(gpu, &desc, x.gpu, on_gpu, dloss.gpu, 0.3f, loss.gpu));
     for (int device = 0; device < 2; device++) {
         pair gradient = {expected.cpu, x.gpu}, value = {losses.cpu, loss.gpu};
         if (device == 0) {
@@ -372,12 +370,12 @@ static void cross_entropy_at_once(shape s, float smoothing, int padding, int wit
         same(device ? "one pass" : "one pass on the CPU", gradient, 2e-6);
         same("loss", value, 1e-6);
     }
-    BOTH(mt_cross_entropy_stats(cpu, &shape, again.cpu, targets, stats.cpu),
-         mt_cross_entropy_stats(gpu, &shape, again.gpu, on_gpu, stats.gpu));
-    BOTH(mt_cross_entropy_combine(cpu, &shape, stats.cpu, 1, targets, loss2.cpu, lse.cpu),
-         mt_cross_entropy_combine(gpu, &shape, stats.gpu, 1, on_gpu, loss2.gpu, lse.gpu));
-    BOTH(mt_cross_entropy_backward(cpu, &shape, again.cpu, targets, lse.cpu, dloss.cpu, 0.3f),
-         mt_cross_entropy_backward(gpu, &shape, again.gpu, on_gpu, lse.gpu, dloss.gpu, 0.3f));
+    BOTH(mt_cross_entropy_stats(cpu, &desc, again.cpu, targets, stats.cpu),
+         mt_cross_entropy_stats(gpu, &desc, again.gpu, on_gpu, stats.gpu));
+    BOTH(mt_cross_entropy_combine(cpu, &desc, stats.cpu, 1, targets, loss2.cpu, lse.cpu),
+         mt_cross_entropy_combine(gpu, &desc, stats.gpu, 1, on_gpu, loss2.gpu, lse.gpu));
+    BOTH(mt_cross_entropy_backward(cpu, &desc, again.cpu, targets, lse.cpu, dloss.cpu, 0.3f),
+         mt_cross_entropy_backward(gpu, &desc, again.gpu, on_gpu, lse.gpu, dloss.gpu, 0.3f));
     for (int device = 0; device < 2; device++) {
         uint64_t a[2] = {0, 0}, b[2] = {0, 0};
         mt_context *ctx = device ? gpu : cpu;
@@ -417,17 +415,17 @@ static void test_wide_cross_entropy(void **state) {
 }
 
 static void test_cross_entropy_refuses(void **state) {
-    mt_cross_entropy_shape shape = {10, 0, 0.0f, 0};
+    mt_cross_entropy_shard_desc desc = {10, 0, 0.0f, 0};
     pair x = pair_f32(2, 8), loss = pair_f32(1, 2);
     int32_t targets[2] = {0, 1};
     (void)state;
     ASSERT_STATUS(cpu, MT_ERR_SHAPE,
-                  mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
+                  mt_cross_entropy_forward_backward(cpu, &desc, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
     assert_non_null(strstr(mt_last_error(cpu), "8 columns from 0 on are only a part of a vocabulary of 10"));
-    shape.vocab = 8;
-    shape.first_col = 1;
+    desc.vocab = 8;
+    desc.first_col = 1;
     ASSERT_STATUS(cpu, MT_ERR_SHAPE,
-                  mt_cross_entropy_forward_backward(cpu, &shape, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
+                  mt_cross_entropy_forward_backward(cpu, &desc, x.cpu, targets, mt_none(), 1.0f, loss.cpu));
 }
 
 static void embedding(shape s) {
@@ -496,7 +494,7 @@ static void test_gemm(void **state) {
 
 static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t dim, mt_mask mask,
                       int padded, float p) {
-    mt_attention_shape s, on_gpu;
+    mt_attention_desc s, on_gpu;
     int64_t heads = groups * per_group, tokens = batch * seq;
     int32_t lengths[4];
     memset(&s, 0, sizeof s);
@@ -541,7 +539,7 @@ static void test_attention(void **state) {
     }
 }
 
-/* More chunks than the largest grid has threads, in rows that end within a chunk. The bits are those of the shape and
+/* More vectors than the largest grid has threads, in rows that end within a vector. The bits are those of the shape and
    of the values, wherever they are. */
 static void test_sum(void **state) {
     static const layout places[] = {{0, 0}, {7, 0}, {3, 1}};
@@ -574,14 +572,14 @@ static void test_sum(void **state) {
     }
 }
 
-/* Halves of a head that are whole chunks and others, moved wide or not; there and back. */
+/* Halves of a head that are whole vectors and others, moved wide or not; there and back. */
 static void test_rotary(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     static const layout places[] = {{0, 0}, {8, 0}, {3, 1}};
     static const int64_t dims[] = {2, 16, 20, 48, 64};
     (void)state;
     for (int i = 0; i < 3 * 3 * 5; i++) {
-        mt_attention_shape s;
+        mt_attention_desc s;
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         memset(&s, 0, sizeof s);
         s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3, s.head_dim = dims[i / 9];
@@ -604,7 +602,7 @@ static void test_lengths_too_long(void **state) {
     int32_t exact[2] = {40, 40}, over[2] = {90, 1 << 30};
     (void)state;
     for (int i = 0; i < 4; i++) {
-        mt_attention_shape s, t;
+        mt_attention_desc s, t;
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         memset(&s, 0, sizeof s);
         s.batch = 2, s.seq = 40, s.groups = 2, s.heads_per_group = 1, s.head_dim = 64;
@@ -632,7 +630,7 @@ static void test_many_tokens(void **state) {
     static int32_t a[TOKENS], b[TOKENS];
     mt_tensor on_gpu;
     size_t mark[2] = {mt_arena_mark(cpu), mt_arena_mark(gpu)};
-    mt_cross_entropy_shape s = {9, 0, 0.1f, 1};
+    mt_cross_entropy_shard_desc s = {9, 0, 0.1f, 1};
     (void)state;
     type = MT_F32;
     OK(mt_arena_tensor(gpu, MT_I32, 1, TOKENS, &on_gpu));

@@ -24,7 +24,7 @@ typedef struct config {
 
 /* What one call reads and writes, on the GPU. Rows are 8 elements apart, which stay as they are. */
 typedef struct call {
-    mt_attention_shape s;
+    mt_attention_desc s;
     mt_tensor qkv, out, lse, dout, dqkv;
 } call;
 
@@ -109,7 +109,7 @@ static call call_new(const config *c, float size) {
     k.s.head_dim = c->dim;
     k.s.mask = c->mask;
     k.s.dropout.p = c->p;
-    k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.stream = 0xfedcba987654321u;
+    k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.subsequence = 0xfedcba987654321u;
     k.s.dropout.at.first_row = 5, k.s.dropout.at.first_col = 3, k.s.dropout.at.global_cols = heads + 7;
     if (c->padded) { /* full, nothing, one less, not quite half */
         const int64_t some[4] = {c->seq, 0, c->seq - 1, c->seq * 4 / 9};
@@ -175,7 +175,7 @@ static void against_cpu(config c) {
     size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
     call k = call_new(&c, 2.0f);
     int32_t lengths[8];
-    mt_attention_shape s = k.s;
+    mt_attention_desc s = k.s;
     double ds = (double)c.dim * 6e-8 + sqrt((double)c.seq) / 33554432.0, size = 2.0 * sqrt((double)c.dim);
     mt_tensor qkv = widened(k.qkv), out = on_cpu(k.out.rows, k.out.cols), lse = on_cpu(k.lse.rows, k.lse.cols);
     mt_tensor dqkv = on_cpu(k.dqkv.rows, k.dqkv.cols);
@@ -370,13 +370,13 @@ static void test_arena(void **state) {
 
 template <int D> static __global__ void place_kernel(int *at, int *on) {
     for (int i = (int)threadIdx.x; i < 16 * D / 8; i += 32) {
-        int row = i / (D / 8), chunk = i % (D / 8);
-        at[i] = mti_tile_at<D>(row, chunk);
-        on[i] = mti_tile_on<D>(mti_tile_at<D>(row, chunk % 2), chunk - chunk % 2);
+        int row = i / (D / 8), vector = i % (D / 8);
+        at[i] = mti_tile_at<D>(row, vector);
+        on[i] = mti_tile_on<D>(mti_tile_at<D>(row, vector % 2), vector - vector % 2);
     }
 }
 
-/* Every chunk has a place of its own in its row, and eight rows below each other meet all 32 banks. */
+/* Every vector has a place of its own in its row, and eight rows below each other meet all 32 banks. */
 template <int D> static void places() {
     int at[16 * D / 8], on[16 * D / 8], taken[16 * D / 8] = {};
     mt_tensor t;
@@ -389,9 +389,9 @@ template <int D> static void places() {
         assert_int_equal(on[i], at[i]);
     }
     for (int first = 0; first < 16; first += 8)
-        for (int chunk = 0; chunk < D / 8; chunk++) {
+        for (int vector = 0; vector < D / 8; vector++) {
             int banks = 0;
-            for (int row = first; row < first + 8; row++) banks |= 1 << at[row * (D / 8) + chunk] / 8 % 8;
+            for (int row = first; row < first + 8; row++) banks |= 1 << at[row * (D / 8) + vector] / 8 % 8;
             assert_int_equal(banks, 255);
         }
 }

@@ -458,10 +458,10 @@ static void test_epilogues_captured(void **state) {
 /* The most that operators with scratch memory take from the arena; every operand of the product has to be copied. */
 static size_t scratch_of(mt_context *ctx, int op) {
     mt_tensor a, b, c, stats, row, qkv, heads;
-    mt_attention_shape shape;
+    mt_attention_desc desc;
     size_t mark = mt_arena_mark(ctx), peak;
-    memset(&shape, 0, sizeof shape);
-    shape.batch = 1, shape.seq = 40, shape.groups = 1, shape.heads_per_group = 1, shape.head_dim = 64;
+    memset(&desc, 0, sizeof desc);
+    desc.batch = 1, desc.seq = 40, desc.groups = 1, desc.heads_per_group = 1, desc.head_dim = 64;
     OK(ctx, mt_arena_tensor(ctx, MT_BF16, 80, 3 * 64, &qkv));
     OK(ctx, mt_arena_tensor(ctx, MT_BF16, 40, 2 * 64, &heads));
     OK(ctx, mt_fill(ctx, qkv, 0.5f));
@@ -485,7 +485,7 @@ static size_t scratch_of(mt_context *ctx, int op) {
                                  mt_none(), mt_tensor_cols(c, 0, 23), mt_tensor_cols(row, 0, 23), mt_none()));
     if (op == 4) { /* on tensor cores */
         b = mt_tensor_make(stats.data, MT_F32, 1, 40);
-        OK(ctx, mt_attention_backward(ctx, &shape, mt_tensor_rows(qkv, 0, 40), mt_tensor_cols(heads, 0, 64), b,
+        OK(ctx, mt_attention_backward(ctx, &desc, mt_tensor_rows(qkv, 0, 40), mt_tensor_cols(heads, 0, 64), b,
                                       mt_tensor_cols(heads, 64, 64), mt_tensor_rows(qkv, 40, 40)));
     }
     peak = mt_arena_peak(ctx) - mark;

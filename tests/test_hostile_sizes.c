@@ -173,7 +173,7 @@ static void call_elements(hostile *h, int64_t a, int64_t b, int64_t c) {
 }
 
 static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
-    mt_attention_shape s = {
+    mt_attention_desc s = {
         .batch = a, .seq = b, .groups = size_of(h, 1), .heads_per_group = size_of(h, 2), .head_dim = c};
     int64_t tokens = times(a, b), heads = times(s.groups, s.heads_per_group), both = s.heads_per_group;
     if (__builtin_add_overflow(both, 2, &both)) both = INT64_MAX;
@@ -189,7 +189,7 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
 }
 
 static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
-    mt_cross_entropy_shape s = {.vocab = size_of(h, b), .first_col = size_of(h, 0), .label_smoothing = 0.1f};
+    mt_cross_entropy_shard_desc s = {.vocab = size_of(h, b), .first_col = size_of(h, 0), .label_smoothing = 0.1f};
     mt_cross_entropy_desc d = {.vocab = size_of(h, b), .label_smoothing = 0.1f};
     mt_cross_entropy_saved saved;
     int shards = int_of(h, 2);

@@ -47,7 +47,7 @@ static void test_rows_without_columns(void **state) {
     mt_dropout drop = {{0}, 0.5f};
     mt_random at = {0};
     mt_adamw hyper = {.beta1 = 0.9f, .beta2 = 0.9f, .step = 1};
-    mt_attention_shape s = {.seq = INT32_MAX, .groups = 1, .heads_per_group = 1, .head_dim = 2};
+    mt_attention_desc s = {.seq = INT32_MAX, .groups = 1, .heads_per_group = 1, .head_dim = 2};
     (void)state;
     OK(mt_fill(ref.ctx, t, 1));
     OK(mt_fill(ref.ctx, half, 1));
@@ -163,7 +163,7 @@ static void test_sums(void **state) {
 
 /* exp: the cross-entropy gradient with lse 0 and no target is scale * exp(x). 1.5e-7 is 2.5 units in the last place. */
 static void test_exp_sweep(void **state) {
-    mt_cross_entropy_shape s = {40000, 0, 0, 0};
+    mt_cross_entropy_shard_desc s = {40000, 0, 0, 0};
     mt_tensor x = ref_guarded(1, 40000, 0), lse = ref_filled(2, 1, 0, 0);
     int32_t target = 77777;
     double *want = ref_doubles(40000);
@@ -182,7 +182,7 @@ static void test_exp_sweep(void **state) {
 static void test_exp_ends(void **state) {
     static const float in[] = {0.0f,  -0.0f, 1e-45f,  -1e-45f, 88.7228f, 88.73f, 89,
                                1e10f, 3e38f, -87.33f, -87.4f,  -104,     -1e10f, -3e38f};
-    mt_cross_entropy_shape s = {16, 0, 0, 0};
+    mt_cross_entropy_shard_desc s = {16, 0, 0, 0};
     mt_tensor x = ref_filled(1, 16, 0, 0), lse = ref_filled(2, 1, 0, 0);
     int32_t target = 77;
     float *y = ref_row(x, 0);
@@ -717,7 +717,7 @@ static void test_dropout_rate(void **state) {
     float keep = (float)(1 / (1 - (double)0.3f));
     (void)state;
     OK(mt_bias_dropout_add_forward(ref.ctx, x, mt_none(), mt_none(), d, y));
-    d.at.stream = 5;
+    d.at.subsequence = 5;
     OK(mt_bias_dropout_add_forward(ref.ctx, x, mt_none(), mt_none(), d, z));
     for (i = 0; i < n; i++) {
         float v = ref_row(y, 0)[i];
@@ -727,7 +727,7 @@ static void test_dropout_rate(void **state) {
     }
     assert_true(fabs((double)dropped / (double)n - 0.3) < 5 * sqrt(0.21 / (double)n));
     assert_true(fabs((double)same / (double)n - 0.58) < 5 * sqrt(0.58 * 0.42 / (double)n));
-    d.at.stream = 4;
+    d.at.subsequence = 4;
     d.at.first_row = 321;
     d.at.first_col = 555;
     OK(mt_bias_dropout_add_forward(ref.ctx, mt_tensor_cols(mt_tensor_rows(x, 0, 500), 0, 444), mt_none(), mt_none(), d,
@@ -737,9 +737,9 @@ static void test_dropout_rate(void **state) {
 
 /* ---- attention -------------------------------------------------------------------------------------------------- */
 
-static mt_attention_shape attention(int64_t batch, int64_t seq, int64_t groups, int64_t members, int64_t dim,
-                                    mt_mask mask) {
-    mt_attention_shape s;
+static mt_attention_desc attention(int64_t batch, int64_t seq, int64_t groups, int64_t members, int64_t dim,
+                                   mt_mask mask) {
+    mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = batch;
     s.seq = seq;
@@ -752,7 +752,7 @@ static mt_attention_shape attention(int64_t batch, int64_t seq, int64_t groups, 
 
 /* Scores here are of order one, so probabilities are right to a few roundings, and so are sums weighted by them;
    gradients of keys and values add up as many terms as there are queries and heads in the group. */
-static void try_attention(mt_attention_shape s, int differences) {
+static void try_attention(mt_attention_desc s, int differences) {
     int64_t t = s.batch * s.seq, w = ref_qkv_cols(&s), h = ref_heads(&s), o = h * s.head_dim;
     mt_tensor qkv = ref_random(t, w, 3, 1.5f, 0), out = ref_guarded(t, o, 1), lse = ref_guarded(h, t, 2),
               again = ref_guarded(t, o, 0);
@@ -812,8 +812,8 @@ static void test_attention_padding(void **state) {
     int mask;
     (void)state;
     for (mask = 0; mask < 2; mask++) {
-        mt_attention_shape s = attention(4, 9, 2, 2, 4, (mt_mask)mask),
-                           l = attention(5, MTI_PANEL + 30, 1, 2, 8, (mt_mask)mask);
+        mt_attention_desc s = attention(4, 9, 2, 2, 4, (mt_mask)mask),
+                          l = attention(5, MTI_PANEL + 30, 1, 2, 8, (mt_mask)mask);
         s.lengths = small;
         l.lengths = big;
         try_attention(s, 1);
@@ -824,7 +824,7 @@ static void test_attention_padding(void **state) {
 /* What lies at masked positions has no influence, not even as NaN; a sequence without keys is zero throughout. */
 static void test_attention_masked_garbage(void **state) {
     static const int32_t lengths[] = {0, 4};
-    mt_attention_shape s = attention(2, 6, 1, 2, 4, MT_MASK_BIDIRECTIONAL);
+    mt_attention_desc s = attention(2, 6, 1, 2, 4, MT_MASK_BIDIRECTIONAL);
     mt_tensor qkv = ref_random(12, 16, 0, 1, 0), out = ref_guarded(12, 8, 0), lse = ref_guarded(2, 12, 0),
               dout = ref_random(12, 8, 0, 1, 0);
     mt_tensor dqkv = ref_guarded(12, 16, 0);
@@ -851,11 +851,11 @@ static void test_attention_dropout(void **state) {
     (void)state;
     for (i = 0; i < 3; i++)
         for (mask = 0; mask < 2; mask++) {
-            mt_attention_shape s = attention(3, 9, 2, 2, 4, (mt_mask)mask),
-                               l = attention(1, MTI_PANEL + 130, 1, 2, 8, (mt_mask)mask);
+            mt_attention_desc s = attention(3, 9, 2, 2, 4, (mt_mask)mask),
+                              l = attention(1, MTI_PANEL + 130, 1, 2, 8, (mt_mask)mask);
             s.dropout.p = l.dropout.p = p[i];
             s.dropout.at.seed = l.dropout.at.seed = 42;
-            s.dropout.at.stream = l.dropout.at.stream = 17;
+            s.dropout.at.subsequence = l.dropout.at.subsequence = 17;
             s.dropout.at.first_row = 5;
             s.dropout.at.first_col = l.dropout.at.first_col = 3;
             s.dropout.at.global_cols = l.dropout.at.global_cols = 12;
@@ -867,7 +867,7 @@ static void test_attention_dropout(void **state) {
 }
 
 static void test_attention_scale(void **state) {
-    mt_attention_shape s = attention(1, 11, 2, 1, 7, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(1, 11, 2, 1, 7, MT_MASK_CAUSAL);
     (void)state;
     s.scale = 0.9f;
     try_attention(s, 1);
@@ -877,7 +877,7 @@ static void test_attention_scale(void **state) {
 
 /* Scores of a few hundred: the maximum is taken out before anything is exponentiated. */
 static void test_attention_large_scores(void **state) {
-    mt_attention_shape s = attention(1, 40, 1, 1, 8, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(1, 40, 1, 1, 8, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(40, 24, 0, 20, 0), out = ref_guarded(40, 8, 0), lse = ref_guarded(1, 40, 0);
     double *want = ref_doubles(40 * 8), *want_lse = ref_doubles(40);
     (void)state;
@@ -890,7 +890,7 @@ static void test_attention_large_scores(void **state) {
 /* A shard of the heads and of the sequences computes what the whole computes, to the bit: same shapes, same random
    elements. */
 static void test_attention_split(void **state) {
-    mt_attention_shape s = attention(4, 33, 3, 2, 8, MT_MASK_CAUSAL), part = attention(2, 33, 1, 2, 8, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(4, 33, 3, 2, 8, MT_MASK_CAUSAL), part = attention(2, 33, 1, 2, 8, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(132, 96, 0, 1, 0), out = ref_guarded(132, 48, 0), piece = ref_guarded(66, 16, 0);
     (void)state;
     s.dropout.p = part.dropout.p = 0.2f;
@@ -903,7 +903,7 @@ static void test_attention_split(void **state) {
 }
 
 static void test_attention_same_bits(void **state) {
-    mt_attention_shape s = attention(2, 150, 2, 2, 16, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(2, 150, 2, 2, 16, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(300, 128, 0, 1, 0), out = ref_guarded(300, 64, 0), lse = ref_guarded(4, 300, 0),
               dout = ref_random(300, 64, 0, 1, 0);
     mt_tensor a = ref_guarded(300, 128, 0), b = ref_guarded(300, 128, 0);
@@ -916,7 +916,7 @@ static void test_attention_same_bits(void **state) {
 
 /* Memory: a panel of rows, not seq x seq; a meta context takes the same; too little is an error that writes nothing. */
 static void test_attention_memory(void **state) {
-    mt_attention_shape s = attention(1, 2048, 1, 1, 8, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(1, 2048, 1, 1, 8, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(2048, 24, 0, 1, 0), out = ref_random(2048, 8, 0, 1, 0),
               lse = ref_random(1, 2048, 0, 1, 0), dout = ref_random(2048, 8, 0, 1, 0);
     mt_tensor dqkv = ref_random(2048, 24, 0, 1, 0);
@@ -961,7 +961,7 @@ static void test_rotary_table(void **state) {
 
 /* As a product of complex numbers; the values stay, backward undoes forward and is its transpose. */
 static void test_rotary(void **state) {
-    mt_attention_shape s = attention(2, 5, 2, 3, 6, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(2, 5, 2, 3, 6, MT_MASK_CAUSAL);
     mt_tensor table = ref_guarded(5, 6, 1), qkv = ref_random(10, 60, 4, 1, 0), original = ref_copy(qkv, 0), turned,
               g = ref_random(10, 60, 0, 1, 0);
     double *want = ref_values(qkv), *vg = ref_values(g), *vx = ref_values(qkv);
@@ -1074,22 +1074,22 @@ static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, flo
     mt_tensor dloss = ref_random(1, t, 0, 1, 0);
     int32_t *targets = (int32_t *)ref_bytes((size_t)t * sizeof *targets);
     double *x = ref_doubles((size_t)(t * vocab)), *want = ref_doubles((size_t)t), *dl = ref_values(dloss), *g;
-    mt_cross_entropy_shape shape;
+    mt_cross_entropy_shard_desc desc;
     xent_case c;
     int s;
-    memset(&shape, 0, sizeof shape);
+    memset(&desc, 0, sizeof desc);
     memset(&c, 0, sizeof c);
-    shape.vocab = c.vocab = vocab;
+    desc.vocab = c.vocab = vocab;
     c.t = t;
     c.targets = targets;
     c.dloss = dl;
-    shape.label_smoothing = (float)smoothing;
-    c.smoothing = (double)shape.label_smoothing;
+    desc.label_smoothing = (float)smoothing;
+    c.smoothing = (double)desc.label_smoothing;
     for (i = 0; i < t; i++) targets[i] = i % 5 == 3 ? -100 : (int32_t)test_below(&ref.random, (size_t)vocab);
     if (t > 1) targets[1] = (int32_t)vocab - 1;
     for (i = 0; i < t; i++) dl[i] = 0.5 * (with_dloss ? dl[i] : 1);
     for (s = 0; s < shards; s++) {
-        shape.first_col = s * width;
+        desc.first_col = s * width;
         parts[s] = ref_random(t, width, 2, scale, 0);
         for (i = 0; i < t; i++)
             for (j = 0; j < width; j++) {
@@ -1097,15 +1097,15 @@ static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, flo
                 else ref_row(parts[s], i)[j] = NAN; /* padding never counts, whatever it holds */
             }
         stats = mt_tensor_rows(gathered, s * t, t);
-        OK(mt_cross_entropy_stats(ref.ctx, &shape, parts[s], targets, stats));
+        OK(mt_cross_entropy_stats(ref.ctx, &desc, parts[s], targets, stats));
     }
     for (i = 0; i < t; i++) want[i] = xent_token(x + i * vocab, &c, i);
-    OK(mt_cross_entropy_combine(ref.ctx, &shape, gathered, shards, targets, loss, lse));
+    OK(mt_cross_entropy_combine(ref.ctx, &desc, gathered, shards, targets, loss, lse));
     ASSERT_CLOSE(loss, want, smoothing > 0 ? 1e-6 * (double)fmaxf(1, scale) : 1e-6, 2.4e-7);
     g = ref_gradient(xent_objective, &c, x, (size_t)(t * vocab));
     for (s = 0; s < shards; s++) {
-        shape.first_col = s * width;
-        OK(mt_cross_entropy_backward(ref.ctx, &shape, parts[s], targets, lse, with_dloss ? dloss : mt_none(), 0.5f));
+        desc.first_col = s * width;
+        OK(mt_cross_entropy_backward(ref.ctx, &desc, parts[s], targets, lse, with_dloss ? dloss : mt_none(), 0.5f));
         for (i = 0; i < t; i++)
             for (j = 0; j < width; j++) {
                 double got = (double)ref_row(parts[s], i)[j],
@@ -1148,7 +1148,7 @@ static void test_cross_entropy_large_logits(void **state) {
 
 /* Columns that a model masks with -inf: probability 0, gradient 0, as a whole block and as a whole shard. */
 static void test_cross_entropy_masked(void **state) {
-    mt_cross_entropy_shape s = {2600, 0, 0, 0};
+    mt_cross_entropy_shard_desc s = {2600, 0, 0, 0};
     mt_tensor x = ref_filled(1, 2600, 0, 0), stats = ref_guarded(2, 4, 0), loss = ref_guarded(1, 1, 0),
               lse = ref_guarded(2, 1, 0);
     int32_t target = 2000;
@@ -1176,7 +1176,7 @@ static void test_cross_entropy_masked(void **state) {
 /* stats as documented: max, sum of exponentials, the target's logit if it is here, sum; a shard of padding is (-inf, 0,
    0, 0). */
 static void test_cross_entropy_stats(void **state) {
-    mt_cross_entropy_shape s = {10, 5, 0, 0};
+    mt_cross_entropy_shard_desc s = {10, 5, 0, 0};
     mt_tensor x = ref_random(3, 5, 0, 1, 0), stats = ref_guarded(3, 4, 0);
     int32_t targets[3] = {7, 2, -100};
     double want[12] = {0};
@@ -1406,7 +1406,7 @@ static void test_bad_random(void **state) {
 
 static void test_bad_attention(void **state) {
     mt_context *ctx = ref.ctx;
-    mt_attention_shape good = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL), s = good;
+    mt_attention_desc good = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL), s = good;
     mt_tensor qkv = ref_random(6, 32, 0, 1, 0), out = ref_random(6, 16, 0, 1, 0), lse = ref_random(4, 6, 0, 1, 0),
               dout = ref_random(6, 16, 0, 1, 0);
     mt_tensor dqkv = ref_random(6, 32, 0, 1, 0), none = mt_none();
@@ -1420,7 +1420,7 @@ static void test_bad_attention(void **state) {
         ASSERT_REFUSED(status, words, FORWARD(&s, qkv, out, lse));                                                     \
         ASSERT_REFUSED(status, words, mt_attention_backward(ctx, &s, qkv, out, lse, dout, dqkv));                      \
     } while (0)
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "shape is NULL", FORWARD(NULL, qkv, out, lse));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", FORWARD(NULL, qkv, out, lse));
     WITH(batch, -2, MT_ERR_SHAPE, "batch -2");
     WITH(batch, 3, MT_ERR_SHAPE, "qkv is [6, 32], must be [9, 32]");
     WITH(seq, 0, MT_ERR_SHAPE, "seq 0");
@@ -1461,7 +1461,7 @@ static void test_bad_attention(void **state) {
 
 static void test_bad_rotary(void **state) {
     mt_context *ctx = ref.ctx;
-    mt_attention_shape s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL), odd = attention(2, 3, 2, 2, 3, MT_MASK_CAUSAL);
+    mt_attention_desc s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL), odd = attention(2, 3, 2, 2, 3, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(6, 32, 0, 1, 0), table = ref_random(3, 4, 0, 1, 0), wrong = ref_random(3, 6, 0, 1, 0),
               odd_qkv = ref_random(6, 24, 0, 1, 0);
     (void)state;
@@ -1477,7 +1477,7 @@ static void test_bad_rotary(void **state) {
                    mt_rotary_forward(ctx, &s, table, table));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_backward: dqkv is [3, 4]", mt_rotary_backward(ctx, &s, table, table));
     ASSERT_REFUSED(MT_ERR_SHAPE, "head_dim is 3, must be even", mt_rotary_forward(ctx, &odd, table, odd_qkv));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "shape is NULL", mt_rotary_backward(ctx, NULL, table, qkv));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", mt_rotary_backward(ctx, NULL, table, qkv));
     assert_int_equal(mt_rotary_table(NULL, 10, table), MT_ERR_ARGUMENT);
     assert_int_equal(mt_rotary_forward(NULL, &s, table, qkv), MT_ERR_ARGUMENT);
 }
@@ -1505,7 +1505,7 @@ static void test_bad_cross_entropy(void **state) {
     mt_tensor x = ref_random(3, 5, 0, 1, 0), stats = ref_random(3, 4, 0, 1, 0), loss = ref_random(1, 3, 0, 1, 0),
               lse = ref_random(2, 3, 0, 1, 0);
     mt_tensor four = ref_random(1, 4, 0, 1, 0);
-    mt_cross_entropy_shape good = {5, 0, 0, 0}, s;
+    mt_cross_entropy_shard_desc good = {5, 0, 0, 0}, s;
     int32_t t[3] = {0, 1, 2};
     (void)state;
 #define WITH(field, value, status, words)                                                                              \
@@ -1521,7 +1521,7 @@ static void test_bad_cross_entropy(void **state) {
     WITH(label_smoothing, 1, MT_ERR_ARGUMENT, "label_smoothing is 1");
     WITH(label_smoothing, -0.5f, MT_ERR_ARGUMENT, "label_smoothing is -0.5");
     WITH(label_smoothing, NAN, MT_ERR_ARGUMENT, "label_smoothing is ");
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "shape is NULL", mt_cross_entropy_stats(ctx, NULL, x, t, stats));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", mt_cross_entropy_stats(ctx, NULL, x, t, stats));
     ASSERT_REFUSED(MT_ERR_SHAPE, "stats is [1, 4], must be [3, 4]", mt_cross_entropy_stats(ctx, &good, x, t, four));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "targets is NULL", mt_cross_entropy_stats(ctx, &good, x, NULL, stats));
     ASSERT_REFUSED(MT_ERR_DTYPE, "logits is u8", mt_cross_entropy_stats(ctx, &good, with_dtype(x, MT_U8), t, stats));
@@ -1647,8 +1647,8 @@ static void test_meta(void **state) {
     mt_context_desc d;
     mt_context *c = NULL;
     mt_tensor x, y, z, row, st, one, logits, loss, qkv, out, lse, table;
-    mt_attention_shape s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL);
-    mt_cross_entropy_shape ce = {32, 0, 0, 0};
+    mt_attention_desc s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL);
+    mt_cross_entropy_shard_desc ce = {32, 0, 0, 0};
     mt_dropout off;
     mt_random at = {1, 2, 0, 0, 16};
     mt_adamw h = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL};

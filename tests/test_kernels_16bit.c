@@ -652,8 +652,8 @@ static void test_gemm(void **state) {
 
 static const int32_t lengths[2] = {5, 67};
 
-static mt_attention_shape shape_of(int64_t seq, float p) {
-    mt_attention_shape s;
+static mt_attention_desc attention_of(int64_t seq, float p) {
+    mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = 2;
     s.seq = seq;
@@ -668,28 +668,28 @@ static mt_attention_shape shape_of(int64_t seq, float p) {
 }
 
 static mt_status run_attention(mt_context *c, const mt_tensor *v) {
-    mt_attention_shape s = shape_of(9, 0.2f);
+    mt_attention_desc s = attention_of(9, 0.2f);
     return mt_attention_forward(c, &s, v[0], v[1], v[2]);
 }
 static mt_status run_padded_attention(mt_context *c, const mt_tensor *v) {
-    mt_attention_shape s = shape_of(67, 0);
+    mt_attention_desc s = attention_of(67, 0);
     return mt_attention_forward(c, &s, v[0], v[1], mt_none());
 }
 static mt_status run_attention_backward(mt_context *c, const mt_tensor *v) {
-    mt_attention_shape s = shape_of(9, 0.2f);
+    mt_attention_desc s = attention_of(9, 0.2f);
     return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
 }
 static mt_status run_padded_attention_backward(mt_context *c, const mt_tensor *v) {
-    mt_attention_shape s = shape_of(67, 0);
+    mt_attention_desc s = attention_of(67, 0);
     return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
 }
 static mt_status run_rotary_table(mt_context *c, const mt_tensor *v) { return mt_rotary_table(c, 10000, v[0]); }
 static mt_status run_rotary(mt_context *c, const mt_tensor *v) {
-    mt_attention_shape s = shape_of(9, 0);
+    mt_attention_desc s = attention_of(9, 0);
     return mt_rotary_forward(c, &s, v[0], v[1]);
 }
 static mt_status run_rotary_backward(mt_context *c, const mt_tensor *v) {
-    mt_attention_shape s = shape_of(9, 0);
+    mt_attention_desc s = attention_of(9, 0);
     return mt_rotary_backward(c, &s, v[0], v[1]);
 }
 
@@ -745,7 +745,7 @@ static void test_embedding(void **state) {
     CHECK_OPERATIONS(list);
 }
 
-static const mt_cross_entropy_shape vocabulary = {1040, 5, 0.1f, 0};
+static const mt_cross_entropy_shard_desc vocabulary = {1040, 5, 0.1f, 0};
 static const int32_t targets[3] = {7, -100, 1039};
 
 static mt_status run_stats(mt_context *c, const mt_tensor *v) {

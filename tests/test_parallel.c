@@ -2406,7 +2406,7 @@ static void test_helpers_of_blocks_refuse(void **state) {
     mt_dropout none = mt_batch_dropout(NULL, 0.5f, 1, 2);
     int block = 1;
     (void)state;
-    assert_true(none.p == 0.0f && none.at.seed == 0 && none.at.stream == 0);
+    assert_true(none.p == 0.0f && none.at.seed == 0 && none.at.subsequence == 0);
     assert_int_equal(mt_create_end(NULL, 0, &block, sizeof block, MT_ERR_DATA), MT_ERR_DATA);
     assert_int_equal(block, 0);
     for (int i = 0; i < 2; i++) {

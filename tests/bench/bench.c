@@ -386,7 +386,7 @@ typedef struct ops {
     place place;
     float *memory;
     size_t bytes, used;
-    mt_attention_shape shape;
+    mt_attention_desc desc;
     mt_dropout dropout;
     mt_tensor gain, dgain, bias_h, dbias_h, bias_q, dbias_q, bias_f, dbias_f; /* vectors */
     mt_tensor x, n1, stats1, qkv, lse, out, x1, n2, stats2, h, act, y, block, dy, dblock, dact, dh, dinner, dx1, dout,
@@ -412,11 +412,11 @@ static mt_status op_norm_backward(const ops *s, const op *o) {
 }
 static mt_status op_attention(const ops *s, const op *o) {
     (void)o;
-    return mt_attention_forward(s->place.ctx, &s->shape, s->qkv, s->out, s->lse);
+    return mt_attention_forward(s->place.ctx, &s->desc, s->qkv, s->out, s->lse);
 }
 static mt_status op_attention_backward(const ops *s, const op *o) {
     (void)o;
-    return mt_attention_backward(s->place.ctx, &s->shape, s->qkv, s->out, s->lse, s->dout, s->dqkv);
+    return mt_attention_backward(s->place.ctx, &s->desc, s->qkv, s->out, s->lse, s->dout, s->dqkv);
 }
 static mt_status op_gelu(const ops *s, const op *o) {
     (void)o;
@@ -534,7 +534,7 @@ static void ops_list_backward(ops *s) {
 /* A tensor of small random numbers. */
 static mt_tensor ops_tensor(ops *s, int64_t rows, int64_t cols) {
     mt_tensor t = mt_tensor_f32(s->memory + s->used, rows, cols);
-    mt_random at = {.seed = 7, .stream = s->used, .global_cols = cols};
+    mt_random at = {.seed = 7, .subsequence = s->used, .global_cols = cols};
     s->used += (size_t)(rows * cols + 15) / 16 * 16;
     if (s->used * sizeof(float) <= s->bytes) mt_random_normal(s->place.ctx, t, 0.02f, at);
     return t;
@@ -576,14 +576,14 @@ static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
     memset(s, 0, sizeof *s);
     MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1, .arena_bytes = (size_t)64 << 20}, &s->place));
     s->dropout.p = dropout;
-    s->dropout.at = (mt_random){.seed = 1, .stream = 1, .global_cols = HIDDEN};
-    s->shape = (mt_attention_shape){.batch = 1,
-                                    .seq = TOKENS,
-                                    .groups = HEADS / split,
-                                    .heads_per_group = 1,
-                                    .head_dim = HIDDEN / HEADS,
-                                    .dropout = s->dropout};
-    s->shape.dropout.at.global_cols = HEADS;
+    s->dropout.at = (mt_random){.seed = 1, .subsequence = 1, .global_cols = HIDDEN};
+    s->desc = (mt_attention_desc){.batch = 1,
+                                  .seq = TOKENS,
+                                  .groups = HEADS / split,
+                                  .heads_per_group = 1,
+                                  .head_dim = HIDDEN / HEADS,
+                                  .dropout = s->dropout};
+    s->desc.dropout.at.global_cols = HEADS;
     ops_activations(s, split); /* counts */
     ops_parameters(s, split);
     s->bytes = s->used * sizeof(float);
@@ -730,7 +730,7 @@ static mt_status layer_create(worker *w, int split, int threads, float dropout, 
     MT_TRY(mt_params_init(l->place.ctx, l->params, 1234));
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
         MT_TRY(mt_arena_tensor(l->place.ctx, MT_F32, TOKENS, HIDDEN, views[i]));
-        at.stream = i;
+        at.subsequence = i;
         MT_TRY(mt_random_normal(l->place.ctx, *views[i], 1.0f, at));
     }
     l->batch = (mt_batch){.sequences = 1, .seq = TOKENS, .seed = 5};
@@ -1314,11 +1314,11 @@ static const char *const bandwidth_names[BW_CASES] = {"layer norm",
                                                       "cross-entropy backward",
                                                       "AdamW"};
 
-static const mt_cross_entropy_shape ce_shape = {GPT_VOCAB, 0, 0.0f, 0};
+static const mt_cross_entropy_shard_desc ce_desc = {GPT_VOCAB, 0, 0.0f, 0};
 
 static mt_status run_bandwidth(worker *w, int arg) {
     bandwidth_item *b = w->item;
-    mt_dropout drop = {.at = {.seed = 1, .stream = 1, .global_cols = HIDDEN}, .p = 0.1f}, off = {.p = 0.0f};
+    mt_dropout drop = {.at = {.seed = 1, .subsequence = 1, .global_cols = HIDDEN}, .p = 0.1f}, off = {.p = 0.0f};
     mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1, NULL};
     mt_tensor bias = mt_tensor_cols(b->vector, 0, HIDDEN), dbias = mt_tensor_cols(b->grads, 0, HIDDEN);
     switch (arg) {
@@ -1331,9 +1331,9 @@ static mt_status run_bandwidth(worker *w, int arg) {
     case BW_ADD: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, off, b->z);
     case BW_DROP: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, drop, b->z);
     case BW_DROP_BACKWARD: return mt_bias_dropout_add_backward(w->ctx, b->x, drop, b->z, dbias);
-    case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_shape, b->logits, b->targets, b->scalars);
+    case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_desc, b->logits, b->targets, b->scalars);
     case BW_CE_BACKWARD:
-        return mt_cross_entropy_backward(w->ctx, &ce_shape, b->logits, b->targets, b->lse, mt_none(), 1.0f);
+        return mt_cross_entropy_backward(w->ctx, &ce_desc, b->logits, b->targets, b->lse, mt_none(), 1.0f);
     default: return mt_adamw_step(w->ctx, &adamw, b->p, mt_none(), b->g, b->m, b->v);
     }
 }
@@ -1367,7 +1367,7 @@ static mt_status bandwidth_tensors(worker *w, bandwidth_item *b) {
                {&b->scalars, CE_TOKENS, 4},  {&b->lse, 2, CE_TOKENS},     {&b->p, 1, ADAMW_ELEMENTS},
                {&b->g, 1, ADAMW_ELEMENTS},   {&b->m, 1, ADAMW_ELEMENTS},  {&b->v, 1, ADAMW_ELEMENTS}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        mt_random at = {.seed = 9, .stream = i, .global_cols = all[i].cols};
+        mt_random at = {.seed = 9, .subsequence = i, .global_cols = all[i].cols};
         MT_TRY(mt_arena_tensor(w->ctx, MT_F32, all[i].rows, all[i].cols, all[i].t));
         MT_TRY(mt_random_normal(w->ctx, *all[i].t, 0.5f, at));
     }

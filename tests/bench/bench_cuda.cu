@@ -212,7 +212,7 @@ static void memory_of_rotary(mt_dtype dtype) {
             seq = opt.tiny ? 9 : 2048;
     size_t mark = mt_arena_mark(ctx);
     mt_tensor qkv = noise(dtype, tokens, 3 * h), table = noise(MT_F32, seq, dim);
-    mt_attention_shape s;
+    mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = tokens / seq, s.seq = seq, s.groups = h / dim, s.heads_per_group = 1, s.head_dim = dim;
     DO(mt_rotary_table(ctx, 10000.0f, table));
@@ -241,7 +241,7 @@ static void memory_of_vocabulary() {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor table = noise(MT_BF16, vocab, h), y = noise(MT_BF16, tokens, h), dtable = noise(MT_F32, vocab, h);
     mt_tensor logits = noise(MT_BF16, tokens, vocab), loss = noise(MT_F32, 1, tokens);
-    mt_cross_entropy_shape shape = {vocab, 0, 0.0f, 0};
+    mt_cross_entropy_shard_desc desc = {vocab, 0, 0.0f, 0};
     size_t distinct;
     int32_t *ids, *words = zipf_ids(vocab, tokens, &distinct);
     DO(mt_arena_alloc(ctx, (size_t)tokens * sizeof *ids, (void **)&ids));
@@ -252,7 +252,7 @@ static void memory_of_vocabulary() {
     memory_row("bf16 embedding backward, Zipf's ids", bytes(y) + 8.0 * (double)distinct * (double)h,
                [&] { DO(mt_embedding_backward(ctx, y, 0, words, dtable)); });
     memory_row("bf16 cross-entropy, forward and backward", 2 * bytes(logits),
-               [&] { DO(mt_cross_entropy_forward_backward(ctx, &shape, logits, ids, mt_none(), 1e-6f, loss)); });
+               [&] { DO(mt_cross_entropy_forward_backward(ctx, &desc, logits, ids, mt_none(), 1e-6f, loss)); });
     mt_arena_release(ctx, mark);
 }
 
@@ -381,7 +381,7 @@ static void item_gemm() {
 static void attention_rows(int64_t seq, int64_t head_dim, mt_mask mask) {
     int64_t sequences = opt.tiny ? 1 : 16384 / seq, heads = opt.tiny ? 2 : 2048 / head_dim;
     size_t mark = mt_arena_mark(ctx);
-    mt_attention_shape s;
+    mt_attention_desc s;
     memset(&s, 0, sizeof s);
     s.batch = sequences, s.seq = seq, s.groups = heads, s.heads_per_group = 1, s.head_dim = head_dim, s.mask = mask;
     int64_t tokens = sequences * seq, width = heads * head_dim;
