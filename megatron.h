@@ -109,7 +109,7 @@ typedef struct mt_mlp_desc {
     int no_bias;              /* 1: fc1 and fc2 have no bias */
     /* advanced */
     /* 1: forward does not add fc2.bias, and backward does not add to the gradient of fc2.bias. The caller does both,
-       for instance fused with a dropout */
+       for instance fused with a dropout. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     float init_std, output_init_std; /* standard deviation of the initial weights of fc1 and of fc2; 0: 0.02 */
@@ -154,7 +154,7 @@ typedef struct mt_self_attention_desc {
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
     mt_mask mask;         /* 0: MT_MASK_CAUSAL */
     float rotary_base;    /* base of rotary position embedding, usually 10000; 0: no rotary */
-    int64_t max_seq;      /* longest sequence, needed with rotary only */
+    int64_t max_seq;      /* longest sequence, with rotary; MT_ERR_ARGUMENT without it */
     float dropout;        /* of attention probabilities */
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
@@ -245,7 +245,7 @@ typedef struct mt_transformer_layer_desc {
     mt_activation activation;                /* 0: MT_GELU_TANH */
     mt_mask mask;                            /* 0: MT_MASK_CAUSAL */
     float rotary_base;                       /* base of rotary position embedding, usually 10000; 0: no rotary */
-    int64_t max_seq;                         /* longest sequence, needed with rotary only */
+    int64_t max_seq;                         /* longest sequence, with rotary; MT_ERR_ARGUMENT without it */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
     int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
@@ -293,15 +293,17 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
    output head and cross-entropy. The output head uses the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer. layer_number and max_seq are ignored: mt_gpt_create sets them. When output_init_std is 0,
-       it becomes init_std / sqrt(2 * layers). */
+    /* Describes every layer. Leave layer_number and max_seq 0: mt_gpt_create sets them. When output_init_std is 0, it
+       becomes init_std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
     /* advanced */
-    int64_t recompute_layers; /* layer.recompute applies to this many layers at the start of each stage; 0: all */
-    int untied_head;          /* 1: the output head has a weight of its own */
-    float embedding_dropout;  /* of the sum of token and position embedding */
-    float label_smoothing;    /* see mt_cross_entropy_desc */
-    int32_t ignore_index;     /* targets of this value have loss 0 and gradient 0; 0: -100, as in PyTorch */
+    /* layer.recompute applies to this many layers at the start of each stage; MT_ERR_ARGUMENT with MT_RECOMPUTE_NONE;
+       0: all */
+    int64_t recompute_layers;
+    int untied_head;         /* 1: the output head has a weight of its own */
+    float embedding_dropout; /* of the sum of token and position embedding */
+    float label_smoothing;   /* see mt_cross_entropy_desc */
+    int32_t ignore_index;    /* targets of this value have loss 0 and gradient 0; 0: -100, as in PyTorch */
 } mt_gpt_desc;
 
 /* This rank's shard of the model or, on a grid with several pipeline stages, of its stage. Every stage has the same
@@ -394,8 +396,8 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 /* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
 
 /* Creates an mt_checkpoint of a GPT. Call it instead of mt_checkpoint_create (mt_parallel.h); save, load, import and
-   destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format must be NULL
-   (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load and
+   destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model
+   must be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load and
    import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example another
    number of heads, or another activation).
 
@@ -444,7 +446,7 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     fc1.parts = parts;
     fc1.parts_by_shard = parts > 1;
     fc1.no_bias = d->no_bias;
-    fc1.skip_bias_add = 1; /* fused with the activation */
+    fc1.skip_bias_add = !d->no_bias; /* fused with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
     fc1.init_std = d->init_std;
     memset(&fc2, 0, sizeof fc2);
@@ -598,6 +600,9 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
     if (d->rotary_base > 0.0f && (d->max_seq < 1 || d->hidden / d->heads % 2 != 0))
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
                        function, name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
+    if (d->rotary_base == 0.0f && d->max_seq > 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has max_seq %lld, which only rotary uses, and rotary_base 0",
+                       function, name, (long long)d->max_seq);
     return MT_SUCCESS;
 }
 
@@ -978,7 +983,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     m.ffn = d->ffn;
     m.activation = d->activation;
     a.no_bias = m.no_bias = d->no_bias;
-    a.skip_bias_add = m.skip_bias_add = 1; /* fused with dropout and residual */
+    a.skip_bias_add = m.skip_bias_add = !d->no_bias; /* fused with dropout and residual */
     a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
     a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
     a.init_std = m.init_std = d->init_std;
@@ -1225,6 +1230,15 @@ static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gp
                        "label_smoothing %g, recompute_layers %lld",
                        (long long)d->vocab, (long long)d->layers, (long long)d->max_seq, (double)d->embedding_dropout,
                        (double)d->label_smoothing, (long long)d->recompute_layers);
+    if (d->layer.layer_number || (d->layer.max_seq && d->layer.max_seq != d->max_seq))
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "mt_gpt_create: layer.layer_number is %lld, layer.max_seq %lld; the GPT sets them, to the number "
+            "of each layer and to max_seq %lld",
+            (long long)d->layer.layer_number, (long long)d->layer.max_seq, (long long)d->max_seq);
+    if (d->recompute_layers && d->layer.recompute == MT_RECOMPUTE_NONE)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: recompute_layers is %lld, but layer.recompute is 0",
+                       (long long)d->recompute_layers);
     if (d->layers % grid->pp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
                        (long long)d->layers, grid->pp_size);
@@ -1276,6 +1290,7 @@ static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt)
         MT_TRY(mt_transformer_layer_create(ctx, params, name, &gpt->desc.layer, &gpt->layers[i]));
     }
     gpt->desc.layer.recompute = recompute;
+    gpt->desc.layer.layer_number = 0;
     return MT_SUCCESS;
 }
 
@@ -1291,9 +1306,9 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     head.in_features = l->hidden;
     head.out_features = gpt->desc.vocab;
     head.no_bias = 1;
-    head.init_std = l->init_std;
     head.sequence_parallel = l->sequence_parallel;
-    head.weight = gpt->desc.untied_head ? NULL : gpt->tokens.weight;
+    if (gpt->desc.untied_head) head.init_std = l->init_std;
+    else head.weight = gpt->tokens.weight;
     return mt_column_parallel_linear_create(ctx, params, "output_layer", &head, &gpt->head);
 }
 
@@ -1304,7 +1319,7 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
     count = mt_params_count(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
-    out->desc.layer.max_seq = desc->max_seq;
+    out->desc.layer.max_seq = desc->layer.rotary_base > 0.0f ? desc->max_seq : 0;
     if (desc->layer.output_init_std == 0.0f)
         out->desc.layer.output_init_std =
             (desc->layer.init_std == 0.0f ? 0.02f : desc->layer.init_std) / sqrtf(2.0f * (float)desc->layers);
@@ -1986,8 +2001,9 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: %s is NULL", gpt ? "desc" : "gpt");
     if (gpt->tokens.weight && mt_params_find(params, gpt->tokens.weight->name) != gpt->tokens.weight)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: the gpt is not of this registry");
-    if (desc->format)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: desc.format is set, a GPT has its own");
+    if (desc->format || desc->model)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: desc.%s is set, a GPT has its own",
+                       desc->format ? "format" : "model");
     d = *desc;
     d.format = &mti_gpt_format;
     d.model = gpt;

@@ -185,8 +185,9 @@ typedef struct mt_context_desc {
     int invariant_data; /* V_d; only with `invariant`; 0: V */
     int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; the library leaves this GPU current */
     /* advanced */
-    struct CUstream_st
-        *stream;       /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one */
+    struct CUstream_st *
+        stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one. MT_ERR_ARGUMENT
+                    on MT_DEVICE_CPU */
     mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; 0: CPU */
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
        then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
@@ -1169,6 +1170,9 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  desc->invariant, desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
+    if (desc->stream && desc->device == MT_DEVICE_CPU)
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
+                                  "mt_context_create: stream is set, but device is MT_DEVICE_CPU");
     return MT_SUCCESS;
 }
 

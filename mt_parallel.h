@@ -182,7 +182,7 @@ typedef struct mt_param_desc {
     int64_t parts;
     int64_t unit;     /* neighbouring features that stay together on one rank, such as a query group; 0: 1 */
     float init_std;   /* the first values are from N(0, init_std^2), see mt_params_init; 0: all are init_value */
-    float init_value; /* used when init_std is 0 */
+    float init_value; /* MT_ERR_ARGUMENT with init_std, too */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
     /* advanced */
     /* 1: a tensor rank computes only the part of the gradient that its own tokens (sequence parallelism) or its own
@@ -284,9 +284,11 @@ typedef struct mt_linear_desc {
     /* parts and unit of the split dimension, as in mt_param_desc. With 2 parts one layer computes gate and up of
        SwiGLU, and y is this rank's [gate | up] (for invariant mode see parts_by_shard); 0: 1 */
     int64_t parts, unit;
-    float init_std; /* 0: 0.02 */
+    float init_std; /* 0: 0.02; MT_ERR_ARGUMENT with `weight` */
     int no_bias;
-    int skip_bias_add;     /* 1: the caller adds layer->bias to y and computes its gradient, as in a fused operator */
+    /* 1: the caller adds layer->bias to y and computes its gradient, as in a fused operator. MT_ERR_ARGUMENT with
+       no_bias */
+    int skip_bias_add;
     int gather_output;     /* 1: y is [tokens, out_features] on every rank (column only) */
     int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
@@ -387,8 +389,9 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
 /* Run a linear layer and the activation next to it in one call. The two are one fused operator when
-   mt_gemm_options.epilogue allows it and the column-parallel layer has skip_bias_add and no gather_output. Otherwise
-   the call runs the linear layer and mt_column_parallel_activation_forward or _backward.
+   mt_gemm_options.epilogue allows it and the column-parallel layer has skip_bias_add or no_bias, and no
+   gather_output. Otherwise the call runs the linear layer and mt_column_parallel_activation_forward or _backward. A
+   fused forward writes no NAME.output to the hash log, because it has the layer's output only with its bias.
      forward (column-parallel):  h = x W^T + b [tokens, local_features], y = act(h).
      backward (row-parallel):    dy is the gradient of the row-parallel layer's output, and dh [tokens,
        before->local_features] that of h. h is the output of the column-parallel layer `before`, which comes before the
@@ -1059,7 +1062,7 @@ typedef struct mt_checkpoint_desc {
     const mt_field *fields; /* the program's own; copied, but names and values must outlive the checkpoint */
     int field_count;
     const mt_checkpoint_format *format; /* must outlive the checkpoint; NULL: the registry's names and layouts */
-    const void *model;                  /* passed to the functions of the format */
+    const void *model;                  /* passed to the functions of the format; MT_ERR_ARGUMENT without one */
 } mt_checkpoint_desc;
 
 #define MT_NOTE_MAX 1024
@@ -1712,14 +1715,20 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     if (d->rows < 1 || d->cols < 1 || d->rows > MTI_PARAM_ELEMENTS / d->cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
                        (long long)d->cols);
-    if (!(d->init_std >= 0.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has init_std %g", d->name, (double)d->init_std);
+    if (!(d->init_std >= 0.0f) || (d->init_std > 0.0f && d->init_value != 0.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_params_add: '%s' has init_std %g and init_value %g; init_std must not be negative, and only "
+                       "one of them may be set",
+                       d->name, (double)d->init_std, (double)d->init_value);
     if (parts > MTI_PARAM_PARTS)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
                        (long long)parts, MTI_PARAM_PARTS);
     if (parts < 1 || unit < 1 || n % parts != 0 || n / parts % unit != 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: %lld features of '%s' are not %lld parts of units of %lld",
                        (long long)n, d->name, (long long)parts, (long long)unit);
+    if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has parts %lld and unit %lld, but is not split",
+                       d->name, (long long)parts, (long long)unit);
     return MT_SUCCESS;
 }
 
@@ -2474,6 +2483,16 @@ static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *n
     return mt_params_add(ctx, params, &desc, out);
 }
 
+/* Refuses a field that has no effect beside the others. */
+static mt_status mti_linear_unused(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d) {
+    const char *field = NULL, *why = NULL;
+    if (d->skip_bias_add && d->no_bias) field = "skip_bias_add", why = "with no_bias there is no bias";
+    if (d->parts_by_shard && d->parts < 2) field = "parts_by_shard", why = "it has one part";
+    if (d->init_std > 0.0f && d->weight) field = "init_std", why = "its weight is that of another layer";
+    if (!field) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, but %s", function, name, field, why);
+}
+
 /* whole: the layer gathers its output, or takes an input that is not split. */
 static mt_status mti_linear_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                   const mt_linear_desc *d, int whole, const void *out) {
@@ -2490,6 +2509,7 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const m
                        "init_std %g",
                        function, name, (long long)d->in_features, (long long)d->out_features, (long long)d->parts,
                        (long long)d->unit, (double)d->init_std);
+    MT_TRY(mti_linear_unused(ctx, function, name, d));
     if (!mt_context_invariant(ctx) || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
     return mt_fail(
         ctx, MT_ERR_ARGUMENT,
@@ -3051,7 +3071,7 @@ MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, c
     MT_TRY(mti_column_check(ctx, function, layer, "x", x, "h", h));
     MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "y", y));
     if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || layer->desc.gather_output ||
-        !layer->desc.skip_bias_add) {
+        mti_column_own_bias(layer)) {
         MT_TRY(mt_column_parallel_linear_forward(ctx, layer, x, h, saved));
         return mt_column_parallel_activation_forward(ctx, layer, kind, h, y);
     }
@@ -3317,7 +3337,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
     MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved->x", saved->x));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
     mark = mt_arena_mark(ctx);
-    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || !before->desc.skip_bias_add) {
+    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || mti_column_own_bias(before)) {
         status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);
     } else {
         act.kind = kind;
@@ -6139,7 +6159,9 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
                        desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
     if (desc->optimizer && desc->optimizer->params != params)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the optimizer is not of this registry", function);
-    if (desc->field_count < 0 || (desc->field_count > 0 && !desc->fields))
+    if (desc->model && !desc->format)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: model is set, but format, which it is for, is NULL", function);
+    if (desc->field_count < 0 || (desc->field_count > 0) != (desc->fields != NULL))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: field_count is %d, fields is %s", function, desc->field_count,
                        desc->fields ? "not NULL" : "NULL");
     MT_TRY(mti_host_new(ctx, sizeof *c, &memory));

@@ -1370,6 +1370,7 @@ static void test_mlp_create_refuses(void **state) {
         {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
         {{.hidden = 8, .activation = (mt_activation)4}, MT_ERR_ARGUMENT, "activation 4"},
         {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
+        {{.hidden = 8, .no_bias = 1, .skip_bias_add = 1}, MT_ERR_ARGUMENT, "m.linear_fc2|skip_bias_add|no_bias"},
         {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};
     static char name[MT_NAME_MAX];
     mt_mlp_desc good = {.hidden = 8};
@@ -1416,6 +1417,10 @@ static void test_attention_create_refuses(void **state) {
         {{.hidden = 16, .heads = 4, .mask = (mt_mask)2}, MT_ERR_ARGUMENT, "mask 2"},
         {{.hidden = 16, .heads = 4, .layer_number = -1}, MT_ERR_ARGUMENT, "layer_number -1"},
         {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "max_seq -1"},
+        {{.hidden = 16, .heads = 4, .max_seq = 8}, MT_ERR_ARGUMENT, "'a'|max_seq 8|rotary_base 0"},
+        {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
+         MT_ERR_ARGUMENT,
+         "a.linear_proj|skip_bias_add|no_bias"},
         {{.hidden = 16, .heads = 4, .rotary_base = 1e4f}, MT_ERR_SHAPE, "max_seq (is 0)"},
         {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
         {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8}, MT_ERR_SHAPE, "head size (is 3)"},
@@ -1455,6 +1460,7 @@ static void test_layer_create_refuses(void **state) {
                {{.hidden = 16, .heads = 4, .attention_dropout = 1.5f}, MT_ERR_ARGUMENT, "dropout 1.5"},
                {{.hidden = 16, .heads = 8, .kv_heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
                {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
+               {{.hidden = 16, .heads = 4, .max_seq = 8}, MT_ERR_ARGUMENT, "max_seq 8|rotary_base 0"},
                {{.hidden = 16, .heads = 4, .ffn = -5}, MT_ERR_ARGUMENT, "ffn -5"},
                {{.hidden = 16, .heads = 4, .activation = (mt_activation)7}, MT_ERR_ARGUMENT, "activation 7"},
                {{.hidden = 16, .heads = 4, .mask = (mt_mask)7}, MT_ERR_ARGUMENT, "mask 7"},
@@ -1714,7 +1720,10 @@ static void test_gpt_create_refuses(void **state) {
                {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = 1.0f}, "embedding_dropout 1"},
                {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = NAN}, "embedding_dropout|nan"},
                {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = 1.0f}, "label_smoothing 1"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = -0.1f}, "label_smoothing -0.1"}};
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 1}, "recompute_layers is 1"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.layer_number = 1}, "layer.layer_number is 1"},
+               {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq 5"}};
     mt_gpt_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = layer};
     float x[4] = {0};
     int32_t ids[4] = {0};
@@ -1726,7 +1735,7 @@ static void test_gpt_create_refuses(void **state) {
     open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         mt_gpt_desc each = bad[i].desc;
-        each.layer = layer;
+        each.layer.hidden = layer.hidden, each.layer.heads = layer.heads;
         REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_gpt_create(r.ctx, r.params, &each, &gpt));
     }
     assert_int_equal(mt_gpt_create(NULL, r.params, &d, &gpt), MT_ERR_ARGUMENT);

@@ -2045,6 +2045,8 @@ static void arguments(void **state) {
     REFUSED(ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, NULL, &c));
     d.format = &mti_gpt_format;
     REFUSED(ctx, MT_ERR_ARGUMENT, "desc.format", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, &d, &c));
+    d.format = NULL, d.model = &m;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "desc.model", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, &d, &c));
     REFUSED(ctx, MT_ERR_ARGUMENT, "step is negative", mt_checkpoint_save(ctx, m.checkpoint, &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "state", mt_checkpoint_save(ctx, m.checkpoint, NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "checkpoint", mt_checkpoint_save(ctx, NULL, &s));

@@ -1003,6 +1003,10 @@ static void test_context_arguments(void **state) {
     d.allocator.alloc = count_alloc;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     d = small();
+    d.stream = (struct CUstream_st *)&log;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "stream is set"));
+    d = small();
     d.threads = -3;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "-3"));

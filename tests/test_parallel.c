@@ -410,6 +410,9 @@ static void test_params_add_refuses(void **state) {
         {{.name = "a", .rows = 12, .cols = 4, .placement = (mt_placement)3}, MT_ERR_ARGUMENT, "placement 3"},
         {{.name = "a", .rows = 12, .cols = 4, .init_std = -0.5f}, MT_ERR_ARGUMENT, "init_std -0.5"},
         {{.name = "a", .rows = 12, .cols = 4, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std|nan"},
+        {{.name = "a", .rows = 2, .cols = 4, .init_std = 1.0f, .init_value = 1.0f}, MT_ERR_ARGUMENT, "init_value 1"},
+        {{.name = "a", .rows = 12, .cols = 4, .parts = 2}, MT_ERR_ARGUMENT, "parts 2"},
+        {{.name = "a", .rows = 12, .cols = 4, .unit = 3}, MT_ERR_ARGUMENT, "unit 3"},
     };
     mt_param_desc good = {.name = "b", .rows = 1, .cols = 1};
     mt_param *p = NULL;
@@ -1421,6 +1424,9 @@ static void test_linear_create_refuses(void **state) {
                {{8, 12, .unit = -1}, MT_ERR_ARGUMENT, "unit -1"},
                {{8, 12, .init_std = -1.0f}, MT_ERR_ARGUMENT, "init_std -1"},
                {{8, 12, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std|nan"},
+               {{8, 12, .no_bias = 1, .skip_bias_add = 1}, MT_ERR_ARGUMENT, "'l'|skip_bias_add|no_bias"},
+               {{8, 12, .parts_by_shard = 1}, MT_ERR_ARGUMENT, "'l'|parts_by_shard|one part"},
+               {{8, 12, .parts = 1, .parts_by_shard = 1}, MT_ERR_ARGUMENT, "'l'|parts_by_shard|one part"},
                {{INT64_MAX / 2, INT64_MAX / 2, .parts = 0}, MT_ERR_SHAPE, "4611686018427387903"},
                {{10, 10, .parts = 4}, MT_ERR_SHAPE, "10 features|4 parts"},
                {{10, 10, .unit = 4}, MT_ERR_SHAPE, "10 features|units of 4"}};
@@ -1460,6 +1466,10 @@ static void test_linear_create_refuses(void **state) {
     d = good;
     d.weight = column.weight;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "weight", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
+    d.init_std = 0.02f;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'l'|init_std|another layer",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    d.init_std = 0.0f;
     d.out_features = 13;
     REFUSED(r.ctx, MT_ERR_SHAPE, "[13, 8]|[12, 8]",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));

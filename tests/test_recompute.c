@@ -119,7 +119,7 @@ static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, in
     mt_gpt_desc d = {.vocab = 1000,
                      .layers = layers,
                      .max_seq = s->seq,
-                     .recompute_layers = recomputed,
+                     .recompute_layers = how == MT_RECOMPUTE_NONE ? 0 : recomputed,
                      .layer = {.hidden = s->hidden,
                                .heads = s->heads,
                                .recompute = how,
@@ -280,6 +280,8 @@ static void test_refusals(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "layers 2|recompute_layers 3", mt_gpt_create(r.ctx, r.params, &g, &gpt));
     g.recompute_layers = -1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers -1", mt_gpt_create(r.ctx, r.params, &g, &gpt));
+    g.recompute_layers = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers is 1|layer.recompute", mt_gpt_create(r.ctx, r.params, &g, &gpt));
     test_paper_rank_close(&r);
 }
 

@@ -136,7 +136,7 @@ static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
     notes_fields(n, m->fields);
     c.optimizer = j->no_optimizer ? NULL : &m->adam;
     c.format = j->format;
-    c.model = m;
+    c.model = j->format ? m : NULL;
     return mt_checkpoint_create(m->r.ctx, m->r.params, &c, &m->checkpoint);
 }
 
@@ -522,7 +522,11 @@ static void arguments(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 (my)", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.fields = two, c.field_count = 2;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 1: there is another 'my'", mt_checkpoint_create(r.ctx, r.params, &c, &out));
-    c.fields = NULL;
+    c.field_count = 0;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is 0", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    c.fields = NULL, c.model = &f;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "model|format", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    c.field_count = 2, c.model = NULL;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is 2", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.field_count = -1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is -1", mt_checkpoint_create(r.ctx, r.params, &c, &out));
