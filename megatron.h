@@ -465,17 +465,17 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out) {
-    int count;
+    size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, name, desc, out));
     if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
         desc->activation < MT_GELU_TANH || desc->activation > MT_SQUARED_RELU)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
                        (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
-    count = mt_params_count(params);
+    mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
-    return mt_create_end(params, count, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
 }
 
 /* Rows of a view that may not be there. */
@@ -648,16 +648,16 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
     mt_self_attention_desc d;
-    int count;
+    size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, name, &d, mt_params_shards(params)));
-    count = mt_params_count(params);
+    mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
-    return mt_create_end(params, count, out, sizeof *out, mti_attention_create(ctx, params, name, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, params, name, out));
 }
 
 /* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
@@ -999,7 +999,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out) {
     static const char *const function = "mt_transformer_layer_create";
-    int count;
+    size_t mark;
     MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
     if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN ||
         !mti_probability(desc->hidden_dropout) || desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM ||
@@ -1010,11 +1010,11 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
                        "hidden_dropout %g, recompute %d",
                        function, name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
                        (double)desc->norm_eps, (double)desc->hidden_dropout, (int)desc->recompute);
-    count = mt_params_count(params);
+    mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     out->tp = mt_params_grid(params)->tp;
-    return mt_create_end(params, count, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
 /* The dropout of a sublayer's output, whose rows are tokens of the global batch. */
@@ -1313,10 +1313,10 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
 }
 
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out) {
-    int count;
+    size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_gpt_create", params, "gpt", desc, out));
     MT_TRY(mti_gpt_check(ctx, mt_params_grid(params), desc));
-    count = mt_params_count(params);
+    mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     out->desc.layer.max_seq = desc->layer.rotary_base > 0.0f ? desc->max_seq : 0;
@@ -1329,7 +1329,7 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
     out->grid = mt_params_grid(params);
     out->local_layers = desc->layers / mt_params_grid(params)->pp_size;
     out->first_layer = mt_params_grid(params)->pp_rank * out->local_layers;
-    return mt_create_end(params, count, out, sizeof *out, mti_gpt_create(ctx, params, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_gpt_create(ctx, params, out));
 }
 
 MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out) {

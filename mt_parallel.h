@@ -457,16 +457,18 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 /* For the create function of a block:
      mt_create_check  returns MT_ERR_ARGUMENT when an argument is NULL. The message names the argument.
      mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
-     mt_create_end    returns status. When status is an error, it also clears the block and removes the parameters that
-                      the block has added. count is the value of mt_params_count before the block added the first of
-                      them. Memory from mt_params_buffer stays allocated until mt_params_destroy. */
+     mt_params_mark   returns a mark: the number of parameters and buffers (mt_params_buffer) in the registry. Call it
+                      before the block adds its first one.
+     mt_create_end    returns status. When status is an error, it also clears the block, removes the parameters that
+                      were added after the mark, and frees the buffers that were. */
 MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                  const void *desc, const void *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
-MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status);
+MT_API size_t mt_params_mark(const mt_params *params);
+MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status);
 
-/* Allocates zeroed memory that mt_params_destroy frees: with on_host 1 host memory (for structs), with on_host 0 memory
-   of the context's device (for tables). */
+/* Allocates zeroed memory: with on_host 1 host memory (for structs), with on_host 0 memory of the context's device (for
+   tables). mt_params_destroy frees it, and so does mt_create_end after an error. */
 MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out);
 
 /* Returns the number of equal shards into which every split dimension is divided: V in invariant mode, otherwise t. */
@@ -1493,6 +1495,7 @@ typedef struct mti_buffer {
     void *data;
     size_t bytes;
     int on_host;
+    size_t mark; /* mt_params_mark before it was added */
     struct mti_buffer *next;
 } mti_buffer;
 
@@ -1523,7 +1526,8 @@ struct mt_params {
     float *subtrees;       /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
     int levels;            /* of the tree over the micro-batches of a rank */
     int64_t micro_batches; /* accumulated in this step */
-    mti_buffer *buffers;
+    mti_buffer *buffers;   /* the newest first */
+    int buffer_count;
 };
 
 static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
@@ -1542,14 +1546,17 @@ MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt
                            : "out");
 }
 
-static void mti_params_free_buffers(mt_params *params) {
-    while (params->buffers) {
-        mti_buffer *buffer = params->buffers;
-        params->buffers = buffer->next;
-        if (buffer->on_host) mt_host_free(buffer->data);
-        else mt_context_free(params->ctx, buffer->data, buffer->bytes);
-        mt_host_free(buffer);
-    }
+static void mti_params_free_buffer(mt_params *params) {
+    mti_buffer *buffer = params->buffers;
+    params->buffers = buffer->next;
+    params->buffer_count--;
+    if (buffer->on_host) mt_host_free(buffer->data);
+    else mt_context_free(params->ctx, buffer->data, buffer->bytes);
+    mt_host_free(buffer);
+}
+
+MT_API size_t mt_params_mark(const mt_params *params) {
+    return params ? (size_t)params->count + (size_t)params->buffer_count : 0;
 }
 
 MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t bytes, int on_host, void **out) {
@@ -1568,8 +1575,10 @@ MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t byt
     }
     buffer->bytes = bytes;
     buffer->on_host = on_host;
+    buffer->mark = mt_params_mark(params);
     buffer->next = params->buffers;
     params->buffers = buffer;
+    params->buffer_count++;
     *out = buffer->data;
     return MT_SUCCESS;
 }
@@ -1633,7 +1642,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     if (!params) return;
     ctx = params->ctx;
     if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD); /* what is on its way needs its memory */
-    mti_params_free_buffers(params);
+    while (params->buffers) mti_params_free_buffer(params);
     mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
     mt_context_free(ctx, params->grads, (size_t)params->gradients * sizeof(float));
     mt_context_free(ctx, params->subtrees, (size_t)(params->gradients * params->levels) * sizeof(float));
@@ -1785,10 +1794,13 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_create_end(mt_params *params, int count, void *block, size_t block_bytes, mt_status status) {
+MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status) {
     if (status == MT_SUCCESS) return status;
-    while (params && !params->values && params->count > count && params->count > 0)
-        mt_host_free(params->list[--params->count]);
+    while (mt_params_mark(params) > mark) { /* the newest is a buffer or a parameter */
+        if (params->buffers && params->buffers->mark + 1 == mt_params_mark(params)) mti_params_free_buffer(params);
+        else if (!params->values) mt_host_free(params->list[--params->count]);
+        else break;
+    }
     if (block) memset(block, 0, block_bytes);
     return status;
 }
@@ -2694,7 +2706,7 @@ MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_create";
-    int count;
+    size_t mark;
     MT_TRY(mti_linear_check(ctx, function, params, name, desc, desc && desc->gather_output, out));
     if (desc->input_is_parallel)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets input_is_parallel, which is for row-parallel layers",
@@ -2712,8 +2724,8 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                        (long long)(desc->parts ? desc->parts : 1), (long long)(desc->unit ? desc->unit : 1),
                        desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
     memset(out, 0, sizeof *out);
-    count = params->count;
-    MT_TRY(mt_create_end(params, count, out, sizeof *out,
+    mark = mt_params_mark(params);
+    MT_TRY(mt_create_end(params, mark, out, sizeof *out,
                          mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tp = params->grid->tp;
@@ -3087,14 +3099,14 @@ MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, c
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                const mt_linear_desc *desc, mt_row_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_create";
-    int count;
+    size_t mark;
     MT_TRY(mti_linear_check(ctx, function, params, name, desc, desc && !desc->input_is_parallel, out));
     if (desc->weight || desc->gather_output)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
                        desc->weight ? "weight" : "gather_output");
     memset(out, 0, sizeof *out);
-    count = params->count;
-    MT_TRY(mt_create_end(params, count, out, sizeof *out,
+    mark = mt_params_mark(params);
+    MT_TRY(mt_create_end(params, mark, out, sizeof *out,
                          mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
     out->desc = *desc;
     out->tp = params->grid->tp;
@@ -3393,17 +3405,18 @@ static mt_status mti_norm_params(mt_context *ctx, mt_params *params, const char 
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out) {
     static const char *const function = "mt_norm_layer_create";
-    int count, shards;
+    int shards;
+    size_t mark;
     MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
     MT_TRY(mti_norm_desc_check(ctx, function, name, desc));
-    count = params->count;
+    mark = mt_params_mark(params);
     shards = mti_shards(ctx, params->grid->tp);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     out->desc.eps = mti_default(desc->eps, 1e-5f);
     out->tp = params->grid->tp;
     out->local_groups = shards * mti_shard_features(desc->groups, 1, 1, shards * params->grid->tp_size);
-    return mt_create_end(params, count, out, sizeof *out, mti_norm_params(ctx, params, name, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_norm_params(ctx, params, name, out));
 }
 
 /* The checks that forward and backward share. */

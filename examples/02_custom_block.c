@@ -52,8 +52,8 @@ static mt_status block_layers(mt_context *ctx, mt_params *params, block *b) {
 }
 
 static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
-    int count = mt_params_count(params);
-    return mt_create_end(params, count, b, sizeof *b, block_layers(ctx, params, b));
+    size_t mark = mt_params_mark(params);
+    return mt_create_end(params, mark, b, sizeof *b, block_layers(ctx, params, b));
 }
 
 /* q (0), k (1) or v (2) of all heads: [tokens * heads, HEAD] of qkv [tokens, heads * UNIT]. */

@@ -1728,7 +1728,10 @@ static void test_gpt_create_refuses(void **state) {
     float x[4] = {0};
     int32_t ids[4] = {0};
     mt_batch batch = {.sequences = 1, .seq = 4};
+    mt_param_desc taken = {.rows = 1, .cols = 1};
     mt_gpt_saved saved = {0};
+    mt_param *p;
+    size_t before;
     mt_gpt gpt;
     test_rank r;
     (void)state;
@@ -1751,6 +1754,14 @@ static void test_gpt_create_refuses(void **state) {
     d.layer.hidden = HUGE_SIZE / 4 * 4;
     REFUSED(r.ctx, MT_ERR_SHAPE, "4611686018427387900", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
+    d.layer = layer;
+    d.layer.rotary_base = 100.0f; /* the second layer is refused, and the first one's table goes again */
+    taken.name = "decoder.layers.1.mlp.linear_fc2.weight";
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &taken, &p));
+    before = mt_context_allocated(r.ctx);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|decoder.layers.1", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    assert_int_equal(mt_params_mark(r.params), 1);
+    assert_int_equal(mt_context_allocated(r.ctx), before);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
             mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(x, 1, 4), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_saved_create(r.ctx, &gpt, &saved));

@@ -2374,12 +2374,16 @@ static void test_activation_refuses(void **state) {
 static mt_status add_some_and_fail(test_rank *r, int *block) {
     mt_param_desc d = {.name = "a", .rows = 2, .cols = 2};
     mt_param *p;
-    int count = mt_params_count(r->params);
-    mt_status status = mt_params_add(r->ctx, r->params, &d, &p);
+    void *buffer;
+    size_t mark = mt_params_mark(r->params);
+    mt_status status = mt_params_buffer(r->ctx, r->params, 1000, 0, &buffer);
+    MT_KEEP(status, mt_params_add(r->ctx, r->params, &d, &p));
+    MT_KEEP(status, mt_params_buffer(r->ctx, r->params, 1000, 1, &buffer));
+    MT_KEEP(status, mt_params_buffer(r->ctx, r->params, 3000, 0, &buffer));
     d.name = "b";
     MT_KEEP(status, mt_params_add(r->ctx, r->params, &d, &p));
     *block = 1;
-    return mt_create_end(r->params, count, block, sizeof *block, status == MT_SUCCESS ? MT_ERR_DATA : status);
+    return mt_create_end(r->params, mark, block, sizeof *block, status == MT_SUCCESS ? MT_ERR_DATA : status);
 }
 
 static mt_status count_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a, mt_tensor b) {
@@ -2459,11 +2463,17 @@ static void test_helpers_of_blocks(void **state) {
     test_rank r;
     void *buffer;
     int block;
+    size_t before;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_buffer(r.ctx, r.params, 500, 0, &buffer)); /* of the block before */
+    before = mt_context_allocated(r.ctx);
     assert_int_equal(add_some_and_fail(&r, &block), MT_ERR_DATA);
     assert_int_equal(mt_params_count(r.params), 1);
+    assert_int_equal(mt_params_mark(r.params), 2);
+    assert_int_equal(mt_context_allocated(r.ctx), before);
+    memset(buffer, 1, 500);
     assert_int_equal(block, 0);
     assert_int_equal(mt_create_end(r.params, 1, &block, sizeof block, MT_SUCCESS), MT_SUCCESS);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_name(r.ctx, name, "block", "gate"));
