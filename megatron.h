@@ -129,7 +129,7 @@ typedef struct mt_mlp_saved {
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy. Tensors that are sent must be contiguous (see mt_parallel.h). x must not change until backward. The tensors of
+   dy (MT_ERR_ARGUMENT). Tensors that are sent must be contiguous (see mt_parallel.h). x must not change until backward. The tensors of
    saved are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference. When dx is
    mt_none(), backward neither computes nor reduces dx.
    Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
@@ -516,6 +516,7 @@ MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x,
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, "mt_mlp_forward", mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, "mt_mlp_forward", "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
@@ -541,6 +542,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     MT_TRY(mt_check_activation(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows,
                                mlp->desc.hidden));
     MT_TRY(mt_check_sent(ctx, "mt_mlp_backward", mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, "mt_mlp_backward", "dy", dy, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -864,6 +866,7 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
     MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     desc = mti_attention_desc(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     mark = mt_arena_mark(ctx);
@@ -904,6 +907,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     MT_TRY(
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);

@@ -1596,6 +1596,13 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     REFUSED(ctx, MT_ERR_SHAPE, "y|ld 20|contiguous", forward_with(b, batch, x, with(y, n, h, 20, MT_F32)));
     REFUSED(ctx, MT_ERR_ARGUMENT, "x is|data is NULL", forward_with(b, batch, mt_tensor_f32(NULL, n, h), y));
     REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL", forward_with(b, batch, x, mt_tensor_f32(NULL, n, h)));
+    if (b->c->kind != LAYER) {
+        mt_tensor later = with(x, n, h, h, MT_F32);
+        later.data = (char *)x.data + ((n - 1) * h + h - 1) * 4; /* its first element is the last one of x */
+        REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, x));
+        REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, later));
+        REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, later, x));
+    }
     REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", backward_with(b, batch, x, y, NULL));
     REFUSED(ctx, MT_ERR_SHAPE, "saved", backward_with(b, batch, x, y, &s)); /* of no forward */
     REFUSED(ctx, MT_ERR_DTYPE, "dy is bf16", backward_with(b, batch, with(x, n, h, h, MT_BF16), y, &s));
