@@ -17,24 +17,6 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 
-no_gpu() {
-    echo "no GPU: $1; nothing was tested"
-    exit 77
-}
-
-probe_source() {
-    cat <<'END'
-#include <cstdio>
-int main() {
-    int n = 0;
-    cudaDeviceProp gpu;
-    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0 || cudaGetDeviceProperties(&gpu, 0) != cudaSuccess) return 1;
-    printf("%s, sm_%d%d, %d of them\n", gpu.name, gpu.major, gpu.minor, n);
-    return 0;
-}
-END
-}
-
 # gpu_build PROGRAM [FLAGS [LIBRARIES]]
 gpu_build() {
     # shellcheck disable=SC2086  # lists of flags
@@ -47,15 +29,12 @@ gpu_test() { gpu_build "$@" && timeout -k 10 600 "$build/$1"; }
 gpu_implementation() { nvcc -x cu -std=c++17 -O2 $arch -I. -c tests/package/implementation.c -o "$build/implementation.o"; }
 shared() { "$1" "$2" "$DECLARATIONS_ONLY" "$build/implementation.o"; }
 
-have_command nvcc || no_gpu "nvcc is not here to build for one"
 if [ "${1:-}" = --build ]; then
+    have_command nvcc || { echo "nvcc is not here, nothing was built"; exit 77; }
     each=gpu_build arch="-gencode arch=compute_80,code=compute_80" # the driver makes the rest
 else
     each=gpu_test arch=-arch=native
-    probe_source >"$build/probe.cu"
-    nvcc "$build/probe.cu" -o "$build/probe" || exit 1
-    device=$("$build/probe") || no_gpu "CUDA finds none"
-    echo "$device"
+    need_gpu "$build" "nothing was tested"
 fi
 check "the wrappers of PTX instructions" $each test_cuda_ptx
 check "the implementation builds" gpu_implementation

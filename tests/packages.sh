@@ -95,3 +95,22 @@ hidden_package() {
     *) hidden "$1" ;;
     esac
 }
+
+# need_gpu FOLDER WORDS: prints which GPU is here. Without one, or without nvcc, it says so and WORDS, and ends the script with 77.
+# The probe, built in FOLDER, has no kernels: only the host's compiler runs.
+need_gpu() {
+    have_command nvcc || { echo "no GPU: nvcc is not here to build for one; $2"; exit 77; }
+    cat >"$1/probe.cpp" <<'END'
+#include <cstdio>
+#include <cuda_runtime_api.h>
+int main() {
+    int n = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0 || cudaGetDeviceProperties(&gpu, 0) != cudaSuccess) return 1;
+    printf("%s, sm_%d%d, %d of them\n", gpu.name, gpu.major, gpu.minor, n);
+    return 0;
+}
+END
+    nvcc "$1/probe.cpp" -o "$1/probe" || exit 1
+    "$1/probe" || { echo "no GPU: CUDA finds none; $2"; exit 77; }
+}

@@ -26,13 +26,8 @@ bench_cpu() {
 }
 
 bench_cuda() {
-    if ! have_command nvcc; then
-        echo "bench_cuda: no GPU here, nothing was measured (nvcc is not here to build for one)"
-        exit 77
-    fi
-    # without a GPU, -arch=native would only warn
-    nvcc -O3 -std=c++17 -arch=native -Wno-deprecated-gpu-targets -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" -lcublasLt \
-        2>"$build/nvcc.log" || { cat "$build/nvcc.log"; exit 1; }
+    need_gpu "$build" "nothing was measured" >&2
+    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" -lcublasLt || exit 1
     "$build/bench_cuda" "$@" || exit
     echo
     have_command python3 && python3 tests/bench/peer_pytorch_cuda.py
