@@ -21,9 +21,6 @@ check_log=$work/log check_lines=40
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# Reads what is wrong, passes it on, and fails when there was anything.
-fail_on_output() { awk '{ print } END { exit NR > 0 }'; }
-
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 # code_only HEADER [strings]: comments go, strings and characters become empty unless wanted, lines stay where they are

@@ -52,7 +52,7 @@ check_link() {
 links() {
     for page in README.md docs/*.md tests/README.md tests/bench/README.md; do
         links_of "$page" | while read -r link; do check_link "$page" "$link"; done
-    done | awk '{ print } END { exit NR > 0 }'
+    done | fail_on_output
 }
 
 # README.md leads to every chapter, and every chapter ends with something to run.
@@ -62,7 +62,7 @@ chapters() {
         grep -q "($page)" README.md || echo "README.md has no link to $page"
         awk '/^## Run it/ { run = 1 } run && /^```sh/ { sh = 1 } END { exit !sh }' "$page" ||
             echo "$page does not end with 'Run it'"
-    done | awk '{ print } END { exit NR > 0 }'
+    done | fail_on_output
 }
 
 check "the first program is the same in README.md and megatron.h, compiles and learns" first_program

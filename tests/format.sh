@@ -16,11 +16,9 @@ trap 'exit 1' HUP INT TERM
 
 sources() { find . -path "./build*" -prune -o -name .git -prune -o -type f -regex '.*\.\(h\|c\|cu\|cuh\|cpp\)' -print; }
 
-nothing() { awk '{ print } END { exit NR > 0 }'; }
+columns() { sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }' | fail_on_output; }
 
-columns() { sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }' | nothing; }
-
-formatted() { sources | xargs clang-format --dry-run -Werror 2>&1 | grep error | nothing; }
+formatted() { sources | xargs clang-format --dry-run -Werror 2>&1 | grep error | fail_on_output; }
 
 check "lines of at most 120 columns" columns
 case $(hidden clang-format || clang-format --version 2>/dev/null) in

@@ -53,6 +53,9 @@ check() {
     [ $outcome = ok ] || show_ends "$check_log"
 }
 
+# Reads what is wrong, passes it on, and fails when there was anything.
+fail_on_output() { awk '{ print } END { exit NR > 0 }'; }
+
 # Something that was not there to be tested, which --strict does not accept ...
 leave_out() {
     skipped=$((skipped + 1))

@@ -53,8 +53,8 @@ run() {
 # same ON FLAGS
 same() {
     run "before-$1" before "$2" && run "after-$1" after "$2" || return 1
-    diff "$build/before.csv" "$build/after.csv" && [ -s "$build/after.hash" ] && diff "$build/before.hash" "$build/after.hash" | head -n 20 |
-        awk '{ print } END { exit NR > 0 }'
+    diff "$build/before.csv" "$build/after.csv" && [ -s "$build/after.hash" ] || return 1
+    diff "$build/before.hash" "$build/after.hash" | head -n 20 | fail_on_output
 }
 
 # runs ON: each line is a run
