@@ -40,6 +40,15 @@ have_package() {
     esac
 }
 
+# Prints the flags of the fastest GEMM library that is here; none: the built-in GEMM.
+fastest_gemm() {
+    if have_package libdnnl-dev; then
+        echo "-DMT_USE_ONEDNN -ldnnl"
+    elif have_package libopenblas-dev; then
+        echo "-DMT_USE_CBLAS -lopenblas"
+    fi
+}
+
 missing_packages() {
     for package in "$@"; do
         have_package "$package" || printf '%s ' "$package"

@@ -15,14 +15,10 @@ shift $(($# > 2 ? 2 : $#))
 build=${MT_BUILD_DIR:-build}/against
 mkdir -p "$build" && build=$(cd "$build" && pwd) || exit 1
 
-gemm=
-have_package libopenblas-dev && gemm="-DMT_USE_CBLAS -lopenblas"
-have_package libdnnl-dev && gemm="-DMT_USE_ONEDNN -ldnnl"
-
 # build_bench TREE NAME
 build_bench() {
-    # shellcheck disable=SC2086  # a list of flags
-    "$CC" -O3 -march=native -I"$1" "$1/tests/bench/bench.c" -o "$build/$2" $gemm -lm -lpthread
+    # shellcheck disable=SC2046  # a list of flags
+    "$CC" -O3 -march=native -I"$1" "$1/tests/bench/bench.c" -o "$build/$2" $(fastest_gemm) -lm -lpthread
 }
 
 rm -rf "$build/tree" && mkdir "$build/tree" && git archive "$revision" | tar -x -C "$build/tree" &&

@@ -18,11 +18,8 @@ if [ "${1:-}" = --device ]; then
 fi
 
 bench_cpu() {
-    gemm=
-    have_package libopenblas-dev && gemm="-DMT_USE_CBLAS -lopenblas"
-    have_package libdnnl-dev && gemm="-DMT_USE_ONEDNN -ldnnl"
-    # shellcheck disable=SC2086  # a list of flags
-    "$CC" -O3 -march=native -I. tests/bench/bench.c -o "$build/bench" $gemm -lm -lpthread && exec "$build/bench" "$@"
+    # shellcheck disable=SC2046  # a list of flags
+    "$CC" -O3 -march=native -I. tests/bench/bench.c -o "$build/bench" $(fastest_gemm) -lm -lpthread && exec "$build/bench" "$@"
 }
 
 bench_cuda() {
