@@ -106,10 +106,11 @@ builds_for_all() {
     return 0
 }
 
-# The same with NCCL, and the example that has a communicator of its own; one architecture, for time.
+# The same with NCCL, whose kernels are no others, and the example that has a communicator of its own.
 builds_with_nccl() {
     [ -f "$cuda/include/nccl.h" ] || { echo "no nccl.h in $cuda/include"; return 1; }
-    nvcc -O3 -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
+    # shellcheck disable=SC2046  # a flag, or none
+    nvcc -O3 $(nvcc_fast) -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
             -o "$build/implementation_nccl.o" \
         && nvcc -O3 -I. -Werror all-warnings -arch=sm_90 $DECLARATIONS_ONLY examples/03_nccl.cu \
             "$build/implementation_nccl.o" -o "$build/03_nccl" -lcublasLt -lnccl \
@@ -140,9 +141,10 @@ END
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
-# The README's line; with a GPU it trains, without one it says so.
+# The README's line, but for the optimization; with a GPU it trains, without one it says so.
 builds_train_gpt() {
-    nvcc -O3 -I. -x cu examples/train_gpt.c -o "$build/train_gpt" -DMT_USE_NCCL -lcublasLt -lnccl || return 1
+    # shellcheck disable=SC2046  # a flag, or none
+    nvcc -O0 $(nvcc_fast) -I. -x cu examples/train_gpt.c -o "$build/train_gpt" -DMT_USE_NCCL -lcublasLt -lnccl || return 1
     # shellcheck disable=SC2086  # a list of flags
     "$build/train_gpt" $few_steps --device cuda --dtype bf16 >"$build/train_gpt.log" 2>&1 && return 0
     grep 'cudaGetDeviceCount' "$build/train_gpt.log" || { cat "$build/train_gpt.log"; return 1; }
@@ -152,7 +154,7 @@ by_nvcc() {
     check "nvcc, every architecture from sm_75 on, no hot kernel spills registers" builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
     check "a C program links against nvcc's object" links_from_c implementation.o
-    check "tests/gpu.sh builds its programs" sh tests/gpu.sh --build
+    check "tests/gpu.sh builds its programs" sh tests/gpu.sh --build "$build/implementation.o"
     check "with NCCL, too" builds_with_nccl
     check "train_gpt, compiled by nvcc" builds_train_gpt
     check "the tests and the benchmark of a GPU say that there is none" no_gpu_is_said

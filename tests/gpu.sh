@@ -1,8 +1,9 @@
 #!/bin/sh
 # The CUDA tests on a real GPU: what tests/cuda.sh executes on a CPU, built by nvcc.
 #
-#   sh tests/gpu.sh             one line per program, closing line "N passed, N failed, N skipped"; 77: there is no GPU
-#   sh tests/gpu.sh --build     only builds them, for any GPU from sm_80 on, which takes none
+#   sh tests/gpu.sh                      one line per program, closing line "N passed, N failed, N skipped"; 77: there is no GPU
+#   sh tests/gpu.sh --build [OBJECT]     only builds them, without optimization, for any GPU from sm_80 on, which takes none;
+#                                        OBJECT: an implementation that nvcc has built
 #
 # First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then everything else, with
 # ranks that share the GPU. Needs nvcc, cuBLASLt and NCCL.
@@ -17,34 +18,69 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 
-# gpu_build PROGRAM [FLAGS [LIBRARIES]]
+# Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they do.
+own="test_cuda_ptx test_cuda test_cuda_flash test_cuda_nccl test_cuda_processes"
+shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint"
+implementation=$build/implementation.o
+
+# gpu_build NAME: a program, or the implementation
 gpu_build() {
+    more= libraries=-lcublasLt
+    case $1 in
+    implementation)
+        # shellcheck disable=SC2086  # a list of flags
+        nvcc $flags -I. -x cu -c tests/package/implementation.c -o "$implementation"
+        return ;;
+    test_cuda_nccl) libraries="-lcublasLt -lnccl" ;;
+    test_cuda_processes) more=-DMT_USE_NCCL libraries="-lcublasLt -lnccl" ;;
+    *) case " $shared " in *" $1 "*) more="$DECLARATIONS_ONLY $implementation" ;; esac ;;
+    esac
     # shellcheck disable=SC2086  # lists of flags
-    nvcc -std=c++17 -O2 $arch -I. ${2:-} "tests/$1.cu" -o "$build/$1" -lcublasLt ${3:-}
+    nvcc $flags -I. $more "tests/$1.cu" -o "$build/$1" $libraries
 }
 
-gpu_test() { gpu_build "$@" && timeout -k 10 600 "$build/$1"; }
+# As many at a time as there are cores.
+gpu_build_all() {
+    started=0
+    for name in "$@"; do
+        gpu_build "$name" >"$build/$name.log" 2>&1 &
+        started=$((started + 1))
+        [ $((started % jobs)) -ne 0 ] || wait
+    done
+    wait
+}
 
-# Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they do.
-gpu_implementation() { nvcc -x cu -std=c++17 -O2 $arch -I. -c tests/package/implementation.c -o "$build/implementation.o"; }
-shared() { "$1" "$2" "$DECLARATIONS_ONLY" "$build/implementation.o"; }
+# gpu_test NAME: what has been built
+gpu_test() {
+    cat "$build/$1.log"
+    if [ "$1" = implementation ]; then [ -f "$implementation" ]; else timeout -k 10 600 "$build/$1"; fi
+}
 
 if [ "${1:-}" = --build ]; then
     have_command nvcc || { echo "nvcc is not here, nothing was built"; exit 77; }
-    each=gpu_build arch="-gencode arch=compute_80,code=compute_80" # the driver makes the rest
+    each=gpu_build
+    flags="-std=c++17 -O0 $(nvcc_fast) -gencode arch=compute_80,code=compute_80" # the driver makes the rest
+    implementation=${2:-$implementation}
 else
-    each=gpu_test arch=-arch=native
     need_gpu "$build" "nothing was tested"
+    each=gpu_test flags="-std=c++17 -O2 -arch=native" jobs=$(nproc 2>/dev/null || echo 2) start=$(now)
+    # shellcheck disable=SC2086  # lists of names
+    (cd "$build" && rm -f $own $shared implementation.o)
+    # shellcheck disable=SC2086
+    gpu_build_all implementation $own
+    # shellcheck disable=SC2086
+    gpu_build_all $shared
+    echo "built in $((($(now) - start) / 1000)) s"
 fi
 check "the wrappers of PTX instructions" $each test_cuda_ptx
-check "the implementation builds" gpu_implementation
-check "GEMM, its epilogues and the choice of algorithms" shared $each test_cuda_gemm
+[ -n "${2:-}" ] || check "the implementation builds" $each implementation
+check "GEMM, its epilogues and the choice of algorithms" $each test_cuda_gemm
 check "operators, contexts and collectives against the CPU" $each test_cuda
 check "attention on tensor cores against the CPU" $each test_cuda_flash
-check "several GPUs in one process" shared $each test_cuda_devices
-check "NCCL" $each test_cuda_nccl "" -lnccl
-check "ranks that are processes" $each test_cuda_processes -DMT_USE_NCCL -lnccl
-check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" shared $each test_cuda_gpt
-check "checkpoints of a GPT" shared $each test_cuda_checkpoint
+check "several GPUs in one process" $each test_cuda_devices
+check "NCCL" $each test_cuda_nccl
+check "ranks that are processes" $each test_cuda_processes
+check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
+check "checkpoints of a GPT" $each test_cuda_checkpoint
 closing_line
 [ "$failed" -eq 0 ]
