@@ -218,30 +218,9 @@ static int test_flock(int fd, int how) {
 #include "mt_test_gpt.h"
 #include "mt_test_resume.h"
 #include "mt_test_ranks.h"
+#include "mt_test_scratch.h"
 
 #define STRIDE (test_all() ? 1 : 3) /* through what is tried one by one */
-
-static char scratch[] = "/tmp/test_checkpoint_XXXXXX";
-
-static const char *in_scratch(const char *name) {
-    static char path[8][256];
-    static int next;
-    char *p = path[next++ % 8];
-    snprintf(p, sizeof path[0], "%s/%s", scratch, name);
-    return p;
-}
-
-static void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static void shell(const char *format, ...) {
-    char command[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(command, sizeof command, format, args);
-    va_end(args);
-    if (system(command) != 0) fail_msg("%s", command);
-}
-
-static void forget(const char *directory) { shell("rm -rf '%s'", in_scratch(directory)); }
 
 /* But for the lock, which stays. */
 static int entries(const char *directory) {
@@ -2091,12 +2070,12 @@ static void meta(void **state) {
 
 static int open_all(void **state) {
     (void)state;
-    return !mkdtemp(scratch);
+    return scratch_open("test_checkpoint");
 }
 
 static int close_all(void **state) {
     (void)state;
-    return rmdir(scratch); /* everything in it is gone */
+    return scratch_close();
 }
 
 int main(void) {

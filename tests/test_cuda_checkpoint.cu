@@ -10,26 +10,7 @@
 #define GPT_STEPS 4
 #include "mt_test_gpt.h"
 #include "mt_test_resume.h"
-
-#include <unistd.h>
-
-static char scratch[] = "/tmp/test_cuda_checkpoint_XXXXXX";
-
-static const char *in_scratch(const char *name) {
-    static char path[4][256];
-    static int next;
-    char *p = path[next++ % 4];
-    snprintf(p, sizeof path[0], "%s/%s", scratch, name);
-    return p;
-}
-
-static void shell(const char *command, const char *a, const char *b) {
-    char text[1024];
-    snprintf(text, sizeof text, "%s '%s'%s%s%s", command, a, b ? " '" : "", b ? b : "", b ? "'" : "");
-    if (system(text) != 0) fail_msg("%s", text);
-}
-
-static void forget(const char *name) { shell("rm -r", in_scratch(name), NULL); }
+#include "mt_test_scratch.h"
 
 static gpt_run run_of(mt_device device, int dtype, int tp, int data, int llama) {
     gpt_run r;
@@ -97,7 +78,7 @@ static void copies(const gpt_run *run, const char *from, const char *to) {
     c.from = from;
     c.to = to;
     gpt_launch(run, copy_rank, &c);
-    shell("diff -r", from, to);
+    shell("diff -r '%s' '%s'", from, to);
 }
 
 /* A GPU's, read and written by a CPU, read and written by two GPUs: all the same bytes. */
@@ -118,12 +99,12 @@ static void same_files(void **state) {
 
 static int open_all(void **state) {
     (void)state;
-    return !mkdtemp(scratch);
+    return scratch_open("test_cuda_checkpoint");
 }
 
 static int close_all(void **state) {
     (void)state;
-    return rmdir(scratch);
+    return scratch_close();
 }
 
 int main() {

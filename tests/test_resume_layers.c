@@ -15,30 +15,9 @@
 #endif
 
 #include "mt_test_ranks.h"
+#include "mt_test_scratch.h"
 
 enum { IN = 12, MIDDLE = 20, OUT = 6, TOKENS = 8, STEPS = 6, HALF = 3 };
-
-static char scratch[] = "/tmp/test_resume_layers_XXXXXX";
-
-static const char *in_scratch(const char *name) {
-    static char path[4][256];
-    static int next;
-    char *p = path[next++ % 4];
-    snprintf(p, sizeof path[0], "%s/%s", scratch, name);
-    return p;
-}
-
-static void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static void shell(const char *format, ...) {
-    char command[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(command, sizeof command, format, args);
-    va_end(args);
-    if (system(command) != 0) fail_msg("%s", command);
-}
-
-static void forget(const char *directory) { shell("rm -rf '%s'", in_scratch(directory)); }
 
 /* ---- a program of two linear layers ------------------------------------------------------------------------------ */
 
@@ -120,9 +99,7 @@ static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
     mt_data_parallel_desc share = {.sharded_optimizer = j->sharded};
     mt_linear_desc first = {.in_features = IN, .out_features = middle},
                    second = {.in_features = middle, .out_features = OUT, .input_is_parallel = 1};
-    char directory[256]; /* of this rank's own: in_scratch is not for several threads */
-    mt_checkpoint_desc c = {.directory = directory, .fields = m->fields, .field_count = FIELDS};
-    snprintf(directory, sizeof directory, "%s/%s", scratch, j->directory);
+    mt_checkpoint_desc c = {.directory = in_scratch(j->directory), .fields = m->fields, .field_count = FIELDS};
     memset(m, 0, sizeof *m);
     MT_TRY(test_rank_open(world, shape, &where, &m->r));
     MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, j->dtype));
@@ -439,12 +416,10 @@ static mt_status unsaved_rank(mt_comm *world, void *user) {
     job j = {.tp = 2, .directory = "u"};
     int rank = mt_comm_rank(world);
     mt_training_state s = {.step = 1};
-    char first[64], second[64];
+    const char *first = in_scratch("u/step-00000001"), *second = in_scratch("u/step-00000002");
     notes n = written;
     model m;
     (void)user;
-    snprintf(first, sizeof first, "%s/u/step-00000001", scratch);
-    snprintf(second, sizeof second, "%s/u/step-00000002", scratch);
     MT_TRY(model_open(world, &j, &n, &m));
     memset(&s.scaler, 0x55, sizeof s.scaler);
     s.scaler.desc = (mt_loss_scaler_desc){0};
@@ -855,12 +830,12 @@ static void json(void **state) {
 
 static int open_all(void **state) {
     (void)state;
-    return !mkdtemp(scratch);
+    return scratch_open("test_resume_layers");
 }
 
 static int close_all(void **state) {
     (void)state;
-    return rmdir(scratch); /* everything in it is gone */
+    return scratch_close();
 }
 
 int main(void) {

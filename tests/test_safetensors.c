@@ -7,9 +7,9 @@
 #include "fuzz/readers.h"
 #include "mt_test_locale.h"
 #include "mt_test_ranks.h"
+#include "mt_test_scratch.h"
 
 static mt_context *ctx;
-static char scratch[] = "/tmp/test_safetensors_XXXXXX";
 
 /* DATA bytes behind a header; *size: of all. The memory ends where the file does. */
 static unsigned char *make_file(const char *header, size_t header_bytes, size_t data, size_t *size) {
@@ -24,8 +24,7 @@ static unsigned char *make_file(const char *header, size_t header_bytes, size_t 
 }
 
 static const char *write_file(const void *bytes, size_t size) {
-    static char path[96];
-    snprintf(path, sizeof path, "%s/file", scratch);
+    const char *path = in_scratch("file");
     FILE *f = fopen(path, "wb");
     assert_non_null(f);
     assert_int_equal(fwrite(bytes, 1, size, f), size);
@@ -211,7 +210,6 @@ static void bad_files(void **state) {
     unsigned char lies[16] = {0};
     uint64_t lengths[] = {9, 100000001, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 7};
     mt_safetensors *s;
-    char path[96];
     (void)state;
     for (size_t n = 0; n < 8; n++) {
         const char *file = write_file(lies, n);
@@ -223,11 +221,10 @@ static void bad_files(void **state) {
         const char *file = write_file(lies, sizeof lies);
         REFUSED(ctx, MT_ERR_DATA, "/file|header of", mt_safetensors_open(ctx, file, &s));
     }
-    snprintf(path, sizeof path, "%s/absent", scratch);
-    REFUSED(ctx, MT_ERR_IO, "/absent|No such file", mt_safetensors_open(ctx, path, &s));
+    REFUSED(ctx, MT_ERR_IO, "/absent|No such file", mt_safetensors_open(ctx, in_scratch("absent"), &s));
     REFUSED(ctx, MT_ERR_IO, "not a regular file", mt_safetensors_open(ctx, scratch, &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "path is NULL", mt_safetensors_open(ctx, NULL, &s));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_safetensors_open(ctx, path, NULL));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_safetensors_open(ctx, scratch, NULL));
     char too_long[MT_PATH_MAX + 2];
     memset(too_long, 'a', sizeof too_long);
     too_long[sizeof too_long - 1] = 0;
@@ -472,16 +469,14 @@ static void mutated_seeds(void **state) {
 static int open_all(void **state) {
     mt_context_desc small = {.arena_bytes = 64};
     (void)state;
-    return !mkdtemp(scratch) || mt_context_create(NULL, &small, &ctx) != MT_SUCCESS;
+    return scratch_open("test_safetensors") || mt_context_create(NULL, &small, &ctx) != MT_SUCCESS;
 }
 
 static int close_all(void **state) {
-    char path[96];
     (void)state;
-    snprintf(path, sizeof path, "%s/file", scratch);
-    unlink(path);
+    forget("file");
     mt_context_destroy(ctx);
-    return rmdir(scratch);
+    return scratch_close();
 }
 
 int main(void) {

@@ -7,6 +7,7 @@
 
 #include "mt_test.h"
 #include "mt_test_locale.h"
+#include "mt_test_scratch.h"
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -14,16 +15,6 @@
 
 #define MAX_ARGS 64
 #define STEPS 50
-
-static char scratch[64]; /* a folder of this run's own */
-
-static const char *in_scratch(const char *name) {
-    static char path[4][128];
-    static int next;
-    char *p = path[next++ % 4];
-    snprintf(p, sizeof path[0], "%s/%s", scratch, name);
-    return p;
-}
 
 /* Runs train_gpt with these words as its arguments; what it prints goes to the files "out" and "err". */
 static int run_train_gpt(const char *words) {
@@ -647,7 +638,7 @@ static void refuse_six_steps(const char *flags, const char *sentence) {
 /* Stopped after three of six steps, a run goes on with the other three, on another split. */
 static void test_checkpoints(void **state) {
     double whole[8], rest[8], again[8];
-    char words[512], command[512];
+    char words[512];
     char c[128];
     (void)state;
     write_text();
@@ -655,8 +646,7 @@ static void test_checkpoints(void **state) {
     snprintf(words, sizeof words, "--checkpoint %s --save-interval 3 --log %s", c, in_scratch("whole.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("whole.csv", 1, whole), 6);
-    snprintf(command, sizeof command, "rm -r %s/step-00000006", c);
-    assert_int_equal(system(command), 0);
+    forget("checkpoints/step-00000006");
     snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --log %s", c, in_scratch("init.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, again), 1);
@@ -679,8 +669,7 @@ static void test_checkpoints(void **state) {
             fail_msg("step %d: loss %.9g, must be %.9g", 4 + i, rest[i], whole[3 + i]);
     run_six_steps(words); /* there is nothing left to do, and nothing is saved once more */
     assert_int_equal(read_losses("rest.csv", 4, rest), 3);
-    snprintf(command, sizeof command, "rm -r %s", c);
-    assert_int_equal(system(command), 0);
+    forget("checkpoints");
 }
 
 /* A sentence, once, however many ranks there are; nothing was trained. */
@@ -728,8 +717,7 @@ static void test_resuming_something_else(void **state) {
     refuse_six_steps(words, "nope/deeper: cannot create the directory: No such file");
     read_text("out", text, sizeof text);
     assert_null(strstr(text, "step     1/6"));
-    snprintf(words, sizeof words, "rm -r %s", c);
-    assert_int_equal(system(words), 0);
+    forget("checkpoints");
 }
 
 /* Killed behind its last checkpoint, in the middle of a line: in the logs, every step is there once. */
@@ -746,8 +734,7 @@ static void test_logs_go_on(void **state) {
     run_six_steps(words);
     read_text("whole.csv", text[0], sizeof text[0]);
     read_text("one.hash", text[1], sizeof text[1]);
-    snprintf(words, sizeof words, "rm -r %s/step-00000006 && printf 7,1.2 >>%s && printf '7 a' >>%s", c, csv, hashes);
-    assert_int_equal(system(words), 0);
+    shell("rm -r %s/step-00000006 && printf 7,1.2 >>%s && printf '7 a' >>%s", c, csv, hashes);
     snprintf(words, sizeof words, "--checkpoint %s --resume --log %s --hash-log %s", c, csv, hashes);
     run_six_steps(words);
     read_text("whole.csv", text[2], sizeof text[2]);
@@ -767,19 +754,17 @@ static void test_logs_go_on(void **state) {
     }
     assert_memory_equal(whole + 1, rest + 1, 6 * sizeof *whole);
     assert_memory_equal(whole_norm + 1, rest_norm + 1, 6 * sizeof *whole_norm);
-    snprintf(words, sizeof words, "rm -r %s", c); /* no checkpoint is left: the logs begin anew, too */
-    assert_int_equal(system(words), 0);
+    forget("checkpoints"); /* no checkpoint is left: the logs begin anew, too */
     snprintf(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv,
              hashes);
     run_six_steps(words);
     assert_int_equal(read_losses("whole.csv", 1, rest), 1);
-    snprintf(words, sizeof words, "rm -r %s", c);
-    assert_int_equal(system(words), 0);
+    forget("checkpoints");
 }
 
 /* A model with more positions than --seq: by --max-seq, and by whose weights it begins with. */
 static void test_positions(void **state) {
-    char words[512], command[512], c[128];
+    char words[512], c[128];
     double loss[8], again[8];
     (void)state;
     write_text();
@@ -802,8 +787,7 @@ static void test_positions(void **state) {
     refuse_six_steps(words, "its model has max_seq 40, this one 48");
     snprintf(words, sizeof words, "--checkpoint %s --resume", c);
     run_six_steps(words);
-    snprintf(command, sizeof command, "rm -r %s", c);
-    assert_int_equal(system(command), 0);
+    forget("checkpoints");
 }
 
 /* What PyTorch's logits say of the one token of the file, behind nothing, and less after some training. */
@@ -968,8 +952,7 @@ static void test_decimal_comma(void **state) {
         char *line;
         if (comma && !test_comma_locale()) {
             printf("      no locale with a decimal comma here, and none could be made (Debian: locales)\n");
-            snprintf(words, sizeof words, "rm -r %s", in_scratch("point"));
-            assert_int_equal(system(words), 0);
+            forget("point");
             skip();
         }
         snprintf(words, sizeof words, flags, in_scratch(comma ? "comma" : "point"), in_scratch("log.csv"));
@@ -988,8 +971,7 @@ static void test_decimal_comma(void **state) {
         }
     }
     for (int step = 0; step < 3; step++) assert_string_equal(losses[0][step], losses[1][step]);
-    snprintf(words, sizeof words, "cd %s && diff -r point comma && rm -r point comma", scratch);
-    assert_int_equal(system(words), 0);
+    shell("cd '%s' && diff -r point comma && rm -r point comma", scratch);
 }
 
 static void test_help(void **state) {
@@ -1000,6 +982,11 @@ static void test_help(void **state) {
     for (int i = 0; i < FLAGS; i++) assert_non_null(strstr(text, flags[i].name));
 }
 
+static int open_scratch(void **state) {
+    (void)state;
+    return scratch_open("test_train");
+}
+
 static int remove_scratch(void **state) {
     static const char *const names[] = {"out",          "err",       "text",       "log.csv",     "one.hash",
                                         "split.hash",   "good.bin",  "magic.bin",  "version.bin", "short.bin",
@@ -1007,7 +994,7 @@ static int remove_scratch(void **state) {
                                         "vocab.bin",    "whole.csv", "rest.csv",   "init.csv",    "pipe"};
     (void)state;
     for (size_t i = 0; i < COUNT(names); i++) remove(in_scratch(names[i]));
-    return remove(scratch);
+    return scratch_close();
 }
 
 int main(void) {
@@ -1044,8 +1031,5 @@ int main(void) {
         cmocka_unit_test(test_gpt2_of_hugging_face),
         cmocka_unit_test(test_nan_has_no_sign),
     };
-    const char *tmp = getenv("TMPDIR");
-    snprintf(scratch, sizeof scratch, "%.40s/mt_train.%ld", tmp ? tmp : "/tmp", (long)getpid());
-    if (mkdir(scratch, 0700) != 0) return 1;
-    return cmocka_run_group_tests(tests, NULL, remove_scratch);
+    return cmocka_run_group_tests(tests, open_scratch, remove_scratch);
 }
