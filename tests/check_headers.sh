@@ -265,7 +265,8 @@ check_nvcc() {
     for header in $headers; do
         for how in declarations implementation; do
             form "$header" $how >"$work/form.cu"
-            "$nvcc" -Werror all-warnings -Xcompiler -Wall -c -I "$H" "$work/form.cu" -o "$work/form.o" && continue
+            # shellcheck disable=SC2046  # a flag, or none
+            "$nvcc" $(nvcc_fast "$nvcc") -Werror all-warnings -Xcompiler -Wall -c -I "$H" "$work/form.cu" -o "$work/form.o" && continue
             echo "^ $header, $how"
             bad=1
         done

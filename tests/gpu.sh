@@ -25,7 +25,7 @@ implementation=$build/implementation.o
 
 # gpu_build NAME: a program, or the implementation
 gpu_build() {
-    more= libraries=-lcublasLt
+    libraries=-lcublasLt more=
     case $1 in
     implementation)
         # shellcheck disable=SC2086  # a list of flags

@@ -105,8 +105,8 @@ hidden_package() {
     esac
 }
 
-# Prints the flag with which nvcc compiles kernels fastest, if it knows it: for programs that are built and not run.
-nvcc_fast() { nvcc --help | grep -q -e --Ofast-compile && echo -Ofc=max; }
+# nvcc_fast [NVCC]: prints the flag with which nvcc compiles kernels fastest, if it knows it: for what is built and not run.
+nvcc_fast() { "${1:-nvcc}" --help | grep -q -e --Ofast-compile && echo -Ofc=max; }
 
 # need_gpu FOLDER WORDS: prints which GPU is here. Without one, or without nvcc, it says so and WORDS, and ends the script with 77.
 # The probe, built in FOLDER, has no kernels: only the host's compiler runs.
