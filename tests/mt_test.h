@@ -54,6 +54,15 @@ static inline int test_takes(size_t i, size_t of) { return test_all() || i % of 
         }                                                                                                              \
     } while (0)
 
+/* Whether the text holds every word of "a|b|c". */
+static inline int test_has_words(const char *text, const char *words) {
+    char list[512], *word, *rest = NULL;
+    snprintf(list, sizeof list, "%s", words);
+    for (word = strtok_r(list, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
+        if (!strstr(text, word)) return 0;
+    return 1;
+}
+
 /* splitmix64: small, and the same everywhere. */
 static inline uint64_t test_random(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
