@@ -173,18 +173,18 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
 
 /* ---- element by element ------------------------------------------------------------------------------------------ */
 
-/* Products, sigmoid and SiLU. All views are [rows, cols], except row and drow [1, cols] (a scale per feature) and col
-   and dcol [rows, 1] (a scale per token).
+/* Products, sigmoid, SiLU and a gate. All views are [rows, cols], except row and drow [1, cols] (a scale per feature)
+   and col and dcol [rows, 1] (a scale per token).
    multiply:     y = a * b
    multiply_row: y = x * row. backward: dx = dy * row, drow += sum over the rows of dy * x
    multiply_col: y = x * col. backward: dx = dy * col, dcol = sum over the columns of dy * x
    sigmoid:      y = 1 / (1 + exp(-x)). backward: dx = dy * sigmoid'(x)
    silu:         y = x * sigmoid(x). backward: dx = dy * silu'(x)
+   sigmoid_gate: y = sigmoid(gate) * x: GLU (arXiv 1612.08083), the output gate of attention (arXiv 2505.06708).
+                 backward: dx = dy * sigmoid(gate), dgate = dy * x * sigmoid'(gate)
    dx, drow and dcol are optional in mt_multiply_*_backward. A result may be an operand of the same shape, except that
-   drow must not be row and dcol must not be col.
+   drow must not be row and dcol must not be col. dgate and dx must not be the same memory.
 
-   For a gate y = sigmoid(g) * x call mt_sigmoid_forward and mt_multiply. Its gradients are dx = sigmoid(g) * dy, which
-   is mt_multiply, and dg = sigmoid'(g) * (x * dy), which is mt_multiply and then mt_sigmoid_backward.
    drow is a sum over tokens. A block that supports invariant mode computes it with mt_sum_over_tokens (see
    docs/blocks.md). */
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
@@ -198,6 +198,9 @@ MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_sigmoid_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx);
 MT_API mt_status mt_silu_forward(mt_context *ctx, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx);
+MT_API mt_status mt_sigmoid_gate_forward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor y);
+MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
+                                          mt_tensor dx);
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
@@ -6014,7 +6017,8 @@ typedef enum mti_pointwise {
     MTI_SIGMOID,       /* of a; no b */
     MTI_SIGMOID_SLOPE, /* the slope at a, times b */
     MTI_SILU,
-    MTI_SILU_SLOPE
+    MTI_SILU_SLOPE,
+    MTI_SIGMOID_GATE /* sigmoid of a, times b */
 } mti_pointwise;
 
 static MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
@@ -6026,6 +6030,7 @@ static MT_HOST_DEVICE float mti_pointwise_of(mti_pointwise kind, float a, float 
     case MTI_SIGMOID_SLOPE: return b * (mti_sigmoid(a) * mti_sigmoid(-a));
     case MTI_SILU: return a * mti_sigmoid(a);
     case MTI_SILU_SLOPE: return b * (mti_sigmoid(a) * (1.0f + a * mti_sigmoid(-a)));
+    case MTI_SIGMOID_GATE: return b * mti_sigmoid(a);
     default: return a * b;
     }
 }
@@ -6037,6 +6042,21 @@ static void mti_cpu_pointwise(mti_pointwise kind, mt_tensor a, mt_tensor b, mt_t
         float *to = mti_row(y, i);
         for (j = 0; j < y.cols; j++)
             to[j] = mti_pointwise_of(kind, x[j], !z ? 0.0f : z[kind == MTI_MULTIPLY_COL ? 0 : j]);
+    }
+}
+
+/* The gradients of a gate and of what it scales. Reads all operands first, because a result may be one of them. */
+static void mti_cpu_gate_backward(mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate, mt_tensor dx) {
+    int64_t i, j;
+    for (i = 0; i < dy.rows; i++) {
+        const float *g = mti_row(gate, i), *a = mti_row(x, i), *up = mti_row(dy, i);
+        float *to_gate = mti_row(dgate, i), *to_x = mti_row(dx, i);
+        for (j = 0; j < dy.cols; j++) {
+            float slope = mti_pointwise_of(MTI_SIGMOID_SLOPE, g[j], up[j] * a[j]);
+            float scaled = mti_pointwise_of(MTI_SIGMOID_GATE, g[j], up[j]);
+            to_gate[j] = slope;
+            to_x[j] = scaled;
+        }
     }
 }
 
@@ -6075,6 +6095,30 @@ static mt_status mti_cuda_pointwise(mt_context *ctx, const char *name, mti_point
     mti_pointwise_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y), kind};
     int wide = mti_is_wide(a) && mti_is_wide(y) && (kind == MTI_MULTIPLY_COL || !b.data || mti_is_wide(b));
     return mti_map(ctx, name, op, wide, y.rows, y.cols);
+}
+
+/* Each thread owns its chunks and reads all operands of a chunk before it writes one. */
+struct mti_gate_backward_op {
+    mti_view gate, x, dy, dgate, dx;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+        float g[MTI_CHUNK], a[MTI_CHUNK], up[MTI_CHUNK];
+        mti_load<WIDE>(gate, row, col, n, g);
+        mti_load<WIDE>(x, row, col, n, a);
+        mti_load<WIDE>(dy, row, col, n, up);
+        for (int j = 0; j < MTI_CHUNK; j++) {
+            a[j] = mti_pointwise_of(MTI_SIGMOID_SLOPE, g[j], up[j] * a[j]);
+            up[j] = mti_pointwise_of(MTI_SIGMOID_GATE, g[j], up[j]);
+        }
+        mti_store<WIDE>(dgate, row, col, n, a);
+        mti_store<WIDE>(dx, row, col, n, up);
+    }
+};
+
+static mt_status mti_cuda_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
+                                        mt_tensor dx) {
+    mti_gate_backward_op op = {mti_view_of(gate), mti_view_of(x), mti_view_of(dy), mti_view_of(dgate), mti_view_of(dx)};
+    int wide = mti_is_wide(gate) && mti_is_wide(x) && mti_is_wide(dy) && mti_is_wide(dgate) && mti_is_wide(dx);
+    return mti_map(ctx, "mt_sigmoid_gate_backward", op, wide, dy.rows, dy.cols);
 }
 
 /* y[row] = sum of a * b over the row. A block is one warp and owns every gridDim-th row; each lane owns every 32nd
@@ -6189,6 +6233,26 @@ MT_API mt_status mt_silu_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
 
 MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
     return mti_run_pointwise(ctx, "mt_silu_backward", MTI_SILU_SLOPE, "x", x, "dy", dy, "dx", dx);
+}
+
+MT_API mt_status mt_sigmoid_gate_forward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor y) {
+    return mti_run_pointwise(ctx, "mt_sigmoid_gate_forward", MTI_SIGMOID_GATE, "gate", gate, "x", x, "y", y);
+}
+
+MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
+                                          mt_tensor dx) {
+    static const char *const name = "mt_sigmoid_gate_backward";
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"gate", &gate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dgate", &dgate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_apart(ctx, name, "dgate", dgate, "dx", dx));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_gate_backward(ctx, gate, x, dy, dgate, dx),
+                                mti_cpu_gate_backward(gate, x, dy, dgate, dx)));
 }
 
 #ifdef __cplusplus

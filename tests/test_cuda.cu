@@ -910,7 +910,8 @@ static void test_slots(void **state) {
 static void pointwise(shape s) {
     pair x = pair_noise(s.rows, s.cols, s.l, 1, 4.0f), z = pair_noise(s.rows, s.cols, dense, 2, 1.0f);
     pair row = pair_noise(1, s.cols, s.l, 3, 1.0f), col = pair_noise(s.rows, 1, s.l, 4, 1.0f);
-    pair y = pair_new(s.rows, s.cols, s.l), drow = noise_f32(1, s.cols, 5, 1.0f), dcol = pair_new(s.rows, 1, dense);
+    pair y = pair_new(s.rows, s.cols, s.l), dx = pair_new(s.rows, s.cols, s.l);
+    pair drow = noise_f32(1, s.cols, 5, 1.0f), dcol = pair_new(s.rows, 1, dense);
     BOTH(mt_multiply(cpu, x.cpu, z.cpu, y.cpu), mt_multiply(gpu, x.gpu, z.gpu, y.gpu));
     same("mt_multiply", y, 1e-6);
     BOTH(mt_multiply_row_forward(cpu, x.cpu, row.cpu, y.cpu), mt_multiply_row_forward(gpu, x.gpu, row.gpu, y.gpu));
@@ -933,6 +934,12 @@ static void pointwise(shape s) {
     same("mt_silu_forward", y, 1e-6);
     BOTH(mt_silu_backward(cpu, x.cpu, z.cpu, y.cpu), mt_silu_backward(gpu, x.gpu, z.gpu, y.gpu));
     same("mt_silu_backward", y, 1e-6);
+    BOTH(mt_sigmoid_gate_forward(cpu, x.cpu, z.cpu, y.cpu), mt_sigmoid_gate_forward(gpu, x.gpu, z.gpu, y.gpu));
+    same("mt_sigmoid_gate_forward", y, 1e-6);
+    BOTH(mt_sigmoid_gate_backward(cpu, x.cpu, z.cpu, y.cpu, dx.cpu, y.cpu), /* dx takes the place of dy */
+         mt_sigmoid_gate_backward(gpu, x.gpu, z.gpu, y.gpu, dx.gpu, y.gpu));
+    same("dgate of mt_sigmoid_gate_backward", dx, 1e-6);
+    same("dx of mt_sigmoid_gate_backward", y, 1e-6);
 }
 
 static void test_pointwise(void **state) {

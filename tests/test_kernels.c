@@ -1724,7 +1724,7 @@ enum { PW_ROWS = 3, PW_COLS = 5, PW = PW_ROWS * PW_COLS };
 /* What each operator is, in double: row and col are those of element i. */
 static double pointwise_value(int kind, double x, double other) {
     double s = 1 / (1 + exp(-x));
-    return kind < 3 ? x * other : kind == 3 ? s : x * s;
+    return kind < 3 ? x * other : kind == 3 ? s : kind == 4 ? x * s : other * s;
 }
 
 static mt_status pointwise_forward(int kind, mt_tensor x, mt_tensor other, mt_tensor y) {
@@ -1733,7 +1733,8 @@ static mt_status pointwise_forward(int kind, mt_tensor x, mt_tensor other, mt_te
     case 1: return mt_multiply_row_forward(ref.ctx, x, other, y);
     case 2: return mt_multiply_col_forward(ref.ctx, x, other, y);
     case 3: return mt_sigmoid_forward(ref.ctx, x, y);
-    default: return mt_silu_forward(ref.ctx, x, y);
+    case 4: return mt_silu_forward(ref.ctx, x, y);
+    default: return mt_sigmoid_gate_forward(ref.ctx, x, other, y);
     }
 }
 
@@ -1774,6 +1775,8 @@ static void pointwise(int kind, mt_dtype dtype) {
     if (kind == 2) OK(mt_convert(ref.ctx, dother, mt_tensor_f32(sums, n, 1)));
     if (kind == 3) OK(mt_sigmoid_backward(ref.ctx, x, dy, dx));
     if (kind == 4) OK(mt_silu_backward(ref.ctx, x, dy, dx));
+    if (kind == 5) OK(mt_sigmoid_gate_backward(ref.ctx, x, other, dy, dx, dy)); /* dother takes the place of dy */
+    if (kind == 5) OK(mt_convert(ref.ctx, dy, mt_tensor_f32(sums, PW_ROWS, PW_COLS)));
     OK(mt_convert(ref.ctx, dx, f));
     memcpy(grad, f.data, sizeof grad);
     for (int i = 0; i < PW; i++) {
@@ -1786,6 +1789,11 @@ static void pointwise(int kind, mt_dtype dtype) {
         if (fabs((double)grad[i] - slope * (double)up[i]) > digits * fabs(slope * (double)up[i]) + 1e-6)
             fail_msg("kind %d, %s: dx[%d] is %.9g, expected %.9g", kind, mt_dtype_name(dtype), i, (double)grad[i],
                      slope * (double)up[i]);
+    }
+    for (int i = 0; i < PW && kind == 5; i++) {
+        double want = (double)up[i] / (1 + exp(-(double)at[i]));
+        if (fabs((double)sums[i] - want) > digits * fabs(want) + 1e-6)
+            fail_msg("gate, %s: dother[%d] is %.9g, expected %.9g", mt_dtype_name(dtype), i, (double)sums[i], want);
     }
     for (int j = 0; j < (int)n && (kind == 1 || kind == 2); j++) {
         double want = kind == 1 ? 0.5 : 0; /* a gradient of a parameter is added to */
@@ -1800,7 +1808,7 @@ static void pointwise(int kind, mt_dtype dtype) {
 
 static void test_pointwise(void **state) {
     (void)state;
-    for (int kind = 0; kind < 5; kind++) {
+    for (int kind = 0; kind < 6; kind++) {
         pointwise(kind, MT_F32);
         pointwise(kind, MT_BF16);
         pointwise(kind, MT_F16);
@@ -1826,6 +1834,12 @@ static void test_pointwise_refuses(void **state) {
                    mt_sigmoid_forward(ref.ctx, row, x));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_silu_backward: dy is [1, 4], must be [3, 4]",
                    mt_silu_backward(ref.ctx, x, row, x));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_gate_forward: gate is [1, 4], must be [3, 4]",
+                   mt_sigmoid_gate_forward(ref.ctx, row, x, x));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_gate_backward: dgate is [1, 4], must be [3, 4]",
+                   mt_sigmoid_gate_backward(ref.ctx, x, x, x, row, x));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_sigmoid_gate_backward: dgate [3, 4] and dx [3, 4] are the same memory",
+                   mt_sigmoid_gate_backward(ref.ctx, x, x, x, x, x));
     assert_int_equal(mt_multiply(NULL, x, x, x), MT_ERR_ARGUMENT);
 }
 
