@@ -192,6 +192,13 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
+/* Returns the settings of core attention on the heads that the layer `qkv` computes on this rank, without empty groups.
+   A unit of the layer is a query group: (heads_per_group + 2) * head_dim features. Takes sequences, seq, lengths and
+   first_sequence from the batch. The mask is causal; dropout.at has the place of the heads, and dropout.p is 0. When an
+   argument is NULL, or the unit is not at least three heads, returns an empty desc, which every call refuses. */
+MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
+                                                const mt_batch *batch);
+
 /* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
    For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode it is 1. In
    invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
@@ -663,20 +670,33 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
 }
 
 /* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
-static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt_batch *batch, int training) {
+MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
+                                                const mt_batch *batch) {
+    int64_t unit = qkv ? qkv->desc.unit : 0, groups, first;
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
+    if (!batch || !qkv || !qkv->weight || head_dim < 1 || unit / head_dim < 3 || unit % head_dim != 0) return s;
+    groups = qkv->local_features / unit;
+    first = qkv->weight->tp_rank * groups;
     s.batch = batch->sequences;
     s.seq = batch->seq;
-    s.groups = mt_max(0, mt_min(a->groups, a->desc.kv_heads - a->first_group));
-    s.heads_per_group = a->desc.heads / a->desc.kv_heads;
-    s.head_dim = a->head_dim;
-    s.mask = a->desc.mask;
+    s.groups = mt_max(0, mt_min(groups, qkv->desc.out_features / unit - first));
+    s.heads_per_group = unit / head_dim - 2;
+    s.head_dim = head_dim;
     s.lengths = batch->lengths;
-    s.dropout = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
     s.dropout.at.first_row = batch->first_sequence;
-    s.dropout.at.first_col = a->first_group * s.heads_per_group;
-    s.dropout.at.global_cols = a->desc.heads;
+    s.dropout.at.first_col = first * s.heads_per_group;
+    s.dropout.at.global_cols = qkv->desc.out_features / unit * s.heads_per_group;
+    return s;
+}
+
+static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt_batch *batch, int training) {
+    mt_attention_desc s = mt_core_attention_desc(&a->qkv, a->head_dim, batch);
+    mt_dropout random = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
+    s.mask = a->desc.mask;
+    s.dropout.p = random.p;
+    s.dropout.at.seed = random.at.seed;
+    s.dropout.at.subsequence = random.at.subsequence;
     return s;
 }
 

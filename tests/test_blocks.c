@@ -1285,6 +1285,31 @@ static void test_qkv_round_trip(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- core attention ---------------------------------------------------------------------------------------------- */
+
+/* The last of 4 ranks has one group of the 7, and a place for a second one. */
+static void test_core_attention_shape(void **state) {
+    static const int32_t lengths[] = {1, 2};
+    mt_linear_desc d = {.in_features = 8, .out_features = 7 * 20, .unit = 20};
+    mt_batch batch = {.sequences = 2, .seq = 6, .first_sequence = 5, .lengths = lengths};
+    mt_column_parallel_linear qkv;
+    mt_attention_desc s;
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 3, (mt_grid_desc){.tp = 4}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "qkv", &d, &qkv));
+    s = mt_core_attention_desc(&qkv, 4, &batch);
+    assert_true(s.batch == 2 && s.seq == 6 && s.groups == 1 && s.heads_per_group == 3 && s.head_dim == 4);
+    assert_true(s.lengths == lengths && s.mask == MT_MASK_CAUSAL && s.scale == 0.0f && s.dropout.p == 0.0f);
+    assert_true(s.dropout.at.first_row == 5 && s.dropout.at.first_col == 18 && s.dropout.at.global_cols == 21);
+    assert_true(mt_core_attention_desc(&qkv, 3, &batch).heads_per_group == 0);
+    assert_true(mt_core_attention_desc(&qkv, 10, &batch).heads_per_group == 0);
+    assert_true(mt_core_attention_desc(&qkv, 0, &batch).heads_per_group == 0);
+    assert_true(mt_core_attention_desc(&qkv, 4, NULL).heads_per_group == 0);
+    assert_true(mt_core_attention_desc(NULL, 4, &batch).heads_per_group == 0);
+    test_paper_rank_close(&r);
+}
+
 /* Two groups have a place, and one is there: a refused call has not cleared the place of the other one either. */
 static void test_core_attention_refuses(void **state) {
     mt_attention_desc s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 2, .head_dim = 4}, bad = s;
@@ -1943,6 +1968,7 @@ int main(void) {
         cmocka_unit_test(test_qkv_layout),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_core_attention_refuses),
+        cmocka_unit_test(test_core_attention_shape),
         cmocka_unit_test(test_qkv_refuses),
         cmocka_unit_test(test_mlp_create_refuses),
         cmocka_unit_test(test_attention_create_refuses),
