@@ -192,6 +192,27 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
+/* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM): a norm of each query head and a norm of each
+   key head, with one gain for all query heads and one for all key heads. desc is that of both norm layers: features is
+   the head size, and groups the number of query groups of all tensor ranks.
+   forward:  normalises the queries and keys of qkv in place. qkv is [tokens, local groups * unit], as for core
+             attention, and contiguous. saved == NULL: inference.
+   backward: turns the gradients of the queries and keys in dqkv into those of forward's input, in place.
+   saved keeps a copy of the queries and keys in the arena. No communication. */
+typedef struct mt_qk_norm {
+    mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
+} mt_qk_norm;
+
+typedef struct mt_qk_norm_saved {
+    mt_norm_saved q, k;
+} mt_qk_norm_saved;
+
+MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
+                                   mt_qk_norm *out);
+MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved);
+MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
+                                     const mt_qk_norm_saved *saved);
+
 /* Returns the settings of core attention on the heads that the layer `qkv` computes on this rank, without empty groups.
    A unit of the layer is a query group: (heads_per_group + 2) * head_dim features. Takes sequences, seq, lengths and
    first_sequence from the batch. The mask is causal; dropout.at has the place of the heads, and dropout.p is 0. When an
@@ -698,6 +719,70 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
     s.dropout.at.seed = random.at.seed;
     s.dropout.at.subsequence = random.at.subsequence;
     return s;
+}
+
+MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
+                                   mt_qk_norm *out) {
+    static const char *const function = "mt_qk_norm_create";
+    char q[MT_NAME_MAX], k[MT_NAME_MAX];
+    int count;
+    mt_status status;
+    MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
+    if (desc->groups < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld", function, name, (long long)desc->groups);
+    MT_TRY(mt_param_name(ctx, q, name, "q_layernorm"));
+    MT_TRY(mt_param_name(ctx, k, name, "k_layernorm"));
+    count = mt_params_count(params);
+    status = mt_norm_layer_create(ctx, params, q, desc, &out->q);
+    if (status == MT_SUCCESS) status = mt_norm_layer_create(ctx, params, k, desc, &out->k);
+    return mt_create_end(params, count, out, sizeof *out, status);
+}
+
+/* The queries and the keys of qkv [tokens, groups * unit], as the norm layers take them. Checks qkv. */
+static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const mt_qk_norm *norm, const char *qkv_name,
+                                   mt_tensor qkv, mt_tensor *q, mt_tensor *k) {
+    int64_t groups, head_dim, unit;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mt_check_param(ctx, function, norm ? norm->q.weight : NULL));
+    groups = norm->q.local_groups;
+    head_dim = norm->q.desc.features;
+    MT_TRY(mt_check_activation(ctx, function, norm->q.weight, qkv_name, qkv, qkv.rows, qkv.cols));
+    unit = qkv.cols / groups;
+    if (unit * groups != qkv.cols || unit % head_dim != 0 || unit / head_dim < 3 ||
+        (qkv.rows > 1 && mt_tensor_ld(qkv) != qkv.cols))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s [%lld, %lld] with ld %lld is not %lld whole groups of heads of %lld",
+                       function, qkv_name, (long long)qkv.rows, (long long)qkv.cols, (long long)mt_tensor_ld(qkv),
+                       (long long)groups, (long long)head_dim);
+    qkv = mt_tensor_reshape(qkv, qkv.rows * groups, unit);
+    *q = mt_tensor_cols(qkv, 0, unit - 2 * head_dim);
+    *k = mt_tensor_cols(qkv, unit - 2 * head_dim, head_dim);
+    return MT_SUCCESS;
+}
+
+/* With saved, the norms read copies, which backward needs. */
+MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved) {
+    mt_tensor q, k, q_in, k_in;
+    MT_TRY(mti_qk_norm_views(ctx, "mt_qk_norm_forward", norm, "qkv", qkv, &q, &k));
+    q_in = q;
+    k_in = k;
+    if (saved) {
+        MT_TRY(mt_arena_tensor(ctx, q.dtype, q.rows, q.cols, &q_in));
+        MT_TRY(mt_arena_tensor(ctx, k.dtype, k.rows, k.cols, &k_in));
+        MT_TRY(mt_copy(ctx, q, q_in));
+        MT_TRY(mt_copy(ctx, k, k_in));
+    }
+    MT_TRY(mt_norm_layer_forward(ctx, &norm->q, q_in, q, saved ? &saved->q : NULL));
+    return mt_norm_layer_forward(ctx, &norm->k, k_in, k, saved ? &saved->k : NULL);
+}
+
+MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
+                                     const mt_qk_norm_saved *saved) {
+    static const char *const function = "mt_qk_norm_backward";
+    mt_tensor q, k;
+    MT_TRY(mti_qk_norm_views(ctx, function, norm, "dqkv", dqkv, &q, &k));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mt_norm_layer_backward(ctx, &norm->q, q, mt_none(), q, &saved->q));
+    return mt_norm_layer_backward(ctx, &norm->k, k, mt_none(), k, &saved->k);
 }
 
 /* The part of a rank's groups that is a virtual shard; `*first` is its first group on this rank. */

@@ -1285,6 +1285,106 @@ static void test_qkv_round_trip(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- QK-norm ----------------------------------------------------------------------------------------------------- */
+
+enum { QK_TOKENS = 3, QK_GROUPS = 2, QK_QUERIES = 2, QK_HEAD = 4, QK_UNIT = (QK_QUERIES + 2) * QK_HEAD };
+enum { QK_COLS = QK_GROUPS * QK_UNIT, QK_ALL = QK_TOKENS * QK_COLS };
+
+/* sum(weight * y) in double, and y, which may be NULL. gains: of the queries, then of the keys. */
+static double qk_norm_reference(mt_norm_kind kind, const double *x, const double *gains, const float *weight,
+                                double *y) {
+    double total = 0;
+    for (int head = 0; head < QK_ALL / QK_HEAD; head++) {
+        const double *from = x + head * QK_HEAD;
+        int part = head % (QK_QUERIES + 2), key = part == QK_QUERIES, value = part > QK_QUERIES;
+        double mean = 0, square = 0;
+        for (int i = 0; i < QK_HEAD && kind == MT_LAYER_NORM; i++) mean += from[i] / QK_HEAD;
+        for (int i = 0; i < QK_HEAD; i++) square += (from[i] - mean) * (from[i] - mean) / QK_HEAD;
+        for (int i = 0; i < QK_HEAD; i++) {
+            double at = value ? from[i] : (from[i] - mean) / sqrt(square + 1e-5) * gains[key * QK_HEAD + i];
+            total += at * (double)weight[head * QK_HEAD + i];
+            if (y) y[head * QK_HEAD + i] = at;
+        }
+    }
+    return total;
+}
+
+/* Values against double, gradients against central differences of it. Inference computes the same bits. */
+static void qk_norm_is_the_formula(mt_norm_kind kind) {
+    mt_norm_layer_desc d = {.features = QK_HEAD, .groups = QK_GROUPS, .kind = kind};
+    double x[QK_ALL], y[QK_ALL], dx[QK_ALL], gains[2 * QK_HEAD], dgains[2 * QK_HEAD], h = 1e-5;
+    mt_qk_norm norm;
+    mt_qk_norm_saved saved;
+    test_rank r;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    assert_non_null(mt_params_find(r.params, "a.q_layernorm.weight"));
+    assert_non_null(mt_params_find(r.params, "a.k_layernorm.weight"));
+    mt_tensor qkv = mt_tensor_f32(test_noise(&r, QK_ALL, 1, 2.0f), QK_TOKENS, QK_COLS);
+    mt_tensor again = mt_tensor_f32(test_noise(&r, QK_ALL, 1, 2.0f), QK_TOKENS, QK_COLS);
+    mt_tensor dqkv = mt_tensor_f32(test_noise(&r, QK_ALL, 2, 1.0f), QK_TOKENS, QK_COLS);
+    const float *weight = test_noise(&r, QK_ALL, 2, 1.0f);
+    for (int i = 0; i < 2 * QK_HEAD; i++) {
+        float *gain = (float *)(i < QK_HEAD ? norm.q : norm.k).weight->value.data + i % QK_HEAD;
+        gains[i] = (double)(*gain = 0.5f + 0.25f * (float)i);
+    }
+    for (int i = 0; i < QK_ALL; i++) x[i] = (double)((float *)qkv.data)[i];
+    qk_norm_reference(kind, x, gains, weight, y);
+    for (int i = 0; i < QK_ALL + 2 * QK_HEAD; i++) {
+        double *at = i < QK_ALL ? &x[i] : &gains[i - QK_ALL], kept = *at, up;
+        *at = kept + h;
+        up = qk_norm_reference(kind, x, gains, weight, NULL);
+        *at = kept - h;
+        up = (up - qk_norm_reference(kind, x, gains, weight, NULL)) / (2 * h);
+        *at = kept;
+        *(i < QK_ALL ? &dx[i] : &dgains[i - QK_ALL]) = up;
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_forward(r.ctx, &norm, qkv, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_forward(r.ctx, &norm, again, NULL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_backward(r.ctx, &norm, dqkv, &saved));
+    assert_memory_equal(again.data, qkv.data, QK_ALL * sizeof(float));
+    assert_int_equal(test_near("qkv", qkv.data, y, QK_ALL, 1e-5), MT_SUCCESS);
+    assert_int_equal(test_near("dqkv", dqkv.data, dx, QK_ALL, 1e-4), MT_SUCCESS);
+    assert_int_equal(test_near("dgain of q", norm.q.weight->grad.data, dgains, QK_HEAD, 1e-4), MT_SUCCESS);
+    assert_int_equal(test_near("dgain of k", norm.k.weight->grad.data, dgains + QK_HEAD, QK_HEAD, 1e-4), MT_SUCCESS);
+    test_paper_rank_close(&r);
+}
+
+static void test_qk_norm(void **state) {
+    (void)state;
+    qk_norm_is_the_formula(MT_RMS_NORM);
+    qk_norm_is_the_formula(MT_LAYER_NORM);
+}
+
+static void test_qk_norm_refuses(void **state) {
+    mt_norm_layer_desc d = {.features = QK_HEAD, .groups = QK_GROUPS}, whole = {.features = QK_HEAD};
+    mt_qk_norm norm;
+    mt_qk_norm_saved saved;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    mt_tensor wide = test_tensor(&r, QK_TOKENS, QK_COLS + 1, 7.0f), qkv = mt_tensor_f32(wide.data, QK_TOKENS, QK_COLS);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a'|groups 0", mt_qk_norm_create(r.ctx, r.params, "a", &whole, &norm));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_qk_norm_create(r.ctx, r.params, "a", NULL, &norm));
+    d.eps = -1.0f;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps -1", mt_qk_norm_create(r.ctx, r.params, "a", &d, &norm));
+    assert_int_equal(mt_params_count(r.params), 0);
+    d.eps = 0.0f;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &norm));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init", mt_qk_norm_forward(r.ctx, &norm, qkv, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "mt_qk_norm_forward: qkv [3, 33]", mt_qk_norm_forward(r.ctx, &norm, wide, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "qkv [3, 32] with ld 33",
+            mt_qk_norm_forward(r.ctx, &norm, mt_tensor_cols(wide, 0, QK_COLS), &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "qkv [3, 16]", /* two heads in each group */
+            mt_qk_norm_forward(r.ctx, &norm, mt_tensor_f32(wide.data, QK_TOKENS, QK_COLS / 2), &saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_qk_norm_backward(r.ctx, &norm, qkv, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_qk_norm_backward(r.ctx, NULL, qkv, &saved));
+    test_untouched("qkv", wide.data, QK_TOKENS * (QK_COLS + 1), 7.0f);
+    test_paper_rank_close(&r);
+}
+
 /* ---- core attention ---------------------------------------------------------------------------------------------- */
 
 /* The last of 4 ranks has one group of the 7, and a place for a second one. */
@@ -1969,6 +2069,8 @@ int main(void) {
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_core_attention_refuses),
         cmocka_unit_test(test_core_attention_shape),
+        cmocka_unit_test(test_qk_norm),
+        cmocka_unit_test(test_qk_norm_refuses),
         cmocka_unit_test(test_qkv_refuses),
         cmocka_unit_test(test_mlp_create_refuses),
         cmocka_unit_test(test_attention_create_refuses),
