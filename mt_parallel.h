@@ -347,28 +347,36 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
-/* Run several column-parallel layers that read the same x and so share f. forward gathers x once (sequence_parallel).
-   backward writes the sum of the layers' input gradients to dx and reduces it once. y and dy are lists with one entry
-   for each layer; saved is one struct for all layers. When dx is mt_none(), it is not computed.
+/* Run several column-parallel layers that read the same x and so share f. `layers` is an array of them. forward gathers
+   x once (sequence_parallel). backward writes the sum of the layers' input gradients to dx and reduces it once. y and
+   dy are lists with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
+   computed.
    MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in registry or sequence_parallel. */
-MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
-                                                          const mt_column_parallel_linear *const *layers, int count,
-                                                          mt_tensor x, const mt_tensor *y, mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
-                                                           const mt_column_parallel_linear *const *layers, int count,
-                                                           const mt_tensor *dy, mt_tensor dx,
+MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                          int count, mt_tensor x, const mt_tensor *y,
+                                                          mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                           int count, const mt_tensor *dy, mt_tensor dx,
                                                            const mt_linear_saved *saved);
 
-/* Run several row-parallel layers whose outputs are added and that so share g: y = sum of x[i] W[i]^T + b[i]. forward
-   reduces y once. backward gathers dy once (sequence_parallel). x, dx and saved are lists with one entry for each
-   layer. When dx[i] is mt_none(), it is not computed.
+/* Run several row-parallel layers whose outputs are added and that so share g: y = sum of x[i] W[i]^T + b[i]. `layers`
+   is an array of them. forward reduces y once. backward gathers dy once (sequence_parallel). x, dx and saved are lists
+   with one entry for each layer. When dx[i] is mt_none(), it is not computed.
    MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in registry or sequence_parallel. */
-MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
-                                                       int count, const mt_tensor *x, mt_tensor y,
-                                                       mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
+MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
                                                         int count, mt_tensor dy, const mt_tensor *dx,
                                                         const mt_linear_saved *saved);
+
+/* Allocate tensors from the arena, one for each of the layers: [tokens, local_features], of the type of `like`.
+     column  tensors for y or dy; like is x or dx.
+     row     tensors for x or dx with input_is_parallel; like is y or dy.
+   With sequence_parallel like has tokens / t rows. */
+MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
+                                                   mt_tensor like, mt_tensor *out);
+MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                mt_tensor like, mt_tensor *out);
 
 /* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
    [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
@@ -2785,13 +2793,13 @@ static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt
 
 /* Where the layers of a call are: the parameter that layer i multiplies with. */
 typedef struct mti_layers {
-    const mt_column_parallel_linear *const *columns; /* or NULL */
-    const mt_row_parallel_linear *const *rows;
+    const mt_column_parallel_linear *columns; /* or NULL */
+    const mt_row_parallel_linear *rows;
     int count;
 } mti_layers;
 
 static const mt_param *mti_layer_weight(const mti_layers *l, int i) {
-    return l->columns ? l->columns[i]->weight : l->rows[i]->weight;
+    return l->columns ? l->columns[i].weight : l->rows[i].weight;
 }
 
 /* Products whose inner dimension is the split one, and which end in one sum: each shard of W [rows, cols] gives a
@@ -2841,7 +2849,7 @@ static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_line
 /* y[i] [tokens, local features] of each layer, from the same x. act may be NULL, and is that of a single layer. */
 static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_tensor x, const mt_tensor *y,
                                     const mti_activation_after *act) {
-    const mt_column_parallel_linear *first = l->columns[0];
+    const mt_column_parallel_linear *first = l->columns;
     int sp = first->desc.sequence_parallel, i, j, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, x.rows);
     mt_tensor all;
@@ -2850,7 +2858,7 @@ static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_ten
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
             for (j = 0; j < c.pieces; j++)
-                MT_TRY(mti_column_piece(ctx, l->columns[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
+                MT_TRY(mti_column_piece(ctx, &l->columns[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
                                         act ? mti_piece(&c, act->out, i, j) : mt_none()));
     }
     return MT_SUCCESS;
@@ -2859,7 +2867,7 @@ static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_ten
 /* The same of one layer, whose output may be gathered. */
 static mt_status mti_column_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                      mt_tensor y) {
-    const mti_layers l = {&layer, NULL, 1};
+    const mti_layers l = {layer, NULL, 1};
     mt_tensor local = y;
     if (!layer->desc.gather_output || mti_is_whole(layer->weight)) return mti_column_forward(ctx, &l, x, &y, NULL);
     MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
@@ -2914,7 +2922,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
 
 /* dx = sum of dy W, whose reduction, ticket 0, is on its way. */
 static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
-    const mt_column_parallel_linear *first = l->columns[0];
+    const mt_column_parallel_linear *first = l->columns;
     int sp = first->desc.sequence_parallel;
     mti_partial p = {l, MT_NO_TRANS, dy, NULL, 0, 0};
     mt_tensor partial;
@@ -2928,7 +2936,7 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
    gradients. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
-    const mt_column_parallel_linear *first = l->columns[0];
+    const mt_column_parallel_linear *first = l->columns;
     mt_tensor all;
     int i;
     MT_TRY(mti_overlap_begin(ctx, first->tp, first->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
@@ -2936,14 +2944,14 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, dx));
     MT_TRY(mt_overlap_wait(ctx, 1));
     for (i = 0; i < l->count; i++)
-        MT_TRY(mti_column_weight_gradient(ctx, l->columns[i]->weight, mti_column_own_bias(l->columns[i]), dy[i], all));
+        MT_TRY(mti_column_weight_gradient(ctx, l->columns[i].weight, mti_column_own_bias(&l->columns[i]), dy[i], all));
     return MT_SUCCESS;
 }
 
 /* The same of one layer, of whose gathered output dy is the gradient. */
 static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
                                               mt_tensor dx, mt_tensor x) {
-    const mti_layers l = {&layer, NULL, 1};
+    const mti_layers l = {layer, NULL, 1};
     if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &dy));
     return mti_column_backward(ctx, &l, &dy, dx, x);
 }
@@ -2964,46 +2972,45 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
 }
 
 /* Layers that share f: all of one input, and none gathers its output. */
-static mt_status mti_shared_columns(mt_context *ctx, const char *function,
-                                    const mt_column_parallel_linear *const *layers, int count, const void *other) {
+static mt_status mti_shared_columns(mt_context *ctx, const char *function, const mt_column_parallel_linear *layers,
+                                    int count, const void *other) {
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layers || !other || count < 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
                        layers && other ? ", needs one" : ", a list is NULL");
     for (i = 0; i < count; i++) {
-        MT_TRY(mt_check_param(ctx, function, layers[i] ? layers[i]->weight : NULL));
-        if (layers[i]->desc.gather_output || layers[i]->desc.sequence_parallel != layers[0]->desc.sequence_parallel ||
-            layers[i]->tp != layers[0]->tp)
+        MT_TRY(mt_check_param(ctx, function, layers[i].weight));
+        if (layers[i].desc.gather_output || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
+            layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "%s: '%s' and '%s' must have one sequence_parallel, one registry, and no gather_output",
-                           function, layers[0]->name, layers[i]->name);
+                           function, layers[0].name, layers[i].name);
     }
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx,
-                                                          const mt_column_parallel_linear *const *layers, int count,
-                                                          mt_tensor x, const mt_tensor *y, mt_linear_saved *saved) {
+MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                          int count, mt_tensor x, const mt_tensor *y,
+                                                          mt_linear_saved *saved) {
     static const char *const function = "mt_column_parallel_linear_forward_shared";
     mti_layers l = {layers, NULL, count};
     size_t mark;
     int i;
     MT_TRY(mti_shared_columns(ctx, function, layers, count, y));
-    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, layers[i], "x", x, "y", y[i]));
-    MT_TRY(mt_check_sent(ctx, function, layers[0]->tp, layers[0]->desc.sequence_parallel, "x", x, "y", mt_none()));
+    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, &layers[i], "x", x, "y", y[i]));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, layers[0].desc.sequence_parallel, "x", x, "y", mt_none()));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, y, NULL)));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
     for (i = 0; i < count; i++)
-        MT_TRY(mt_hash_log_activation(ctx, layers[i]->name, 0, "output", y[i], 0, layers[i]->weight));
+        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "output", y[i], 0, layers[i].weight));
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
-                                                           const mt_column_parallel_linear *const *layers, int count,
-                                                           const mt_tensor *dy, mt_tensor dx,
+MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                           int count, const mt_tensor *dy, mt_tensor dx,
                                                            const mt_linear_saved *saved) {
     static const char *const function = "mt_column_parallel_linear_backward_shared";
     mti_layers l = {layers, NULL, count};
@@ -3011,13 +3018,29 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx,
     int i, sp;
     MT_TRY(mti_shared_columns(ctx, function, layers, count, dy));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    sp = layers[0]->desc.sequence_parallel;
-    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, layers[i], "saved->x", saved->x, "dy", dy[i]));
-    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0]->weight, "dx", dx, saved->x.rows, saved->x.cols));
-    MT_TRY(mt_check_sent(ctx, function, layers[0]->tp, sp, "saved->x", saved->x, "dx", dx));
+    sp = layers[0].desc.sequence_parallel;
+    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, &layers[i], "saved->x", saved->x, "dy", dy[i]));
+    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0].weight, "dx", dx, saved->x.rows, saved->x.cols));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_backward(ctx, &l, dy, dx, saved->x)));
-    return mt_hash_log_activation(ctx, layers[0]->name, 0, "input_grad", dx, sp, NULL);
+    return mt_hash_log_activation(ctx, layers[0].name, 0, "input_grad", dx, sp, NULL);
+}
+
+/* One of the tensors of mt_column_parallel_linear_tensors or mt_row_parallel_linear_tensors. */
+static mt_status mti_layer_tensor(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor like, int64_t features,
+                                  mt_tensor *out) {
+    return mt_arena_tensor(ctx, like.dtype, mt_sequence_tokens(tp, sequence_parallel, like.rows), features, out);
+}
+
+MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
+                                                   mt_tensor like, mt_tensor *out) {
+    int i;
+    MT_TRY(mti_shared_columns(ctx, "mt_column_parallel_linear_tensors", layers, count, out));
+    for (i = 0; i < count; i++)
+        MT_TRY(mti_layer_tensor(ctx, layers[i].tp, layers[i].desc.sequence_parallel, like, layers[i].local_features,
+                                &out[i]));
+    return MT_SUCCESS;
 }
 
 static mt_status mti_column_product_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
@@ -3104,7 +3127,7 @@ MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, c
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved) {
     static const char *const function = "mt_column_parallel_linear_activation_forward";
-    mti_layers l = {&layer, NULL, 1};
+    mti_layers l = {layer, NULL, 1};
     mti_activation_after act;
     size_t mark;
     MT_TRY(mti_column_check(ctx, function, layer, "x", x, "h", h));
@@ -3154,7 +3177,7 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
 
 /* y = sum of x W^T over layers and ranks, and their biases. A chunk is reduced under the GEMMs of the next one. */
 static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
-    const mt_row_parallel_linear *first = l->rows[0];
+    const mt_row_parallel_linear *first = l->rows;
     int sp = first->desc.sequence_parallel, i;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
     mti_partial p = {l, MT_TRANS, x, &c, 0, 0};
@@ -3168,14 +3191,13 @@ static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_
     }
     MT_TRY(mt_overlap_wait_all(ctx));
     for (i = 0; i < l->count; i++)
-        if (l->rows[i]->bias && !l->rows[i]->desc.skip_bias_add)
-            MT_TRY(mt_bias_forward(ctx, y, l->rows[i]->bias->value));
+        if (l->rows[i].bias && !l->rows[i].desc.skip_bias_add) MT_TRY(mt_bias_forward(ctx, y, l->rows[i].bias->value));
     return MT_SUCCESS;
 }
 
 /* The same of one layer, whose input may be whole. */
 static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
-    const mti_layers l = {NULL, &layer, 1};
+    const mti_layers l = {NULL, layer, 1};
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
     return mti_row_forward(ctx, &l, &x, y);
 }
@@ -3229,7 +3251,7 @@ static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t
 static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt_tensor dy) {
     int i;
     for (i = 0; i < l->count; i++) {
-        const mt_row_parallel_linear *layer = l->rows[i];
+        const mt_row_parallel_linear *layer = &l->rows[i];
         if (layer->bias && !layer->desc.skip_bias_add)
             MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_row_bias_gradient, &dy,
                                       dy.rows, layer->bias->grad, mt_none()));
@@ -3241,7 +3263,7 @@ static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt
    that of a single layer. */
 static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx,
                                   const mt_linear_saved *saved, const mti_activation_before *act) {
-    const mt_row_parallel_linear *first = l->rows[0];
+    const mt_row_parallel_linear *first = l->rows;
     int sp = first->desc.sequence_parallel, i, j, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
     mt_tensor all;
@@ -3252,18 +3274,18 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
             for (j = 0; j < c.pieces && dx[k].data; j++)
-                MT_TRY(mti_row_input_gradient(ctx, l->rows[k]->weight, act, mti_piece(&c, all, i, j),
+                MT_TRY(mti_row_input_gradient(ctx, l->rows[k].weight, act, mti_piece(&c, all, i, j),
                                               act ? mti_piece(&c, act->h, i, j) : mt_none(),
                                               mti_piece(&c, dx[k], i, j)));
     }
-    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->rows[k]->weight, all, saved[k].x));
+    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->rows[k].weight, all, saved[k].x));
     return MT_SUCCESS;
 }
 
 /* The same of one layer, whose input may be whole. */
 static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                          mt_tensor dx, mt_tensor x) {
-    const mti_layers l = {NULL, &layer, 1};
+    const mti_layers l = {NULL, layer, 1};
     int gather = dx.data && !layer->desc.input_is_parallel && !mti_is_whole(layer->weight);
     mt_linear_saved sliced;
     mt_tensor local = dx;
@@ -3297,42 +3319,51 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
 }
 
 /* Layers that share g: their outputs meet in one sum. */
-static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt_row_parallel_linear *const *layers,
-                                 int count, const void *other) {
+static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt_row_parallel_linear *layers, int count,
+                                 const void *other) {
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!layers || !other || count < 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
                        layers && other ? ", needs one" : ", a list is NULL");
     for (i = 0; i < count; i++) {
-        MT_TRY(mt_check_param(ctx, function, layers[i] ? layers[i]->weight : NULL));
-        if (!layers[i]->desc.input_is_parallel ||
-            layers[i]->desc.sequence_parallel != layers[0]->desc.sequence_parallel || layers[i]->tp != layers[0]->tp)
+        MT_TRY(mt_check_param(ctx, function, layers[i].weight));
+        if (!layers[i].desc.input_is_parallel || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
+            layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "%s: '%s' and '%s' must have one sequence_parallel, one registry, and input_is_parallel",
-                           function, layers[0]->name, layers[i]->name);
+                           function, layers[0].name, layers[i].name);
     }
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
-                                                       int count, const mt_tensor *x, mt_tensor y,
-                                                       mt_linear_saved *saved) {
+MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                mt_tensor like, mt_tensor *out) {
+    int i;
+    MT_TRY(mti_shared_rows(ctx, "mt_row_parallel_linear_tensors", layers, count, out));
+    for (i = 0; i < count; i++)
+        MT_TRY(mti_layer_tensor(ctx, layers[i].tp, layers[i].desc.sequence_parallel, like, layers[i].local_features,
+                                &out[i]));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved) {
     static const char *const function = "mt_row_parallel_linear_forward_shared";
     mti_layers l = {NULL, layers, count};
     size_t mark;
     int i;
     MT_TRY(mti_shared_rows(ctx, function, layers, count, x));
-    for (i = 0; i < count; i++) MT_TRY(mti_row_check(ctx, function, layers[i], "x", x[i], "y", y));
-    MT_TRY(mt_check_sent(ctx, function, layers[0]->tp, 0, "x", x[0], "y", y));
+    for (i = 0; i < count; i++) MT_TRY(mti_row_check(ctx, function, &layers[i], "x", x[i], "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, 0, "x", x[0], "y", y));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_row_forward(ctx, &l, x, y)));
     if (!saved) return MT_SUCCESS;
     for (i = 0; i < count; i++) saved[i].x = x[i];
-    return mt_hash_log_activation(ctx, layers[0]->name, 0, "output", y, layers[0]->desc.sequence_parallel, NULL);
+    return mt_hash_log_activation(ctx, layers[0].name, 0, "output", y, layers[0].desc.sequence_parallel, NULL);
 }
 
-MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *const *layers,
+MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
                                                         int count, mt_tensor dy, const mt_tensor *dx,
                                                         const mt_linear_saved *saved) {
     static const char *const function = "mt_row_parallel_linear_backward_shared";
@@ -3341,11 +3372,11 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
     int i;
     MT_TRY(mti_shared_rows(ctx, function, layers, count, dx));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    for (i = 0; i < count; i++) MT_TRY(mti_row_backward_check(ctx, function, layers[i], dy, dx[i], &saved[i]));
+    for (i = 0; i < count; i++) MT_TRY(mti_row_backward_check(ctx, function, &layers[i], dy, dx[i], &saved[i]));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_row_backward(ctx, &l, dy, dx, saved, NULL)));
     for (i = 0; i < count; i++)
-        MT_TRY(mt_hash_log_activation(ctx, layers[i]->name, 0, "input_grad", dx[i], 0, layers[i]->weight));
+        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "input_grad", dx[i], 0, layers[i].weight));
     return MT_SUCCESS;
 }
 
@@ -3364,7 +3395,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
                                                             mt_tensor dy, mt_tensor h, mt_tensor dh,
                                                             const mt_linear_saved *saved) {
     static const char *const function = "mt_row_parallel_linear_activation_backward";
-    mti_layers l = {NULL, &layer, 1};
+    mti_layers l = {NULL, layer, 1};
     mti_activation_before act;
     mt_status status;
     size_t mark;

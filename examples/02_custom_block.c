@@ -4,9 +4,9 @@
 
    y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(gelu(fc1(n))), n = norm(x).
    All branches read the same n and end in one sum: 2 all-reduces per layer and step, where the sequential layer of
-   megatron.h needs 4. docs/blocks.md explains it. ./02_custom_block [RANKS] [bf16] [cuda] [invariant] [hashes]: the
-   same losses on 1, 2 and 4 ranks, to rounding; the same bits with `invariant`; `hashes` shows the hash log of the
-   last step.
+   megatron.h needs 4. docs/blocks.md explains it. ./02_custom_block [RANKS] [bf16] [cuda] [invariant]
+   [sequence_parallel] [hashes]: the same losses on 1, 2 and 4 ranks, to rounding; the same bits with `invariant`;
+   `hashes` shows the hash log of the last step.
    For CUDA: nvcc -x cu -std=c++20 -O3 -I. examples/02_custom_block.c -o 02_custom_block -lcublasLt */
 
 #define MEGATRON_IMPLEMENTATION
@@ -21,121 +21,96 @@ enum { HEAD = HIDDEN / HEADS, UNIT = 3 * HEAD }; /* columns of a head, and of it
 
 /* ---- the block --------------------------------------------------------------------------------------------------- */
 
+enum { QKV, GATE, FC1 }; /* block.in: they read the same n */
+enum { PROJ, FC2 };      /* block.out: their outputs are added */
+
 typedef struct block {
-    mt_norm_layer norm, q_norm, k_norm;
-    mt_column_parallel_linear qkv, gate, fc1;
-    mt_row_parallel_linear proj, fc2;
+    mt_norm_layer norm;
+    mt_qk_norm qk_norm;
+    mt_column_parallel_linear in[3];
+    mt_row_parallel_linear out[2];
 } block;
 
 typedef struct block_saved {
-    mt_norm_saved norm, q_norm, k_norm;
+    mt_norm_saved norm;
+    mt_qk_norm_saved qk_norm;
     mt_linear_saved in, out[2];
-    mt_tensor raw, qkv, gate, core, lse, h;
+    mt_attention_desc heads;
+    mt_tensor h[3], core, lse; /* h: the outputs of block.in */
 } block_saved;
 
-static mt_status block_layers(mt_context *ctx, mt_params *params, block *b) {
-    mt_norm_layer_desc norm = {.features = HIDDEN};
+static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block *b) {
+    mt_norm_layer_desc norm = {.features = HIDDEN, .sequence_parallel = sp};
     mt_norm_layer_desc per_head = {.features = HEAD, .groups = HEADS, .kind = MT_RMS_NORM};
-    mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = HEADS * UNIT, .unit = UNIT, .init_std = 0.1f};
-    mt_linear_desc gate = {.in_features = HIDDEN, .out_features = HIDDEN, .unit = HEAD, .init_std = 0.1f};
-    mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = FFN, .init_std = 0.1f};
-    mt_linear_desc proj = gate, fc2 = {.in_features = FFN, .out_features = HIDDEN, .init_std = 0.1f};
+    mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = HEADS * UNIT, .unit = UNIT, .sequence_parallel = sp};
+    mt_linear_desc gate = {.in_features = HIDDEN, .out_features = HIDDEN, .unit = HEAD, .sequence_parallel = sp};
+    mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = FFN, .sequence_parallel = sp};
+    mt_linear_desc proj = gate, fc2 = {.in_features = FFN, .out_features = HIDDEN, .sequence_parallel = sp};
     proj.input_is_parallel = fc2.input_is_parallel = 1;
     MT_TRY(mt_norm_layer_create(ctx, params, "norm", &norm, &b->norm));
-    MT_TRY(mt_norm_layer_create(ctx, params, "q_norm", &per_head, &b->q_norm));
-    MT_TRY(mt_norm_layer_create(ctx, params, "k_norm", &per_head, &b->k_norm));
-    MT_TRY(mt_column_parallel_linear_create(ctx, params, "qkv", &qkv, &b->qkv));
-    MT_TRY(mt_column_parallel_linear_create(ctx, params, "gate", &gate, &b->gate));
-    MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc1", &fc1, &b->fc1));
-    MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->proj));
-    return mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->fc2);
-}
-
-static mt_status block_create(mt_context *ctx, mt_params *params, block *b) {
-    size_t mark = mt_params_mark(params);
-    return mt_create_end(params, mark, b, sizeof *b, block_layers(ctx, params, b));
-}
-
-/* q (0), k (1) or v (2) of all heads: [tokens * heads, HEAD] of qkv [tokens, heads * UNIT]. */
-static mt_tensor heads(mt_tensor qkv, int which) {
-    return mt_tensor_cols(mt_tensor_reshape(qkv, qkv.rows * qkv.cols / UNIT, UNIT), which * HEAD, HEAD);
-}
-
-static mt_attention_desc block_attention(const block *b) {
-    mt_attention_desc desc = {.batch = SEQUENCES, .seq = SEQ, .groups = b->qkv.local_features / UNIT};
-    desc.heads_per_group = 1;
-    desc.head_dim = HEAD;
-    return desc;
+    MT_TRY(mt_qk_norm_create(ctx, params, "attention", &per_head, &b->qk_norm));
+    MT_TRY(mt_column_parallel_linear_create(ctx, params, "qkv", &qkv, &b->in[QKV]));
+    MT_TRY(mt_column_parallel_linear_create(ctx, params, "gate", &gate, &b->in[GATE]));
+    MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc1", &fc1, &b->in[FC1]));
+    MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->out[PROJ]));
+    return mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->out[FC2]);
 }
 
 static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_tensor y, block_saved *s) {
-    const mt_column_parallel_linear *in[] = {&b->qkv, &b->gate, &b->fc1};
-    const mt_row_parallel_linear *out[] = {&b->proj, &b->fc2};
-    const mt_attention_desc desc = block_attention(b);
-    const int64_t wide = b->qkv.local_features, local = b->proj.local_features, ffn = b->fc1.local_features;
-    mt_tensor n, gated, act;
-    mt_arena_request memory[] = {
-        {&n, x.dtype, x.rows, HIDDEN},           {&s->raw, x.dtype, TOKENS, wide},   {&s->qkv, x.dtype, TOKENS, wide},
-        {&s->gate, x.dtype, TOKENS, local},      {&s->core, x.dtype, TOKENS, local}, {&gated, x.dtype, TOKENS, local},
-        {&s->lse, MT_F32, local / HEAD, TOKENS}, {&s->h, x.dtype, TOKENS, ffn},      {&act, x.dtype, TOKENS, ffn}};
-    MT_TRY(mt_arena_tensors(ctx, memory, (int)(sizeof memory / sizeof *memory)));
-    const mt_tensor into[] = {s->raw, s->gate, s->h}, from[] = {gated, act};
+    const mt_batch batch = {.sequences = SEQUENCES, .seq = SEQ};
+    mt_tensor n, z[2]; /* z: the inputs of block.out */
+    s->heads = mt_core_attention_desc(&b->in[QKV], HEAD, &batch);
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, HIDDEN, &n));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, s->heads.groups, TOKENS, &s->lse));
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, b->in, 3, x, s->h));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, &b->out[PROJ], 1, y, &s->core));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, b->out, 2, y, z));
     MT_TRY(mt_norm_layer_forward(ctx, &b->norm, x, n, &s->norm));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, in, 3, n, into, &s->in));
-    MT_TRY(mt_norm_layer_forward(ctx, &b->q_norm, heads(s->raw, 0), heads(s->qkv, 0), &s->q_norm));
-    MT_TRY(mt_norm_layer_forward(ctx, &b->k_norm, heads(s->raw, 1), heads(s->qkv, 1), &s->k_norm));
-    MT_TRY(mt_copy(ctx, heads(s->raw, 2), heads(s->qkv, 2)));
-    MT_TRY(mt_core_attention_forward(ctx, &desc, b->qkv.weight->shards, s->qkv, s->core, s->lse));
-    MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->proj.weight));
-    MT_TRY(mt_sigmoid_forward(ctx, s->gate, gated));
-    MT_TRY(mt_multiply(ctx, gated, s->core, gated));
-    MT_TRY(mt_column_parallel_activation_forward(ctx, &b->fc1, MT_GELU_TANH, s->h, act));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, out, 2, from, y, s->out)); /* g: the one all-reduce */
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, b->in, 3, n, s->h, &s->in));
+    MT_TRY(mt_qk_norm_forward(ctx, &b->qk_norm, s->h[QKV], &s->qk_norm));
+    MT_TRY(mt_core_attention_forward(ctx, &s->heads, b->in[QKV].weight->shards, s->h[QKV], s->core, s->lse));
+    MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->out[PROJ].weight));
+    MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &b->in[FC1], MT_GELU_TANH, s->h[FC1], z[FC2]));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, b->out, 2, z, y, s->out)); /* g: the one all-reduce */
     return mt_add(ctx, x, y, y);
 }
 
 /* dy -> dx, and the gradients of all parameters. */
 static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, mt_tensor dx, const block_saved *s) {
-    const mt_column_parallel_linear *in[] = {&b->qkv, &b->gate, &b->fc1};
-    const mt_row_parallel_linear *out[] = {&b->proj, &b->fc2};
-    const mt_attention_desc desc = block_attention(b);
-    mt_tensor dn, dqkv, dgate, dcore, dgated, dact;
-    mt_arena_request memory[] = {{&dn, dy.dtype, dy.rows, HIDDEN},          {&dqkv, dy.dtype, TOKENS, s->qkv.cols},
-                                 {&dgate, dy.dtype, TOKENS, s->gate.cols},  {&dcore, dy.dtype, TOKENS, s->core.cols},
-                                 {&dgated, dy.dtype, TOKENS, s->core.cols}, {&dact, dy.dtype, TOKENS, s->h.cols}};
-    MT_TRY(mt_arena_tensors(ctx, memory, (int)(sizeof memory / sizeof *memory)));
-    const mt_tensor into[] = {dgated, dact}, from[] = {dqkv, dgate, s->h};
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, out, 2, dy, into, s->out));
-    MT_TRY(mt_multiply(ctx, dgated, s->core, dgate));
-    MT_TRY(mt_sigmoid_backward(ctx, s->gate, dgate, dgate));
-    MT_TRY(mt_sigmoid_forward(ctx, s->gate, dcore));
-    MT_TRY(mt_multiply(ctx, dcore, dgated, dcore));
-    MT_TRY(mt_core_attention_backward(ctx, &desc, b->qkv.weight->shards, s->qkv, s->core, s->lse, dcore, dqkv));
-    MT_TRY(mt_norm_layer_backward(ctx, &b->q_norm, heads(dqkv, 0), mt_none(), heads(dqkv, 0), &s->q_norm));
-    MT_TRY(mt_norm_layer_backward(ctx, &b->k_norm, heads(dqkv, 1), mt_none(), heads(dqkv, 1), &s->k_norm));
-    MT_TRY(mt_column_parallel_activation_backward(ctx, &b->fc1, MT_GELU_TANH, s->h, dact,
-                                                  s->h));                            /* h becomes its gradient */
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, in, 3, from, dn, &s->in)); /* f: the one all-reduce */
-    return mt_norm_layer_backward(ctx, &b->norm, dn, dy, dx, &s->norm);
+    mt_tensor dh[3], dz[2];
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, b->in, 3, dx, dh));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, b->out, 2, dy, dz));
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, b->out, 2, dy, dz, s->out));
+    MT_TRY(mt_sigmoid_gate_backward(ctx, s->h[GATE], s->core, dz[PROJ], dh[GATE], dz[PROJ]));
+    MT_TRY(mt_core_attention_backward(ctx, &s->heads, b->in[QKV].weight->shards, s->h[QKV], s->core, s->lse, dz[PROJ],
+                                      dh[QKV]));
+    MT_TRY(mt_qk_norm_backward(ctx, &b->qk_norm, dh[QKV], &s->qk_norm));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &b->in[FC1], MT_GELU_TANH, s->h[FC1], dz[FC2], dh[FC1]));
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, b->in, 3, dh, dx, &s->in)); /* f: the one all-reduce */
+    return mt_norm_layer_backward(ctx, &b->norm, dx, dy, dx, &s->norm);
 }
 
 /* ---- a loop that trains it --------------------------------------------------------------------------------------- */
 
 typedef struct settings {
-    int ranks, cuda, invariant, hashes;
+    int ranks, cuda, invariant, hashes, sequence_parallel;
     mt_dtype dtype;
     float loss[STEPS];
 } settings;
 
 /* One step towards predicting each token's predecessor; a toy task that attention can solve and an MLP alone cannot. */
-static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, mt_optimizer *adamw, mt_dtype dtype,
+static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, mt_optimizer *adamw, const settings *s,
                             float *loss) {
     static const float scale = 1.0f / TOKENS;
+    const mt_grid *grid = mt_params_grid(params);
+    const int64_t rows = s->sequence_parallel ? TOKENS / grid->tp_size : TOKENS;
+    const int64_t first = s->sequence_parallel ? grid->tp_rank * rows : 0; /* of this rank's rows */
     size_t mark = mt_arena_mark(ctx);
-    mt_tensor x, y, dx, host_side;
-    mt_arena_request memory[] = {{&x, dtype, TOKENS, HIDDEN},
-                                 {&y, dtype, TOKENS, HIDDEN},
-                                 {&dx, dtype, TOKENS, HIDDEN},
+    mt_tensor x, y, dx, all, host_side;
+    mt_arena_request memory[] = {{&x, s->dtype, rows, HIDDEN},
+                                 {&y, s->dtype, rows, HIDDEN},
+                                 {&dx, s->dtype, rows, HIDDEN},
                                  {&host_side, MT_F32, TOKENS, HIDDEN}};
     float in[TOKENS * HIDDEN], out[TOKENS * HIDDEN];
     double sum = 0;
@@ -143,10 +118,11 @@ static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, 
     MT_TRY(mt_arena_tensors(ctx, memory, 4));
     for (int i = 0; i < TOKENS * HIDDEN; i++) in[i] = sinf(0.013f * (float)(i % 4001) * (float)(1 + i % 7));
     MT_TRY(mt_upload(ctx, in, host_side));
-    MT_TRY(mt_convert(ctx, host_side, x));
+    MT_TRY(mt_convert(ctx, mt_tensor_rows(host_side, first, rows), x));
     MT_TRY(mt_params_zero_grad(ctx, params));
     MT_TRY(block_forward(ctx, b, x, y, &saved));
-    MT_TRY(mt_convert(ctx, y, host_side));
+    MT_TRY(mt_gather_tokens(ctx, grid->tp, s->sequence_parallel, y, &all));
+    MT_TRY(mt_convert(ctx, all, host_side));
     MT_TRY(mt_download(ctx, host_side, out));
     for (int i = 0; i < TOKENS * HIDDEN; i++) { /* out becomes dy */
         float error = out[i] - (i / HIDDEN % SEQ == 0 ? 0 : in[i - HIDDEN]);
@@ -155,10 +131,10 @@ static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, 
     }
     *loss = (float)sum;
     MT_TRY(mt_upload(ctx, out, host_side));
-    MT_TRY(mt_convert(ctx, host_side, y));
+    MT_TRY(mt_convert(ctx, mt_tensor_rows(host_side, first, rows), y));
     MT_TRY(block_backward(ctx, b, y, dx, &saved));
     mt_arena_release(ctx, mark);
-    MT_TRY(mt_sync_gradients(ctx, params)); /* gains per head saw only this rank's heads */
+    MT_TRY(mt_sync_gradients(ctx, params)); /* a rank saw only its heads, or its tokens */
     return mt_optimizer_step(ctx, adamw, 3e-3f, 1);
 }
 
@@ -175,18 +151,18 @@ static mt_status run(mt_comm *world, mt_context *ctx, mt_params *params, mt_opti
     block b;
     float loss = 0;
     MT_TRY(mt_params_set_dtype(ctx, params, s->dtype));
-    MT_TRY(block_create(ctx, params, &b));
+    MT_TRY(block_create(ctx, params, s->sequence_parallel, &b));
     MT_TRY(mt_params_init(ctx, params, 1234));
     MT_TRY(mt_optimizer_create(ctx, params, NULL, adamw));
     for (int step = 0; step < STEPS && status == MT_SUCCESS; step++) {
         if (s->hashes && step == STEPS - 1) MT_TRY(mt_hash_log_create(ctx, mt_params_grid(params), &log));
         mt_comm_ledger_reset(tp);
-        status = train_step(ctx, &b, params, adamw, s->dtype, &loss);
+        status = train_step(ctx, &b, params, adamw, s, &loss);
         if (rank == 0) s->loss[step] = loss;
         if (rank == 0 && (step % 10 == 0 || step == STEPS - 1)) printf("step %2d  loss %.5f\n", step, (double)loss);
     }
     if (status == MT_SUCCESS && rank == 0)
-        printf("%d ranks, %llu all-reduces per step, the last one of the gains per head\n", mt_comm_size(world),
+        printf("%d ranks, %llu all-reduces per step, the last one of the gains\n", mt_comm_size(world),
                (unsigned long long)mt_comm_ledger(tp).calls[MT_ALL_REDUCE]);
     if (status == MT_SUCCESS && log) status = mt_hash_log_flush(ctx, log, print_hash, &rank);
     mt_hash_log_destroy(log);
@@ -231,6 +207,7 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "cuda") == 0) s.cuda = 1;
         else if (strcmp(argv[i], "invariant") == 0) s.invariant = HEADS;
         else if (strcmp(argv[i], "hashes") == 0) s.hashes = 1;
+        else if (strcmp(argv[i], "sequence_parallel") == 0) s.sequence_parallel = 1;
         else launch.ranks = atoi(argv[i]);
         if (launch.ranks < 1) {
             fprintf(stderr, "02_custom_block: '%s' is neither a number of ranks nor a setting\n", argv[i]);

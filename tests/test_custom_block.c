@@ -1,5 +1,6 @@
 /* test_custom_block.c - the block of examples/02_custom_block.c: its gradients against finite differences, its losses
-   on every split, the same bits on every split in invariant mode, in f32 and bf16, and what it communicates.
+   on every split, with and without sequence parallelism, the same bits on every split in invariant mode, in f32 and
+   bf16, and what it communicates.
 
    cc -std=gnu17 -O2 -I. -Itests tests/test_custom_block.c -lpthread -lm                                      */
 
@@ -59,7 +60,7 @@ static void test_gradients_are_finite_differences(void **state) {
     block_saved saved;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &p.r);
-    ASSERT_STATUS(p.r.ctx, MT_SUCCESS, block_create(p.r.ctx, p.r.params, &p.b));
+    ASSERT_STATUS(p.r.ctx, MT_SUCCESS, block_create(p.r.ctx, p.r.params, 0, &p.b));
     ASSERT_STATUS(p.r.ctx, MT_SUCCESS, mt_params_init(p.r.ctx, p.r.params, 5));
     for (int i = 0; i < mt_params_count(p.r.params); i++) { /* gains and biases of every size */
         mt_param *q = mt_params_at(p.r.params, i);
@@ -94,37 +95,46 @@ static void test_losses_do_not_depend_on_the_split(void **state) {
             settings split = one;
             test_launch(1, rank_main, &one);
             assert_true(one.loss[STEPS - 1] < 1.0f && one.loss[0] > 10.0f);
-            for (int ranks = 2; ranks <= 4; ranks *= 2) {
-                test_launch(ranks, rank_main, &split);
+            for (int i = 0; i < 4; i++) {
+                split.sequence_parallel = i % 2;
+                test_launch(2 + i / 2 * 2, rank_main, &split);
                 if (invariant) assert_memory_equal(split.loss, one.loss, sizeof one.loss);
-                for (int i = 0; i < STEPS; i++)
-                    assert_float_equal((double)split.loss[i], (double)one.loss[i],
-                                       (dtype == MT_F32 ? 2e-3 : 5e-2) * (double)one.loss[i]);
+                for (int step = 0; step < STEPS; step++)
+                    assert_float_equal((double)split.loss[step], (double)one.loss[step],
+                                       (dtype == MT_F32 ? 2e-3 : 5e-2) * (double)one.loss[step]);
             }
         }
 }
 
 static mt_status ledger_rank(mt_comm *world, void *user) {
+    const int sp = *(const int *)user;
     test_rank r;
     block b;
     block_saved saved;
-    (void)user;
+    mt_ledger ledger;
     mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, NULL, &r);
-    MT_KEEP(status, block_create(r.ctx, r.params, &b));
+    int64_t rows = sp ? TOKENS / mt_comm_size(world) : TOKENS;
+    MT_KEEP(status, block_create(r.ctx, r.params, sp, &b));
     MT_KEEP(status, mt_params_init(r.ctx, r.params, 5));
-    mt_tensor x = test_tensor(&r, TOKENS, HIDDEN, 1.0f), y = test_tensor(&r, TOKENS, HIDDEN, 1.0f);
-    mt_tensor dx = test_tensor(&r, TOKENS, HIDDEN, 1.0f);
+    mt_tensor x = test_tensor(&r, rows, HIDDEN, 1.0f), y = test_tensor(&r, rows, HIDDEN, 1.0f);
+    mt_tensor dx = test_tensor(&r, rows, HIDDEN, 1.0f);
     if (status == MT_SUCCESS) mt_comm_ledger_reset(r.grid.tp);
     MT_KEEP(status, block_forward(r.ctx, &b, x, y, &saved));
     MT_KEEP(status, block_backward(r.ctx, &b, y, dx, &saved));
-    if (status == MT_SUCCESS && mt_comm_ledger(r.grid.tp).calls[MT_ALL_REDUCE] != 2) status = MT_ERR_DATA;
+    if (status == MT_SUCCESS) {
+        ledger = mt_comm_ledger(r.grid.tp);
+        if (ledger.calls[MT_ALL_REDUCE] != (sp ? 0 : 2) || ledger.calls[MT_REDUCE_SCATTER] != (sp ? 2 : 0) ||
+            ledger.calls[MT_ALL_GATHER] != (sp ? 3 : 0)) /* n twice, dy once */
+            status = MT_ERR_DATA;
+    }
     test_rank_close(&r);
     return status;
 }
 
 static void test_one_f_and_one_g(void **state) {
+    int sp;
     (void)state;
-    test_launch(2, ledger_rank, NULL);
+    for (sp = 0; sp <= 1; sp++) test_launch(2, ledger_rank, &sp);
 }
 
 int main(void) {

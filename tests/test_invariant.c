@@ -613,8 +613,6 @@ static mt_status shared(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_column_parallel_linear in[2];
     mt_row_parallel_linear out[2];
-    const mt_column_parallel_linear *ins[] = {&in[0], &in[1]};
-    const mt_row_parallel_linear *outs[] = {&out[0], &out[1]};
     mt_linear_saved in_saved, out_saved[2];
     mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
     mt_tensor h[2], act[2], dact[2];
@@ -633,14 +631,14 @@ static mt_status shared(worker *w, int sp) {
     }
     act[1] = test_tensor(&w->rank, TOKENS, out[1].local_features, NAN);
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, ins, 2, x, h, &in_saved));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, in, 2, x, h, &in_saved));
     MT_TRY(mt_column_parallel_activation_forward(ctx, &in[1], MT_SWIGLU, h[1], act[1]));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, outs, 2, act, y, out_saved));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, out, 2, act, y, out_saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, outs, 2, dy, dact, out_saved));
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, out, 2, dy, dact, out_saved));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &in[1], MT_SWIGLU, h[1], dact[1], h[1]));
     dact[1] = h[1];
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, ins, 2, dact, dx, &in_saved));
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, in, 2, dact, dx, &in_saved));
     return record_rows(w, "dx", dx);
 }
 

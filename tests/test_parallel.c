@@ -2161,18 +2161,23 @@ static mt_status shared_check(test_rank *r, const shared_case *c) {
     mt_linear_saved in_saved, out_saved[SHARED];
     mt_ledger ledger;
     MT_TRY(shared_create(r, sp, &b));
-    const mt_column_parallel_linear *in[] = {&b.in[0], &b.in[1]};
-    const mt_row_parallel_linear *out[] = {&b.out[0], &b.out[1]};
     for (int i = 0; i < SHARED_TOKENS * SHARED_IN; i++) x[i] = (double)((float *)fx.data)[i];
     for (int i = 0; i < SHARED_TOKENS * SHARED_OUT; i++) dy[i] = (double)((float *)fdy.data)[i];
-    for (int i = 0; i < SHARED; i++) h[i] = test_tensor(r, SHARED_TOKENS, b.in[i].local_features, NAN);
-    for (int i = 0; i < SHARED; i++) dh[i] = test_tensor(r, SHARED_TOKENS, b.in[i].local_features, NAN);
+    MT_TRY(mt_column_parallel_linear_tensors(r->ctx, b.in, SHARED, fdx, h));
+    MT_TRY(mt_row_parallel_linear_tensors(r->ctx, b.out, SHARED, fy, dh));
+    for (int i = 0; i < SHARED; i++) {
+        CHECK(h[i].rows == SHARED_TOKENS && h[i].cols == b.in[i].local_features && h[i].dtype == MT_F32);
+        CHECK(dh[i].rows == SHARED_TOKENS && dh[i].cols == b.out[i].local_features && dh[i].dtype == MT_F32);
+        MT_TRY(mt_fill(r->ctx, h[i], NAN));
+        MT_TRY(mt_fill(r->ctx, dh[i], NAN));
+    }
     mt_comm_ledger_reset(r->grid.tp);
-    MT_TRY(mt_column_parallel_linear_forward_shared(r->ctx, in, SHARED, mt_tensor_rows(fx, first, rows), h, &in_saved));
-    MT_TRY(mt_row_parallel_linear_forward_shared(r->ctx, out, SHARED, h, fy, out_saved));
     MT_TRY(
-        mt_row_parallel_linear_backward_shared(r->ctx, out, SHARED, mt_tensor_rows(fdy, first, rows), dh, out_saved));
-    MT_TRY(mt_column_parallel_linear_backward_shared(r->ctx, in, SHARED, dh, fdx, &in_saved));
+        mt_column_parallel_linear_forward_shared(r->ctx, b.in, SHARED, mt_tensor_rows(fx, first, rows), h, &in_saved));
+    MT_TRY(mt_row_parallel_linear_forward_shared(r->ctx, b.out, SHARED, h, fy, out_saved));
+    MT_TRY(
+        mt_row_parallel_linear_backward_shared(r->ctx, b.out, SHARED, mt_tensor_rows(fdy, first, rows), dh, out_saved));
+    MT_TRY(mt_column_parallel_linear_backward_shared(r->ctx, b.in, SHARED, dh, fdx, &in_saved));
     ledger = mt_comm_ledger(r->grid.tp);
     if (c->tp > 1 && c->chunks == 1) {
         CHECK(ledger.calls[MT_ALL_REDUCE] == (sp ? 0 : 2));
@@ -2212,28 +2217,30 @@ static void test_shared_f_and_g_refuse(void **state) {
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, shared_create(&r, 0, &b));
-    const mt_column_parallel_linear *in[] = {&b.in[0], &b.in[1]}, *hole[] = {&b.in[0], NULL};
-    const mt_row_parallel_linear *out[] = {&b.out[0], &b.out[1]};
+    mt_column_parallel_linear hole[SHARED] = {b.in[0]}; /* and one that was not created */
     mt_tensor x = test_tensor(&r, 8, SHARED_IN, 1.0f), y = test_tensor(&r, 8, SHARED_OUT, 7.0f);
     mt_tensor h[] = {test_tensor(&r, 8, 7, 7.0f), test_tensor(&r, 8, 12, 7.0f)}, swapped[] = {h[1], h[0]};
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_column_parallel_linear_forward_shared(r.ctx, in, 0, x, h, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_forward_shared(r.ctx, in, 2, x, NULL, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 0, x, h, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 2, x, NULL, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
             mt_column_parallel_linear_forward_shared(r.ctx, hole, 2, x, h, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_column_parallel_linear_forward_shared(r.ctx, in, 2, x, swapped, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_row_parallel_linear_forward_shared(r.ctx, out, 2, swapped, y, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_row_parallel_linear_backward_shared(r.ctx, out, 2, y, h, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_row_parallel_linear_backward_shared(r.ctx, out, 2, y, h, saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 2, x, swapped, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_row_parallel_linear_forward_shared(r.ctx, b.out, 2, swapped, y, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL",
+            mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_tensors(r.ctx, b.in, 2, x, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_row_parallel_linear_tensors(r.ctx, b.out, 0, y, h));
     b.in[1].desc.sequence_parallel = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'in0'|'in1'|sequence_parallel",
-            mt_column_parallel_linear_forward_shared(r.ctx, in, 2, x, h, NULL));
+            mt_column_parallel_linear_forward_shared(r.ctx, b.in, 2, x, h, NULL));
     b.in[1].desc.sequence_parallel = 0;
     b.in[1].desc.gather_output = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output",
-            mt_column_parallel_linear_backward_shared(r.ctx, in, 2, h, x, saved));
+            mt_column_parallel_linear_backward_shared(r.ctx, b.in, 2, h, x, saved));
     b.out[1].desc.input_is_parallel = 0;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out1'|input_is_parallel",
-            mt_row_parallel_linear_forward_shared(r.ctx, out, 2, h, y, NULL));
+            mt_row_parallel_linear_forward_shared(r.ctx, b.out, 2, h, y, NULL));
     test_untouched("h", h[0].data, 8 * 7, 7.0f);
     test_untouched("y", y.data, 8 * SHARED_OUT, 7.0f);
     test_paper_rank_close(&r);
