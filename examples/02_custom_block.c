@@ -94,7 +94,7 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
 /* ---- a loop that trains it --------------------------------------------------------------------------------------- */
 
 typedef struct settings {
-    int ranks, cuda, invariant, hashes, sequence_parallel;
+    int steps, cuda, invariant, hashes, sequence_parallel; /* steps: at most STEPS */
     mt_dtype dtype;
     float loss[STEPS];
 } settings;
@@ -154,12 +154,12 @@ static mt_status run(mt_comm *world, mt_context *ctx, mt_params *params, mt_opti
     MT_TRY(block_create(ctx, params, s->sequence_parallel, &b));
     MT_TRY(mt_params_init(ctx, params, 1234));
     MT_TRY(mt_optimizer_create(ctx, params, NULL, adamw));
-    for (int step = 0; step < STEPS && status == MT_SUCCESS; step++) {
-        if (s->hashes && step == STEPS - 1) MT_TRY(mt_hash_log_create(ctx, mt_params_grid(params), &log));
+    for (int step = 0; step < s->steps && status == MT_SUCCESS; step++) {
+        if (s->hashes && step == s->steps - 1) MT_TRY(mt_hash_log_create(ctx, mt_params_grid(params), &log));
         mt_comm_ledger_reset(tp);
         status = train_step(ctx, &b, params, adamw, s, &loss);
         if (rank == 0) s->loss[step] = loss;
-        if (rank == 0 && (step % 10 == 0 || step == STEPS - 1)) printf("step %2d  loss %.5f\n", step, (double)loss);
+        if (rank == 0 && (step % 10 == 0 || step == s->steps - 1)) printf("step %2d  loss %.5f\n", step, (double)loss);
     }
     if (status == MT_SUCCESS && rank == 0)
         printf("%d ranks, %llu all-reduces per step, the last one of the gains\n", mt_comm_size(world),
@@ -195,12 +195,13 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
-#ifndef CUSTOM_BLOCK_NO_MAIN /* tests/test_custom_block.c has its own */
+#ifndef CUSTOM_BLOCK_NO_MAIN /* tests/test_custom_block.c and test_cuda_custom_block.cu have their own */
 int main(int argc, char **argv) {
     settings s;
     mt_launch_desc launch;
     memset(&s, 0, sizeof s);
     memset(&launch, 0, sizeof launch);
+    s.steps = STEPS;
     launch.ranks = 2;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "bf16") == 0) s.dtype = MT_BF16;

@@ -20,7 +20,7 @@ check_log=$build/check.log check_lines=40
 
 # Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they do.
 own="test_cuda_ptx test_cuda test_cuda_flash test_cuda_nccl test_cuda_processes"
-shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint"
+shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block"
 implementation=$build/implementation.o
 
 # gpu_build NAME: a program, or the implementation
@@ -82,5 +82,6 @@ check "NCCL" $each test_cuda_nccl
 check "ranks that are processes" $each test_cuda_processes
 check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
 check "checkpoints of a GPT" $each test_cuda_checkpoint
+check "the block of examples/02_custom_block.c, as on the CPU" $each test_cuda_custom_block
 closing_line
 [ "$failed" -eq 0 ]

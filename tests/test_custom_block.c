@@ -90,6 +90,7 @@ static void test_losses_do_not_depend_on_the_split(void **state) {
         for (int invariant = 0; invariant <= 1; invariant++) {
             settings one;
             memset(&one, 0, sizeof one);
+            one.steps = STEPS;
             one.dtype = (mt_dtype)dtype;
             one.invariant = invariant * HEADS;
             settings split = one;
