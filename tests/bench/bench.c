@@ -880,6 +880,127 @@ static mt_status item_layer(worker *w) {
     return status;
 }
 
+/* ---- item composed: a block made of the functions for authors of blocks, beside a built-in one ------------------- */
+
+enum { BUILT_IN_1, COMPOSED_1, BUILT_IN_2, COMPOSED_2, COMPOSED_CASES };
+
+/* An MLP: mt_mlp, or the same mathematics composed as examples/02_custom_block.c composes its block. */
+typedef struct one_mlp {
+    place place;
+    mt_params *params;
+    mt_mlp built_in;
+    mt_column_parallel_linear fc1; /* of the composed one, and fc2 */
+    mt_row_parallel_linear fc2;
+    mt_tensor x, y, dy, dx;
+    int composed;
+    size_t kept, peak; /* bytes of the arena after forward, and at most in a step */
+} one_mlp;
+
+static mt_status mlp_layers(one_mlp *m) {
+    mt_context *ctx = m->place.ctx;
+    mt_mlp_desc d = {.hidden = HIDDEN};
+    mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = 4 * HIDDEN};
+    mt_linear_desc fc2 = {.in_features = 4 * HIDDEN, .out_features = HIDDEN, .input_is_parallel = 1};
+    if (!m->composed) return mt_mlp_create(ctx, m->params, "mlp", &d, &m->built_in);
+    MT_TRY(mt_column_parallel_linear_create(ctx, m->params, "mlp.linear_fc1", &fc1, &m->fc1));
+    return mt_row_parallel_linear_create(ctx, m->params, "mlp.linear_fc2", &fc2, &m->fc2);
+}
+
+static mt_status mlp_create(worker *w, int split, int composed, one_mlp *m) {
+    mt_tensor *const views[] = {&m->x, &m->y, &m->dy, &m->dx};
+    mt_random at = {.seed = 3, .global_cols = HIDDEN};
+    MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1}, &m->place));
+    MT_TRY(mt_params_create(m->place.ctx, &m->place.grid, &m->params));
+    m->composed = composed;
+    MT_TRY(mlp_layers(m));
+    MT_TRY(mt_params_init(m->place.ctx, m->params, 1234));
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
+        MT_TRY(mt_arena_tensor(m->place.ctx, MT_F32, TOKENS, HIDDEN, views[i]));
+        at.stream = i;
+        MT_TRY(mt_random_normal(m->place.ctx, *views[i], 1.0f, at));
+    }
+    return MT_SUCCESS;
+}
+
+static void mlp_destroy(one_mlp *m) {
+    mt_params_destroy(m->params);
+    place_destroy(&m->place);
+}
+
+static mt_status mlp_step_built_in(one_mlp *m, size_t mark) {
+    mt_context *ctx = m->place.ctx;
+    mt_mlp_saved saved;
+    MT_TRY(mt_mlp_forward(ctx, &m->built_in, m->x, m->y, &saved));
+    m->kept = mt_arena_mark(ctx) - mark;
+    return mt_mlp_backward(ctx, &m->built_in, m->dy, m->dx, &saved);
+}
+
+static mt_status mlp_step_composed(one_mlp *m, size_t mark) {
+    mt_context *ctx = m->place.ctx;
+    mt_linear_saved in, out;
+    mt_tensor h, act, dh, dact;
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->fc1, 1, m->x, &h));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->fc2, 1, m->y, &act));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, &m->fc1, 1, m->x, &h, &in));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &m->fc1, MT_GELU_TANH, h, act));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, &m->fc2, 1, &act, m->y, &out));
+    m->kept = mt_arena_mark(ctx) - mark;
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->fc1, 1, m->dx, &dh));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->fc2, 1, m->dy, &dact));
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, &m->fc2, 1, m->dy, &dact, &out));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &m->fc1, MT_GELU_TANH, h, dact, dh));
+    return mt_column_parallel_linear_backward_shared(ctx, &m->fc1, 1, &dh, m->dx, &in);
+}
+
+static mt_status run_mlp(worker *w, int arg) {
+    one_mlp *m = (one_mlp *)w->item + arg;
+    size_t mark = mt_arena_mark(m->place.ctx);
+    mt_arena_reset_peak(m->place.ctx);
+    MT_TRY(m->composed ? mlp_step_composed(m, mark) : mlp_step_built_in(m, mark));
+    m->peak = mt_arena_peak(m->place.ctx) - mark;
+    mt_arena_release(m->place.ctx, mark);
+    return MT_SUCCESS;
+}
+
+static void composed_rows(const team *t, const one_mlp *m) {
+    for (int c = COMPOSED_1; c < COMPOSED_CASES; c += 2) {
+        const char *split = c == COMPOSED_1 ? "TP=1" : "TP=2";
+        char name[64];
+        snprintf(name, sizeof name, "mt_mlp, %s", split);
+        row("composed", name, case_time(t, c - 1, 1e3), "ms", 0, NULL);
+        snprintf(name, sizeof name, "composed MLP, %s", split);
+        row("composed", name, case_time(t, c, 1e3), "ms", case_ratio(t, c, c - 1, 1), "time of mt_mlp");
+        row("composed", "  kept from forward to backward", exactly((double)m[c].kept / (1 << 20)), "MiB",
+            (double)m[c].kept / (double)m[c - 1].kept, "bytes of mt_mlp");
+        row("composed", "  arena at most", exactly((double)m[c].peak / (1 << 20)), "MiB",
+            (double)m[c].peak / (double)m[c - 1].peak, "bytes of mt_mlp");
+    }
+}
+
+static mt_status composed_measure(worker *w) {
+    one_mlp *m = w->item;
+    bench_case cases[COMPOSED_CASES];
+    for (int c = 0; c < COMPOSED_CASES; c++) {
+        int alone = c < BUILT_IN_2;
+        cases[c] = (bench_case){run_mlp, c, alone, 0};
+        if (!alone || rank_of(w) == 0) MT_TRY(mlp_create(w, alone ? 1 : RANKS, c % 2, &m[c]));
+    }
+    MT_TRY(measure(w, cases, COMPOSED_CASES));
+    if (rank_of(w) == 0) composed_rows(w->team, m);
+    return MT_SUCCESS;
+}
+
+static mt_status item_composed(worker *w) {
+    one_mlp *m = calloc(COMPOSED_CASES, sizeof *m);
+    mt_status status = MT_ERR_MEMORY;
+    if (!m) return status;
+    w->item = m;
+    status = composed_measure(w);
+    for (int c = 0; c < COMPOSED_CASES; c++) mlp_destroy(&m[c]);
+    free(m);
+    return status;
+}
+
 /* ---- item breakdown ---------------------------------------------------------------------------------------------- */
 
 enum { BREAK_LAYER, BREAK_REPLAY, BREAK_CASES };
@@ -1495,6 +1616,8 @@ static const item items[] = {
     {"gemm", "mt_gemm alone: the GEMMs of one layer, hidden 768, 1024 tokens; m x n x k of a rank", item_gemm, RANKS},
     {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer,
      RANKS},
+    {"composed", "an MLP of the functions for authors of blocks beside mt_mlp, forward + backward, hidden 768",
+     item_composed, RANKS},
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
@@ -1577,7 +1700,7 @@ static void print_help(void) {
            "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table\n"
            "  --quick      3 to 5 samples of each\n"
            "  --seconds S  time for each item (default 15)\n"
-           "  --only ITEM  one of gemm layer breakdown gpt2 collectives bandwidth memory\n");
+           "  --only ITEM  one of gemm layer composed breakdown gpt2 collectives bandwidth memory\n");
 }
 
 /* libgomp, asked to bind threads, binds the first one when it is loaded, and every rank would inherit that one core. */
