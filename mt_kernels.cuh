@@ -637,7 +637,8 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
 /* e^x. x is reduced to |r| <= 0.348 by a multiple of ln 2, which is split in two parts (Cody and Waite). Then
    exp(r) = 1 + r + r^2 q(r). The coefficients of q are fitted by weighted least squares (Lawson) for the smallest
    relative error, 3.2e-9. Adding 1.5 * 2^23 to x / ln 2 rounds it to an integer, in the low bits.
-   Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. */
+   Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. The ends of the range are chosen by
+   masks: gcc does not vectorise a choice between floats that it computes in branches, except for AVX-512. */
 MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
     const float round = 12582912.0f;
     float t = x * 1.44269504f + round;
@@ -645,14 +646,14 @@ MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float q = 1.38140109e-3f * r + 8.36900063e-3f;
     float y;
+    uint32_t bits, fits;
     q = q * r + 4.16684151e-2f;
     q = q * r + 1.66665182e-1f;
     q = q * r + 4.9999994e-1f;
     y = q * (r * r) + r + 1.0f;
-    y = mt_f32_from_bits(mt_f32_bits(y) + (mt_f32_bits(t) << 23));
-    t = x + (float)INFINITY;
-    y = x < -87.33654f ? 0.0f : y;
-    return x <= 88.72283f ? y : t;
+    bits = (mt_f32_bits(y) + (mt_f32_bits(t) << 23)) & ((uint32_t)(x < -87.33654f) - 1u);
+    fits = 0u - (uint32_t)(x <= 88.72283f);
+    return mt_f32_from_bits((bits & fits) | (mt_f32_bits(x + (float)INFINITY) & ~fits));
 }
 
 /* Phi(x) = 0.5 (1 + erf(x / sqrt(2))). e is e^(-x^2 / 2), which callers have already.
