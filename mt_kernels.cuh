@@ -30,8 +30,8 @@
        MT_ERR_MEMORY (the arena is too small), MT_ERR_UNSUPPORTED (too large for a GPU) and MT_ERR_SYSTEM (CUDA failed).
        A call that waits for the stream can also return the errors of mt_context_synchronize. The comment above an
        operator lists its other errors. mt_last_error(ctx) has the message.
-     - An operator checks its arguments before it writes. mt_linear_* and mt_multiply_*_backward run several operators
-       one after the other: when a later one fails, the results of the earlier ones are already written.
+     - An operator checks its arguments before it writes. mt_linear_* run several operators one after the other: when a
+       later one fails, the results of the earlier ones are already written.
 
    Operators do not communicate between ranks. They start no threads, allocate no memory and keep no state between
    calls, with two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate memory. A
@@ -6022,53 +6022,118 @@ typedef enum mti_pointwise {
     MTI_SIGMOID_GATE /* sigmoid of a, times b */
 } mti_pointwise;
 
-static MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
+MT_INLINE MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
+
+/* y = a * b; y may be a or b. This holds for all functions of a row below. */
+MT_INLINE MT_HOST_DEVICE void mti_multiply_row(const float *a, const float *b, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = a[j] * b[j];
+}
+
+MT_INLINE MT_HOST_DEVICE void mti_scale_row(const float *x, float factor, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = x[j] * factor;
+}
+
+MT_INLINE MT_HOST_DEVICE void mti_sigmoid_row(const float *x, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_sigmoid(x[j]);
+}
 
 /* 1 - sigmoid(x) is computed as sigmoid(-x), which does not cancel. */
-static MT_HOST_DEVICE float mti_pointwise_of(mti_pointwise kind, float a, float b) {
+MT_INLINE MT_HOST_DEVICE void mti_sigmoid_backward_row(const float *x, const float *dy, float *dx, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) dx[j] = dy[j] * (mti_sigmoid(x[j]) * mti_sigmoid(-x[j]));
+}
+
+MT_INLINE MT_HOST_DEVICE void mti_silu_row(const float *x, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = x[j] * mti_sigmoid(x[j]);
+}
+
+MT_INLINE MT_HOST_DEVICE void mti_silu_backward_row(const float *x, const float *dy, float *dx, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) dx[j] = dy[j] * (mti_sigmoid(x[j]) * (1.0f + x[j] * mti_sigmoid(-x[j])));
+}
+
+MT_INLINE MT_HOST_DEVICE void mti_sigmoid_gate_row(const float *gate, const float *x, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = x[j] * mti_sigmoid(gate[j]);
+}
+
+/* The gradients of the gate and of x. It reads all operands first, because a result may be one of them. */
+MT_INLINE MT_HOST_DEVICE void mti_gate_backward_row(const float *gate, const float *x, const float *dy, float *dgate,
+                                                    float *dx, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float opened = mti_sigmoid(gate[j]), up = dy[j];
+        float slope = up * x[j] * (opened * mti_sigmoid(-gate[j]));
+        dgate[j] = slope;
+        dx[j] = up * opened;
+    }
+}
+
+/* A whole row on a CPU, a vector on a GPU. b points to the one factor of MTI_MULTIPLY_COL. */
+MT_INLINE MT_HOST_DEVICE void mti_pointwise_row(mti_pointwise kind, const float *a, const float *b, float *y,
+                                                int64_t n) {
     switch (kind) {
-    case MTI_SIGMOID: return mti_sigmoid(a);
-    case MTI_SIGMOID_SLOPE: return b * (mti_sigmoid(a) * mti_sigmoid(-a));
-    case MTI_SILU: return a * mti_sigmoid(a);
-    case MTI_SILU_SLOPE: return b * (mti_sigmoid(a) * (1.0f + a * mti_sigmoid(-a)));
-    case MTI_SIGMOID_GATE: return b * mti_sigmoid(a);
-    default: return a * b;
+    case MTI_MULTIPLY_COL: mti_scale_row(a, b[0], y, n); break;
+    case MTI_SIGMOID: mti_sigmoid_row(a, y, n); break;
+    case MTI_SIGMOID_SLOPE: mti_sigmoid_backward_row(a, b, y, n); break;
+    case MTI_SILU: mti_silu_row(a, y, n); break;
+    case MTI_SILU_SLOPE: mti_silu_backward_row(a, b, y, n); break;
+    case MTI_SIGMOID_GATE: mti_sigmoid_gate_row(a, b, y, n); break;
+    default: mti_multiply_row(a, b, y, n); break;
     }
 }
 
 static void mti_cpu_pointwise(mti_pointwise kind, mt_tensor a, mt_tensor b, mt_tensor y) {
-    int64_t i, j;
-    for (i = 0; i < y.rows; i++) {
-        const float *x = mti_row(a, i), *z = mti_row(b, kind == MTI_MULTIPLY_ROW ? 0 : i);
-        float *to = mti_row(y, i);
-        for (j = 0; j < y.cols; j++)
-            to[j] = mti_pointwise_of(kind, x[j], !z ? 0.0f : z[kind == MTI_MULTIPLY_COL ? 0 : j]);
-    }
+    int64_t i;
+    for (i = 0; i < y.rows; i++)
+        mti_pointwise_row(kind, mti_row(a, i), mti_row(b, kind == MTI_MULTIPLY_ROW ? 0 : i), mti_row(y, i), y.cols);
 }
 
-/* The gradients of a gate and of what it scales. Reads all operands first, because a result may be one of them. */
-static void mti_cpu_gate_backward(mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate, mt_tensor dx) {
-    int64_t i, j;
+static void mti_cpu_multiply_col_backward(mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx, mt_tensor dcol) {
+    int64_t i;
     for (i = 0; i < dy.rows; i++) {
-        const float *g = mti_row(gate, i), *a = mti_row(x, i), *up = mti_row(dy, i);
-        float *to_gate = mti_row(dgate, i), *to_x = mti_row(dx, i);
-        for (j = 0; j < dy.cols; j++) {
-            float slope = mti_pointwise_of(MTI_SIGMOID_SLOPE, g[j], up[j] * a[j]);
-            float scaled = mti_pointwise_of(MTI_SIGMOID_GATE, g[j], up[j]);
-            to_gate[j] = slope;
-            to_x[j] = scaled;
-        }
+        mti_row(dcol, i)[0] = mti_row_dot(mti_row(dy, i), mti_row(x, i), dy.cols);
+        if (dx.data) mti_scale_row(mti_row(dy, i), mti_row(col, i)[0], mti_row(dx, i), dy.cols);
     }
 }
 
-static void mti_cpu_row_dots(mt_tensor a, mt_tensor b, mt_tensor y) {
+static void mti_cpu_gate_backward(mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate, mt_tensor dx) {
+    int64_t i;
+    for (i = 0; i < dy.rows; i++)
+        mti_gate_backward_row(mti_row(gate, i), mti_row(x, i), mti_row(dy, i), mti_row(dgate, i), mti_row(dx, i),
+                              dy.cols);
+}
+
+/* At most four rows from row i on, and n columns from column j on. The products are in L1 while they are added to drow.
+   dx comes last, because it may be x or dy. */
+static void mti_multiply_row_backward_block(mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx, mt_tensor drow,
+                                            int64_t i, int64_t j, int64_t n) {
+    float room[4 * MTI_BLOCK], *sums = mti_row(drow, 0) + j;
+    int64_t r, rows = mt_min(4, dy.rows - i);
+    for (r = 0; r < rows; r++) mti_multiply_row(mti_row(dy, i + r) + j, mti_row(x, i + r) + j, room + r * MTI_BLOCK, n);
+    if (rows == 4) mti_add_rows4(room, MTI_BLOCK, sums, n);
+    for (r = 0; r < rows && rows < 4; r++) mti_row_add(sums, room + r * MTI_BLOCK, sums, n);
+    for (r = 0; r < rows && dx.data; r++)
+        mti_multiply_row(mti_row(dy, i + r) + j, mti_row(row, 0) + j, mti_row(dx, i + r) + j, n);
+}
+
+static void mti_cpu_multiply_row_backward(mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx, mt_tensor drow) {
     int64_t i, j;
-    for (i = 0; i < a.rows; i++) {
-        const float *x = mti_row(a, i), *z = mti_row(b, i);
-        double sum = 0;
-        for (j = 0; j < a.cols; j++) sum += (double)x[j] * (double)z[j];
-        mti_row(y, i)[0] = (float)sum;
-    }
+    for (i = 0; i < dy.rows; i += 4)
+        for (j = 0; j < dy.cols; j += MTI_BLOCK)
+            mti_multiply_row_backward_block(x, row, dy, dx, drow, i, j, mt_min(MTI_BLOCK, dy.cols - j));
 }
 
 #if MT_HAS_CUDA
@@ -6078,15 +6143,11 @@ struct mti_pointwise_op {
     mti_view a, b, y;
     mti_pointwise kind;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_VECTOR], z[MTI_VECTOR];
-        for (int j = 0; j < MTI_VECTOR; j++) z[j] = 0.0f;
+        float x[MTI_VECTOR], z[MTI_VECTOR] = {};
         mti_load<WIDE>(a, row, col, n, x);
-        if (kind == MTI_MULTIPLY_COL) {
-            for (int j = 0; j < MTI_VECTOR; j++) z[j] = j == 0 ? mti_get(b, row, 0) : z[0];
-        } else if (b.data) {
-            mti_load<WIDE>(b, kind == MTI_MULTIPLY_ROW ? 0 : row, col, n, z);
-        }
-        for (int j = 0; j < MTI_VECTOR; j++) x[j] = mti_pointwise_of(kind, x[j], z[j]);
+        if (kind == MTI_MULTIPLY_COL) z[0] = mti_get(b, row, 0);
+        else if (b.data) mti_load<WIDE>(b, kind == MTI_MULTIPLY_ROW ? 0 : row, col, n, z);
+        mti_pointwise_row(kind, x, z, x, MTI_VECTOR);
         mti_store<WIDE>(y, row, col, n, x);
     }
 };
@@ -6098,18 +6159,15 @@ static mt_status mti_cuda_pointwise(mt_context *ctx, const char *name, mti_point
     return mti_map(ctx, name, op, wide, y.rows, y.cols);
 }
 
-/* Each thread owns its chunks and reads all operands of a chunk before it writes one. */
+/* Each thread owns its vectors and reads all operands of a vector before it writes one. */
 struct mti_gate_backward_op {
     mti_view gate, x, dy, dgate, dx;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float g[MTI_CHUNK], a[MTI_CHUNK], up[MTI_CHUNK];
+        float g[MTI_VECTOR], a[MTI_VECTOR], up[MTI_VECTOR];
         mti_load<WIDE>(gate, row, col, n, g);
         mti_load<WIDE>(x, row, col, n, a);
         mti_load<WIDE>(dy, row, col, n, up);
-        for (int j = 0; j < MTI_CHUNK; j++) {
-            a[j] = mti_pointwise_of(MTI_SIGMOID_SLOPE, g[j], up[j] * a[j]);
-            up[j] = mti_pointwise_of(MTI_SIGMOID_GATE, g[j], up[j]);
-        }
+        mti_gate_backward_row(g, a, up, a, up, MTI_VECTOR);
         mti_store<WIDE>(dgate, row, col, n, a);
         mti_store<WIDE>(dx, row, col, n, up);
     }
@@ -6122,22 +6180,63 @@ static mt_status mti_cuda_gate_backward(mt_context *ctx, mt_tensor gate, mt_tens
     return mti_map(ctx, "mt_sigmoid_gate_backward", op, wide, dy.rows, dy.cols);
 }
 
-/* y[row] = sum of a * b over the row. A block is one warp and owns every gridDim-th row; each lane owns every 32nd
-   column, and shuffles add the lanes. There is no shared memory and no barrier. */
-static __global__ void __launch_bounds__(32)
-    mti_row_dots_kernel(mti_view a, mti_view b, mti_view y, int64_t rows, int64_t cols) {
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        float sum = 0.0f;
-        for (int64_t col = threadIdx.x; col < cols; col += 32) sum += mti_get(a, row, col) * mti_get(b, row, col);
-        sum = mti_warp_sum(sum);
-        if (threadIdx.x == 0) mti_put(y, row, 0, sum);
+struct mti_multiply_row_backward_op { /* writes dx, if it is given; products[0] is what a row adds to drow */
+    mti_view x, factors, dy, dx;
+    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*products)[MTI_VECTOR]) const {
+        float d[MTI_VECTOR], f[MTI_VECTOR];
+        mti_load<WIDE>(dy, row, col, n, d);
+        mti_load<WIDE>(x, row, col, n, products[0]);
+        mti_multiply_row(d, products[0], products[0], MTI_VECTOR);
+        if (!dx.data) return;
+        mti_load<WIDE>(factors, 0, col, n, f);
+        mti_multiply_row(d, f, d, MTI_VECTOR);
+        mti_store<WIDE>(dx, row, col, n, d);
     }
+};
+
+static mt_status mti_cuda_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
+                                                mt_tensor drow) {
+    mti_multiply_row_backward_op op = {mti_view_of(x), mti_view_of(row), mti_view_of(dy), mti_view_of(dx)};
+    int wide = mti_is_wide(x) && mti_is_wide(row) && mti_is_wide(dy) && mti_is_wide(dx);
+    return mti_columns<1>(ctx, "mt_multiply_row_backward", op, wide, dy.rows, dy.cols, &drow);
 }
 
-static mt_status mti_cuda_row_dots(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
+struct mti_multiply_col_backward_op {
+    mti_view x, factors, dy, dx, dcol;
+};
+
+/* A block owns a row; each thread owns every blockDim-th vector of it. A thread adds dy * x of its vectors and writes dx,
+   if it is given. Then the block adds the threads' sums. `shared` holds the sums of the warps; the barriers are in
+   mti_block_sums. A thread reads its vector of dy and x, and the factor, before it writes the same vector of dx. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS)
+    mti_multiply_col_backward_kernel(mti_multiply_col_backward_op op, int64_t cols) {
+    MT_SHARED(float, shared, 64);
+    int64_t row = blockIdx.x, vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
+    float d[MTI_VECTOR], x[MTI_VECTOR], sum = 0.0f;
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+        mti_load_vector<WIDE>(op.dy, row, cols, i, d);
+        mti_load_vector<WIDE>(op.x, row, cols, i, x);
+        for (int j = 0; j < MTI_VECTOR; j++) sum += d[j] * x[j];
+        if (!op.dx.data) continue;
+        mti_scale_row(d, mti_get(op.factors, row, 0), d, MTI_VECTOR);
+        mti_store<WIDE>(op.dx, row, i * MTI_VECTOR, mti_vector_size(cols, i * MTI_VECTOR), d);
+    }
+    sum = mti_block_sums(sum, 0.0f, shared).x;
+    if (threadIdx.x == 0) mti_put(op.dcol, row, 0, sum);
+}
+
+static mt_status mti_cuda_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
+                                                mt_tensor dcol) {
+    mti_multiply_col_backward_op op = {mti_view_of(x), mti_view_of(col), mti_view_of(dy), mti_view_of(dx),
+                                       mti_view_of(dcol)};
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_row_dots_kernel, mti_grid(a.rows, 1), 32, 0, mt_context_stream(ctx), mti_view_of(a),
-                     mti_view_of(b), mti_view_of(y), a.rows, a.cols);
+    if (mti_is_wide(x) && mti_is_wide(dy) && mti_is_wide(dx))
+        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<true>, (unsigned)dy.rows, mti_row_threads(dy.cols), 0,
+                         mt_context_stream(ctx), op, dy.cols);
+    else
+        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<false>, (unsigned)dy.rows, mti_row_threads(dy.cols), 0,
+                         mt_context_stream(ctx), op, dy.cols);
     return mt_cuda_launched(ctx, "mt_multiply_col_backward");
 }
 
@@ -6166,7 +6265,6 @@ MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
 }
 
-/* Computes drow before dx, because dx may be the same memory as dy or x. */
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                           mt_tensor drow) {
     static const char *const name = "mt_multiply_row_backward";
@@ -6175,20 +6273,14 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
                      {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
                      {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
-    mt_tensor product;
-    mt_status status = MT_SUCCESS;
-    size_t mark;
+    mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
-    if (drow.data) MT_TRY(mti_expect_apart(ctx, name, "drow", drow, "row", row)); /* dx reads row afterwards */
-    mark = mt_arena_mark(ctx);
-    if (drow.data) {
-        MT_TRY(mt_arena_tensor(ctx, MT_F32, dy.rows, dy.cols, &product));
-        status = mti_run_pointwise(ctx, name, MTI_MULTIPLY, "dy", dy, "x", x, "product", product);
-        if (status == MT_SUCCESS) status = mt_bias_backward(ctx, product, drow);
-    }
-    mt_arena_release(ctx, mark);
-    if (status != MT_SUCCESS || !dx.data) return status;
-    return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
+    if (!drow.data && !dx.data) return MT_SUCCESS;
+    if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
+    MT_TRY(mti_expect_apart(ctx, name, "drow", drow, "row", row)); /* dx reads row after drow is written */
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
+                                mti_cpu_multiply_row_backward(x, row, dy, dx, drow)));
 }
 
 MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor y) {
@@ -6203,21 +6295,14 @@ MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tenso
                      {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
                      {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL}};
-    mt_arg sums[3];
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
-    if (dcol.data) {
-        mt_tensor a = dy, b = x;
-        MT_TRY(mti_expect_apart(ctx, name, "dcol", dcol, "col", col));
-        sums[0] = args[4];
-        sums[1] = args[0];
-        sums[2] = args[1];
-        sums[1].view = &a;
-        sums[2].view = &b;
-        MT_TRY(mti_begin(&op, ctx, sums, 3));
-        MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_row_dots(ctx, a, b, dcol), mti_cpu_row_dots(a, b, dcol))));
-    }
-    return dx.data ? mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx) : MT_SUCCESS;
+    if (!dcol.data && !dx.data) return MT_SUCCESS;
+    if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
+    MT_TRY(mti_expect_apart(ctx, name, "dcol", dcol, "col", col)); /* dx reads col after dcol is written */
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
+                                mti_cpu_multiply_col_backward(x, col, dy, dx, dcol)));
 }
 
 MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
