@@ -1719,9 +1719,7 @@ static void test_meta(void **state) {
 
 /* ---- element by element ------------------------------------------------------------------------------------------ */
 
-enum { PW_ROWS = 3, PW_COLS = 5, PW = PW_ROWS * PW_COLS };
-
-/* What each operator is, in double: row and col are those of element i. */
+/* What each operator is, in double. */
 static double pointwise_value(int kind, double x, double other) {
     double s = 1 / (1 + exp(-x));
     return kind < 3 ? x * other : kind == 3 ? s : kind == 4 ? x * s : other * s;
@@ -1738,81 +1736,161 @@ static mt_status pointwise_forward(int kind, mt_tensor x, mt_tensor other, mt_te
     }
 }
 
-/* Values against double, gradients against central differences of it, in every type and with gaps between rows. */
-static void pointwise(int kind, mt_dtype dtype) {
-    double digits = dtype == MT_F32 ? 1e-6 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024, h = 1e-5;
-    size_t mark = mt_arena_mark(ref.ctx);
-    int64_t n = kind == 1 ? PW_COLS : kind == 2 ? PW_ROWS : PW;
-    mt_tensor whole[5], f, x, other, y, dy, dx;
-    float at[PW], factor[PW], up[PW], out[PW], grad[PW], sums[PW];
+typedef struct pointwise_case {
+    int kind;
+    mt_dtype dtype;
+    mt_tensor whole[5], x, other, y, dy, dx;   /* views of whole: not aligned, with gaps between the rows */
+    mt_tensor at, factor, up, out, grad, sums; /* in f32, without gaps; sums are those of drow or dcol */
+} pointwise_case;
+
+static mt_tensor pointwise_noise(mt_tensor view, float scale, uint64_t *seed) {
+    mt_tensor f;
+    OK(mt_arena_tensor(ref.ctx, MT_F32, view.rows, view.cols, &f));
+    for (int64_t i = 0; i < view.rows * view.cols; i++) ((float *)f.data)[i] = scale * test_float(seed);
+    OK(mt_convert(ref.ctx, f, view));
+    OK(mt_convert(ref.ctx, view, f)); /* as rounded */
+    return f;
+}
+
+static void pointwise_create(pointwise_case *c, int kind, mt_dtype dtype, int64_t rows, int64_t cols) {
+    static const float extremes[] = {30, -30, 90, -90};
     uint64_t seed = 3 + (uint64_t)kind;
-    for (int i = 0; i < 5; i++) OK(mt_arena_tensor(ref.ctx, dtype, PW_ROWS, PW_COLS + 2, &whole[i]));
-    x = mt_tensor_cols(whole[0], 1, PW_COLS);
-    other = kind == 1 ? mt_tensor_cols(mt_tensor_rows(whole[1], 0, 1), 1, PW_COLS)
-                      : mt_tensor_cols(whole[1], 1, kind == 2 ? 1 : PW_COLS);
-    y = mt_tensor_cols(whole[2], 1, PW_COLS);
-    dy = mt_tensor_cols(whole[3], 1, PW_COLS);
-    dx = mt_tensor_cols(whole[4], 1, PW_COLS);
-    OK(mt_arena_tensor(ref.ctx, MT_F32, PW_ROWS, PW_COLS, &f));
-    for (int i = 0; i < PW; i++)
-        at[i] = 4 * test_float(&seed), factor[i] = test_float(&seed), up[i] = test_float(&seed);
-    at[0] = 30;
-    at[1] = -30;
-    OK(mt_convert(ref.ctx, mt_tensor_f32(at, PW_ROWS, PW_COLS), x));
-    OK(mt_convert(ref.ctx, mt_tensor_f32(factor, other.rows, other.cols), other));
-    OK(mt_convert(ref.ctx, mt_tensor_f32(up, PW_ROWS, PW_COLS), dy));
-    OK(mt_convert(ref.ctx, x, mt_tensor_f32(at, PW_ROWS, PW_COLS))); /* as rounded */
-    OK(mt_convert(ref.ctx, other, mt_tensor_f32(factor, other.rows, other.cols)));
-    OK(mt_convert(ref.ctx, dy, mt_tensor_f32(up, PW_ROWS, PW_COLS)));
-    OK(pointwise_forward(kind, x, other, y));
-    OK(mt_convert(ref.ctx, y, f));
-    memcpy(out, f.data, sizeof out);
-    for (int i = 0; i < (int)n; i++) sums[i] = 0.5f;
-    mt_tensor dother = kind == 2 ? mt_tensor_cols(y, 0, 1) : mt_tensor_f32(sums, 1, n);
-    if (kind == 0) OK(mt_multiply(ref.ctx, dy, other, dx));
-    if (kind == 1) OK(mt_multiply_row_backward(ref.ctx, x, other, dy, dx, dother));
-    if (kind == 2) OK(mt_multiply_col_backward(ref.ctx, x, other, dy, dx, dother));
-    if (kind == 2) OK(mt_convert(ref.ctx, dother, mt_tensor_f32(sums, n, 1)));
-    if (kind == 3) OK(mt_sigmoid_backward(ref.ctx, x, dy, dx));
-    if (kind == 4) OK(mt_silu_backward(ref.ctx, x, dy, dx));
-    if (kind == 5) OK(mt_sigmoid_gate_backward(ref.ctx, x, other, dy, dx, dy)); /* dother takes the place of dy */
-    if (kind == 5) OK(mt_convert(ref.ctx, dy, mt_tensor_f32(sums, PW_ROWS, PW_COLS)));
-    OK(mt_convert(ref.ctx, dx, f));
-    memcpy(grad, f.data, sizeof grad);
-    for (int i = 0; i < PW; i++) {
-        double a = (double)at[i], b = (double)factor[kind == 1 ? i % PW_COLS : kind == 2 ? i / PW_COLS : i];
-        double want = pointwise_value(kind, a, b);
-        double slope = (pointwise_value(kind, a + h, b) - pointwise_value(kind, a - h, b)) / (2 * h);
-        if (fabs((double)out[i] - want) > digits * (fabs(want) + (dtype == MT_F16 ? 1e-6 : 1e-30)) + 1e-30 &&
-            !(dtype == MT_F16 && fabs(want) < 1e-6))
-            fail_msg("kind %d, %s: y[%d] is %.9g, expected %.9g", kind, mt_dtype_name(dtype), i, (double)out[i], want);
+    c->kind = kind;
+    c->dtype = dtype;
+    for (int i = 0; i < 5; i++) {
+        OK(mt_arena_tensor(ref.ctx, dtype, rows, cols + 2, &c->whole[i]));
+        OK(mt_fill(ref.ctx, c->whole[i], 7.0f));
+    }
+    c->x = mt_tensor_cols(c->whole[0], 1, cols);
+    c->other = mt_tensor_cols(mt_tensor_rows(c->whole[1], 0, kind == 1 ? 1 : rows), 1, kind == 2 ? 1 : cols);
+    c->y = mt_tensor_cols(c->whole[2], 1, cols);
+    c->dy = mt_tensor_cols(c->whole[3], 1, cols);
+    c->dx = mt_tensor_cols(c->whole[4], 1, cols);
+    c->at = pointwise_noise(c->x, 4, &seed);
+    for (int i = 0; i < 4 && i < rows * cols; i++) ((float *)c->at.data)[i] = extremes[i];
+    OK(mt_convert(ref.ctx, c->at, c->x));
+    c->factor = pointwise_noise(c->other, 1, &seed);
+    c->up = pointwise_noise(c->dy, 1, &seed);
+    OK(mt_arena_tensor(ref.ctx, MT_F32, rows, cols, &c->out));
+    OK(mt_arena_tensor(ref.ctx, MT_F32, rows, cols, &c->grad));
+    OK(mt_arena_tensor(ref.ctx, MT_F32, kind == 1 ? 1 : rows, kind == 2 ? 1 : cols, &c->sums));
+}
+
+/* dx, and in c->sums drow, dcol (which has the type of the others) or the gradient of what a gate scales. sums == 0:
+   without drow or dcol. */
+static void pointwise_backward(pointwise_case *c, mt_tensor x, mt_tensor dy, mt_tensor dx, int sums) {
+    mt_tensor dcol = mt_tensor_cols(c->whole[2], 0, 1), scaled = mt_tensor_cols(c->whole[2], 0, c->x.cols);
+    OK(mt_fill(ref.ctx, c->sums, 0.5f)); /* a gradient of a parameter is added to, one of an activation is not */
+    if (c->kind == 0) OK(mt_multiply(ref.ctx, dy, c->other, dx));
+    if (c->kind == 1) OK(mt_multiply_row_backward(ref.ctx, x, c->other, dy, dx, sums ? c->sums : mt_none()));
+    if (c->kind == 2) OK(mt_multiply_col_backward(ref.ctx, x, c->other, dy, dx, sums ? dcol : mt_none()));
+    if (c->kind == 2 && sums) OK(mt_convert(ref.ctx, dcol, c->sums));
+    if (c->kind == 3) OK(mt_sigmoid_backward(ref.ctx, x, dy, dx));
+    if (c->kind == 4) OK(mt_silu_backward(ref.ctx, x, dy, dx));
+    if (c->kind == 5) OK(mt_sigmoid_gate_backward(ref.ctx, x, c->other, dy, dx, scaled));
+    if (c->kind == 5) OK(mt_convert(ref.ctx, scaled, c->sums));
+}
+
+static double pointwise_digits(mt_dtype dtype) {
+    return dtype == MT_F32 ? 1e-6 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024;
+}
+
+/* Values against double, gradients against central differences of it. */
+static void pointwise_values(const pointwise_case *c) {
+    const float *at = c->at.data, *factor = c->factor.data, *up = c->up.data, *out = c->out.data, *grad = c->grad.data;
+    double digits = pointwise_digits(c->dtype), h = 1e-5;
+    int64_t cols = c->x.cols;
+    for (int64_t i = 0; i < c->x.rows * cols; i++) {
+        double a = (double)at[i], b = (double)factor[c->kind == 1 ? i % cols : c->kind == 2 ? i / cols : i];
+        double want = pointwise_value(c->kind, a, b);
+        double slope = (pointwise_value(c->kind, a + h, b) - pointwise_value(c->kind, a - h, b)) / (2 * h);
+        if (fabs((double)out[i] - want) > digits * fabs(want) + (c->dtype == MT_F16 ? 6e-8 : 1e-30))
+            fail_msg("kind %d, %s: y[%lld] is %.9g, expected %.9g", c->kind, mt_dtype_name(c->dtype), (long long)i,
+                     (double)out[i], want);
         if (fabs((double)grad[i] - slope * (double)up[i]) > digits * fabs(slope * (double)up[i]) + 1e-6)
-            fail_msg("kind %d, %s: dx[%d] is %.9g, expected %.9g", kind, mt_dtype_name(dtype), i, (double)grad[i],
-                     slope * (double)up[i]);
+            fail_msg("kind %d, %s: dx[%lld] is %.9g, expected %.9g", c->kind, mt_dtype_name(c->dtype), (long long)i,
+                     (double)grad[i], slope * (double)up[i]);
     }
-    for (int i = 0; i < PW && kind == 5; i++) {
-        double want = (double)up[i] / (1 + exp(-(double)at[i]));
-        if (fabs((double)sums[i] - want) > digits * fabs(want) + 1e-6)
-            fail_msg("gate, %s: dother[%d] is %.9g, expected %.9g", mt_dtype_name(dtype), i, (double)sums[i], want);
+}
+
+/* drow and dcol against sums in double, and what passes a gate. drow is f32 in every type. */
+static void pointwise_sums(const pointwise_case *c) {
+    const float *at = c->at.data, *up = c->up.data, *sums = c->sums.data;
+    int64_t cols = c->x.cols;
+    for (int64_t j = 0; j < c->sums.rows * c->sums.cols && c->kind == 5; j++) {
+        double want = (double)up[j] / (1 + exp(-(double)at[j]));
+        if (fabs((double)sums[j] - want) >
+            pointwise_digits(c->dtype) * fabs(want) + (c->dtype == MT_F16 ? 6e-8 : 1e-30))
+            fail_msg("gate, %s: gradient %lld of [%lld, %lld] is %.9g, expected %.9g", mt_dtype_name(c->dtype),
+                     (long long)j, (long long)c->x.rows, (long long)cols, (double)sums[j], want);
     }
-    for (int j = 0; j < (int)n && (kind == 1 || kind == 2); j++) {
-        double want = kind == 1 ? 0.5 : 0; /* a gradient of a parameter is added to */
-        for (int i = 0; i < PW; i++)
-            if ((kind == 1 ? i % PW_COLS : i / PW_COLS) == j) want += (double)up[i] * (double)at[i];
-        if (fabs((double)sums[j] - want) > digits * fabs(want) + 2e-5)
-            fail_msg("kind %d, %s: sum %d is %.9g, expected %.9g", kind, mt_dtype_name(dtype), j, (double)sums[j],
-                     want);
+    for (int64_t j = 0; j < c->sums.rows * c->sums.cols && c->kind != 5; j++) {
+        double want = c->kind == 1 ? 0.5 : 0, size = 0.5;
+        for (int64_t i = 0; i < c->x.rows * cols; i++) {
+            if ((c->kind == 1 ? i % cols : i / cols) != j) continue;
+            want += (double)up[i] * (double)at[i];
+            size += fabs((double)up[i] * (double)at[i]);
+        }
+        if (fabs((double)sums[j] - want) > (c->kind == 2 ? pointwise_digits(c->dtype) * fabs(want) : 0) + 1e-6 * size)
+            fail_msg("kind %d, %s: sum %lld of [%lld, %lld] is %.9g, expected %.9g", c->kind, mt_dtype_name(c->dtype),
+                     (long long)j, (long long)c->x.rows, (long long)cols, (double)sums[j], want);
     }
+}
+
+static void assert_same_tensor(mt_tensor view, mt_tensor expected) {
+    size_t mark = mt_arena_mark(ref.ctx);
+    mt_tensor f;
+    OK(mt_arena_tensor(ref.ctx, MT_F32, view.rows, view.cols, &f));
+    OK(mt_convert(ref.ctx, view, f));
+    assert_memory_equal(f.data, expected.data, (size_t)(f.rows * f.cols) * sizeof(float));
     mt_arena_release(ref.ctx, mark);
 }
 
+/* The same bits when a result is an operand, and when an optional result is left out. */
+static void pointwise_in_place(pointwise_case *c) {
+    mt_tensor sums;
+    OK(mt_arena_tensor(ref.ctx, MT_F32, c->sums.rows, c->sums.cols, &sums));
+    OK(mt_copy(ref.ctx, c->sums, sums));
+    OK(mt_copy(ref.ctx, c->x, c->y));
+    OK(pointwise_forward(c->kind, c->y, c->other, c->y));
+    assert_same_tensor(c->y, c->out);
+    OK(mt_copy(ref.ctx, c->dy, c->dx));
+    pointwise_backward(c, c->x, c->dx, c->dx, 1);
+    assert_same_tensor(c->dx, c->grad);
+    assert_same_tensor(c->sums, sums);
+    OK(mt_copy(ref.ctx, c->x, c->dx));
+    pointwise_backward(c, c->dx, c->dy, c->dx, 1);
+    assert_same_tensor(c->dx, c->grad);
+    assert_same_tensor(c->sums, sums);
+    OK(mt_fill(ref.ctx, c->dx, 7.0f));
+    pointwise_backward(c, c->x, c->dy, c->dx, 0);
+    assert_same_tensor(c->dx, c->grad);
+    if (c->kind == 1 || c->kind == 2) pointwise_backward(c, c->x, c->dy, mt_none(), 1);
+    if (c->kind == 1 || c->kind == 2) assert_same_tensor(c->sums, sums);
+}
+
+static void pointwise(int kind, mt_dtype dtype, int64_t rows, int64_t cols) {
+    size_t mark = mt_arena_mark(ref.ctx);
+    pointwise_case c;
+    pointwise_create(&c, kind, dtype, rows, cols);
+    OK(pointwise_forward(kind, c.x, c.other, c.y));
+    OK(mt_convert(ref.ctx, c.y, c.out));
+    pointwise_backward(&c, c.x, c.dy, c.dx, 1);
+    OK(mt_convert(ref.ctx, c.dx, c.grad));
+    pointwise_values(&c);
+    if (kind == 1 || kind == 2 || kind == 5) pointwise_sums(&c);
+    pointwise_in_place(&c);
+    OK(mt_convert(ref.ctx, mt_tensor_cols(c.whole[4], cols + 1, 1), mt_tensor_f32(c.out.data, rows, 1)));
+    for (int64_t i = 0; i < rows; i++) assert_true(((float *)c.out.data)[i] == 7); /* what is beside dx stays */
+    mt_arena_release(ref.ctx, mark);
+}
+
+/* Vectors and their rests, four rows at a time and their rests, and rows of more than one block of columns. */
 static void test_pointwise(void **state) {
+    static const int64_t shapes[][2] = {{1, 1}, {3, 5}, {4, 32}, {7, 1}, {6, 67}, {9, 1029}, {1, 2048}, {70, 8}};
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16};
     (void)state;
-    for (int kind = 0; kind < 6; kind++) {
-        pointwise(kind, MT_F32);
-        pointwise(kind, MT_BF16);
-        pointwise(kind, MT_F16);
-    }
+    for (int i = 0; i < 8 * 3 * 6; i++) pointwise(i % 6, dtypes[i / 6 % 3], shapes[i / 18][0], shapes[i / 18][1]);
 }
 
 static void test_pointwise_refuses(void **state) {
