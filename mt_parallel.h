@@ -296,7 +296,7 @@ typedef struct mt_linear_desc {
     /* for parts > 1 in invariant mode, where the columns are gate, up, gate, up, ..., with one pair for each virtual
        shard. 1: your code works on y (column) or x (row) one virtual shard at a time. 0: create returns
        MT_ERR_ARGUMENT, except where y or x is not split: with gather_output (column), or without input_is_parallel
-       (row) */
+       (row). 1 with one part is MT_ERR_ARGUMENT, too */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
 } mt_linear_desc;
