@@ -916,7 +916,7 @@ static mt_status mlp_create(worker *w, int split, int composed, one_mlp *m) {
     MT_TRY(mt_params_init(m->place.ctx, m->params, 1234));
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
         MT_TRY(mt_arena_tensor(m->place.ctx, MT_F32, TOKENS, HIDDEN, views[i]));
-        at.stream = i;
+        at.subsequence = i;
         MT_TRY(mt_random_normal(m->place.ctx, *views[i], 1.0f, at));
     }
     return MT_SUCCESS;
@@ -1405,6 +1405,12 @@ enum {
     BW_ADD,
     BW_DROP,
     BW_DROP_BACKWARD,
+    BW_MULTIPLY,
+    BW_ROW_BACKWARD,
+    BW_COL_BACKWARD,
+    BW_SIGMOID,
+    BW_SIGMOID_BACKWARD,
+    BW_SILU_BACKWARD,
     BW_CE,
     BW_CE_BACKWARD,
     BW_ADAMW,
@@ -1415,8 +1421,8 @@ enum {
 #define ADAMW_ELEMENTS (4 << 20)
 
 typedef struct bandwidth_item {
-    mt_tensor x, y, z, r, stats, vector, grads; /* [tokens, hidden] and vectors */
-    mt_tensor h, act, dh, zero;                 /* [tokens, ffn]; a bias that leaves h as it is, call after call */
+    mt_tensor x, y, z, r, stats, vector, grads, scales; /* [tokens, hidden], vectors, scales and their gradients */
+    mt_tensor h, act, dh, zero; /* [tokens, ffn]; a bias that leaves h as it is, call after call */
     mt_tensor logits, scalars, lse;
     mt_tensor p, g, m, v;
     int32_t targets[CE_TOKENS];
@@ -1431,6 +1437,12 @@ static const char *const bandwidth_names[BW_CASES] = {"layer norm",
                                                       "bias + residual",
                                                       "bias + dropout 0.1 + residual",
                                                       "dropout 0.1 backward + bias gradient",
+                                                      "multiply",
+                                                      "multiply by a row, backward",
+                                                      "multiply by a column, backward",
+                                                      "sigmoid",
+                                                      "sigmoid backward",
+                                                      "SiLU backward",
                                                       "cross-entropy forward",
                                                       "cross-entropy backward",
                                                       "AdamW"};
@@ -1452,6 +1464,14 @@ static mt_status run_bandwidth(worker *w, int arg) {
     case BW_ADD: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, off, b->z);
     case BW_DROP: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, drop, b->z);
     case BW_DROP_BACKWARD: return mt_bias_dropout_add_backward(w->ctx, b->x, drop, b->z, dbias);
+    case BW_MULTIPLY: return mt_multiply(w->ctx, b->x, b->r, b->z);
+    case BW_ROW_BACKWARD: return mt_multiply_row_backward(w->ctx, b->x, bias, b->r, b->z, dbias);
+    case BW_COL_BACKWARD:
+        return mt_multiply_col_backward(w->ctx, b->x, mt_tensor_cols(b->scales, 0, 1), b->r, b->z,
+                                        mt_tensor_cols(b->scales, 1, 1));
+    case BW_SIGMOID: return mt_sigmoid_forward(w->ctx, b->x, b->z);
+    case BW_SIGMOID_BACKWARD: return mt_sigmoid_backward(w->ctx, b->x, b->r, b->z);
+    case BW_SILU_BACKWARD: return mt_silu_backward(w->ctx, b->x, b->r, b->z);
     case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_desc, b->logits, b->targets, b->scalars);
     case BW_CE_BACKWARD:
         return mt_cross_entropy_backward(w->ctx, &ce_desc, b->logits, b->targets, b->lse, mt_none(), 1.0f);
@@ -1471,7 +1491,10 @@ static void bandwidth_bytes(bandwidth_item *b) {
     double bytes[BW_CASES] = {[BW_NORM] = 2 * wide,          [BW_NORM_BACKWARD] = 4 * wide,
                               [BW_GELU] = 3 * inner,         [BW_GELU_BACKWARD] = 3 * inner,
                               [BW_ADD] = 3 * wide,           [BW_DROP] = 3 * wide,
-                              [BW_DROP_BACKWARD] = 2 * wide, [BW_CE] = logits,
+                              [BW_DROP_BACKWARD] = 2 * wide, [BW_MULTIPLY] = 3 * wide,
+                              [BW_ROW_BACKWARD] = 3 * wide,  [BW_COL_BACKWARD] = 3 * wide,
+                              [BW_SIGMOID] = 2 * wide,       [BW_SIGMOID_BACKWARD] = 3 * wide,
+                              [BW_SILU_BACKWARD] = 3 * wide, [BW_CE] = logits,
                               [BW_CE_BACKWARD] = 2 * logits, [BW_ADAMW] = 7 * p};
     memcpy(b->bytes, bytes, sizeof bytes);
 }
@@ -1486,7 +1509,8 @@ static mt_status bandwidth_tensors(worker *w, bandwidth_item *b) {
                {&b->grads, 1, 4 * HIDDEN},   {&b->h, TOKENS, 4 * HIDDEN}, {&b->act, TOKENS, 4 * HIDDEN},
                {&b->dh, TOKENS, 4 * HIDDEN}, {&b->zero, 1, 4 * HIDDEN},   {&b->logits, CE_TOKENS, GPT_VOCAB},
                {&b->scalars, CE_TOKENS, 4},  {&b->lse, 2, CE_TOKENS},     {&b->p, 1, ADAMW_ELEMENTS},
-               {&b->g, 1, ADAMW_ELEMENTS},   {&b->m, 1, ADAMW_ELEMENTS},  {&b->v, 1, ADAMW_ELEMENTS}};
+               {&b->g, 1, ADAMW_ELEMENTS},   {&b->m, 1, ADAMW_ELEMENTS},  {&b->v, 1, ADAMW_ELEMENTS},
+               {&b->scales, TOKENS, 2}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         mt_random at = {.seed = 9, .subsequence = i, .global_cols = all[i].cols};
         MT_TRY(mt_arena_tensor(w->ctx, MT_F32, all[i].rows, all[i].cols, all[i].t));

@@ -182,6 +182,7 @@ static void memory_of_type(mt_dtype dtype) {
     mt_tensor wide = noise(dtype, tokens, 2 * h), dwide = noise(dtype, tokens, 2 * h), stats = noise(MT_F32, tokens, 2);
     mt_tensor gain = noise(dtype, 1, h), b = noise(dtype, 1, h), dgain = noise(MT_F32, 1, h), db = noise(MT_F32, 1, h);
     double one = bytes(x);
+    mt_tensor col = noise(dtype, tokens, 1), dcol = noise(dtype, tokens, 1);
     mt_dropout drop = {{1, 2, 0, 0, h}, 0.1f};
     memory_row(type + "add", 3 * one, [&] { DO(mt_add(ctx, x, y, z)); });
     memory_row(type + "bias", 2 * one, [&] { DO(mt_bias_forward(ctx, x, b)); });
@@ -203,6 +204,14 @@ static void memory_of_type(mt_dtype dtype) {
     memory_row(type + "bias + dropout + add", 3 * one, [&] { DO(mt_bias_dropout_add_forward(ctx, x, b, y, drop, z)); });
     memory_row(type + "dropout backward", 2 * one,
                [&] { DO(mt_bias_dropout_add_backward(ctx, x, drop, y, mt_none())); });
+    memory_row(type + "multiply", 3 * one, [&] { DO(mt_multiply(ctx, x, y, z)); });
+    memory_row(type + "multiply by a row, backward", 3 * one,
+               [&] { DO(mt_multiply_row_backward(ctx, x, gain, y, z, dgain)); });
+    memory_row(type + "multiply by a column, backward", 3 * one,
+               [&] { DO(mt_multiply_col_backward(ctx, x, col, y, z, dcol)); });
+    memory_row(type + "sigmoid", 2 * one, [&] { DO(mt_sigmoid_forward(ctx, x, z)); });
+    memory_row(type + "sigmoid backward", 3 * one, [&] { DO(mt_sigmoid_backward(ctx, x, y, z)); });
+    memory_row(type + "SiLU backward", 3 * one, [&] { DO(mt_silu_backward(ctx, x, y, z)); });
     mt_arena_release(ctx, mark);
 }
 
