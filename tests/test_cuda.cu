@@ -940,6 +940,20 @@ static void pointwise(shape s) {
          mt_sigmoid_gate_backward(gpu, x.gpu, z.gpu, y.gpu, dx.gpu, y.gpu));
     same("dgate of mt_sigmoid_gate_backward", dx, 1e-6);
     same("dx of mt_sigmoid_gate_backward", y, 1e-6);
+    BOTH(mt_multiply_row_backward(cpu, x.cpu, row.cpu, z.cpu, z.cpu, drow.cpu),
+         mt_multiply_row_backward(gpu, x.gpu, row.gpu, z.gpu, z.gpu, drow.gpu));
+    same("dx of mt_multiply_row_backward in the memory of dy", z, 1e-6);
+    same("drow", drow, 1e-5);
+    BOTH(mt_multiply_col_backward(cpu, x.cpu, col.cpu, y.cpu, x.cpu, dcol.cpu),
+         mt_multiply_col_backward(gpu, x.gpu, col.gpu, y.gpu, x.gpu, dcol.gpu));
+    same("dx of mt_multiply_col_backward in the memory of x", x, 1e-6);
+    same("dcol", dcol, 1e-5);
+    BOTH(mt_multiply_row_backward(cpu, x.cpu, row.cpu, y.cpu, mt_none(), drow.cpu),
+         mt_multiply_row_backward(gpu, x.gpu, row.gpu, y.gpu, mt_none(), drow.gpu));
+    same("drow alone", drow, 1e-5);
+    BOTH(mt_multiply_col_backward(cpu, x.cpu, col.cpu, y.cpu, mt_none(), dcol.cpu),
+         mt_multiply_col_backward(gpu, x.gpu, col.gpu, y.gpu, mt_none(), dcol.gpu));
+    same("dcol alone", dcol, 1e-5);
 }
 
 static void test_pointwise(void **state) {
