@@ -2161,6 +2161,7 @@ static mt_status shared_check(test_rank *r, const shared_case *c) {
     mt_linear_saved in_saved, out_saved[SHARED];
     mt_ledger ledger;
     MT_TRY(shared_create(r, sp, &b));
+    for (int i = 0; i < SHARED; i++) MT_TRY(mt_fill(r->ctx, b.out[i].bias->value, 0.5f + (float)i));
     for (int i = 0; i < SHARED_TOKENS * SHARED_IN; i++) x[i] = (double)((float *)fx.data)[i];
     for (int i = 0; i < SHARED_TOKENS * SHARED_OUT; i++) dy[i] = (double)((float *)fdy.data)[i];
     MT_TRY(mt_column_parallel_linear_tensors(r->ctx, b.in, SHARED, fdx, h));
