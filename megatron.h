@@ -129,9 +129,9 @@ typedef struct mt_mlp_saved {
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy (MT_ERR_ARGUMENT). Tensors that are sent must be contiguous (see mt_parallel.h). x must not change until backward. The tensors of
-   saved are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference. When dx is
-   mt_none(), backward neither computes nor reduces dx.
+   dy (MT_ERR_ARGUMENT). Tensors that are sent must be contiguous (see mt_parallel.h). x must not change until backward.
+   The tensors of saved are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference.
+   When dx is mt_none(), backward neither computes nor reduces dx.
    Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
    does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter. */
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -424,10 +424,10 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 /* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
 
 /* Creates an mt_checkpoint of a GPT. Call it instead of mt_checkpoint_create (mt_parallel.h); save, load, import and
-   destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model
-   must be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load and
-   import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example another
-   number of heads, or another activation).
+   destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model must
+   be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
+   and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
+   another number of heads, or another activation).
 
    Hugging Face: A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
    equal to heads, a causal mask and a tied head is a GPT-2. Its files have the names and layouts of GPT2LMHeadModel in
