@@ -6205,8 +6205,8 @@ struct mti_multiply_col_backward_op {
     mti_view x, factors, dy, dx, dcol;
 };
 
-/* A block owns a row; each thread owns every blockDim-th vector of it. A thread adds dy * x of its vectors and writes dx,
-   if it is given. Then the block adds the threads' sums. `shared` holds the sums of the warps; the barriers are in
+/* A block owns a row; each thread owns every blockDim-th vector of it. A thread adds dy * x of its vectors and writes
+   dx, if it is given. Then the block adds the threads' sums. `shared` holds the sums of the warps; the barriers are in
    mti_block_sums. A thread reads its vector of dy and x, and the factor, before it writes the same vector of dx. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS)
