@@ -725,17 +725,17 @@ MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const cha
                                    mt_qk_norm *out) {
     static const char *const function = "mt_qk_norm_create";
     char q[MT_NAME_MAX], k[MT_NAME_MAX];
-    int count;
+    size_t mark;
     mt_status status;
     MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
     if (desc->groups < 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld", function, name, (long long)desc->groups);
     MT_TRY(mt_param_name(ctx, q, name, "q_layernorm"));
     MT_TRY(mt_param_name(ctx, k, name, "k_layernorm"));
-    count = mt_params_count(params);
+    mark = mt_params_mark(params);
     status = mt_norm_layer_create(ctx, params, q, desc, &out->q);
     if (status == MT_SUCCESS) status = mt_norm_layer_create(ctx, params, k, desc, &out->k);
-    return mt_create_end(params, count, out, sizeof *out, status);
+    return mt_create_end(params, mark, out, sizeof *out, status);
 }
 
 /* The queries and the keys of qkv [tokens, groups * unit], as the norm layers take them. Checks qkv. */
