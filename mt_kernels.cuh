@@ -92,15 +92,15 @@ MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
 /* Adds the rows of x [rows, cols], MT_F32, in place. Row 0 becomes the sum of all rows; the other rows are undefined
    afterwards. It adds rows in the binary tree in which mt_all_reduce adds ranks, ((0+1)+(2+3))+.... Use it for your own
-   sums over micro-batches, such as the mean loss: their bits then do not depend on the split in invariant mode (see
-   docs/invariance.md). */
+   sums over micro-batches, such as the mean loss. In invariant mode, the bits of these sums then do not depend on the
+   number of ranks (see docs/invariance.md). */
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x);
 
 /* Adds a hash of x to *hash, to compare tensors. x, of a float type, is a part of a tensor that has global_cols
    columns. x begins at row first_row and column first_col of that tensor. To hash the tensor, set *hash to 0 and call
    mt_hash for each part: the total does not depend on how the tensor is split. The hash of x is the sum modulo 2^64 of
    mt_hash_element(e, bits) over the elements (i, j) of x, with e = (first_row + i) * global_cols + first_col + j and
-   the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
+   bits = the 32 or 16 bits of the element. On MT_DEVICE_META *hash does not change. */
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash);
 
@@ -116,14 +116,14 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
 
 /* Says how a context on a GPU chooses the cuBLASLt algorithm of a product. cuBLASLt's heuristic proposes algorithms for
    each shape (sizes, leading dimensions, types, transposes). The context chooses one in the first product of a shape
-   and keeps it. Both ways give the same bits.
+   and keeps it. MEASURED and HEURISTIC give the same bits.
    MEASURED:  the fastest of the proposals whose result has the same bits as that of the first one. The measurement
               uses free memory of the arena and waits for the stream. When it cannot run (see docs/gpus.md), the
               context takes the first proposal.
    HEURISTIC: the first proposal, without a measurement. */
 typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_gemm_choice;
 
-/* Says how a context on a GPU runs mt_linear_*. In 16 bits, separate and fused products round differently.
+/* Says how a context on a GPU runs mt_linear_*. In 16 bits, SEPARATE and FUSED round differently.
    SEPARATE: a product, and separate kernels for bias, activation and bias gradient. Invariant mode always uses this.
    FUSED:    one product with a cuBLASLt epilogue. Products without such an epilogue use SEPARATE (see docs/gpus.md).
    MEASURED: for each shape, the faster of the two, measured in its first product, so two runs may differ in the last
@@ -173,20 +173,20 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
 
 /* ---- element by element ------------------------------------------------------------------------------------------ */
 
-/* Products, sigmoid, SiLU and a gate. All views are [rows, cols], except row and drow [1, cols] (a scale per feature)
-   and col and dcol [rows, 1] (a scale per token).
+/* These operators compute products, sigmoid, SiLU and a gate. All views are [rows, cols], except row and its gradient
+   drow [1, cols] (one factor per feature), and col and its gradient dcol [rows, 1] (one factor per token).
    multiply:     y = a * b
    multiply_row: y = x * row. backward: dx = dy * row, drow += sum over the rows of dy * x
    multiply_col: y = x * col. backward: dx = dy * col, dcol = sum over the columns of dy * x
    sigmoid:      y = 1 / (1 + exp(-x)). backward: dx = dy * sigmoid'(x)
    silu:         y = x * sigmoid(x). backward: dx = dy * silu'(x)
-   sigmoid_gate: y = sigmoid(gate) * x: GLU (arXiv 1612.08083), the output gate of attention (arXiv 2505.06708).
-                 backward: dx = dy * sigmoid(gate), dgate = dy * x * sigmoid'(gate)
-   dx, drow and dcol are optional in mt_multiply_*_backward. A result may be an operand of the same shape, except that
-   drow must not be row and dcol must not be col. dgate and dx must not be the same memory.
+   sigmoid_gate: y = sigmoid(gate) * x, as in GLU (arXiv 1612.08083) and in the output gate of attention (arXiv
+                 2505.06708). backward: dx = dy * sigmoid(gate), dgate = dy * x * sigmoid'(gate)
+   dx, drow and dcol are optional in mt_multiply_*_backward. y, dx and dgate may be any input of the same shape. drow
+   and dcol must not be an input.
 
-   drow is a sum over tokens. A block that supports invariant mode computes it with mt_sum_over_tokens (see
-   docs/blocks.md). */
+   drow is a sum over tokens. A block of your own that supports invariant mode must call mt_multiply_row_backward from
+   the function that it passes to mt_sum_over_tokens (see docs/blocks.md). */
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y);
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
@@ -213,10 +213,10 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
                         [tokens, out] is the gradient of the output of the layer after the activation, and weight
                         [out, f] is that layer's weight. dh must not be h.
 
-   By default each function calls two operators, so it has their bits and errors: mt_gemm, then mt_bias_forward,
-   mt_activation_forward or mt_activation_backward. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the
-   result of mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the
-   two operators by one call of cuBLASLt. */
+   By default each function calls two operators, and has their bits and errors. forward, activation_forward and
+   activation_backward call mt_gemm, then mt_bias_forward, mt_activation_forward and mt_activation_backward
+   respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the result of mt_gemm is rounded before the
+   other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
@@ -300,7 +300,7 @@ typedef struct mt_attention_desc {
        not. NULL: no padding */
     const int32_t *lengths;
     /* Dropout of the probabilities. at.first_row is the global index of the first sequence, at.first_col the global
-       index of the first query head, at.global_cols the number of query heads of the whole model. The probability of
+       index of the first query head, at.global_cols the number of query heads on all ranks together. The probability of
        sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
@@ -6011,20 +6011,21 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
 
 /* ---- >>pointwise: products and gates, element by element --------------------------------------------------------- */
 
+/* What an operator computes from its inputs a and b. */
 typedef enum mti_pointwise {
-    MTI_MULTIPLY,
-    MTI_MULTIPLY_ROW,  /* b is one row */
-    MTI_MULTIPLY_COL,  /* b is one column */
-    MTI_SIGMOID,       /* of a; no b */
-    MTI_SIGMOID_SLOPE, /* the slope at a, times b */
-    MTI_SILU,
-    MTI_SILU_SLOPE,
-    MTI_SIGMOID_GATE /* sigmoid of a, times b */
+    MTI_MULTIPLY,      /* a * b */
+    MTI_MULTIPLY_ROW,  /* a * b, b is one row */
+    MTI_MULTIPLY_COL,  /* a * b, b is one column */
+    MTI_SIGMOID,       /* sigmoid(a) */
+    MTI_SIGMOID_SLOPE, /* sigmoid'(a) * b */
+    MTI_SILU,          /* silu(a) */
+    MTI_SILU_SLOPE,    /* silu'(a) * b */
+    MTI_SIGMOID_GATE   /* sigmoid(a) * b */
 } mti_pointwise;
 
 MT_INLINE MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
 
-/* y = a * b; y may be a or b. This holds for all functions of a row below. */
+/* y = a * b. In this function and in the other functions of one row below, a result may be an input. */
 MT_INLINE MT_HOST_DEVICE void mti_multiply_row(const float *a, const float *b, float *y, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -6043,7 +6044,8 @@ MT_INLINE MT_HOST_DEVICE void mti_sigmoid_row(const float *x, float *y, int64_t 
     for (j = 0; j < n; j++) y[j] = mti_sigmoid(x[j]);
 }
 
-/* 1 - sigmoid(x) is computed as sigmoid(-x), which does not cancel. */
+/* The slope of sigmoid is sigmoid(x) * (1 - sigmoid(x)). The second factor is computed as sigmoid(-x), because the
+   subtraction would lose digits. */
 MT_INLINE MT_HOST_DEVICE void mti_sigmoid_backward_row(const float *x, const float *dy, float *dx, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -6068,7 +6070,8 @@ MT_INLINE MT_HOST_DEVICE void mti_sigmoid_gate_row(const float *gate, const floa
     for (j = 0; j < n; j++) y[j] = x[j] * mti_sigmoid(gate[j]);
 }
 
-/* The gradients of the gate and of x. It reads all operands first, because a result may be one of them. */
+/* Computes dgate and dx. It reads element j of all inputs before it writes element j of a result, because a result may
+   be an input. */
 MT_INLINE MT_HOST_DEVICE void mti_gate_backward_row(const float *gate, const float *x, const float *dy, float *dgate,
                                                     float *dx, int64_t n) {
     int64_t j;
@@ -6081,7 +6084,8 @@ MT_INLINE MT_HOST_DEVICE void mti_gate_backward_row(const float *gate, const flo
     }
 }
 
-/* A whole row on a CPU, a vector on a GPU. b points to the one factor of MTI_MULTIPLY_COL. */
+/* y = kind(a, b) for n elements: a whole row on a CPU, a vector on a GPU. For MTI_MULTIPLY_COL, b[0] is the factor of
+   all n elements. */
 MT_INLINE MT_HOST_DEVICE void mti_pointwise_row(mti_pointwise kind, const float *a, const float *b, float *y,
                                                 int64_t n) {
     switch (kind) {
@@ -6116,8 +6120,8 @@ static void mti_cpu_gate_backward(mt_tensor gate, mt_tensor x, mt_tensor dy, mt_
                               dy.cols);
 }
 
-/* At most four rows from row i on, and n columns from column j on. The products are in L1 while they are added to drow.
-   dx comes last, because it may be x or dy. */
+/* Computes dx and drow for rows [i, i + 4), or as many as there are, and columns [j, j + n), with n <= MTI_BLOCK. The
+   products dy * x stay in L1 until they are added to drow. dx is written last, because it may be x, row or dy. */
 static void mti_multiply_row_backward_block(mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx, mt_tensor drow,
                                             int64_t i, int64_t j, int64_t n) {
     float room[4 * MTI_BLOCK], *sums = mti_row(drow, 0) + j;
@@ -6159,7 +6163,7 @@ static mt_status mti_cuda_pointwise(mt_context *ctx, const char *name, mti_point
     return mti_map(ctx, name, op, wide, y.rows, y.cols);
 }
 
-/* Each thread owns its vectors and reads all operands of a vector before it writes one. */
+/* A thread reads a vector of all inputs before it writes the same vector of dgate and dx, which may be inputs. */
 struct mti_gate_backward_op {
     mti_view gate, x, dy, dgate, dx;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
@@ -6180,7 +6184,8 @@ static mt_status mti_cuda_gate_backward(mt_context *ctx, mt_tensor gate, mt_tens
     return mti_map(ctx, "mt_sigmoid_gate_backward", op, wide, dy.rows, dy.cols);
 }
 
-struct mti_multiply_row_backward_op { /* writes dx, if it is given; products[0] is what a row adds to drow */
+/* run writes dx, if it is given, and stores dy * x, the products that one row adds to drow, in products[0]. */
+struct mti_multiply_row_backward_op {
     mti_view x, factors, dy, dx;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*products)[MTI_VECTOR]) const {
         float d[MTI_VECTOR], f[MTI_VECTOR];
@@ -6205,9 +6210,9 @@ struct mti_multiply_col_backward_op {
     mti_view x, factors, dy, dx, dcol;
 };
 
-/* A block owns a row; each thread owns every blockDim-th vector of it. A thread adds dy * x of its vectors and writes
-   dx, if it is given. Then the block adds the threads' sums. `shared` holds the sums of the warps; the barriers are in
-   mti_block_sums. A thread reads its vector of dy and x, and the factor, before it writes the same vector of dx. */
+/* One block computes one row. Thread t has vectors t, t + blockDim.x, ... of the row: it adds their products dy * x and
+   writes their dx, if dx is given. Then mti_block_sums, which has the barriers, adds the sums of all threads. `shared`
+   is its memory for the sums of the warps. dx may be x, dy or col, so a thread reads these before it writes dx. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS)
     mti_multiply_col_backward_kernel(mti_multiply_col_backward_op op, int64_t cols) {
@@ -6243,7 +6248,8 @@ static mt_status mti_cuda_multiply_col_backward(mt_context *ctx, mt_tensor x, mt
 } /* extern "C++" */
 #endif
 
-/* y = kind(a, b); b is mt_none() if the kind has none. The names are those of the public function's arguments. */
+/* y = kind(a, b); b is mt_none() if the kind has no b. `name` is the public function, and the other names are its
+   arguments, for error messages. */
 static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, const char *a_name,
                                    mt_tensor a, const char *b_name, mt_tensor b, const char *y_name, mt_tensor y) {
     mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
@@ -6277,7 +6283,7 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     if (!drow.data && !dx.data) return MT_SUCCESS;
     if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
-    MT_TRY(mti_expect_apart(ctx, name, "drow", drow, "row", row)); /* dx reads row after drow is written */
+    MT_TRY(mti_expect_apart(ctx, name, "drow", drow, "row", row)); /* dx = dy * row may be computed after drow */
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
                                 mti_cpu_multiply_row_backward(x, row, dy, dx, drow)));
@@ -6299,7 +6305,7 @@ MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tenso
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     if (!dcol.data && !dx.data) return MT_SUCCESS;
     if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
-    MT_TRY(mti_expect_apart(ctx, name, "dcol", dcol, "col", col)); /* dx reads col after dcol is written */
+    MT_TRY(mti_expect_apart(ctx, name, "dcol", dcol, "col", col)); /* dx = dy * col may be computed after dcol */
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
                                 mti_cpu_multiply_col_backward(x, col, dy, dx, dcol)));
