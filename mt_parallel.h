@@ -25,8 +25,8 @@
    never include padding. A dimension that t does not divide is padded with zeros. The padding stays zero, because its
    gradients are zero.
 
-   A tensor may be a view with ld > cols, unless the call sends it to other tensor ranks. Such a tensor must be
-   contiguous; otherwise the call returns MT_ERR_SHAPE before it computes anything. Layers send:
+   A tensor may be a view with ld > cols. But a tensor that the call sends to other tensor ranks must be contiguous;
+   otherwise the call returns MT_ERR_SHAPE before it computes anything. Layers send:
        always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
        with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
 
@@ -146,8 +146,8 @@ typedef enum mt_overlap {
 typedef struct mt_parallel_options {
     int no_overlap; /* bits of mt_overlap: the kinds that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
     /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. Each
-       chunk is a separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk; 0: on MT_DEVICE_CUDA
-       one for each 1024 tokens, at most 4; on other devices 1 */
+       chunk is a separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA
+       one chunk for each 1024 tokens, at most 4; on other devices one chunk */
     int overlap_chunks;
 } mt_parallel_options;
 
@@ -157,8 +157,8 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
 
 /* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
-   Each check waits for the GPU, so a block that checks the ids itself turns them off. Without the check, an id that is
-   out of range is undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+   Each check waits for the GPU, so a block that checks the ids itself turns off these checks. Without a check, an id or
+   a target that is out of range is undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
@@ -182,7 +182,7 @@ typedef struct mt_param_desc {
     int64_t parts;
     int64_t unit;     /* neighbouring features that stay together on one rank, such as a query group; 0: 1 */
     float init_std;   /* the first values are from N(0, init_std^2), see mt_params_init; 0: all are init_value */
-    float init_value; /* MT_ERR_ARGUMENT with init_std, too */
+    float init_value; /* the first value of every element when init_std is 0; MT_ERR_ARGUMENT when both are set */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
     /* advanced */
     /* 1: a tensor rank computes only the part of the gradient that its own tokens (sequence parallelism) or its own
@@ -216,7 +216,7 @@ typedef struct mt_params mt_params; /* opaque: the registry */
 /* Creates an empty registry. Its values and gradients come from ctx's allocator. ctx and grid must outlive it.
    MT_ERR_SHAPE, in invariant mode: the tensor ranks do not divide V, or the data ranks do not divide V_d. */
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out);
-MT_API void mt_params_destroy(mt_params *params); /* frees values, gradients, descriptions; NULL is allowed */
+MT_API void mt_params_destroy(mt_params *params); /* frees all parameters and buffers; NULL is allowed */
 
 /* Sets the type of parameters, activations and activation gradients, in memory and when ranks send them: MT_F32 (the
    default), MT_BF16 or MT_F16. Parameter gradients, statistics, the loss and the optimizer's state are always MT_F32.
@@ -228,7 +228,7 @@ MT_API mt_dtype mt_params_dtype(const mt_params *params);
 /* How data parallel ranks share the work. */
 typedef struct mt_data_parallel_desc {
     /* size of a gradient bucket in bytes, rounded up so that all data ranks have equal shares. One collective sums one
-       bucket. With NCCL the bits of the sums depend on this size; otherwise they do not; 0: 160 MB, or 4 MB for each
+       bucket. With NCCL the bits of the sums depend on this size; otherwise they do not. 0: 160 MB, or 4 MB for each
        data rank if that is more, as in Megatron-LM (MB: 10^6 bytes) */
     size_t bucket_bytes;
     /* 1: each data rank keeps only its share of the optimizer's state (ZeRO-1, arXiv 1910.02054; Megatron-LM's
@@ -293,10 +293,10 @@ typedef struct mt_linear_desc {
     int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
-    /* for parts > 1 in invariant mode, where the columns are gate, up, gate, up, ..., with one pair for each virtual
-       shard. 1: your code works on y (column) or x (row) one virtual shard at a time. 0: create returns
-       MT_ERR_ARGUMENT, except where y or x is not split: with gather_output (column), or without input_is_parallel
-       (row). 1 with one part is MT_ERR_ARGUMENT, too */
+    /* 1: your code works on y (column) or x (row) one virtual shard at a time. Invariant mode requires this of a layer
+       with parts > 1, because the columns are then gate, up, gate, up, ..., with one pair for each virtual shard;
+       otherwise create returns MT_ERR_ARGUMENT. The exception is a layer whose y or x is not split: with gather_output
+       (column), or without input_is_parallel (row). With one part, in every mode, 1 is MT_ERR_ARGUMENT */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
 } mt_linear_desc;
@@ -347,9 +347,9 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
-/* Run several column-parallel layers that read the same x and so share f. `layers` is an array of them. forward gathers
-   x once (sequence_parallel). backward writes the sum of the layers' input gradients to dx and reduces it once. y and
-   dy are lists with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
+/* Run `count` column-parallel layers that read the same x. The layers share f: forward gathers x once
+   (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces it once. layers, y
+   and dy are arrays with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
    computed.
    MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
@@ -359,8 +359,8 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, cons
                                                            int count, const mt_tensor *dy, mt_tensor dx,
                                                            const mt_linear_saved *saved);
 
-/* Run several row-parallel layers whose outputs are added and that so share g: y = sum of x[i] W[i]^T + b[i]. `layers`
-   is an array of them. forward reduces y once. backward gathers dy once (sequence_parallel). x, dx and saved are lists
+/* Run `count` row-parallel layers and add their outputs: y = the sum of x[i] W[i]^T + b[i] over the layers. The layers
+   share g: forward reduces y once, and backward gathers dy once (sequence_parallel). layers, x, dx and saved are arrays
    with one entry for each layer. When dx[i] is mt_none(), it is not computed.
    MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in registry or sequence_parallel. */
 MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
@@ -369,10 +369,11 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
                                                         int count, mt_tensor dy, const mt_tensor *dx,
                                                         const mt_linear_saved *saved);
 
-/* Allocate tensors from the arena, one for each of the layers: [tokens, local_features], of the type of `like`.
-     column  tensors for y or dy; like is x or dx.
-     row     tensors for x or dx with input_is_parallel; like is y or dy.
-   With sequence_parallel like has tokens / t rows. */
+/* Allocate `count` tensors [tokens, local_features] from the arena, one for each of the layers. The type and the number
+   of tokens are those of `like`, which has tokens rows, or tokens / t with sequence_parallel.
+     mt_column_parallel_linear_tensors  allocates y or dy; like is x or dx.
+     mt_row_parallel_linear_tensors     allocates x or dx; like is y or dy.
+   MT_ERR_ARGUMENT as for the functions above, which share f or g. */
 MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
                                                    mt_tensor like, mt_tensor *out);
 MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
@@ -399,12 +400,12 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
 /* Run a linear layer and the activation next to it in one call. The two are one fused operator when
    mt_gemm_options.epilogue allows it and the column-parallel layer has skip_bias_add or no_bias, and no
    gather_output. Otherwise the call runs the linear layer and mt_column_parallel_activation_forward or _backward. A
-   fused forward writes no NAME.output to the hash log, because it has the layer's output only with its bias.
+   fused forward does not write NAME.output to the hash log.
      forward (column-parallel):  h = x W^T + b [tokens, local_features], y = act(h).
-     backward (row-parallel):    dy is the gradient of the row-parallel layer's output, and dh [tokens,
-       before->local_features] that of h. h is the output of the column-parallel layer `before`, which comes before the
-       activation. Adds to the gradients of the row-parallel layer's weight and bias and, when `before` has
-       skip_bias_add, to that of the bias of `before`.
+     backward (row-parallel):    dy is the gradient of the row-parallel layer's output. dh [tokens,
+       before->local_features] is the gradient of h, the output of the column-parallel layer `before`. Adds to the
+       gradients of the row-parallel layer's weight and bias. When `before` has skip_bias_add, also adds to the gradient
+       of the bias of `before`.
    MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel, or `before` has gather_output. */
 MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
@@ -421,7 +422,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
    parallelism, and per head, gain and bias are sequence_partial: a rank computes their gradients from its own tokens or
    heads, and mt_sync_gradients sums them. */
 typedef struct mt_norm_layer_desc {
-    int64_t features;      /* number that is normalised together: hidden or, per head, the head size */
+    int64_t features;      /* number of features that are normalised together: hidden, or per head the head size */
     int64_t groups;        /* per head: number of query groups, over all tensor ranks; 0: whole tokens */
     mt_norm_kind kind;     /* 0: MT_LAYER_NORM */
     float eps;             /* 0: 1e-5 */
@@ -465,10 +466,10 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 /* For the create function of a block:
      mt_create_check  returns MT_ERR_ARGUMENT when an argument is NULL. The message names the argument.
      mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
-     mt_params_mark   returns a mark: the number of parameters and buffers (mt_params_buffer) in the registry. Call it
-                      before the block adds its first one.
-     mt_create_end    returns status. When status is an error, it also clears the block, removes the parameters that
-                      were added after the mark, and frees the buffers that were. */
+     mt_params_mark   returns a mark for mt_create_end: how many parameters and buffers (mt_params_buffer) the registry
+                      has. Call it before the block adds its first parameter or buffer.
+     mt_create_end    returns `status`. Before it returns an error, it removes the parameters and buffers that were
+                      added after the mark, and fills the block_bytes bytes of *block with zeros. */
 MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                  const void *desc, const void *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
@@ -487,9 +488,9 @@ MT_API int mt_params_shards(const mt_params *params);
      mt_check_activation  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: t has another type than `weight`.
      mt_check_sent        MT_ERR_SHAPE: a tensor that is sent to other tensor ranks is not contiguous. `in` is sent only
                           under sequence parallelism, `out` always. Either may be mt_none().
-     mt_check_apart       MT_ERR_ARGUMENT: a and b overlap. Views of different columns of one matrix do not; mt_none()
-                          overlaps nothing.
-     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. For training calls. */
+     mt_check_apart       MT_ERR_ARGUMENT: a and b overlap. Views of different columns of one matrix do not overlap,
+                          and mt_none() overlaps nothing.
+     mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);
@@ -667,7 +668,7 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
 /* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
-   max_norm <= 0. Check first that the norm is finite: no factor repairs a gradient that is not. */
+   max_norm <= 0. Check first that the norm is finite: clipping does not remove infinities or NaN. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
 
 /* ---- loss scaling ------------------------------------------------------------------------------------------------ */
@@ -827,10 +828,10 @@ MT_API mt_status mt_pipeline_schedule(mt_schedule schedule, int stages, int stag
 MT_API int mt_pipeline_slots(const mt_action *actions, int count);
 
 /* The functions that mt_pipeline_run calls for a stage. forward computes output from input, which is the output of the
-   previous stage. backward computes dinput from doutput, which is the gradient of this stage's output; it may be NULL
-   when no action is MT_BACKWARD. On the first stage input and dinput are mt_none(). On the last stage output and
-   doutput are mt_none(). mt_pipeline_run owns the memory of these four tensors. input stays valid until the backward of
-   its micro-batch is done; the others are valid only during the call. */
+   previous stage. backward computes dinput from doutput, which is the gradient of this stage's output. The pointer
+   backward may be NULL when no action is MT_BACKWARD. On the first stage input and dinput are mt_none(). On the last
+   stage output and doutput are mt_none(). mt_pipeline_run owns the memory of these four tensors. input stays valid
+   until the backward of its micro-batch is done; the others are valid only during the call. */
 typedef struct mt_pipeline_stage {
     int64_t rows, cols; /* of each of the four: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
     mt_dtype dtype;     /* of each of the four: mt_params_dtype */
@@ -841,12 +842,13 @@ typedef struct mt_pipeline_stage {
 
 /* Runs the actions of this rank's stage. Every rank of the pipeline group calls it with the actions of its own stage.
    What a forward leaves in the arena stays there until the backward of its micro-batch is done. Every forward must
-   allocate what the first one did, in the same order; MT_ERR_SHAPE: a later one keeps more. On return the arena is as
-   before the call. docs/many-ranks.md has the size of the arena, and the rules for lists that you write.
+   allocate what the first one did, in the same order. On return the arena is as before the call. docs/many-ranks.md
+   has the size of the arena, and the rules for lists that you write.
    Communication: for each micro-batch, one send of [rows, cols] to the next stage after the forward, and one to the
    previous stage after the backward. The ledger of grid->pp counts them.
-   Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; then no action has run. When
-   one stage returns an error, the others wait until that rank destroys its communicators or the timeout passes. */
+   Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; then no action has run.
+   MT_ERR_SHAPE: a forward leaves more in the arena than the first one. When one stage returns an error, the others wait
+   until that rank destroys its communicators or the timeout passes. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
@@ -905,7 +907,7 @@ MT_API mt_status mt_hash_log_flush(mt_context *ctx, mt_hash_log *log, mt_hash_li
 typedef struct mt_safetensors mt_safetensors; /* opaque */
 
 #define MT_SAFETENSORS_DIMS 8
-#define MT_PATH_MAX 1024
+#define MT_PATH_MAX 1024 /* characters of a path DIRECTORY/NAME with its NUL; a longer path is MT_ERR_ARGUMENT */
 
 typedef struct mt_safetensors_tensor {
     const char *name;  /* UTF-8. The pointers of this struct are valid until the file is closed */
@@ -936,7 +938,8 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
 /* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
    DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
    the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
-   library wrote a file. The pointers that find and file return are valid until the set is closed. */
+   library wrote a file. The pointers that mt_safetensors_set_find and mt_safetensors_set_file return are valid until
+   mt_safetensors_set_close. */
 typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
 
 MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
@@ -960,7 +963,7 @@ typedef enum mt_field_kind {
 } mt_field_kind;
 
 /* A variable of the caller that is written to a file or read from one. When kind, low and high are 0, it is an int64_t
-   of any value. A float or double that is not finite is refused by mt_checkpoint_save and by the readers. */
+   of any value. mt_checkpoint_save and the functions that read fields refuse a float or double that is not finite. */
 typedef struct mt_field {
     const char *name;
     mt_field_kind kind;
@@ -978,9 +981,10 @@ typedef struct mt_field {
    text is empty. */
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 
-/* Reads fields from the metadata of a file. Ignores must_match. MT_ERR_DATA: a field is missing, is no value of its
-   kind, or is out of its range. The message names the file, the field, its value and what the value must be. After an
-   error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
+/* Reads each field from the entry of the same name in a file's metadata. Ignores must_match.
+   MT_ERR_DATA: there is no such entry, it is not a value of the field's kind and range, or it is a text that is longer
+   than the field's array. The message names the file, the field, its value and what the value must be. After an error
+   some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
 /* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED", where VALUE is what the
@@ -992,7 +996,7 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
    it is. Other members of the object are ignored. A text that is longer than its array is truncated. Whole numbers must
    not be negative.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
-   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a member has another type or is out of its range.
+   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a value is not of its field's kind or range.
    After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
@@ -1056,7 +1060,7 @@ typedef struct mt_checkpoint_format {
     mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
                        int *dialect);
     /* Changes the name and the shape that a parameter has in the files. On entry *layout has the registry's name and
-       shape. A shape with another number of elements is MT_ERR_SHAPE of save, load and import. */
+       shape. When the new shape has another number of elements, save, load and import return MT_ERR_SHAPE. */
     void (*layout)(const void *model, const mt_param *param, int dialect, mt_tensor_layout *layout);
     /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back when to_file is 0.
        *x is the tensor, on entry and on return. *spare is scratch memory of the same size. The function may swap the
@@ -1073,10 +1077,12 @@ typedef struct mt_checkpoint_desc {
     mt_optimizer *optimizer; /* must outlive the checkpoint; NULL: parameters only */
     int keep;                /* number of newest checkpoints that save keeps; it removes the others; 0: 2 */
     /* advanced */
-    const mt_field *fields; /* the program's own; copied, but names and values must outlive the checkpoint */
+    /* variables of the program that are saved and loaded with the parameters. The array is copied, but its names and
+       values must outlive the checkpoint */
+    const mt_field *fields;
     int field_count;
     const mt_checkpoint_format *format; /* must outlive the checkpoint; NULL: the registry's names and layouts */
-    const void *model;                  /* passed to the functions of the format; MT_ERR_ARGUMENT without one */
+    const void *model;                  /* passed to the format's functions; MT_ERR_ARGUMENT without a format */
 } mt_checkpoint_desc;
 
 #define MT_NOTE_MAX 1024
@@ -1119,9 +1125,9 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
 /* Loads the checkpoint of a step, which may have been saved on another grid. Before it writes the first parameter, it
-   checks everything: that every tensor is there with the right name, shape and type, and no other tensor; the
-   checksums; mt_checkpoint_format.check; the training state; and the fields. The parameters may have another type than
-   the files.
+   checks the names, shapes and types (F32, BF16 or F16) of all tensors, the checksums, mt_checkpoint_format.check, the
+   training state and the fields. No tensor may be missing or unknown. A tensor may have another type than its
+   parameter.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the
@@ -1132,7 +1138,7 @@ MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, 
 
 /* Loads only the parameters, and copies them to the masters. Moments and training state stay as they are. directory has
    model.safetensors or its index, from a checkpoint or from another program. Fields with must_match are compared when
-   the file has them; no field is read. Collective and errors as for mt_checkpoint_load. */
+   the file has them; the program's variables stay as they are. Collective and errors as for mt_checkpoint_load. */
 MT_API mt_status mt_checkpoint_import(mt_context *ctx, mt_checkpoint *checkpoint, const char *directory);
 
 /* Writes the step of the newest checkpoint in the directory to *step, or -1 when there is no checkpoint or no

@@ -1,12 +1,15 @@
-/* 02_custom_block - a block of your own: attention with QK-norm and an output gate beside an MLP, with one f and one g.
+/* 02_custom_block - a block of your own: attention with QK-norm and an output gate, in parallel with an MLP.
 
    cc -O3 -march=native -I. examples/02_custom_block.c -o 02_custom_block -lm -lpthread && ./02_custom_block
 
-   y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(gelu(fc1(n))), n = norm(x).
-   All branches read the same n and end in one sum: 2 all-reduces per layer and step, where the sequential layer of
-   megatron.h needs 4. docs/blocks.md explains it. ./02_custom_block [RANKS] [bf16] [cuda] [invariant]
-   [sequence_parallel] [hashes]: the same losses on 1, 2 and 4 ranks, to rounding; the same bits with `invariant`;
-   `hashes` shows the hash log of the last step.
+   The block computes
+       y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(gelu(fc1(n))), n = norm(x).
+   Its branches read the same n, so they share one f, and their outputs are added, so they share one g. The block
+   therefore needs 2 all-reduces per step; the sequential layer of megatron.h needs 4. See docs/blocks.md.
+
+   ./02_custom_block [RANKS] [bf16] [cuda] [invariant] [sequence_parallel] [hashes] trains it, by default on 2 ranks.
+   The losses on 1, 2 and 4 ranks are equal up to rounding; with `invariant` they have the same bits. `hashes` prints
+   the hash log of the last step.
    For CUDA: nvcc -x cu -std=c++20 -O3 -I. examples/02_custom_block.c -o 02_custom_block -lcublasLt */
 
 #define MEGATRON_IMPLEMENTATION
@@ -17,12 +20,12 @@
 #include <string.h>
 
 enum { SEQUENCES = 4, SEQ = 32, TOKENS = SEQUENCES * SEQ, HIDDEN = 64, HEADS = 4, FFN = 256, STEPS = 60 };
-enum { HEAD = HIDDEN / HEADS, UNIT = 3 * HEAD }; /* columns of a head, and of its q, k and v */
+enum { HEAD = HIDDEN / HEADS, UNIT = 3 * HEAD }; /* HEAD: columns of a head; UNIT: columns of its q, k and v together */
 
 /* ---- the block --------------------------------------------------------------------------------------------------- */
 
-enum { QKV, GATE, FC1 }; /* block.in: they read the same n */
-enum { PROJ, FC2 };      /* block.out: their outputs are added */
+enum { QKV, GATE, FC1 }; /* the layers in block.in, which read the same n */
+enum { PROJ, FC2 };      /* the layers in block.out, whose outputs are added */
 
 typedef struct block {
     mt_norm_layer norm;
@@ -76,7 +79,7 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
     return mt_add(ctx, x, y, y);
 }
 
-/* dy -> dx, and the gradients of all parameters. */
+/* Computes dx from dy, and adds to the gradients of all parameters. */
 static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, mt_tensor dx, const block_saved *s) {
     mt_tensor dh[3], dz[2];
     MT_TRY(mt_column_parallel_linear_tensors(ctx, b->in, 3, dx, dh));
