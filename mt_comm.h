@@ -37,7 +37,7 @@
 
    Errors. Every call that can fail returns an mt_status: MT_SUCCESS is 0, errors are negative. The context keeps a
    message with the offending values (mt_last_error). When a call has no context argument, its communicator keeps the
-   message (mt_comm_last_error). A call that refuses its arguments changes nothing.
+   message (mt_comm_last_error). A call that refuses its arguments changes nothing, except that it may set *out to NULL.
 
    Threads. A context and a communicator belong to one thread (one rank). All ranks of a communicator call the same
    collectives in the same order. Contexts in one process are independent of each other.
@@ -186,8 +186,8 @@ typedef struct mt_context_desc {
     int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; the library leaves this GPU current */
     /* advanced */
     struct CUstream_st *
-        stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one. MT_ERR_ARGUMENT
-                    on MT_DEVICE_CPU */
+        stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one. Must be NULL on
+                   MT_DEVICE_CPU */
     mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; 0: CPU */
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
        then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
@@ -267,9 +267,9 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 
 /* Destroys a communicator: this rank leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is
    allowed. When ranks are threads, the call does not wait. Over NCCL it waits for the communicator's work in the
-   stream, at most for the timeout. Over MPI only one call waits: the one that destroys the last of the communicators
-   that come from the same mt_comm_create_mpi. It waits until the other ranks have come this far, at most for the
-   timeout, or 2 s after an error. */
+   stream, at most for the timeout. Over MPI it waits only when it destroys the last of the communicators that come
+   from the same mt_comm_create_mpi: until every other rank has also destroyed its last one, at most for the timeout, or
+   2 s after an error. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
@@ -292,10 +292,9 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
    over NCCL".
 
    A collective returns as soon as its work is in the context's stream. Only mt_barrier waits until the work is done.
-   When a rank is late or gone, each rank that waits for it gets MT_ERR_TIMEOUT or MT_ERR_PEER, at most timeout_s after
-   it has begun to wait. The error comes from the call that waits for the stream (such as mt_context_synchronize), or
-   from the next call. NCCL does not compare the calls of ranks: when they differ, the call times out or its result is
-   undefined.
+   When a rank is late or gone, the other ranks get MT_ERR_TIMEOUT or MT_ERR_PEER from a collective or from the call
+   that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait. NCCL
+   does not compare the calls of ranks: when they differ, the call times out or its result is undefined.
 
    After MT_ERR_TIMEOUT or MT_ERR_PEER, destroy the communicator and all other communicators of the context that had
    work in the stream: every other call on them fails. The library aborts the NCCL communicators that it made. It never
@@ -400,8 +399,11 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
    MT_ERR_UNSUPPORTED  the ranks are not connected (see mt_world_from_env), or are over MPI with contexts on GPUs;
                        on GPUs also: a reduction in the tree over more than 64 ranks, or between GPUs of this process
                        that cannot access each other's memory
-   MT_ERR_MISMATCH, MT_ERR_TIMEOUT and MT_ERR_PEER reach every rank of the group, with a message that names the ranks
-   and their calls. After one of these three the communicator can only be destroyed. */
+   MT_ERR_MEMORY       over NCCL: the arena is too small for the scratch memory of the call
+   MT_ERR_SYSTEM       CUDA or NCCL failed
+   When one rank gets MT_ERR_MISMATCH, MT_ERR_TIMEOUT or MT_ERR_PEER, every rank of the group gets one of these three
+   in its current or next call. The message names the calls and, where they are known, the ranks. The communicator can
+   then only be destroyed. */
 typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -499,11 +501,11 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
        ...                                       // calls here run at the same time; they must not use x
        MT_TRY(mt_overlap_wait(ctx, 0));          // later calls see the sum in x
    Collectives on comm between mt_overlap_begin and mt_overlap_end run in another stream of the context, after the work
-   of all earlier calls. mt_overlap_end returns the status that it is given; if that is MT_SUCCESS, its own. For buffers
-   in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release does
-   nothing between begin and end. On other devices, in a group of one and in invariant mode, the same calls are allowed,
-   but nothing overlaps. Errors: MT_ERR_ARGUMENT (no such stream or ticket; begin was called twice without end),
-   MT_ERR_SYSTEM (CUDA failed).
+   of all earlier calls. mt_overlap_end returns `status` when this is an error; the overlap ends in any case. For
+   buffers in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release
+   does nothing between begin and end. On other devices, in a group of one and in invariant mode, the same calls are
+   allowed, but nothing overlaps. Errors: MT_ERR_ARGUMENT (no such stream or ticket; begin was called twice without
+   end), MT_ERR_SYSTEM (CUDA failed).
 
    The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, and mt_overlap_wait_all waits for all of them. The
    third stream is for longer transfers, for which the second stream should not wait. Its only ticket is
@@ -529,7 +531,7 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
 typedef struct mt_launch_desc {
     int ranks; /* 1 to 1024; 0: 1, or in mt_world_from_env as many as the launcher has started */
     /* advanced */
-    /* 1: threads are not pinned; 0: on Linux, each of several ranks is pinned to its own cores if there are enough */
+    /* 1: threads are not pinned; 0: on Linux, with two or more ranks and enough cores, each is pinned to its own */
     int no_pinning;
     int cores_per_rank; /* cores for each pinned rank; set it to mt_context_desc.threads; 0: 1 */
     double timeout_s;   /* timeout of world and of all groups split from it, in seconds; 0: MT_TIMEOUT_DEFAULT */
@@ -549,9 +551,10 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
    mt_launch cannot end a thread that does not return. When one rank has failed, and another rank has not returned
    timeout_s later (at least 5 s), mt_launch calls desc->stuck, which should end the process with _exit. If stuck
    returns, mt_launch goes on waiting.
-   rank_main must catch C++ exceptions. Callbacks (logger, allocator, stuck and those of the other headers) must not
-   throw or longjmp. A rank whose thread is cancelled counts as failed with MT_ERR_SYSTEM. See docs/many-ranks.md, "When
-   a thread ends early". */
+   A C++ exception that leaves rank_main ends the program by std::terminate. With a single rank it reaches the caller of
+   mt_launch instead. Callbacks (logger, allocator, stuck and those of the other headers) must not throw or longjmp. A
+   rank whose thread is cancelled counts as failed with MT_ERR_SYSTEM. See docs/many-ranks.md, "When a thread ends
+   early". */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
 /* ---- launch: ranks as processes that somebody else started ------------------------------------------------------- */
@@ -634,10 +637,11 @@ MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t to
 
 /* Registers memory from mt_context_alloc with NCCL. Collective over comm. Afterwards, collectives on comm must use the
    same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
-   of the caller, or when `bytes` is less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". */
+   of the caller, or when `bytes` is less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". Errors:
+   MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (NCCL failed). */
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
 
-/* Returns 1 when the rows of t are contiguous and its data is aligned to MT_ALIGNMENT, else 0. Always returns 0 on
+/* Returns 1 when t is contiguous (ld == cols, or one row) and its data is aligned to MT_ALIGNMENT, else 0. Returns 0 on
    MT_DEVICE_META, which has no real addresses: operators that copy unaligned views then plan memory for the copy. */
 MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
 
@@ -661,8 +665,8 @@ static inline int64_t mt_size_mul(int64_t a, int64_t b) {
 
 /* Numbers as text, the same in every locale. mt_f32_digits writes x to text with 9 significant digits, enough to read
    the same float back, and returns text. mt_decimal_point takes a number that printf wrote, and replaces the locale's
-   decimal separator by a point. mt_parse_whole returns 1 and sets *out when text consists of digits and their number is
-   at most `most`, else 0. */
+   decimal separator by a point. mt_parse_whole returns 1 and sets *out when text is a whole number in decimal digits
+   and not larger than `most`, else 0. */
 MT_API const char *mt_f32_digits(float x, char text[32]);
 MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
@@ -677,8 +681,7 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
      bytes. Either side of a copy may be on the host or on a GPU.
    mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
      call that waits for the stream, because CUDA itself waits without a timeout.
-   mt_cuda_fetch: copies from the GPU to the host and waits until the copy is done, for collectives in the stream at
-     most for their timeout. */
+   mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */
 #define MT_PLANNED ((mt_status)1)
 MT_API mt_status mt_cuda_enter(mt_context *ctx);
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
