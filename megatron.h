@@ -50,8 +50,8 @@
 
    Shapes:  Activations are [tokens, features]; the row of a token is sequence * seq + position. Weights are [out, in],
             as in PyTorch. t is the number of tensor parallel ranks. With sequence parallelism a block's input and
-            output are [tokens / t, features] on each of them: tensor rank r has the rows from r * tokens / t on. t must
-            then divide tokens (MT_ERR_SHAPE).
+            output are [tokens / t, features] on each tensor rank: rank r has the tokens / t rows that begin at row
+            r * tokens / t. t must then divide tokens; otherwise a call returns MT_ERR_SHAPE.
    Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
    Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
             needs no destroy. Forward keeps what backward needs in a `saved` struct, whose tensors are in the context's
@@ -74,11 +74,11 @@
 extern "C" {
 #endif
 
-/* ---- what a call works on ---------------------------------------------------------------------------------------- */
+/* ---- batch and dropout ------------------------------------------------------------------------------------------- */
 
 /* The tokens of one call: `sequences` sequences of `seq` tokens each. All tensor ranks pass the same batch. A dropout
    mask depends on seed, step, layer, and the element's index in the global batch (all sequences of a step). When each
-   call sets first_sequence, the masks are the same on every tensor, data and micro-batch split. */
+   call sets first_sequence, the masks do not depend on the numbers of tensor ranks, data ranks and micro-batches. */
 typedef struct mt_batch {
     int64_t sequences, seq;
     int64_t first_sequence; /* index of this call's first sequence in the global batch */
@@ -89,10 +89,10 @@ typedef struct mt_batch {
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
 } mt_batch;
 
-/* Returns a dropout with probability p for a block of your own; with batch NULL, one that drops nothing. The caller
-   sets at.first_row, at.first_col and at.global_cols of the result: where this rank's tensor begins in the global
-   tensor, and how many columns the global tensor has (see mt_random). Each (seed, step, layer, site) has random numbers
-   of its own; step < 2^44, layer < 2^18, site < 4.
+/* Returns a dropout with probability p for a block of your own. When batch is NULL, the dropout drops nothing. Set
+   three fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
+   begins, and at.global_cols to the number of columns of the global tensor (see mt_random). Each (seed, step, layer,
+   site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
    The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
    output of attention and (n, 2) for the output of the MLP. A GPT numbers its layers from 0, and uses
    (mt_gpt_desc.layers, 3) for the embedding. Beside a GPT, use layer numbers greater than mt_gpt_desc.layers. */
@@ -104,7 +104,7 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
    no communication (arXiv 1909.08053, eq. 3 and figure 3a). */
 typedef struct mt_mlp_desc {
     int64_t hidden;
-    int64_t ffn;              /* inner width; with MT_SWIGLU that of gate, and also that of up; 0: 4 * hidden */
+    int64_t ffn;              /* inner width; with MT_SWIGLU gate and up are each this wide; 0: 4 * hidden */
     mt_activation activation; /* 0: MT_GELU_TANH */
     int no_bias;              /* 1: fc1 and fc2 have no bias */
     /* advanced */
@@ -115,7 +115,8 @@ typedef struct mt_mlp_desc {
     float init_std, output_init_std; /* standard deviation of the initial weights of fc1 and of fc2; 0: 0.02 */
 } mt_mlp_desc;
 
-/* The comments of the layers name their parameters. NAME is the `name` that you pass to the block's create function. */
+/* The comment of each layer below gives the names of its parameters. NAME is the `name` that you pass to the block's
+   create function. */
 typedef struct mt_mlp {
     mt_mlp_desc desc;
     mt_column_parallel_linear fc1; /* NAME.linear_fc1.weight, .bias; with MT_SWIGLU the rows are [gate; up] */
@@ -129,9 +130,9 @@ typedef struct mt_mlp_saved {
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy (MT_ERR_ARGUMENT). Tensors that are sent must be contiguous (see mt_parallel.h). x must not change until backward.
-   The tensors of saved are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference.
-   When dx is mt_none(), backward neither computes nor reduces dx.
+   dy (MT_ERR_ARGUMENT). When t > 1, y and dx must be contiguous; with sequence_parallel x and dy, too (MT_ERR_SHAPE).
+   x must not change until backward. The tensors of saved are in the arena until the caller's mt_arena_release. When
+   saved is NULL, forward is inference. When dx is mt_none(), backward neither computes nor reduces dx.
    Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
    does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter. */
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -154,12 +155,12 @@ typedef struct mt_self_attention_desc {
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
     mt_mask mask;         /* 0: MT_MASK_CAUSAL */
     float rotary_base;    /* base of rotary position embedding, usually 10000; 0: no rotary */
-    int64_t max_seq;      /* longest sequence, with rotary; MT_ERR_ARGUMENT without it */
+    int64_t max_seq;      /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float dropout;        /* of attention probabilities */
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    int skip_bias_add;               /* 1: the caller handles proj.bias, as fc2.bias in mt_mlp_desc */
+    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
     float init_std, output_init_std; /* standard deviation of the initial weights of qkv and of proj; 0: 0.02 */
@@ -169,7 +170,7 @@ typedef struct mt_self_attention {
     mt_self_attention_desc desc;
     mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; rows: for each query group its queries, key and value */
     mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
-    mt_tensor rotary;              /* of mt_rotary_table, owned by the registry; mt_none(): no rotary */
+    mt_tensor rotary;              /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
     int64_t head_dim, groups;      /* groups: number of groups of this rank, empty ones included */
     int64_t first_group;           /* global index of this rank's first group */
 } mt_self_attention;
@@ -177,8 +178,8 @@ typedef struct mt_self_attention {
 typedef struct mt_self_attention_saved {
     mt_batch batch; /* the batch of forward; the array `lengths` must not change until backward */
     mt_linear_saved qkv_in, proj_in;
-    /* qkv [tokens, qkv.local_features], out [tokens, proj.local_features], lse [query heads of this rank without those
-       of empty groups, tokens]. With recompute_core, out and lse are not valid after forward. */
+    /* qkv [tokens, qkv.local_features], out [tokens, proj.local_features], lse [n, tokens], where n is the number of
+       query heads in this rank's non-empty groups. With recompute_core, out and lse are not valid after forward. */
     mt_tensor qkv, out, lse;
 } mt_self_attention_saved;
 
@@ -192,13 +193,15 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM): a norm of each query head and a norm of each
-   key head, with one gain for all query heads and one for all key heads. desc is that of both norm layers: features is
-   the head size, and groups the number of query groups of all tensor ranks.
-   forward:  normalises the queries and keys of qkv in place. qkv is [tokens, local groups * unit], as for core
-             attention, and contiguous. saved == NULL: inference.
-   backward: turns the gradients of the queries and keys in dqkv into those of forward's input, in place.
-   saved keeps a copy of the queries and keys in the arena. No communication. */
+/* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
+   All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
+   is the head size, and desc->groups is the number of query groups over all tensor ranks.
+   qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
+     forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
+               in the arena. When saved is NULL, forward is inference.
+     backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
+               to the gradients of the parameters.
+   MT_ERR_ARGUMENT: desc->groups is not positive. MT_ERR_SHAPE: qkv or dqkv has another layout or is not contiguous. */
 typedef struct mt_qk_norm {
     mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
 } mt_qk_norm;
@@ -213,21 +216,25 @@ MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_
 MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
                                      const mt_qk_norm_saved *saved);
 
-/* Returns the settings of core attention on the heads that the layer `qkv` computes on this rank, without empty groups.
-   A unit of the layer is a query group: (heads_per_group + 2) * head_dim features. Takes sequences, seq, lengths and
-   first_sequence from the batch. The mask is causal; dropout.at has the place of the heads, and dropout.p is 0. When an
-   argument is NULL, or the unit is not at least three heads, returns an empty desc, which every call refuses. */
+/* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
+   on this rank. qkv->desc.unit must be the size of a query group, (heads_per_group + 2) * head_dim. The field `groups`
+   counts only this rank's non-empty groups. The mask is causal. dropout.at has this rank's first_row, first_col and
+   global_cols, and dropout.p is 0. To use dropout, copy p, at.seed and at.subsequence from the result of
+   mt_batch_dropout into dropout.
+   When a pointer is NULL, or qkv->desc.unit is not a multiple of head_dim or less than 3 * head_dim, all fields of the
+   result are 0, and every call with it fails. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch);
 
 /* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
-   For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode it is 1. In
-   invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
-   desc->groups is the number of groups of this rank that are not empty, and `groups` below is the number of all its
-   groups. qkv, dqkv [tokens, groups * (heads_per_group + 2) * head_dim]; out, dout [tokens, groups * heads_per_group *
-   head_dim]; lse [desc->groups * heads_per_group, tokens], which may be mt_none() in forward. The columns of empty
-   groups come last; forward sets them to zero in out, and backward in dqkv.
-   MT_ERR_SHAPE: the columns are not those of a whole number of groups, or shards does not divide groups. */
+   For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode this number is
+   1. In invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
+   desc->groups counts only this rank's non-empty groups. all_groups below counts the empty ones, too.
+     qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: for each group its queries, key and value
+     out, dout  [tokens, all_groups * heads_per_group * head_dim]
+     lse        [desc->groups * heads_per_group, tokens]; may be mt_none() in forward
+   The columns of empty groups come last. forward sets these columns of out to zero, and backward those of dqkv.
+   MT_ERR_SHAPE: the columns are not a whole number of groups, or shards does not divide all_groups. */
 MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
@@ -244,7 +251,7 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
 
 /* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
-/* The places of the two norms of a layer. LN is the norm (mt_norm_kind) and D is dropout.
+/* Selects the places of the two norms of a layer. LN is the norm (mt_norm_kind) and D is dropout.
    MT_PRE_LN            x1 = x + D(attn(LN(x))), y = x1 + D(mlp(LN(x1))): GPT-2, Llama, and what arXiv 1909.08053
                         recommends for BERT (figure 7b)
    MT_POST_LN           x1 = LN(x + D(attn(x))), y = LN(x1 + D(mlp(x1))): the original BERT (figure 7a)
@@ -266,14 +273,14 @@ typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, M
 
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
-    int64_t kv_heads, ffn;                   /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
-    mt_ln_placement placement;               /* 0: MT_PRE_LN */
-    mt_norm_kind norm;                       /* 0: MT_LAYER_NORM */
-    float norm_eps;                          /* 0: 1e-5 */
-    mt_activation activation;                /* 0: MT_GELU_TANH */
-    mt_mask mask;                            /* 0: MT_MASK_CAUSAL */
-    float rotary_base;                       /* base of rotary position embedding, usually 10000; 0: no rotary */
-    int64_t max_seq;                         /* longest sequence, with rotary; MT_ERR_ARGUMENT without it */
+    int64_t kv_heads, ffn;     /* query groups (0: heads); inner width of the MLP (0: 4 * hidden) */
+    mt_ln_placement placement; /* 0: MT_PRE_LN */
+    mt_norm_kind norm;         /* 0: MT_LAYER_NORM */
+    float norm_eps;            /* 0: 1e-5 */
+    mt_activation activation;  /* 0: MT_GELU_TANH */
+    mt_mask mask;              /* 0: MT_MASK_CAUSAL */
+    float rotary_base;         /* base of rotary position embedding, usually 10000; 0: no rotary */
+    int64_t max_seq;           /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
     int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
@@ -303,8 +310,9 @@ typedef struct mt_transformer_layer_saved {
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none may be
-   mt_none(). x must not change until backward. The tensors of saved are in the arena until the caller's
-   mt_arena_release. When saved is NULL, forward is inference, without dropout. Backward uses the batch of forward.
+   mt_none(). When t > 1, y and dx must be contiguous; with sequence_parallel x and dy, too (MT_ERR_SHAPE). x must not
+   change until backward. The tensors of saved are in the arena until the caller's mt_arena_release. When saved is NULL,
+   forward is inference, without dropout. Backward uses the batch of forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute. */
@@ -325,8 +333,8 @@ typedef struct mt_gpt_desc {
        becomes init_std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
     /* advanced */
-    /* layer.recompute applies to this many layers at the start of each stage; MT_ERR_ARGUMENT with MT_RECOMPUTE_NONE;
-       0: all */
+    /* number of layers at the start of each stage to which layer.recompute applies; must be 0 with MT_RECOMPUTE_NONE
+       (MT_ERR_ARGUMENT); 0: all layers */
     int64_t recompute_layers;
     int untied_head;         /* 1: the output head has a weight of its own */
     float embedding_dropout; /* of the sum of token and position embedding */
@@ -355,7 +363,7 @@ typedef struct mt_gpt {
 typedef struct mt_gpt_saved {
     mt_transformer_layer_saved *layers; /* [local_layers], from mt_gpt_saved_create */
     mt_batch batch;
-    const int32_t *ids; /* of forward, until its backward; NULL: no forward waits for its backward */
+    const int32_t *ids; /* the ids of the forward that waits for its backward; NULL: none waits */
     mt_norm_saved final_norm;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
@@ -374,21 +382,20 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
    ids, targets [sequences * seq] are in memory of the context's device. They are the same on every tensor rank, and
    must not change until backward. loss [1, sequences * seq], MT_F32, is 0 for a target of ignore_index; give padding
    such targets. When saved is NULL, forward is evaluation, without dropout.
-   Communication over the tensor group: 1 all-reduce for the embedding, 2 for each layer, and for the loss 1 all-gather
-   of 4 floats for each token. With sequence_parallel: 1 reduce-scatter for the embedding, 2 all-gathers and 2
-   reduce-scatters for each layer, 1 all-gather for the head, and the same all-gather for the loss.
+   Communication over the tensor group: 1 all-reduce for the embedding, and 2 for each layer. With sequence_parallel: 1
+   reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
+   In both cases also 1 all-gather of 4 floats per token for the loss.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id or a target is out of range. After these two
    errors, loss and saved are unchanged. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
 /* Adds the gradient of scale * sum(loss) to the gradient of every parameter. scale is usually 1 / (tokens of the whole
-   global batch). Call it once for each forward, because it overwrites the saved logits and sets saved->ids
-   to NULL.
+   global batch). Call it once for each forward, because it overwrites the saved logits and sets saved->ids to NULL.
    Communication over the tensor group, without recomputation: 1 all-reduce for the head and 2 for each layer. With
    sequence_parallel: 1 all-gather and 1 reduce-scatter for the head, 4 all-gathers and 2 reduce-scatters for each
-   layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin it also sums gradients over the data group,
-   each bucket as soon as its gradients are final.
+   layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin, mt_gpt_backward also sums gradients over
+   the data group, each bucket as soon as its gradients are final.
    MT_ERR_ARGUMENT: saved holds no forward. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
