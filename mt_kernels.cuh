@@ -183,7 +183,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
    sigmoid_gate: y = sigmoid(gate) * x, as in GLU (arXiv 1612.08083) and in the output gate of attention (arXiv
                  2505.06708). backward: dx = dy * sigmoid(gate), dgate = dy * x * sigmoid'(gate)
    dx, drow and dcol are optional in mt_multiply_*_backward. y, dx and dgate may be any input of the same shape. drow
-   and dcol must not be an input.
+   and dcol must not be another argument (MT_ERR_ARGUMENT).
 
    drow is a sum over tokens. A block of your own that supports invariant mode must call mt_multiply_row_backward from
    the function that it passes to mt_sum_over_tokens (see docs/blocks.md). */
@@ -6210,38 +6210,43 @@ struct mti_multiply_col_backward_op {
     mti_view x, factors, dy, dx, dcol;
 };
 
-/* One block computes one row. Thread t has vectors t, t + blockDim.x, ... of the row: it adds their products dy * x and
-   writes their dx, if dx is given. Then mti_block_sums, which has the barriers, adds the sums of all threads. `shared`
-   is its memory for the sums of the warps. dx may be x, dy or col, so a thread reads these before it writes dx. */
+/* A block computes every gridDim-th row. Thread t has vectors t, t + blockDim.x, ... of the row: it adds their products
+   dy * x and writes their dx, if dx is given. Then mti_block_sums, which has the barriers, adds the sums of all
+   threads. `shared` is its memory for the sums of the warps. dx may be x, dy or col, so a thread reads these before it
+   writes dx. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS)
-    mti_multiply_col_backward_kernel(mti_multiply_col_backward_op op, int64_t cols) {
+    mti_multiply_col_backward_kernel(mti_multiply_col_backward_op op, int64_t rows, int64_t cols) {
     MT_SHARED(float, shared, 64);
-    int64_t row = blockIdx.x, vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
-    float d[MTI_VECTOR], x[MTI_VECTOR], sum = 0.0f;
-    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-        mti_load_vector<WIDE>(op.dy, row, cols, i, d);
-        mti_load_vector<WIDE>(op.x, row, cols, i, x);
-        for (int j = 0; j < MTI_VECTOR; j++) sum += d[j] * x[j];
-        if (!op.dx.data) continue;
-        mti_scale_row(d, mti_get(op.factors, row, 0), d, MTI_VECTOR);
-        mti_store<WIDE>(op.dx, row, i * MTI_VECTOR, mti_vector_size(cols, i * MTI_VECTOR), d);
+    int64_t vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
+    float d[MTI_VECTOR], x[MTI_VECTOR];
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        float sum = 0.0f;
+        for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+            mti_load_vector<WIDE>(op.dy, row, cols, i, d);
+            mti_load_vector<WIDE>(op.x, row, cols, i, x);
+            for (int j = 0; j < MTI_VECTOR; j++) sum += d[j] * x[j];
+            if (!op.dx.data) continue;
+            mti_scale_row(d, mti_get(op.factors, row, 0), d, MTI_VECTOR);
+            mti_store<WIDE>(op.dx, row, i * MTI_VECTOR, mti_vector_size(cols, i * MTI_VECTOR), d);
+        }
+        sum = mti_block_sums(sum, 0.0f, shared).x;
+        if (threadIdx.x == 0) mti_put(op.dcol, row, 0, sum);
     }
-    sum = mti_block_sums(sum, 0.0f, shared).x;
-    if (threadIdx.x == 0) mti_put(op.dcol, row, 0, sum);
 }
 
 static mt_status mti_cuda_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
                                                 mt_tensor dcol) {
     mti_multiply_col_backward_op op = {mti_view_of(x), mti_view_of(col), mti_view_of(dy), mti_view_of(dx),
                                        mti_view_of(dcol)};
+    unsigned blocks = mti_grid(dy.rows, 1), threads = mti_row_threads(mt_max(1, dy.cols));
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x) && mti_is_wide(dy) && mti_is_wide(dx))
-        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<true>, (unsigned)dy.rows, mti_row_threads(dy.cols), 0,
-                         mt_context_stream(ctx), op, dy.cols);
+        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<true>, blocks, threads, 0, mt_context_stream(ctx), op,
+                         dy.rows, dy.cols);
     else
-        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<false>, (unsigned)dy.rows, mti_row_threads(dy.cols), 0,
-                         mt_context_stream(ctx), op, dy.cols);
+        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<false>, blocks, threads, 0, mt_context_stream(ctx), op,
+                         dy.rows, dy.cols);
     return mt_cuda_launched(ctx, "mt_multiply_col_backward");
 }
 
@@ -6271,6 +6276,15 @@ MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
 }
 
+/* drow and dcol may be written before the last element of another argument is read or written. */
+static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
+    int i;
+    for (i = 0; i < count; i++)
+        if (i != sum)
+            MT_TRY(mti_expect_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                           mt_tensor drow) {
     static const char *const name = "mt_multiply_row_backward";
@@ -6283,7 +6297,7 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     if (!drow.data && !dx.data) return MT_SUCCESS;
     if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
-    MT_TRY(mti_expect_apart(ctx, name, "drow", drow, "row", row)); /* dx = dy * row may be computed after drow */
+    MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 4));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
                                 mti_cpu_multiply_row_backward(x, row, dy, dx, drow)));
@@ -6296,16 +6310,17 @@ MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor
 MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
                                           mt_tensor dcol) {
     static const char *const name = "mt_multiply_col_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {/* dcol is first: without columns it is still written */
+                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     {"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
-                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     if (!dcol.data && !dx.data) return MT_SUCCESS;
     if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
-    MT_TRY(mti_expect_apart(ctx, name, "dcol", dcol, "col", col)); /* dx = dy * col may be computed after dcol */
+    MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 0));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
                                 mti_cpu_multiply_col_backward(x, col, dy, dx, dcol)));

@@ -121,16 +121,18 @@ static const shape shapes[] = {{1, 1, {0, 0}},   {1, 8, {0, 0}},    {3, 7, {0, 0
                                {70, 24, {8, 0}}, {2, 1000, {0, 0}}, {130, 33, {0, 0}}, {4, 264, {8, 8}}};
 #define SHAPES (sizeof shapes / sizeof *shapes)
 
-static void each_shape(void (*f)(shape s)) {
+static void each_type(void (*f)(shape s), const shape *list, size_t count) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
-    for (size_t i = 0; i < 3 * SHAPES; i++) {
+    for (size_t i = 0; i < 3 * count; i++) {
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
-        type = types[i / SHAPES];
-        f(shapes[i % SHAPES]);
+        type = types[i / count];
+        f(list[i % count]);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
 }
+
+static void each_shape(void (*f)(shape s)) { each_type(f, shapes, SHAPES); }
 
 static void memory(shape s) {
     pair x = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), y = pair_new(s.rows, s.cols, dense),
@@ -207,14 +209,7 @@ static void norm(shape s) {
 static void test_wide_norm(void **state) {
     static const shape wide_rows[] = {{37, 1100, {0, 0}}, {3, 8301, {0, 0}}, {18, 8304, {8, 0}}, {17, 28816, {0, 0}}};
     (void)state;
-    for (size_t i = 0; i < 3 * 4; i++) {
-        static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
-        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
-        type = types[i / 4];
-        norm(wide_rows[i % 4]);
-        mt_arena_release(cpu, on_cpu);
-        mt_arena_release(gpu, on_gpu);
-    }
+    each_type(norm, wide_rows, 4);
 }
 
 static mt_random place(int64_t cols) {
@@ -956,9 +951,18 @@ static void pointwise(shape s) {
     same("dcol alone", dcol, 1e-5);
 }
 
+/* The wide rows have more vectors than a block has threads. */
 static void test_pointwise(void **state) {
+    static const shape wide_rows[] = {{5, 5000, {8, 0}}, {3, 5001, {3, 1}}};
+    float ones[3] = {1, 1, 1}, sums[3];
     (void)state;
     each_shape(pointwise);
+    each_type(pointwise, wide_rows, 2);
+    mt_tensor none = mt_tensor_f32(NULL, 3, 0), dcol = tensor_new(gpu, MT_F32, 3, 1, dense);
+    OK(mt_upload(gpu, ones, dcol));
+    OK(mt_multiply_col_backward(gpu, none, tensor_new(gpu, MT_F32, 3, 1, dense), none, none, dcol));
+    OK(mt_download(gpu, dcol, sums));
+    for (int i = 0; i < 3; i++) assert_true(sums[i] == 0); /* a sum of nothing */
 }
 
 int main(void) {

@@ -1893,9 +1893,19 @@ static void test_pointwise(void **state) {
     for (int i = 0; i < 8 * 3 * 6; i++) pointwise(i % 6, dtypes[i / 6 % 3], shapes[i / 18][0], shapes[i / 18][1]);
 }
 
+/* A sum of nothing is 0. */
+static void test_pointwise_without_columns(void **state) {
+    float data[3] = {7, 7, 7}, factors[3] = {1, 2, 3};
+    mt_tensor none = mt_tensor_f32(NULL, 3, 0);
+    (void)state;
+    OK(mt_multiply_col_backward(ref.ctx, none, mt_tensor_f32(factors, 3, 1), none, none, mt_tensor_f32(data, 3, 1)));
+    for (int i = 0; i < 3; i++) assert_true(data[i] == 0);
+}
+
 static void test_pointwise_refuses(void **state) {
-    float data[12] = {0};
+    float data[12] = {0}, more[12] = {0};
     mt_tensor x = mt_tensor_f32(data, 3, 4), row = mt_tensor_f32(data, 1, 4), col = mt_tensor_f32(data, 3, 1);
+    mt_tensor other = mt_tensor_f32(more, 3, 4), narrow = mt_tensor_f32(more, 3, 1);
     (void)state;
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply: b is [1, 4], must be [3, 4]", mt_multiply(ref.ctx, x, row, x));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_row_forward: row is [3, 1], must be [1, 4]",
@@ -1905,9 +1915,16 @@ static void test_pointwise_refuses(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_row_backward: drow is [3, 1], must be [1, 4]",
                    mt_multiply_row_backward(ref.ctx, x, row, x, mt_none(), col));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and row [1, 4] are the same memory",
-                   mt_multiply_row_backward(ref.ctx, x, row, x, mt_none(), row));
+                   mt_multiply_row_backward(ref.ctx, other, row, other, mt_none(), row));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and dy [1, 4] are the same memory",
+                   mt_multiply_row_backward(ref.ctx, mt_tensor_rows(other, 0, 1), mt_tensor_rows(other, 1, 1), row,
+                                            mt_tensor_rows(other, 2, 1), row));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and col [3, 1] are the same memory",
-                   mt_multiply_col_backward(ref.ctx, x, col, x, mt_none(), col));
+                   mt_multiply_col_backward(ref.ctx, other, col, other, mt_none(), col));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and dy [3, 1] are the same memory",
+                   mt_multiply_col_backward(ref.ctx, narrow, mt_tensor_cols(other, 1, 1), col, narrow, col));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and dx [3, 1] are the same memory",
+                   mt_multiply_col_backward(ref.ctx, narrow, mt_tensor_cols(other, 1, 1), narrow, col, col));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_forward: x is [1, 4], must be [3, 4]",
                    mt_sigmoid_forward(ref.ctx, row, x));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_silu_backward: dy is [1, 4], must be [3, 4]",
@@ -1980,6 +1997,7 @@ int main(void) {
         REF_TEST(test_args),
         REF_TEST(test_pointwise),
         REF_TEST(test_pointwise_refuses),
+        REF_TEST(test_pointwise_without_columns),
         REF_TEST(test_hash_element),
         REF_TEST(test_meta),
     };
