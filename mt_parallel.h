@@ -296,7 +296,7 @@ typedef struct mt_linear_desc {
     /* 1: your code works on y (column) or x (row) one virtual shard at a time. Invariant mode requires this of a layer
        with parts > 1, because the columns are then gate, up, gate, up, ..., with one pair for each virtual shard;
        otherwise create returns MT_ERR_ARGUMENT. The exception is a layer whose y or x is not split: with gather_output
-       (column), or without input_is_parallel (row). With one part, in every mode, 1 is MT_ERR_ARGUMENT */
+       (column), or without input_is_parallel (row). With one part the field says nothing */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
 } mt_linear_desc;
@@ -2540,7 +2540,6 @@ static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *n
 static mt_status mti_linear_unused(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d) {
     const char *field = NULL, *why = NULL;
     if (d->skip_bias_add && d->no_bias) field = "skip_bias_add", why = "with no_bias there is no bias";
-    if (d->parts_by_shard && d->parts < 2) field = "parts_by_shard", why = "it has one part";
     if (d->init_std > 0.0f && d->weight) field = "init_std", why = "its weight is that of another layer";
     if (!field) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, but %s", function, name, field, why);

@@ -620,7 +620,7 @@ static mt_status shared(worker *w, int sp) {
         mt_linear_desc a = {.in_features = HIDDEN,
                             .out_features = (1 + i) * inner[i],
                             .parts = 1 + i,
-                            .parts_by_shard = i,
+                            .parts_by_shard = 1,
                             .sequence_parallel = sp};
         mt_linear_desc b = {
             .in_features = inner[i], .out_features = HIDDEN, .input_is_parallel = 1, .sequence_parallel = sp};

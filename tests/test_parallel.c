@@ -1425,8 +1425,6 @@ static void test_linear_create_refuses(void **state) {
                {{8, 12, .init_std = -1.0f}, MT_ERR_ARGUMENT, "init_std -1"},
                {{8, 12, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std|nan"},
                {{8, 12, .no_bias = 1, .skip_bias_add = 1}, MT_ERR_ARGUMENT, "'l'|skip_bias_add|no_bias"},
-               {{8, 12, .parts_by_shard = 1}, MT_ERR_ARGUMENT, "'l'|parts_by_shard|one part"},
-               {{8, 12, .parts = 1, .parts_by_shard = 1}, MT_ERR_ARGUMENT, "'l'|parts_by_shard|one part"},
                {{INT64_MAX / 2, INT64_MAX / 2, .parts = 0}, MT_ERR_SHAPE, "4611686018427387903"},
                {{10, 10, .parts = 4}, MT_ERR_SHAPE, "10 features|4 parts"},
                {{10, 10, .unit = 4}, MT_ERR_SHAPE, "10 features|units of 4"}};
