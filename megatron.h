@@ -195,15 +195,18 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
 
 /* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
    All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
-   is the head size, and desc->groups is the number of query groups over all tensor ranks.
+   is the head size. It takes the query groups from the layer that computes qkv, whose desc.unit is the size of a query
+   group, (heads_per_group + 2) * head size.
    qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
      forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
                in the arena. When saved is NULL, forward is inference.
      backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
                to the gradients of the parameters.
-   MT_ERR_ARGUMENT: desc->groups is not positive. MT_ERR_SHAPE: qkv or dqkv has another layout or is not contiguous. */
+   MT_ERR_ARGUMENT: desc->groups is not 0. MT_ERR_SHAPE: the layer's unit is not at least three heads, or qkv or dqkv
+   has another layout or is not contiguous. */
 typedef struct mt_qk_norm {
     mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
+    int64_t unit;       /* columns of a query group */
 } mt_qk_norm;
 
 typedef struct mt_qk_norm_saved {
@@ -211,7 +214,7 @@ typedef struct mt_qk_norm_saved {
 } mt_qk_norm_saved;
 
 MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
-                                   mt_qk_norm *out);
+                                   const mt_column_parallel_linear *layer, mt_qk_norm *out);
 MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved);
 MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
                                      const mt_qk_norm_saved *saved);
@@ -309,10 +312,10 @@ typedef struct mt_transformer_layer_saved {
 } mt_transformer_layer_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
-   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. They must not overlap, and none may be
-   mt_none(). When t > 1, y and dx must be contiguous; with sequence_parallel x and dy, too (MT_ERR_SHAPE). x must not
-   change until backward. The tensors of saved are in the arena until the caller's mt_arena_release. When saved is NULL,
-   forward is inference, without dropout. Backward uses the batch of forward.
+   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
+   dy (MT_ERR_ARGUMENT). None may be mt_none(). When t > 1, y and dx must be contiguous; with sequence_parallel x and
+   dy, too (MT_ERR_SHAPE). x must not change until backward. The tensors of saved are in the arena until the caller's
+   mt_arena_release. When saved is NULL, forward is inference, without dropout. Backward uses the batch of forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute. */
@@ -698,12 +701,18 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
 }
 
 /* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
+/* Whole query groups of heads: at least a query, a key and a value each. */
+static int mti_is_qkv(const mt_column_parallel_linear *layer, int64_t head_dim) {
+    int64_t unit = layer->desc.unit;
+    return head_dim > 0 && unit / head_dim >= 3 && unit % head_dim == 0;
+}
+
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch) {
     int64_t unit = qkv ? qkv->desc.unit : 0, groups, first;
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
-    if (!batch || !qkv || !qkv->weight || head_dim < 1 || unit / head_dim < 3 || unit % head_dim != 0) return s;
+    if (!batch || !qkv || !qkv->weight || !mti_is_qkv(qkv, head_dim)) return s;
     groups = qkv->local_features / unit;
     first = qkv->weight->tp_rank * groups;
     s.batch = batch->sequences;
@@ -729,40 +738,46 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
 }
 
 MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
-                                   mt_qk_norm *out) {
+                                   const mt_column_parallel_linear *layer, mt_qk_norm *out) {
     static const char *const function = "mt_qk_norm_create";
     char q[MT_NAME_MAX], k[MT_NAME_MAX];
+    mt_norm_layer_desc per_head;
     size_t mark;
     mt_status status;
     MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
-    if (desc->groups < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld", function, name, (long long)desc->groups);
+    if (!layer || !layer->weight) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the layer was not created", function);
+    if (desc->groups != 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld, must be 0: they are those of '%s'", function,
+                       name, (long long)desc->groups, layer->name);
+    if (!mti_is_qkv(layer, desc->features))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has heads of %lld, and '%s' has a unit of %lld", function, name,
+                       (long long)desc->features, layer->name, (long long)layer->desc.unit);
+    per_head = *desc;
+    per_head.groups = layer->desc.out_features / layer->desc.unit;
     MT_TRY(mt_param_name(ctx, q, name, "q_layernorm"));
     MT_TRY(mt_param_name(ctx, k, name, "k_layernorm"));
+    out->unit = layer->desc.unit;
     mark = mt_params_mark(params);
-    status = mt_norm_layer_create(ctx, params, q, desc, &out->q);
-    if (status == MT_SUCCESS) status = mt_norm_layer_create(ctx, params, k, desc, &out->k);
+    status = mt_norm_layer_create(ctx, params, q, &per_head, &out->q);
+    if (status == MT_SUCCESS) status = mt_norm_layer_create(ctx, params, k, &per_head, &out->k);
     return mt_create_end(params, mark, out, sizeof *out, status);
 }
 
 /* The queries and the keys of qkv [tokens, groups * unit], as the norm layers take them. Checks qkv. */
 static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const mt_qk_norm *norm, const char *qkv_name,
                                    mt_tensor qkv, mt_tensor *q, mt_tensor *k) {
-    int64_t groups, head_dim, unit;
+    int64_t groups, head_dim;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mt_check_param(ctx, function, norm ? norm->q.weight : NULL));
     groups = norm->q.local_groups;
     head_dim = norm->q.desc.features;
-    MT_TRY(mt_check_activation(ctx, function, norm->q.weight, qkv_name, qkv, qkv.rows, qkv.cols));
-    unit = qkv.cols / groups;
-    if (unit * groups != qkv.cols || unit % head_dim != 0 || unit / head_dim < 3 ||
-        (qkv.rows > 1 && mt_tensor_ld(qkv) != qkv.cols))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s [%lld, %lld] with ld %lld is not %lld whole groups of heads of %lld",
-                       function, qkv_name, (long long)qkv.rows, (long long)qkv.cols, (long long)mt_tensor_ld(qkv),
-                       (long long)groups, (long long)head_dim);
-    qkv = mt_tensor_reshape(qkv, qkv.rows * groups, unit);
-    *q = mt_tensor_cols(qkv, 0, unit - 2 * head_dim);
-    *k = mt_tensor_cols(qkv, unit - 2 * head_dim, head_dim);
+    MT_TRY(mt_check_activation(ctx, function, norm->q.weight, qkv_name, qkv, qkv.rows, groups * norm->unit));
+    if (qkv.rows > 1 && mt_tensor_ld(qkv) != qkv.cols)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s [%lld, %lld] with ld %lld must be contiguous", function, qkv_name,
+                       (long long)qkv.rows, (long long)qkv.cols, (long long)mt_tensor_ld(qkv));
+    qkv = mt_tensor_reshape(qkv, qkv.rows * groups, norm->unit);
+    *q = mt_tensor_cols(qkv, 0, norm->unit - 2 * head_dim);
+    *k = mt_tensor_cols(qkv, norm->unit - 2 * head_dim, head_dim);
     return MT_SUCCESS;
 }
 
@@ -1277,6 +1292,7 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     size_t mark;
     mt_status status;
     MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
     if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
@@ -1325,6 +1341,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     weight = layer->attention.qkv.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
     mark = mt_arena_mark(ctx);

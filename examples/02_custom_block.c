@@ -44,15 +44,15 @@ typedef struct block_saved {
 
 static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block *b) {
     mt_norm_layer_desc norm = {.features = HIDDEN, .sequence_parallel = sp};
-    mt_norm_layer_desc per_head = {.features = HEAD, .groups = HEADS, .kind = MT_RMS_NORM};
+    mt_norm_layer_desc per_head = {.features = HEAD, .kind = MT_RMS_NORM};
     mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = HEADS * UNIT, .unit = UNIT, .sequence_parallel = sp};
     mt_linear_desc gate = {.in_features = HIDDEN, .out_features = HIDDEN, .unit = HEAD, .sequence_parallel = sp};
     mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = FFN, .sequence_parallel = sp};
     mt_linear_desc proj = gate, fc2 = {.in_features = FFN, .out_features = HIDDEN, .sequence_parallel = sp};
     proj.input_is_parallel = fc2.input_is_parallel = 1;
     MT_TRY(mt_norm_layer_create(ctx, params, "norm", &norm, &b->norm));
-    MT_TRY(mt_qk_norm_create(ctx, params, "attention", &per_head, &b->qk_norm));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "qkv", &qkv, &b->in[QKV]));
+    MT_TRY(mt_qk_norm_create(ctx, params, "attention", &per_head, &b->in[QKV], &b->qk_norm));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "gate", &gate, &b->in[GATE]));
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc1", &fc1, &b->in[FC1]));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->out[PROJ]));

@@ -1309,15 +1309,22 @@ static double qk_norm_reference(mt_norm_kind kind, const double *x, const double
     return total;
 }
 
+static mt_status qk_layer(test_rank *r, int64_t unit, mt_column_parallel_linear *out) {
+    mt_linear_desc d = {.in_features = 4, .out_features = QK_GROUPS * unit, .unit = unit, .no_bias = 1};
+    return mt_column_parallel_linear_create(r->ctx, r->params, unit == QK_UNIT ? "qkv" : "other", &d, out);
+}
+
 /* Values against double, gradients against central differences of it. Inference computes the same bits. */
 static void qk_norm_is_the_formula(mt_norm_kind kind) {
-    mt_norm_layer_desc d = {.features = QK_HEAD, .groups = QK_GROUPS, .kind = kind};
+    mt_norm_layer_desc d = {.features = QK_HEAD, .kind = kind};
+    mt_column_parallel_linear layer;
     double x[QK_ALL], y[QK_ALL], dx[QK_ALL], gains[2 * QK_HEAD], dgains[2 * QK_HEAD], h = 1e-5;
     mt_qk_norm norm;
     mt_qk_norm_saved saved;
     test_rank r;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, qk_layer(&r, QK_UNIT, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     assert_non_null(mt_params_find(r.params, "a.q_layernorm.weight"));
     assert_non_null(mt_params_find(r.params, "a.k_layernorm.weight"));
@@ -1358,26 +1365,33 @@ static void test_qk_norm(void **state) {
 }
 
 static void test_qk_norm_refuses(void **state) {
-    mt_norm_layer_desc d = {.features = QK_HEAD, .groups = QK_GROUPS}, whole = {.features = QK_HEAD};
+    mt_norm_layer_desc d = {.features = QK_HEAD}, again = {.features = QK_HEAD, .groups = QK_GROUPS};
+    mt_column_parallel_linear layer, other;
     mt_qk_norm norm;
     mt_qk_norm_saved saved;
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     mt_tensor wide = test_tensor(&r, QK_TOKENS, QK_COLS + 1, 7.0f), qkv = mt_tensor_f32(wide.data, QK_TOKENS, QK_COLS);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a'|groups 0", mt_qk_norm_create(r.ctx, r.params, "a", &whole, &norm));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_qk_norm_create(r.ctx, r.params, "a", NULL, &norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, qk_layer(&r, QK_UNIT, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, qk_layer(&r, 2 * QK_HEAD, &other));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a'|groups 2|'qkv'",
+            mt_qk_norm_create(r.ctx, r.params, "a", &again, &layer, &norm));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_qk_norm_create(r.ctx, r.params, "a", NULL, &layer, &norm));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_qk_norm_create(r.ctx, r.params, "a", &d, NULL, &norm));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "heads of 4|'other'|unit of 8", /* two heads in each group */
+            mt_qk_norm_create(r.ctx, r.params, "a", &d, &other, &norm));
     d.eps = -1.0f;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps -1", mt_qk_norm_create(r.ctx, r.params, "a", &d, &norm));
-    assert_int_equal(mt_params_count(r.params), 0);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps -1", mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
+    assert_int_equal(mt_params_count(r.params), 2);
     d.eps = 0.0f;
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init", mt_qk_norm_forward(r.ctx, &norm, qkv, &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "mt_qk_norm_forward: qkv [3, 33]", mt_qk_norm_forward(r.ctx, &norm, wide, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "mt_qk_norm_forward: qkv|[3, 33]", mt_qk_norm_forward(r.ctx, &norm, wide, &saved));
     REFUSED(r.ctx, MT_ERR_SHAPE, "qkv [3, 32] with ld 33",
             mt_qk_norm_forward(r.ctx, &norm, mt_tensor_cols(wide, 0, QK_COLS), &saved));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "qkv [3, 16]", /* two heads in each group */
+    REFUSED(r.ctx, MT_ERR_SHAPE, "qkv|[3, 16]", /* one group of the two */
             mt_qk_norm_forward(r.ctx, &norm, mt_tensor_f32(wide.data, QK_TOKENS, QK_COLS / 2), &saved));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_qk_norm_backward(r.ctx, &norm, qkv, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_qk_norm_backward(r.ctx, NULL, qkv, &saved));
@@ -1721,13 +1735,11 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     REFUSED(ctx, MT_ERR_SHAPE, "y|ld 20|contiguous", forward_with(b, batch, x, with(y, n, h, 20, MT_F32)));
     REFUSED(ctx, MT_ERR_ARGUMENT, "x is|data is NULL", forward_with(b, batch, mt_tensor_f32(NULL, n, h), y));
     REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL", forward_with(b, batch, x, mt_tensor_f32(NULL, n, h)));
-    if (b->c->kind != LAYER) {
-        mt_tensor later = with(x, n, h, h, MT_F32);
-        later.data = (char *)x.data + ((n - 1) * h + h - 1) * 4; /* its first element is the last one of x */
-        REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, x));
-        REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, later));
-        REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, later, x));
-    }
+    mt_tensor later = with(x, n, h, h, MT_F32);
+    later.data = (char *)x.data + ((n - 1) * h + h - 1) * 4; /* its first element is the last one of x */
+    REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, x));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, later));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, later, x));
     REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", backward_with(b, batch, x, y, NULL));
     REFUSED(ctx, MT_ERR_SHAPE, "saved", backward_with(b, batch, x, y, &s)); /* of no forward */
     REFUSED(ctx, MT_ERR_DTYPE, "dy is bf16", backward_with(b, batch, with(x, n, h, h, MT_BF16), y, &s));
