@@ -1399,10 +1399,67 @@ static void test_qk_norm_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+enum { QK_MANY = 7, QK_WIDE = QK_MANY * QK_UNIT, QK_RANKS = 4, QK_LOCAL = 2 * QK_UNIT };
+
+/* The norms of a rank of tp: replaces its columns of qkv and dqkv, and writes the gradients of its gains. */
+static void qk_norm_of_rank(int tp, int rank, mt_norm_kind kind, const float *from, const float *up, float *qkv,
+                            float *dqkv, float *dgains) {
+    int64_t cols = tp == 1 ? QK_WIDE : QK_LOCAL, first = rank * cols, used = mt_min(cols, QK_WIDE - first);
+    mt_linear_desc wide = {.in_features = 4, .out_features = QK_WIDE, .unit = QK_UNIT, .no_bias = 1};
+    mt_norm_layer_desc d = {.features = QK_HEAD, .kind = kind};
+    mt_column_parallel_linear layer;
+    mt_qk_norm norm;
+    mt_qk_norm_saved saved;
+    test_rank r;
+    test_paper_rank(tp, rank, (mt_grid_desc){.tp = tp}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "qkv", &wide, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    for (int i = 0; i < QK_HEAD; i++) ((float *)norm.q.weight->value.data)[i] = 0.5f + (float)i;
+    for (int i = 0; i < QK_HEAD; i++) ((float *)norm.k.weight->value.data)[i] = 2.0f - (float)i;
+    mt_tensor own = test_tensor(&r, QK_TOKENS, cols, 0.0f), down = test_tensor(&r, QK_TOKENS, cols, 0.0f);
+    mt_tensor used_own = mt_tensor_cols(own, 0, used), used_down = mt_tensor_cols(down, 0, used);
+    mt_tensor all = mt_tensor_f32((void *)(uintptr_t)from, QK_TOKENS, QK_WIDE);
+    mt_tensor all_up = mt_tensor_f32((void *)(uintptr_t)up, QK_TOKENS, QK_WIDE);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_cols(all, first, used), used_own));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_cols(all_up, first, used), used_down));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_forward(r.ctx, &norm, own, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_backward(r.ctx, &norm, down, &saved));
+    for (int i = 0; i < QK_HEAD; i++) dgains[i] += ((float *)norm.q.weight->grad.data)[i];
+    for (int i = 0; i < QK_HEAD; i++) dgains[QK_HEAD + i] += ((float *)norm.k.weight->grad.data)[i];
+    all = mt_tensor_cols(mt_tensor_f32(qkv, QK_TOKENS, QK_WIDE), first, used);
+    all_up = mt_tensor_cols(mt_tensor_f32(dqkv, QK_TOKENS, QK_WIDE), first, used);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, used_own, all));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, used_down, all_up));
+    test_paper_rank_close(&r);
+}
+
+/* 7 groups of 2 queries on 4 ranks, of which the last has an empty group: the bits of one rank, and gradients of gains
+   that add up to its gradients. */
+static void qk_norm_is_split(mt_norm_kind kind) {
+    enum { ALL = QK_TOKENS * QK_WIDE };
+    float from[ALL], up[ALL], y[2][ALL], dx[2][ALL], dgains[2][2 * QK_HEAD] = {{0}};
+    double expected[2 * QK_HEAD];
+    uint64_t seed = 7;
+    for (int i = 0; i < ALL; i++) from[i] = 2 * test_float(&seed), up[i] = test_float(&seed);
+    qk_norm_of_rank(1, 0, kind, from, up, y[0], dx[0], dgains[0]);
+    for (int rank = 0; rank < QK_RANKS; rank++) qk_norm_of_rank(QK_RANKS, rank, kind, from, up, y[1], dx[1], dgains[1]);
+    assert_memory_equal(y[1], y[0], sizeof y[0]);
+    assert_memory_equal(dx[1], dx[0], sizeof dx[0]);
+    for (int i = 0; i < 2 * QK_HEAD; i++) expected[i] = (double)dgains[0][i];
+    assert_int_equal(test_near("dgains", dgains[1], expected, 2 * QK_HEAD, 1e-5), MT_SUCCESS);
+}
+
+static void test_qk_norm_split(void **state) {
+    (void)state;
+    qk_norm_is_split(MT_RMS_NORM);
+    qk_norm_is_split(MT_LAYER_NORM);
+}
+
 /* ---- core attention ---------------------------------------------------------------------------------------------- */
 
 /* The last of 4 ranks has one group of the 7, and a place for a second one. */
-static void test_core_attention_shape(void **state) {
+static void test_core_attention_desc(void **state) {
     static const int32_t lengths[] = {1, 2};
     mt_linear_desc d = {.in_features = 8, .out_features = 7 * 20, .unit = 20};
     mt_batch batch = {.sequences = 2, .seq = 6, .first_sequence = 5, .lengths = lengths};
@@ -2080,9 +2137,10 @@ int main(void) {
         cmocka_unit_test(test_qkv_layout),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_core_attention_refuses),
-        cmocka_unit_test(test_core_attention_shape),
+        cmocka_unit_test(test_core_attention_desc),
         cmocka_unit_test(test_qk_norm),
         cmocka_unit_test(test_qk_norm_refuses),
+        cmocka_unit_test(test_qk_norm_split),
         cmocka_unit_test(test_qkv_refuses),
         cmocka_unit_test(test_mlp_create_refuses),
         cmocka_unit_test(test_attention_create_refuses),
