@@ -660,7 +660,8 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
 /* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients. An
-   element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. With a
+   element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. A norm
+   that is not a number has the bits of NAN (math.h), so that it does not depend on the split either. With a
    sharded optimizer the squares are added in another order, so the last digits may differ.
    Communication: an all-reduce of two floats over the model group and, with a sharded optimizer, one over the data
    group. In invariant mode: an all-reduce of V * (number of parameters + 1) floats over the tensor group; over the
@@ -4088,6 +4089,7 @@ static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) 
                                      : mti_sum_squares(ctx, params, sums));
     MT_TRY(mt_download(ctx, sums, squares));
     *norm = (float)sqrt((double)squares[0] + 0.0 * (double)squares[1]);
+    if (*norm != *norm) *norm = NAN; /* the sign of a NaN depends on the order of operands, and so on the split */
     return MT_SUCCESS;
 }
 

@@ -1179,15 +1179,15 @@ static mt_status norm_stage(test_rank *r, int stage, double *square) {
 /* An element that is not finite, of any parameter, on any rank of the model group alone, even in a copy that is not
    counted: every rank hears of it. */
 static mt_status norm_finds(test_rank *r) {
-    static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f};
+    static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f, -NAN};
     float norm = 0;
     for (int i = 0; i < mt_params_count(r->params); i++)
         for (int rank = 0; rank < mt_comm_size(r->grid.model); rank++) {
             float *x = (float *)mt_params_at(r->params, i)->grad.data, old = *x;
-            if (rank == mt_comm_rank(r->grid.model))
-                *x = bad[(i + rank) % 4]; /* the square of the last is not finite */
+            if (rank == mt_comm_rank(r->grid.model)) *x = bad[(i + rank) % 5]; /* the square of 3e38 is not finite */
             MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
             CHECK(!isfinite(norm));
+            CHECK(!isnan(norm) || memcmp(&norm, &bad[0], sizeof norm) == 0); /* there is one NaN */
             *x = old;
         }
     MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
