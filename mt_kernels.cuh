@@ -503,10 +503,10 @@ MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
-/* What this header keeps in its slot of a context. */
+/* The state that this header keeps in a context. */
 typedef struct mti_kernels {
     mt_gemm_options options;
-    void *gemm; /* on a GPU an mti_lt, which gemm_destroy frees; NULL before the first product */
+    void *gemm; /* the mti_lt of a GPU, which gemm_destroy frees; NULL before the first product and on a CPU */
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
 } mti_kernels;
 
@@ -515,6 +515,7 @@ static void mti_kernels_destroy(mt_context *ctx, void *memory) {
     if (k->gemm) (k->gemm_destroy)(ctx, k->gemm);
 }
 
+/* Returns the mti_kernels of the context. Creates it on the first call. */
 static mt_status mti_kernels_open(mt_context *ctx, mti_kernels **out) {
     void *memory = mt_context_slot(ctx, MT_SLOT_KERNELS);
     if (!memory) MT_TRY(mt_context_slot_create(ctx, MT_SLOT_KERNELS, sizeof **out, mti_kernels_destroy, &memory));
@@ -554,7 +555,7 @@ static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
-/* Whether a view has no element. An operator then has nothing to do. */
+/* Whether a view has no element. An operator does nothing on such a view. */
 static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
 
 /* Accepts every valid shape and type. data may be NULL if the view has no element. */
@@ -634,11 +635,12 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
 #define MTI_PARTIALS 32 /* partial sums of a reduction; fixed, so that every processor adds in the same order */
 #define MTI_BLOCK 1024  /* columns that several small loops process one after the other while they are in L1 */
 
-/* e^x. x is reduced to |r| <= 0.348 by a multiple of ln 2, which is split in two parts (Cody and Waite). Then
-   exp(r) = 1 + r + r^2 q(r). The coefficients of q are fitted by weighted least squares (Lawson) for the smallest
-   relative error, 3.2e-9. Adding 1.5 * 2^23 to x / ln 2 rounds it to an integer, in the low bits.
-   Results below FLT_MIN are 0; exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. The ends of the range are chosen by
-   masks: gcc does not vectorise a choice between floats that it computes in branches, except for AVX-512. */
+/* e^x. A multiple of ln 2 is subtracted from x, so that |r| <= 0.348. ln 2 is split into two parts for this (Cody and
+   Waite). Then exp(r) = 1 + r + r^2 q(r). The coefficients of q are fitted by weighted least squares (Lawson) for the
+   smallest relative error, 3.2e-9. Adding 1.5 * 2^23 to x / ln 2 rounds it to an integer, which is in the low bits of
+   t.
+   Results below FLT_MIN become 0, exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. Bit masks select the results at
+   both ends of the range: gcc vectorises a choice between computed floats only for AVX-512. */
 MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
     const float round = 12582912.0f;
     float t = x * 1.44269504f + round;
@@ -656,11 +658,11 @@ MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
     return mt_f32_from_bits((bits & fits) | (mt_f32_bits(x + (float)INFINITY) & ~fits));
 }
 
-/* Phi(x) = 0.5 (1 + erf(x / sqrt(2))). e is e^(-x^2 / 2), which callers have already.
+/* Phi(x) = 0.5 (1 + erf(x / sqrt(2))). e is e^(-x^2 / 2), which the callers have computed already.
    |x| < 1:  0.5 + x P(x^2). The relative error of P is 7e-10.
    |x| >= 1: the tail 0.5 erfc(|x| / sqrt(2)) = e S(u) with u = 1 / (1 + 0.33 |x|). The relative error of S is 1e-8
-             where e is not 0. Nothing cancels in the left tail.
-   P and S are fitted as q in mti_exp. erf is correct to 1.5e-7. */
+   where e is not 0. Nothing cancels in the left tail.
+   P and S are fitted like q in mti_exp. The error of erf is at most 1.5e-7. */
 MT_INLINE float mti_normal_cdf(float x, float e) {
     float size = x < 0.0f ? -x : x, z = x * x, u = 1.0f / (1.0f + 0.33f * size);
     float p = -7.65420828e-6f * z + 1.13486371e-4f, s = 4.34392653e-2f * u - 1.37640953e-1f, tail;
@@ -680,9 +682,9 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
     return size < 1.0f ? p : tail;
 }
 
-/* sqrt(x) for x >= 0. libm's function sets errno, which would keep loops from vectorising. This one estimates
-   1 / sqrt(x) from the bits of x, and takes two Newton steps and one Heron step. Small x are scaled up first, away from
-   the denormals. */
+/* sqrt(x) for x >= 0. The sqrt of libm sets errno, which keeps loops from vectorising. This function estimates 1 /
+   sqrt(x) from the bits of x, then takes two Newton steps and one Heron step. It scales small x up first, so that no
+   intermediate result is denormal. */
 MT_INLINE float mti_sqrt(float x) {
     float up = x < 1e-20f ? 18446744073709551616.0f : 1.0f;   /* 2^64 */
     float down = x < 1e-20f ? 2.3283064365386963e-10f : 1.0f; /* 2^-32 */
@@ -711,7 +713,7 @@ extern "C++" {
 /* A view as kernels see it. The element type is a value, not a template argument, so one kernel serves every
    combination of types. All threads take the same branch, which costs little next to the memory access. */
 struct mti_view {
-    char *data; /* NULL: left out */
+    char *data; /* NULL: an optional view that the caller left out */
     int64_t ld;
     int dtype;
 };
@@ -724,12 +726,12 @@ static mti_view mti_view_of(mt_tensor t) {
     return v;
 }
 
-/* A thread works on a vector: MTI_VECTOR neighbours of a row, which is 16 bytes of a 16-bit type or two times 16 bytes
-   of f32. Views without 16-byte alignment, and the ends of rows, go element by element in the same kernel. */
+/* A thread works on a vector: MTI_VECTOR neighbours of a row. A vector has 16 bytes in a 16-bit type, and 32 bytes in
+   f32. For views without 16-byte alignment and at the ends of rows, the same kernel works element by element. */
 #define MTI_VECTOR 8
 
-/* i / n, computed in 32 bits if both fit. A GPU divides integers in software, and 64 bits take several times as many
-   instructions. */
+/* i / n, computed in 32 bits if both fit. GPUs have no instruction for integer division, and a 64-bit division takes
+   several times as many instructions as a 32-bit one. */
 static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
     return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
 }
@@ -739,7 +741,7 @@ static __device__ __forceinline__ int mti_vector_size(int64_t cols, int64_t col)
     return (int)(cols - col < MTI_VECTOR ? cols - col : MTI_VECTOR);
 }
 
-/* One element, widened to f32; mti_put rounds it to the type of the view. */
+/* mti_get loads one element and widens it to f32. mti_put rounds x to the type of the view and stores it. */
 static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
     int64_t i = row * v.ld + col;
     if (v.dtype == MT_F32) return ((const float *)v.data)[i];
@@ -766,7 +768,8 @@ struct __align__(16) mti_words {
     uint32_t w[4];
 };
 
-/* Eight 16-bit values, the first in the low half of w[0], to f32 and back. */
+/* mti_unpack converts eight 16-bit values to f32, mti_pack converts back. The first value is in the low half of
+   w[0]. */
 static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
     MT_DEVICE_UNROLL
     for (int j = 0; j < 4; j++) {
@@ -797,8 +800,8 @@ static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) 
     return p;
 }
 
-/* Loads the n <= MTI_VECTOR elements from (row, col) on; the rest of x becomes 0. mti_store writes n elements. With
-   WIDE whole vectors are aligned to 16 bytes. */
+/* mti_load loads n <= MTI_VECTOR elements, starting at (row, col), and sets the rest of x to 0. mti_store stores n
+   elements. With WIDE, whole vectors are aligned to 16 bytes. */
 template <bool WIDE>
 static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
     if (WIDE && n == MTI_VECTOR) {
@@ -833,7 +836,8 @@ static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row,
         if (j < n) mti_put(v, row, col + j, x[j]);
 }
 
-/* Whether vectors of a view may be moved 16 bytes at a time. True for a view that is left out. */
+/* Whether kernels may load and store the vectors of a view 16 bytes at a time. True for a view that the caller left
+   out. */
 static int mti_is_wide(mt_tensor t) {
     size_t size = mt_dtype_size(t.dtype);
     if (!t.data) return 1;
@@ -845,9 +849,9 @@ static int mti_is_wide(mt_tensor t) {
 
 /* ---- >>16bit: 16-bit types on a CPU ------------------------------------------------------------------------------ */
 
-/* One of the two neighbours of x in a 16-bit type, as a float; see stochastic rounding in docs/gpus.md. 2^-14 is added
-   to a number that is denormal in f16 while it is rounded, so that its bits have the places of a normal number.
-   Infinity and NaN stay. */
+/* One of the two neighbours of x in a 16-bit type, as a float. `word` chooses which one: see stochastic rounding in
+   docs/gpus.md. Infinity and NaN do not change. For a number that is denormal in f16, 2^-14 is added before rounding
+   and subtracted afterwards, so that the bits to drop are at the same place as in a normal number. */
 static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
     int drop = dtype == MT_BF16 ? 16 : 13;
     uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu;
@@ -857,7 +861,7 @@ static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t wo
     return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
 }
 
-/* y = x for two different float types. bf16 and f16 are converted by way of f32, which is exact. */
+/* y = x for two different float types. A conversion between bf16 and f16 goes through f32, which is exact. */
 static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
     float room[MTI_BLOCK];
     int64_t i, j, n;
@@ -875,7 +879,7 @@ static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
 
 /* ---- >>rows: one row after the other, and on a GPU one block for each row ---------------------------------------- */
 
-/* The sum of MTI_PARTIALS partial sums, in a binary tree. */
+/* Returns the sum of the MTI_PARTIALS partial sums in lanes, added as a binary tree. Overwrites lanes. */
 static float mti_lanes_sum(float *lanes) {
     int half, l;
     for (half = MTI_PARTIALS / 2; half > 0; half /= 2)
@@ -956,7 +960,7 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-#define MTI_ROW_THREADS 256 /* of a block, at most; narrow rows take fewer */
+#define MTI_ROW_THREADS 256 /* maximum threads per block; narrow rows take fewer */
 
 static unsigned mti_row_threads(int64_t cols) {
     return (unsigned)mt_min(MTI_ROW_THREADS, mt_round_up((cols + MTI_VECTOR - 1) / MTI_VECTOR, 32));
@@ -972,9 +976,9 @@ static __device__ __forceinline__ float mti_warp_max(float x) {
     return x;
 }
 
-/* Returns the sums of a and of b over all threads of the block, to every thread. Each warp sums by shuffles and puts
-   its two results into shared [64]; then every warp sums those. The first barrier: all results are in shared. The
-   second: all are read, and shared may be used again. */
+/* Returns to every thread the sums of a and of b over all threads of the block. Each warp sums by shuffles and writes
+   its two results to shared [64]. Then every warp sums these results. The first barrier separates the writes from the
+   reads. After the second barrier, shared may be used again. */
 static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float *shared) {
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
     a = mti_warp_sum(a);
@@ -992,8 +996,8 @@ static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float 
     return make_float2(a, b);
 }
 
-/* A thread keeps its first MTI_KEPT vectors of a row in registers, so that they are read once. It reads its other
-   vectors again. */
+/* A thread keeps its first MTI_KEPT vectors of a row in registers, so that it reads them only once. It reads its other
+   vectors again in each pass over the row. */
 #define MTI_KEPT 4
 
 template <bool WIDE>
@@ -1003,9 +1007,9 @@ static __device__ __forceinline__ void mti_load_vector(const mti_view &x, int64_
     mti_load<WIDE>(x, row, col, mti_vector_size(cols, col), out);
 }
 
-/* Dynamic shared memory of a block. MTI_SHARED_LEAST: what every GPU from sm_75 on grants. mti_shared_most: what this
-   GPU grants. 2 KiB are left for what kernels declare themselves. The size of the arena depends on the first only, so
-   that it can be planned without a GPU. */
+/* Sizes of the dynamic shared memory of a block. Every GPU from sm_75 on grants MTI_SHARED_LEAST bytes. mti_shared_most
+   returns what this GPU grants. Both leave 2 KiB for the variables that kernels declare themselves. The size of the
+   arena depends on MTI_SHARED_LEAST only, so that it can be planned without a GPU. */
 #define MTI_SHARED_LEAST ((size_t)62 << 10)
 
 static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
@@ -1031,8 +1035,8 @@ template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Ke
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Calls op.run<WIDE>(row, col, n) for each vector of n <= MTI_VECTOR neighbours of a matrix. A thread owns every
-   (grid size)-th vector, in the order of memory, so that neighbouring threads access neighbouring memory. There is no
+/* Calls op.run<WIDE>(row, col, n) for each vector of n <= MTI_VECTOR neighbours of a matrix. A thread owns every (grid
+   size)-th vector in the order of memory, so that neighbouring threads access neighbouring memory. The kernel uses no
    shared memory and no barrier. */
 template <bool WIDE, typename Op>
 static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
@@ -1048,13 +1052,13 @@ static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows
 #define MTI_GRID_MAX 65535
 #endif
 
-/* The number of blocks for so many items. */
+/* The number of blocks for `items` items, with per_block items each. At least 1, at most MTI_GRID_MAX. */
 static unsigned mti_grid(int64_t items, int64_t per_block) {
     int64_t blocks = (items + per_block - 1) / per_block;
     return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
 }
 
-/* Launches mti_map_kernel. wide: mti_is_wide holds for all views of op. */
+/* Launches mti_map_kernel. `wide` says that mti_is_wide holds for all views of op. */
 template <typename Op>
 static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
     int64_t items = rows * ((cols + MTI_VECTOR - 1) / MTI_VECTOR);
@@ -1071,7 +1075,7 @@ static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wi
 
 /* ---- >>columns: element by element, and sums over the rows ------------------------------------------------------- */
 
-/* out [1, n] += the sum of four rows of x [4, n]. Four rows at a time read and write out less often. */
+/* out [1, n] += the sum of the four rows of x [4, n]. Adding four rows at a time reads and writes `out` less often. */
 static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -1088,20 +1092,20 @@ static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A block has MTI_LANES x MTI_DEEP threads, for MTI_LANES * MTI_VECTOR columns and a strip of MTI_STRIP rows. Threads
-   of one lane have the same columns and share the rows of the strip. Strips depend only on the number of rows, and
-   their sums are added in order, so every GPU computes the same bits. */
+/* A block has MTI_LANES x MTI_DEEP threads. It works on MTI_LANES * MTI_VECTOR columns and a strip of MTI_STRIP rows.
+   Threads of one lane have the same columns and share the rows of the strip. The strips depend only on the number of
+   rows, and their sums are added in order, so every GPU computes the same bits. */
 #define MTI_LANES 32
 #define MTI_DEEP 8
 #define MTI_STRIP 64
 
-/* Sums over the rows of a strip: op.run<WIDE>(row, col, n, x) stores in x[s] what a row adds to sum s of its columns.
-   The result is partial [strips, SUMS, cols].
+/* Computes SUMS column sums over the rows of each strip. op.run<WIDE>(row, col, n, x) stores in x[s] what a row adds to
+   sum s of its columns. The result is partial [strips, SUMS, cols].
 
    1. Each thread owns MTI_VECTOR columns and every MTI_DEEP-th row of the strip. It adds these rows in registers.
-   2. For each sum in turn, all threads write theirs to shared [deep, lane, MTI_VECTOR], and the threads with deep 0 add
-      them in the order of deep. The first barrier: all are written. The second: all are read, and the next sum may
-      overwrite them. */
+   2. For each sum in turn, all threads write their values to shared [deep, lane, MTI_VECTOR]. The threads with deep 0
+      add them in the order of deep. The first barrier separates the writes from the reads. After the second barrier,
+      the next sum may overwrite shared. */
 template <bool WIDE, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
@@ -1128,9 +1132,9 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
 }
 
 /* first [1, cols] += the first sum over the strips, and second [1, cols] += the second one. blockIdx.y is the number of
-   the sum. A block owns MTI_LANES columns. Each thread owns one column and every MTI_DEEP-th strip, with eight loads in
-   flight. shared [deep, lane] holds the threads' sums; the barrier separates writing them from reading them. The
-   threads with deep 0 add them in the order of deep. */
+   the sum. A block owns MTI_LANES columns. Each thread owns one column and every MTI_DEEP-th strip, and has eight loads
+   in flight. The threads write their sums to shared [deep, lane]. The barrier separates these writes from the reads.
+   The threads with deep 0 then add the sums in the order of deep. */
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_strips_kernel(const float *partial, int64_t strips, int64_t cols, mti_view first, mti_view second) {
     MT_SHARED(float, shared, MTI_DEEP *MTI_LANES);
@@ -1154,7 +1158,7 @@ static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_put(out, 0, col, mti_get(out, 0, col) + sum);
 }
 
-/* Adds the one or two sums in partial [strips, sums, cols] to outs[s] [1, cols]. An outs[s] may be mt_none(). */
+/* Adds sum s of partial [strips, sums, cols] to outs[s] [1, cols]. `sums` is 1 or 2. An outs[s] may be mt_none(). */
 static mt_status mti_strips(mt_context *ctx, const char *name, const void *partial, int64_t strips, int sums,
                             int64_t cols, const mt_tensor *outs) {
     MT_LAUNCH_KERNEL(mti_strips_kernel, dim3((unsigned)((cols + MTI_LANES - 1) / MTI_LANES), (unsigned)sums),
@@ -1163,8 +1167,8 @@ static mt_status mti_strips(mt_context *ctx, const char *name, const void *parti
     return mt_cuda_launched(ctx, name);
 }
 
-/* Launches mti_columns_kernel and adds its sums to outs[s], which may be mt_none(). Scratch memory: [strips, SUMS,
-   cols] floats in the arena. */
+/* Launches mti_columns_kernel and adds sum s to outs[s], which may be mt_none(). Needs [strips, SUMS, cols] floats of
+   scratch memory in the arena. */
 template <int SUMS, typename Op>
 static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
                              const mt_tensor *outs) {
@@ -1186,7 +1190,7 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
                          op, rows, cols, (float *)memory);
     MT_TRY(mt_cuda_launched(ctx, name));
     MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
-    mt_arena_release(ctx, mark); /* later kernels of the stream may reuse this memory */
+    mt_arena_release(ctx, mark); /* only later kernels of the same stream reuse this memory */
     return MT_SUCCESS;
 }
 
@@ -1195,6 +1199,7 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
 
 /* ---- >>random-words: Philox by global element -------------------------------------------------------------------- */
 
+/* Refuses a view that is not inside its global tensor, or whose global element numbers do not fit in 64 bits. */
 static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
     if (at.first_row < 0 || at.first_col < 0 || at.global_cols < cols || at.first_col > at.global_cols - cols)
         return mt_fail(ctx, MT_ERR_SHAPE,
@@ -1208,14 +1213,15 @@ static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random
     return MT_SUCCESS;
 }
 
-/* MTI_COUNTERS: Philox blocks (of four words) that are computed together, at most. MTI_WORDS: random words that a
-   caller takes at a time, at most. It is one block less, because the first word may be any lane of its block. */
+/* MTI_COUNTERS is the largest number of Philox blocks (of four words) that are computed together. MTI_WORDS is the
+   largest number of random words that a caller takes at a time. It is one block less, because the first word may be any
+   lane of its block. */
 #define MTI_COUNTERS 64
 #define MTI_WORDS_ROOM (4 * MTI_COUNTERS)
 #define MTI_WORDS (MTI_WORDS_ROOM - 4)
 
-/* Lane `lane` of block first + l goes to out[4 * l + lane], for l < count <= MTI_COUNTERS. The inner loops run over
-   blocks, so that they vectorise. */
+/* Computes `count` <= MTI_COUNTERS Philox blocks. Word `lane` of block first + l goes to out[4 * l + lane]. The inner
+   loops run over blocks, so that they vectorise. */
 static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
     uint32_t c0[MTI_COUNTERS], c1[MTI_COUNTERS], c2[MTI_COUNTERS], c3[MTI_COUNTERS];
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -1248,7 +1254,8 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
                       key[0] | (uint64_t)key[1] << 32, 1, out);
 }
 
-/* Returns the random words of elements [e, e + n), n <= MTI_WORDS. They lie in room [MTI_WORDS_ROOM]. */
+/* Returns the random words of the global elements [e, e + n), with n <= MTI_WORDS. They are stored in room
+   [MTI_WORDS_ROOM]. */
 static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
     int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
     mti_philox_blocks((uint64_t)e >> 2, at.subsequence, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS),
@@ -1256,7 +1263,7 @@ static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint
     return room + lane;
 }
 
-/* The global element of a view's element (row, col). */
+/* The global element number of element (row, col) of a view. */
 static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
     return (at.first_row + row) * at.global_cols + at.first_col + col;
 }
@@ -1264,7 +1271,7 @@ static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The four words of one block. */
+/* out = the four random words of one Philox block. */
 static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t stream, uint64_t seed, uint32_t *out) {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -1281,8 +1288,8 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* The words of global elements [e, e + MTI_VECTOR), from two or three blocks. Words are chosen by comparison instead of
-   by a variable index, so that they stay in registers. */
+/* out = the random words of the global elements [e, e + MTI_VECTOR), which lie in two or three Philox blocks.
+   Comparisons choose the words instead of a variable index, so that the words stay in registers. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
     int skip = (int)(e & 3);
     MT_DEVICE_UNROLL
@@ -1321,13 +1328,14 @@ static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Starts copying 16 bytes from global to shared memory. Only `bytes` of them are read; the rest becomes 0. */
+/* Starts copying 16 bytes from global to shared memory. Only `bytes` bytes are read, and the rest of the 16 becomes
+   0. */
 static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
     MTI_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
-/* Waits until at most the last Pending committed groups of this thread are still in flight. */
+/* Waits until at most `Pending` committed groups of this thread are still in flight. */
 template <int Pending> static __device__ __forceinline__ void mti_cp_async_wait() {
     MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
@@ -1360,7 +1368,7 @@ static __device__ __forceinline__ void mti_mma_16816_f16(float *d, const uint32_
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* 2^x, within 2 units in the last place; subnormal results are 0. */
+/* 2^x, within 2 units in the last place. Subnormal results become 0. */
 static __device__ __forceinline__ float mti_ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -1377,27 +1385,29 @@ static __device__ __forceinline__ float mti_ex2(float x) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The place of a vector in a tile. A tile is [rows, HeadDim], row-major, in vectors of 16 bytes. Vector c of row r is
-   stored at the place of vector c ^ swizzle(r), so that the eight rows that ldmatrix reads at a time lie in eight
-   different groups of four banks. Rows of 64 or 128 elements all begin in the same bank, so the swizzle is the row
-   modulo 8. Rows of 96 elements begin in two banks by turns, so the swizzle is the pair of rows modulo 4. */
+/* Returns the offset in elements of a vector in a tile. A tile is [rows, HeadDim], row-major, in vectors of 16 bytes.
+   Vector c of row r is stored at the place of vector c ^ swizzle(r), so that the eight rows that ldmatrix reads at a
+   time lie in eight different groups of four banks. Rows of 64 or 128 elements all begin in the same bank, so the
+   swizzle is the row modulo 8. Rows of 96 elements begin alternately in two banks, so the swizzle is the number of the
+   pair of rows, modulo 4. */
 template <int HeadDim> static __device__ __forceinline__ int mti_tile_at(int row, int vector) {
     return row * HeadDim + (vector ^ (HeadDim % 64 == 0 ? row & 7 : row >> 1 & 3)) * 8;
 }
 
-/* The place that is `vector` vectors after at = mti_tile_at(row, 0 or 1), `vector` even. The compiler computes most. */
+/* Returns the offset of the vector that is `vector` vectors after the one at `at`. `vector` is even, and at =
+   mti_tile_at(row, 0 or 1). Most of this is computed at compile time. */
 template <int HeadDim> static __device__ __forceinline__ int mti_tile_on(int at, int vector) {
     return HeadDim % 64 == 0 ? at ^ (vector * 8) : (at ^ (vector % 4 * 8)) + vector / 4 * 32;
 }
 
-/* The number of neighbouring threads that move a row together, one vector each. Within so many vectors, rows differ
-   only by the swizzle. */
+/* The number of neighbouring threads that move a row together, one vector each. When a row is divided into groups of
+   this many vectors, the swizzle permutes vectors only within a group. */
 template <int HeadDim> static __device__ __forceinline__ constexpr int mti_tile_across() {
     return HeadDim % 64 == 0 ? 8 : 4;
 }
 
-/* All THREADS of the block start copying rows [first, first + ROWS) of a matrix to a tile. Rows from `end` on become 0.
-   The caller commits, waits and synchronises. */
+/* The THREADS threads of a block together start copying rows [first, first + ROWS) of a matrix to a tile. Rows from
+   `end` on become 0. The caller commits, waits and synchronises. */
 template <int ROWS, int HeadDim, int THREADS>
 static __device__ __forceinline__ void mti_tile_fetch(uint16_t *tile, const uint16_t *from, int64_t ld, int first,
                                                       int end) {
@@ -1420,7 +1430,7 @@ template <bool BF16> static __device__ __forceinline__ void mti_mma(float *d, co
     else mti_mma_16816_f16(d, a, b);
 }
 
-/* Two f32 values rounded to 16 bits, in one word. */
+/* Returns two f32 values, each rounded to 16 bits, in one word. */
 template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(float low, float high) {
     uint32_t pair;
     if (BF16) {
@@ -1433,9 +1443,9 @@ template <bool BF16> static __device__ __forceinline__ uint32_t mti_round_pair(f
     return pair;
 }
 
-/* The accumulator of a warp is a matrix [RowTiles * 16, N8 * 8], spread over the lanes as float acc[RowTiles][N8][4].
-   In lane l, elements 0 and 1 of acc[m][n] belong to row m * 16 + l / 4, elements 2 and 3 to the row 8 below. Their
-   columns are n * 8 + l % 4 * 2 and the next one. */
+/* The accumulator of a warp is a matrix [RowTiles * 16, N8 * 8], distributed over the lanes as float
+   acc[RowTiles][N8][4]. In lane l, elements 0 and 1 of acc[m][n] belong to row m * 16 + l / 4, and elements 2 and 3 to
+   the row 8 below it. Their columns are n * 8 + l % 4 * 2 and the next one. */
 template <int RowTiles, int N8> static __device__ __forceinline__ void mti_tile_zero(float (&acc)[RowTiles][N8][4]) {
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] = 0.0f;
@@ -1447,8 +1457,8 @@ static __device__ __forceinline__ void mti_tile_scale(float (&acc)[RowTiles][N8]
     for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
 }
 
-/* acc = a b^T. The tile a [RowTiles * 16, HeadDim] belongs to the warp; all warps share the tile b [N8 * 8, HeadDim].
-   */
+/* acc = a b^T. The tile a [RowTiles * 16, HeadDim] belongs to this warp, all warps share the tile b [N8 * 8,
+   HeadDim]. */
 template <int HeadDim, bool BF16, int RowTiles, int N8>
 static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8][4], const uint16_t *a,
                                                        const uint16_t *b) {
@@ -1473,8 +1483,8 @@ static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8
     }
 }
 
-/* acc += p b. p is an accumulator of mti_tile_scores, rounded to 16 bits; mma takes its first operand in the same
-   layout. All warps share the tile b [N8 * 8, HeadDim]. */
+/* acc += p b. p is an accumulator of mti_tile_scores, which is rounded to 16 bits here. The mma instruction takes its
+   first operand in the layout of p. All warps share the tile b [N8 * 8, HeadDim]. */
 template <int HeadDim, bool BF16, int RowTiles, int N8>
 static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTiles][HeadDim / 8][4],
                                                             const float (&p)[RowTiles][N8][4], const uint16_t *b) {
@@ -1499,14 +1509,14 @@ static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTile
     }
 }
 
-/* Stores the first `rows` rows of acc in memory, 16 bytes at a time. They go through a tile [RowTiles * 16, HeadDim]
-   that only this warp uses. The barrier of the warp: the tile is written before it is read. */
+/* Stores the first `rows` rows of acc in global memory, 16 bytes at a time. The values go through a tile [RowTiles *
+   16, HeadDim] that only this warp uses. The barrier of the warp separates writing the tile from reading it. */
 template <int HeadDim, bool BF16, int RowTiles>
 static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTiles][HeadDim / 8][4], uint16_t *tile,
                                                       uint16_t *to, int64_t ld, int rows) {
     int lane = (int)threadIdx.x & 31, across = mti_tile_across<HeadDim>();
     MT_DEVICE_UNROLL
-    for (int i = 0; i < RowTiles * HeadDim / 4; i++) { /* half 2 m: rows m * 16 + lane / 4; half 2 m + 1: 8 below */
+    for (int i = 0; i < RowTiles * HeadDim / 4; i++) { /* half 2 m is rows m * 16 + lane / 4, half 2 m + 1 is 8 below */
         int n = i % (HeadDim / 8), half = i / (HeadDim / 8);
         const float *pair = acc[half / 2][n] + half % 2 * 2;
         *(uint32_t *)(tile + mti_tile_at<HeadDim>(half * 8 + lane / 4, n) + lane % 4 * 2) =
@@ -1524,26 +1534,27 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
 /* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
 
 /* How an operator runs. It has a table of its arguments, which mt_args_check checks. Between mti_begin and mti_end,
-   MTI_RUN launches a kernel on CUDA or calls a loop on a CPU. A meta context runs no loop. If it plans for CUDA, the
-   launch only takes its scratch memory and returns MT_PLANNED. Nothing runs if the first view of the table is empty.
+   MTI_RUN launches a kernel on CUDA or calls a loop on a CPU. On a meta context nothing is computed. A meta context
+   that plans for CUDA calls the function that launches, which only takes its scratch memory and returns MT_PLANNED. If
+   the first view of the table is empty, the operator does nothing.
 
-   Kernels read and write every type; loops are f32. So on a CPU, mti_begin replaces each 16-bit view of type
-   MT_ARG_FLOAT by an f32 copy in the arena, filled if the view is read (MT_ARG_IN). mti_end rounds the copy back if the
-   view is written (MT_ARG_OUT). With MTI_AS_IS the loop takes the view in its own type. */
+   Kernels read and write every type, but loops read and write f32. So on a CPU, mti_begin replaces each 16-bit view of
+   type MT_ARG_FLOAT by an f32 copy in the arena. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds the
+   copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
-#define MTI_ARGS 8 /* views of one operator, at most */
+#define MTI_ARGS 8 /* maximum number of views of an operator */
 enum { MTI_AS_IS = 8 };
 
 typedef struct mti_operator {
     mt_context *ctx;
     const mt_arg *args;
     int count;
-    int on_cuda, on_cpu;       /* which of the two runs; both 0 if there is nothing to do */
-    size_t mark;               /* of the arena, before the copies */
-    mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data == NULL for the others */
+    int on_cuda, on_cpu;       /* where the operator runs; both are 0 if there is nothing to do */
+    size_t mark;               /* the arena mark before the copies */
+    mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data is NULL for the others */
 } mti_operator;
 
-/* Rounds the results and gives back all memory of the arena, including what the operator itself took. */
+/* Rounds the results back to 16 bits and releases all arena memory, including what the operator itself took. */
 static mt_status mti_end(mti_operator *op, mt_status status) {
     int i;
     if (status == MT_PLANNED) status = MT_SUCCESS;
@@ -1553,7 +1564,7 @@ static mt_status mti_end(mti_operator *op, mt_status status) {
     return status;
 }
 
-/* Replaces *arg->view by an f32 copy if it needs one; *given is then the 16-bit view. */
+/* Replaces *arg->view by an f32 copy if the loop needs one. *given is then the 16-bit view, otherwise mt_none(). */
 static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given) {
     mt_tensor t = *arg->view;
     *given = mt_none();
@@ -1564,7 +1575,8 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
     return MT_SUCCESS;
 }
 
-/* If it fails, mti_end must not be called. Without arguments (count 0) the operator always runs. */
+/* Fills op and makes the f32 copies. If mti_begin fails, the caller must not call mti_end. An operator without
+   arguments (count 0) always runs. */
 static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args, int count) {
     int i, runs = count == 0 || !mti_is_empty(*args[0].view);
     mt_status status = MT_SUCCESS;
@@ -1578,8 +1590,8 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
-/* launch and loop are expressions. In MTI_CHOOSE both have type mt_status, and the loop is evaluated on a meta context,
-   too. In MTI_RUN the loop is void, and a meta context does not evaluate it. */
+/* `launch` and `loop` are expressions. In MTI_CHOOSE both have the type mt_status, and a meta context that does not
+   plan for CUDA evaluates `loop`. In MTI_RUN `loop` is void, and no meta context evaluates it. */
 #if MT_HAS_CUDA
 #define MTI_CHOOSE(op, launch, loop) ((op)->on_cuda ? (launch) : (loop))
 #else
@@ -1625,7 +1637,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
 
 /* ---- >>copy: also from and to the host --------------------------------------------------------------------------- */
 
-/* memmove, because y may be x. */
+/* y = x, in any type. Uses memmove because y may be x. */
 static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
     size_t size = mt_dtype_size(x.dtype), bytes = (size_t)x.cols * size;
     int64_t i;
@@ -1645,8 +1657,8 @@ static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
                              (size_t)x.cols * size, x.rows);
 }
 
-/* Copies between the host and a GPU, and returns when the copy is complete. It waits for peers first, because a copy of
-   pageable memory would wait for them without a timeout. */
+/* Copies rows between the host and a GPU, and returns when the copy is complete. It waits for peers first, because a
+   copy of pageable memory would wait for them without a timeout. */
 static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                     size_t row_bytes, int64_t rows) {
     MT_TRY(mt_cuda_enter(ctx));
@@ -1715,7 +1727,7 @@ static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* y = a + b. Without b it is a conversion. */
+/* y = a + b. If b is left out, y = a, converted to the type of y. */
 struct mti_add_op {
     mti_view a, b, y;
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
@@ -1760,7 +1772,7 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
 
 /* ---- >>hash ------------------------------------------------------------------------------------------------------ */
 
-/* The finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
+/* The hash of one element: the finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
 static MT_HOST_DEVICE uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
     uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -1787,7 +1799,7 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
 extern "C++" {
 
 /* *sum += the hashes of all elements. A thread owns every (grid size)-th element, and adds its sum with one atomicAdd.
-   Integers give the same sum in any order. There is no shared memory and no barrier. */
+   Integer sums do not depend on the order. The kernel uses no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
                     unsigned long long *sum) {
@@ -1872,10 +1884,10 @@ static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-#define MTI_SUM_BLOCKS 1024 /* at most; the number depends on the size only, so every GPU has the same bits */
+#define MTI_SUM_BLOCKS 1024 /* maximum; depends on the size only, so that every GPU computes the same bits */
 
-/* The sum of x over the block, in a binary tree; valid in thread 0. shared: one double for each thread. Each barrier
-   separates writing a level of the tree from reading it. */
+/* Returns to thread 0 the sum of x over the block, added as a binary tree. shared has one double for each thread. Each
+   barrier separates writing a level of the tree from reading it. */
 static __device__ __forceinline__ double mti_block_sum_double(double x, double *shared) {
     shared[threadIdx.x] = x;
     __syncthreads();
@@ -1886,10 +1898,11 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
     return shared[0];
 }
 
-/* partial[block] = the sum of a block's vectors. A thread owns every (grid size)-th vector. It adds the eight elements
-   of a vector pairwise in f32, and vectors in double: a double addition for each element would take longer than loading
-   it. Bits depend on the shape only: so does the owner of a vector, and __fmul_rn keeps the compiler from contracting
-   the square with an addition. shared holds the threads' sums; the barriers are in mti_block_sum_double. */
+/* partial[block] = the sum of the vectors of the block. A thread owns every (grid size)-th vector. It adds the eight
+   elements of a vector pairwise in f32, then adds the sums of vectors in double: a double addition for each element
+   would take longer than loading the element. The bits depend on the shape only, because the owner of a vector depends
+   on the shape only. __fmul_rn keeps the compiler from contracting the square and an addition into one FMA. shared
+   holds the sums of the threads. mti_block_sum_double has the barriers. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
@@ -1907,8 +1920,8 @@ static __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/* out [1, 1] += the sum of the partials. There is one block; each thread owns every 256th partial. shared holds the
-   threads' sums; the barriers are in mti_block_sum_double. */
+/* out [1, 1] += the sum of the partial sums. There is one block, and each thread owns every 256th partial sum. shared
+   holds the sums of the threads. mti_block_sum_double has the barriers. */
 static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *partial, int blocks, mti_view out) {
     MT_SHARED(double, shared, 256);
     double sum = 0.0;
@@ -1978,7 +1991,7 @@ typedef struct mti_matmul {
     int64_t lda, ldb, ldc;
 } mti_matmul;
 
-/* Checks what the table of mt_gemm cannot express. */
+/* Checks what the argument table of mt_gemm cannot express. */
 static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
                                  mt_tensor c, const mti_matmul *g) {
     int64_t inner_b = trans_b ? b.cols : b.rows;
@@ -1996,7 +2009,7 @@ static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_trans
     return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
 }
 
-/* CBLAS takes sizes as int. The limit holds for every library, so that a program works with each of them. */
+/* CBLAS takes sizes as int. The same limit holds for every library, so that a program works with each of them. */
 static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
     int64_t size = mt_max(mt_max(g->m, g->n), g->k),
             ld = mt_max(mt_max(mt_tensor_ld(a), mt_tensor_ld(b)), mt_tensor_ld(c));
@@ -2008,7 +2021,7 @@ static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_
     return MT_SUCCESS;
 }
 
-/* c = beta c, which is the product if k or alpha is 0. */
+/* c = beta c. This is the result if k or alpha is 0. */
 static void mti_gemm_scale(const mti_matmul *g) {
     int64_t i;
     for (i = 0; i < g->m; i++) {
@@ -2025,8 +2038,9 @@ MT_API const char *mt_gemm_library(void) {
     return MTI_VERSION(DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH);
 }
 
-/* oneDNN runs on OpenMP. OpenMP's thread count belongs to the calling thread, and is set here for the one call. The
-   references are weak and have private names, so that this compiles and links without OpenMP. */
+/* Sets the thread count of oneDNN, which runs on OpenMP, for one call. Returns the thread count to restore, or 0.
+   OpenMP has one thread count per calling thread. The references to OpenMP are weak and have private names, so that
+   this code compiles and links without OpenMP. */
 #if defined(__GNUC__)
 static void mti_omp_set_num_threads(int) __attribute__((weakref("omp_set_num_threads")));
 static int mti_omp_get_max_threads(void) __attribute__((weakref("omp_get_max_threads")));
@@ -2087,9 +2101,9 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 #else
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
-/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, 6 x 16
-   sums take 12 of the 16 registers of AVX2. A register holds MTI_SIMD floats. Every element of c is summed over k in
-   the same order, in any tile. */
+/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, and 6 x
+   16 sums take 12 of the 16 registers of AVX2. A register holds MTI_SIMD floats. The sum for an element of c adds the
+   products over k in the same order, whatever its place in a tile. */
 #if defined(__AVX512F__)
 #define MTI_SIMD 16
 #define MTI_MR 8
@@ -2105,15 +2119,15 @@ MT_API const char *mt_gemm_library(void) { return "built-in"; }
 #define MTI_MC 192  /* a block of a, MTI_MC x MTI_KC, stays in L2; a multiple of every MTI_MR */
 #define MTI_NC 2048 /* a block of b, MTI_KC x MTI_NC, stays in L3 */
 
-/* The scratch memory of the built-in GEMM, for packing. It never decreases when an argument grows. */
+/* The bytes of scratch memory that the built-in GEMM needs for packing. They never decrease when m, n or k grows. */
 static size_t mti_builtin_gemm_bytes(int64_t m, int64_t n, int64_t k) {
     int64_t kc = mt_min(k, MTI_KC);
     int64_t a = mt_round_up(mt_min(m, MTI_MC), MTI_MR) * kc, b = mt_round_up(mt_min(n, MTI_NC), MTI_NR) * kc;
     return mt_align_up((size_t)a * sizeof(float)) + mt_align_up((size_t)b * sizeof(float));
 }
 
-/* Packs a panel of rows <= width rows of a matrix whose element (i, p) is x[i * row + p * col]. Element (i, p) goes to
-   out[p * width + i]. Missing rows become 0. */
+/* Packs a panel of `rows` <= `width` rows of a matrix whose element (i, p) is x[i * row + p * col]. Element (i, p) goes
+   to out[p * width + i]. Rows from `rows` to `width` become 0. */
 static void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
     int64_t i, p;
     if (row == 1 && rows == width) {
@@ -2165,7 +2179,7 @@ MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, con
 }
 #endif
 
-/* sums = a b for a packed panel a. */
+/* The same as mti_gemm_sums for a packed panel a. */
 static void mti_gemm_sums_packed(int64_t k, const float *a, const float *b, float *sums) {
     const float *rows[MTI_MR];
     int i;
@@ -2174,7 +2188,8 @@ static void mti_gemm_sums_packed(int64_t k, const float *a, const float *b, floa
     mti_gemm_sums(k, rows, MTI_MR, b, sums);
 }
 
-/* The same for a matrix that is not packed. Rows past `count` repeat the last one, and their sums are not used. */
+/* The same as mti_gemm_sums for a matrix a that is not packed. Rows from `count` on repeat the last row, and their sums
+   are not used. */
 static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_t col, int64_t count, const float *b,
                                   float *sums) {
     const float *rows[MTI_MR];
@@ -2185,7 +2200,7 @@ static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_
     else mti_gemm_sums(k, rows, col, b, sums);
 }
 
-/* c = alpha sums + beta c for the m x n elements of the tile that lie in c. */
+/* c = alpha * sums + beta * c, for the m x n elements of the tile that lie inside c. */
 MT_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float *c, int64_t ldc, int64_t m, int64_t n) {
     int64_t i, j;
     for (i = 0; i < m; i++, c += ldc, sums += MTI_NR) {
@@ -2196,7 +2211,7 @@ MT_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float 
     }
 }
 
-typedef struct mti_gemm_piece { /* one block of a product: c [m, n] += a [m, k] b [k, n] */
+typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m, k] b [k, n] + beta c */
     const float *a;
     const float *packed_a; /* NULL: a is read in place, with its strides */
     const float *packed_b;
@@ -2219,8 +2234,8 @@ static void mti_gemm_block(const mti_gemm_piece *x) {
         }
 }
 
-/* Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). a is packed only if
-   it is read for many panels of b, because packing costs more otherwise. */
+/* The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). a is
+   packed only if more than four panels of b read it, because otherwise packing costs more than it saves. */
 static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     int64_t a_row = g->trans_a ? 1 : g->lda, a_col = g->trans_a ? g->lda : 1;
     int64_t b_row = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
@@ -2261,11 +2276,11 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 #endif
 
 #if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
-/* Libraries allocate their scratch memory themselves. */
+/* oneDNN and CBLAS libraries allocate their scratch memory themselves. */
 static size_t mti_gemm_bytes(int64_t m, int64_t n, int64_t k) { return (void)m, (void)n, (void)k, (size_t)0; }
 #endif
 
-/* scratch has at least mti_gemm_bytes of the product. */
+/* Computes the product g on a CPU. scratch has at least mti_gemm_bytes(m, n, k) bytes. */
 static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     if (g->m == 0 || g->n == 0) return MT_SUCCESS;
     if (g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
@@ -2276,33 +2291,34 @@ static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratc
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* What distinguishes the products of a context for cuBLASLt. cuBLASLt is column-major: our C [m, n] is its n x m
-   matrix, our b is its first operand, and the leading dimensions are the same. */
+/* The key of a plan: what distinguishes products for cuBLASLt. cuBLASLt is column-major: C [m, n] is its n x m matrix,
+   b is its first operand, and the leading dimensions are the same. */
 typedef struct mti_lt_key {
     int64_t m, n, k, lda, ldb, ldc, ld_aux;
     int trans_a, trans_b, a_type, b_type, c_type, epilogue;
 } mti_lt_key;
 
+/* A cuBLASLt product with a chosen algorithm, in the hash table of mti_lt. */
 typedef struct mti_lt_plan {
     mti_lt_key key;
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t algo;
     size_t workspace;         /* bytes that the algorithm needs */
-    int fused;                /* for a key with an epilogue: whether the fused product is used */
-    int stays;                /* never evicted, because a second measurement could choose other bits */
-    uint64_t used;            /* the clock at its last use */
-    struct mti_lt_plan *next; /* in its bucket */
+    int fused;                /* for a key with an epilogue: 1 if the fused product is used */
+    int stays;                /* 1: never evicted, because a second measurement could choose other bits */
+    uint64_t used;            /* the value of mti_lt.clock at the last use */
+    struct mti_lt_plan *next; /* the next plan in the same bucket */
 } mti_lt_plan;
 
-#define MTI_LT_PLANS 512 /* plans that a context keeps; half of them may have `stays` */
+#define MTI_LT_PLANS 512 /* maximum number of plans of a context; at most half of them have `stays` */
 #define MTI_LT_BUCKETS 1024
 #define MTI_LT_WORKSPACE ((size_t)32 << 20)
-#define MTI_LT_CANDIDATES 8 /* algorithms of the heuristic that are compared */
+#define MTI_LT_CANDIDATES 8 /* maximum number of algorithms that are measured */
 #define MTI_LT_RUNS 5       /* runs of one measurement */
-#define MTI_LT_LEAST 65536  /* elements of C that show reliably whether two algorithms round alike */
+#define MTI_LT_LEAST 65536  /* elements of C that it takes to see reliably whether two algorithms round alike */
 
-/* The state of a context, created by its first product. */
+/* The cuBLASLt state of a context, created by its first product. */
 typedef struct mti_lt {
     cublasLtHandle_t handle;
     void *workspace;
@@ -2312,7 +2328,7 @@ typedef struct mti_lt {
     mti_lt_plan plans[MTI_LT_PLANS], *buckets[MTI_LT_BUCKETS];
 } mti_lt;
 
-/* One product. bias and aux belong to its epilogue; NULL: none. */
+/* One product. bias and aux are operands of its epilogue, or NULL. */
 typedef struct mti_lt_call {
     mti_lt_key key;
     float alpha, beta;
@@ -2370,13 +2386,13 @@ static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int
     return MT_SUCCESS;
 }
 
-/* The algorithms that the heuristic proposes for a plan, the best first. *found is 0 if cuBLASLt has no such product.
-   */
+/* results = the algorithms that the heuristic proposes for a plan, the best first. *found = their number. It is 0 if
+   cuBLASLt does not support the product. */
 static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p,
                                 cublasLtMatmulHeuristicResult_t *results, int *found) {
     cublasLtMatmulPreference_t preference;
     size_t workspace = MTI_LT_WORKSPACE;
-    uint32_t alignment = 16; /* mti_lt_operand ensures it */
+    uint32_t alignment = 16; /* mti_lt_operand ensures this alignment */
     cublasStatus_t status;
     int proposed = 0;
     *found = 0;
@@ -2416,7 +2432,7 @@ static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     return MT_SUCCESS;
 }
 
-/* The milliseconds that run() takes on the GPU: the median of MTI_LT_RUNS, after one run that does not count. */
+/* *ms = the milliseconds that run() takes on the GPU: the median of MTI_LT_RUNS runs, after one warm-up run. */
 template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt, const Run &run, float *ms) {
     float all[MTI_LT_RUNS];
     MT_TRY(run());
@@ -2435,7 +2451,7 @@ template <typename Run> static mt_status mti_lt_time(mt_context *ctx, mti_lt *lt
     return MT_SUCCESS;
 }
 
-/* Whether the host may wait for the stream, as a measurement does. It may not during stream capture. */
+/* *yes = whether the host may wait for the stream, which a measurement does. It may not during stream capture. */
 static mt_status mti_lt_may_wait(mt_context *ctx, int *yes) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     MT_CUDA_TRY(ctx, cudaStreamIsCapturing(mt_context_stream(ctx), &capture));
@@ -2469,7 +2485,7 @@ static size_t mti_lt_bytes(mt_tensor t) {
     return mt_align_up((size_t)(t.rows * mt_tensor_ld(t)) * mt_dtype_size(t.dtype));
 }
 
-/* Runs g with the plan's algorithm. *runs: whether cuBLASLt accepts it; *bits: the hash of the result. */
+/* Runs g with the algorithm of the plan. *runs = whether cuBLASLt accepts the call. *bits = the hash of the result. */
 static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *runs,
                             uint64_t *bits) {
     mti_noise_op op = {mti_view_of(g->c), 3};
@@ -2479,9 +2495,9 @@ static mt_status mti_lt_try(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const m
     return *runs ? mti_cuda_hash(ctx, g->c, 0, 0, g->c.cols, bits) : MT_SUCCESS;
 }
 
-/* Puts into the plan the fastest candidate that gives the same bits as the first one that runs. All candidates multiply
-   the same noise, because data such as zeros would not show how they round. If none runs, the plan gets the first
-   candidate, whose error the product then reports. */
+/* Sets the algorithm of the plan to the fastest candidate that gives the same bits as the first candidate that runs.
+   All candidates multiply the same noise, because data such as zeros would not show how they round. If no candidate
+   runs, the plan gets the first one, and the product then reports its error. */
 static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g,
                                 const cublasLtMatmulHeuristicResult_t *results, int found) {
     uint64_t first = 0, bits = 0;
@@ -2508,14 +2524,14 @@ static mt_status mti_lt_fastest(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti
     return MT_SUCCESS;
 }
 
-/* Chooses the heuristic's first algorithm, which depends on the key only, or the fastest one with the same bits. Either
-   way the same product always has the same bits. The measurement uses free memory of the arena and restores its
-   peak. */
+/* Sets the algorithm of the plan: the first one of the heuristic, which depends on the key only, or the fastest one
+   with the same bits. Either way the same product always has the same bits. The measurement uses free arena memory and
+   restores the peak of the arena. */
 static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g,
                                const cublasLtMatmulHeuristicResult_t *results, int found) {
     size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
     size_t bytes =
-        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* the last for the hash */
+        mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* MT_ALIGNMENT for the hash */
     int may_wait = 0;
     p->algo = results[0].algo;
     p->workspace = results[0].workspaceSize;
@@ -2542,13 +2558,14 @@ static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_c
     if (g->aux)
         MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
                                                        sizeof g->aux));
-    if (g->bias) /* the heuristic looks at its alignment */
+    if (g->bias) /* the heuristic considers the alignment of bias */
         MTI_LT_TRY(
             ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
     return MT_SUCCESS;
 }
 
-/* Fills a plan whose key is set. *found is 0 if cuBLASLt has no such product. */
+/* Fills the plan, whose key is set. *found = the number of algorithms. It is 0 if cuBLASLt does not support the
+   product. */
 static mt_status mti_lt_plan_make(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, int *found) {
     const mti_lt_key *q = &p->key;
     cublasOperation_t first = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -2572,7 +2589,7 @@ static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
     return &lt->buckets[hash % MTI_LT_BUCKETS];
 }
 
-/* A place for one more plan. If all are taken, it evicts the least recently used one without `stays`. */
+/* Returns a place for one more plan. If all places are taken, evicts the least recently used plan without `stays`. */
 static mti_lt_plan *mti_lt_place(mti_lt *lt) {
     mti_lt_plan *oldest = NULL, **link;
     if (lt->count < MTI_LT_PLANS) return &lt->plans[lt->count++];
@@ -2584,8 +2601,8 @@ static mti_lt_plan *mti_lt_place(mti_lt *lt) {
     return oldest;
 }
 
-/* Finds or makes the plan of a product. *made: the number of algorithms if the plan is new, otherwise -1. It may be 0
-   for a product with an epilogue. */
+/* *out = the plan of a product, which is created if it does not exist yet. For a new plan, *made = its number of
+   algorithms, which may be 0 for a product with an epilogue. Otherwise *made = -1. */
 static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
     mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
     *made = -1;
@@ -2634,7 +2651,7 @@ static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_t
     g->a = a, g->b = b, g->c = c;
 }
 
-/* *out: t, if it has this type and is aligned; otherwise a new view in the arena, which mti_lt_fill fills. */
+/* *out = t if t has this type and is aligned. Otherwise *out = a new view in the arena, which mti_lt_fill fills. */
 static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt_tensor *out) {
     *out = t;
     if (t.dtype == dtype && mti_is_wide(t)) return MT_SUCCESS;
@@ -2644,7 +2661,7 @@ static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt
     return MT_SUCCESS;
 }
 
-/* Converts from `from` to `to`, unless they are the same memory. */
+/* to = from, converted to the type of `to`. Does nothing if they are the same memory. */
 static mt_status mti_lt_fill(mt_context *ctx, mt_tensor from, mt_tensor to) {
     return from.data == to.data ? MT_SUCCESS : mti_cuda_add(ctx, from, mt_none(), to);
 }
@@ -2665,8 +2682,8 @@ static mt_status mti_cuda_scale(mt_context *ctx, mt_tensor y, float factor) {
     return mti_map(ctx, "mt_gemm", op, mti_is_wide(y), y.rows, y.cols);
 }
 
-/* cuBLASLt takes operands of one type, and is fast with 16-byte alignment. Other operands are converted in the arena.
-   */
+/* The product on a GPU. cuBLASLt takes operands of one type, and is fast with 16-byte alignment. Other operands are
+   converted in the arena. */
 static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
     size_t mark = mt_arena_mark(ctx);
     mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
@@ -2714,7 +2731,7 @@ static mti_matmul mti_gemm_sizes(mt_transpose trans_a, mt_transpose trans_b, mt_
     return g;
 }
 
-/* A meta context takes the scratch memory, too. */
+/* The product on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
     void *scratch = NULL;
     MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g->m, g->n, g->k), &scratch));
@@ -2811,12 +2828,12 @@ static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_ac
     return MT_SUCCESS;
 }
 
-/* The width of h if y has `cols` columns. */
+/* The number of columns of h if y has `cols` columns. */
 static int64_t mti_activation_width(mt_activation kind, int64_t cols) {
     return kind == MT_SWIGLU ? mt_size_mul(2, cols) : cols;
 }
 
-/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid. */
+/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid where sigmoid is close to 1. */
 MT_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
     return x / (1.0f + mti_exp(-1.59576912f * x * (1.0f + 0.044715f * x * x)));
 }
@@ -2837,7 +2854,7 @@ MT_INLINE float mti_gelu_erf_slope(float x) {
 
 MT_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
 
-static MT_HOST_DEVICE float mti_relu(float x) { return x < 0.0f ? 0.0f : x; } /* NaN stays */
+static MT_HOST_DEVICE float mti_relu(float x) { return x < 0.0f ? 0.0f : x; } /* NaN stays NaN */
 
 static void mti_gelu_tanh_row(const float *h, float *y, int64_t n) {
     int64_t j;
@@ -2894,8 +2911,8 @@ static void mti_swiglu_backward_row(const float *gate, const float *up, const fl
     }
 }
 
-/* n <= MTI_BLOCK columns of a row. Bias, activation and column sums then read the cache, not memory. f: the distance
-   from gate to up. */
+/* Processes n <= MTI_BLOCK columns of a row, so that the bias, the activation and the column sums read the cache
+   instead of memory. f is the distance from gate to up. */
 static void mti_activation_block(mt_activation kind, float *h, const float *bias, float *y, int64_t f, int64_t n) {
     if (bias) mti_row_add(h, bias, h, n);
     if (bias && kind == MT_SWIGLU) mti_row_add(h + f, bias + f, h + f, n);
@@ -2954,7 +2971,7 @@ static __device__ __forceinline__ float mti_activation_slope(int kind, float x) 
     return s * (1.0f + x * (1.0f - s));
 }
 
-struct mti_activation_op { /* h += bias, y = act(h). For MT_SWIGLU, up is `width` columns after gate. */
+struct mti_activation_op { /* h += bias, then y = act(h). For MT_SWIGLU, up is `width` columns after gate. */
     mti_view h, bias, y;
     int kind;
     int64_t width;
@@ -2982,7 +2999,7 @@ static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind
     return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
 }
 
-/* Writes dh. x[0] is the gradient of h; for MT_SWIGLU, x[0] is that of gate and x[1] that of up. */
+/* Writes dh. x[0] = the gradient of h. For MT_SWIGLU, x[0] = the gradient of gate and x[1] = the gradient of up. */
 struct mti_activation_backward_op {
     mti_view h, dy, dh;
     int kind;
@@ -3085,20 +3102,20 @@ static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Whether cuBLASLt can take these views without a conversion. */
+/* Whether cuBLASLt can take these views without converting them. */
 static int mti_lt_is_direct(mt_tensor a, mt_tensor b, mt_tensor c) {
     return a.dtype == b.dtype && (c.dtype == MT_F32 || c.dtype == a.dtype) && mti_is_wide(a) && mti_is_wide(b) &&
            mti_is_wide(c) && a.rows > 0 && a.cols > 0 && b.rows > 0 && b.cols > 0;
 }
 
-/* The leading dimension of an epilogue's auxiliary matrix; 0 if cuBLASLt cannot take this view. */
+/* Returns the leading dimension of the auxiliary matrix of an epilogue, or 0 if cuBLASLt cannot take this view. */
 static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
     int64_t ld = aux.rows <= 1 ? mt_round_up(aux.cols, 8) : mt_tensor_ld(aux);
     return aux.dtype == c.dtype && mti_is_wide(aux) && ld % 8 == 0 ? ld : 0;
 }
 
-/* Runs the product with its epilogue. The epilogue writes the bias gradient of an f32 C to g->bias, from where it is
-   added to dbias. For a 16-bit C a kernel sums the bias gradient in fp32 instead. */
+/* Runs the product with its epilogue. For an f32 C, the epilogue writes the bias gradient to g->bias, and a kernel adds
+   that to dbias. For a 16-bit C, a kernel sums the bias gradient in f32 instead. */
 static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
     MT_TRY(mti_lt_matmul(ctx, lt, p, g));
     if (!dbias.data) return MT_SUCCESS;
@@ -3106,7 +3123,7 @@ static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const
     return mti_cuda_add(ctx, dbias, mt_tensor_f32((const float *)g->bias, 1, dbias.cols), dbias);
 }
 
-/* Replaces *t by zeros of the same layout in the arena. */
+/* Replaces *t by a view of the same layout in the arena, filled with zeros. */
 static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     mt_tensor whole;
     MT_TRY(mt_arena_tensor(ctx, t->dtype, t->rows, mt_tensor_ld(*t), &whole));
@@ -3114,10 +3131,10 @@ static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     return mti_cuda_fill(ctx, whole, 0.0f);
 }
 
-/* Decides whether a new plan is fused. MT_EPILOGUE_FUSED: always. MT_EPILOGUE_MEASURED: if it is faster. The measured
-   runs add to zeros in the arena, not to the gradients of the caller. A plan is separate if the arena is too small for
-   these, during stream capture, and once half of the plans have `stays`. A decision is kept, because the two ways give
-   different bits. */
+/* Decides whether a new plan is fused. With MT_EPILOGUE_FUSED it always is. With MT_EPILOGUE_MEASURED it is if that is
+   faster. The measured runs add to zeros in the arena, not to the gradients of the caller. A plan is not fused if the
+   arena is too small for these zeros, during stream capture, or if half of the plans have `stays`. A decision by
+   measurement is kept, because the two ways give different bits. */
 template <typename Separate>
 static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
                                const Separate &separate) {
@@ -3144,7 +3161,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     return MT_SUCCESS;
 }
 
-/* Runs the fused product or separate(c, dbias), which writes or adds to its arguments. */
+/* Runs the fused product or separate(c, dbias), as the plan says. Both write or add to g->c and dbias. */
 template <typename Separate>
 static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
     mti_lt *lt;
@@ -3158,7 +3175,7 @@ static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias,
     return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
 }
 
-/* mti_lt_either, with its memory of the arena given back. */
+/* mti_lt_either, after which the arena memory is released. */
 template <typename Separate>
 static mt_status mti_lt_linear(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
     size_t mark = mt_arena_mark(ctx);
@@ -3228,14 +3245,15 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
     auto separate = [&](mt_tensor c, mt_tensor db) { return mti_linear_gradients(ctx, dy, x, c, db); };
     mti_lt_call g;
     if (!dbias.data || dweight.dtype != MT_F32 || !mti_lt_is_direct(dy, x, dweight)) return separate(dweight, dbias);
-    mti_lt_call_make(&s, dy, x, dweight, CUBLASLT_EPILOGUE_BGRADB, &g); /* our first operand is cuBLASLt's second */
+    /* B, because our first operand is the second one of cuBLASLt */
+    mti_lt_call_make(&s, dy, x, dweight, CUBLASLT_EPILOGUE_BGRADB, &g);
     return mti_lt_linear(ctx, &g, dbias, separate);
 }
 
 } /* extern "C++" */
 #endif
 
-/* Chooses the product with an epilogue if the options of the context ask for it, otherwise separate operators. */
+/* Evaluates `fused` if the options of the context ask for products with an epilogue, otherwise `separate`. */
 #if MT_HAS_CUDA
 #define MTI_FUSED(ctx, fused, separate)                                                                                \
     (mt_context_device(ctx) == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE             \
@@ -3317,7 +3335,7 @@ static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kin
     return MT_SUCCESS;
 }
 
-/* y = (x - mean) * rstd * gain + bias; mean is 0 for RMSNorm. */
+/* y = (x - mean) * rstd * gain + bias. For RMSNorm, mean is 0. */
 static void mti_norm_apply(const float *x, float mean, float rstd, const float *gain, const float *bias, float *y,
                            int64_t n) {
     int64_t j;
@@ -3368,7 +3386,7 @@ static void mti_norm_backward_sums(const float *x, float mean, float rstd, const
     sums[1] = mti_lanes_sum(gx_lanes);
 }
 
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)), + dresidual if given. For RMSNorm the caller passes 0 for mean(g). */
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)), plus dresidual if it is given. For RMSNorm, mean_g is 0. */
 static void mti_norm_backward_apply(const float *x, float mean, float rstd, const float *gain, const float *dy,
                                     float mean_g, float mean_gx, const float *dresidual, float *dx, int64_t n) {
     int64_t j;
@@ -3402,7 +3420,7 @@ extern "C++" {
 struct mti_norm_op {
     mti_view x, gain, bias, y, stats;
     float eps;
-    int centered; /* LayerNorm: subtract the mean */
+    int centered; /* 1 for LayerNorm: subtract the mean */
 };
 
 /* A block owns a row; each thread owns every blockDim-th vector of it. A thread keeps its first MTI_KEPT vectors in
@@ -3477,9 +3495,9 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     return mt_cuda_launched(ctx, "mt_norm_forward");
 }
 
-/* The sums of a block for dgain and dbias: float4 data[4][vectors]. Part 0 is elements 0 to 3 of the vectors of dgain,
-   part 1 is elements 4 to 7; parts 2 and 3 are the same of dbias. So neighbouring threads access neighbouring memory.
-   Each vector belongs to one thread. */
+/* The sums of a block for dgain and dbias, as float4 data[4][vectors]. Part 0 has elements 0 to 3 of the vectors of
+   dgain, and part 1 has elements 4 to 7. Parts 2 and 3 are the same for dbias. In this layout, neighbouring threads
+   access neighbouring memory. Each vector belongs to one thread. */
 struct mti_norm_sums {
     float4 *data;
     int vectors;
@@ -3498,7 +3516,7 @@ struct mti_norm_backward_op {
     mti_view x, gain, stats, dy, dresidual, dx;
     int centered;
 
-    /* Adds g and g * xhat of a vector of a row to the two sums. Elements past the end of the row are 0. */
+    /* Adds g and g * xhat of one vector of a row to the two sums. Elements past the end of the row are 0. */
     template <bool WIDE>
     __device__ void mean(const mti_norm_means &m, int64_t col, int n, const float *v, const float *d, float *sum_g,
                          float *sum_gx) const {
@@ -3509,7 +3527,7 @@ struct mti_norm_backward_op {
             *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
         }
     }
-    /* Writes dx of a vector, from x (v) and dy (d), and adds its gradients to sums. */
+    /* Writes dx of one vector, from x (v) and dy (d), and adds its gradients of gain and bias to sums. */
     template <bool WIDE>
     __device__ void vector(const mti_norm_means &m, const mti_norm_sums &sums, int64_t row, int i, int n, float *v,
                            const float *d) const {
@@ -3531,7 +3549,7 @@ struct mti_norm_backward_op {
 };
 
 #define MTI_NORM_STRIP 16    /* rows of a block */
-#define MTI_NORM_THREADS 512 /* of a block, at most */
+#define MTI_NORM_THREADS 512 /* maximum threads per block */
 #define MTI_NORM_KEPT 2      /* vectors that a thread keeps in registers */
 
 /* One row of mti_norm_backward_kernel. A thread keeps its first MTI_NORM_KEPT vectors of x and dy in registers, and
@@ -3607,7 +3625,8 @@ static __global__ void __launch_bounds__(MTI_NORM_THREADS)
         }
 }
 
-/* Two vectors per thread, so that more blocks fit, but at least 128 threads if the row has as many vectors. */
+/* Two vectors per thread, so that more blocks fit on a multiprocessor. But at least 128 threads if the row has as many
+   vectors. */
 static unsigned mti_norm_threads(int64_t cols) {
     int64_t vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
     return (unsigned)mt_round_up(mt_min(MTI_NORM_THREADS, mt_max((vectors + 1) / MTI_NORM_KEPT, mt_min(vectors, 128))),
@@ -3694,8 +3713,8 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
 
 /* ---- >>random-normal --------------------------------------------------------------------------------------------- */
 
-/* Two normal numbers. A word w becomes the uniform number (w + 1/2) / 2^32 in (0, 1): the even word gives the radius,
-   the odd one the angle. */
+/* Computes two normal numbers. A word w becomes the uniform number (w + 1/2) / 2^32 in (0, 1). The even word gives the
+   radius, the odd one the angle. */
 static void mti_normal_pair(uint32_t even, uint32_t odd, double std, float out[2]) {
     const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
     double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)), angle = two_pi * ((double)odd + 0.5) * unit;
@@ -3703,7 +3722,7 @@ static void mti_normal_pair(uint32_t even, uint32_t odd, double std, float out[2
     out[1] = (float)(radius * sin(angle));
 }
 
-/* Elements [e, e + n) may begin and end inside a pair. */
+/* y = the normal numbers of the global elements [e, e + n), which may begin and end inside a pair. */
 static void mti_normal_row(mt_random at, int64_t e, double std, float *y, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM];
     int64_t done, j;
@@ -3782,7 +3801,8 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
     return dropout.p > 0.0f ? mti_expect_random(ctx, where, dropout.at, rows, cols) : MT_SUCCESS;
 }
 
-/* The smallest word that is kept. It is exact, because p has 24 bits and the product is in double. */
+/* Returns the smallest random word whose element is kept. It is exact, because p has 24 bits and the product is
+   computed in double. */
 static uint32_t mti_dropout_threshold(float p) { return (uint32_t)ceil((double)p * 4294967296.0); }
 static float mti_dropout_scale(float p) { return (float)(1.0 / (1.0 - (double)p)); }
 
@@ -3800,7 +3820,7 @@ static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, cons
                                          int64_t e, float *y, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout.p);
     float zeros[MTI_WORDS] = {0},
-          scale = mti_dropout_scale(dropout.p); /* zeros: for an optional view that is left out */
+          scale = mti_dropout_scale(dropout.p); /* zeros replace an optional view that is left out */
     int64_t j, count;
     for (j = 0; j < n; j += count) {
         count = mt_min(MTI_WORDS, n - j);
@@ -3840,8 +3860,8 @@ static void mti_cpu_bias_dropout_add_backward(mt_tensor dy, mt_dropout dropout, 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Dropout as kernels see it: an element is dropped if its word is below threshold, and multiplied by scale otherwise.
-   */
+/* Dropout as kernels see it. An element is dropped if its random word is less than threshold, otherwise multiplied by
+   scale. */
 struct mti_drop {
     mt_random at;
     uint32_t threshold;
@@ -3887,6 +3907,7 @@ static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x,
     return mti_map(ctx, "mt_bias_dropout_add_forward", op, wide, x.rows, x.cols);
 }
 
+/* dx = dropout(dy), and x[0] = dx for the column sums */
 struct mti_dropout_backward_op {
     mti_view dy, dx;
     mti_drop drop;
@@ -3938,7 +3959,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
-/* Checks the sizes, and that their products in the tables below do not overflow. */
+/* Checks the sizes in desc, and that the shapes of the argument tables below do not overflow. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
@@ -3955,7 +3976,7 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
 
 static int64_t mti_attention_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }
 
-/* The columns of qkv. */
+/* The number of columns of qkv. */
 static int64_t mti_attention_width(const mt_attention_desc *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
@@ -3987,20 +4008,20 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
     return mti_expect_lengths(ctx, where, s);
 }
 
-/* One call: the arguments and what all heads share. */
+/* One call of attention on a CPU: its arguments, and what all heads share. */
 typedef struct mti_attention {
     mt_context *ctx;
     const mt_attention_desc *desc;
     mt_tensor qkv, out, lse, dout, dqkv;
     float scale;
-    int64_t panel, pitch;  /* rows of a panel; leading dimension of scores and grads */
-    float *scores, *grads; /* [panel, pitch]; grads in the backward only */
-    float *factors;        /* [panel]: forward 1 / sum of exponentials, backward rowsum(dout * out) */
+    int64_t panel, pitch;  /* panel: rows of a panel; pitch: leading dimension of scores and grads */
+    float *scores, *grads; /* [panel, pitch]; grads for backward only */
+    float *factors;        /* [panel]; forward: 1 / the sum of exponentials; backward: rowsum(dout * out) */
     void *gemm;            /* scratch memory of the products */
 } mti_attention;
 
 typedef struct mti_head {       /* one query head of one sequence */
-    int64_t batch, group, head; /* head: among all query heads of this shard */
+    int64_t batch, group, head; /* head: its index among all query heads of this shard */
     int64_t length;             /* visible keys */
     int64_t token;              /* first row of the sequence */
     int64_t q_col, k_col, v_col, out_col;
@@ -4019,12 +4040,13 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_d
     return a;
 }
 
-/* The rows of a panel: the queries whose scores against all visible keys are held at once. A causal panel also computes
-   the scores above the diagonal, which are not used, so it is smaller. */
+/* The rows of a panel, which are the queries whose scores for all visible keys are stored at once. A causal panel is
+   smaller, because it also computes the scores above the diagonal, which are not used. */
 #define MTI_PANEL 128
 #define MTI_PANEL_CAUSAL 64
 
-/* Takes the scratch memory. The pitch exceeds seq, so that rows do not share cache sets if seq is a power of two. */
+/* Allocates the scratch memory. The pitch is larger than seq, so that rows do not share cache sets if seq is a power of
+   two. */
 static mt_status mti_attention_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = a->desc;
     int64_t widest = mt_max(s->seq, s->head_dim), tallest;
@@ -4086,14 +4108,14 @@ static mt_status mti_attention_product(const mti_attention *a, int trans_x, int 
     return mti_cpu_gemm(a->ctx, &g, a->gemm);
 }
 
-/* scores [rows, n] = scale q k^T for query rows [i0, i0 + rows) of a head and its first n keys. */
+/* scores [rows, n] = scale q k^T, for the query rows [i0, i0 + rows) of a head and its first n keys. */
 static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
     int64_t ld = mt_tensor_ld(a->qkv);
     return mti_attention_product(a, 0, 1, rows, n, a->desc->head_dim, a->scale, mti_at(a->qkv, h->token + i0, h->q_col),
                                  ld, mti_at(a->qkv, h->token, h->k_col), ld, 0.0f, a->scores, a->pitch);
 }
 
-/* The global element of the probability of query i and key 0. */
+/* The global element number of the probability of query i and key 0. */
 static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
     const mt_attention_desc *s = a->desc;
     return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->seq;
@@ -4110,8 +4132,8 @@ static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *
     }
 }
 
-/* scores = exp(scores - maximum of the row). The division by the row's sum is left to the output, which has fewer
-   columns than the scores. */
+/* scores = exp(scores - maximum of the row), with dropout. factors[r] = 1 / the sum of row r. The caller multiplies the
+   output by factors[r] instead of the scores, because the output has fewer columns. */
 static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
     int64_t r;
     for (r = 0; r < rows; r++) {
@@ -4126,7 +4148,7 @@ static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int
     }
 }
 
-/* The results of a sequence of length 0. */
+/* Writes the results for a sequence of length 0. */
 static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h) {
     int64_t i;
     for (i = 0; i < a->desc->seq; i++) {
@@ -4167,8 +4189,8 @@ static mt_status mti_cpu_attention_forward(const mti_attention *a) {
     return MT_SUCCESS;
 }
 
-/* scores = p = e^(scores - lse), and grads = p (grads - delta). grads enters as the gradient of p and leaves as that of
-   the scores. */
+/* scores = p = e^(scores - lse), and grads = p (grads - delta). On entry grads is the gradient of p, on return the
+   gradient of the scores. */
 static void mti_attention_backward_row(float *scores, float *grads, float lse, float delta, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -4179,9 +4201,9 @@ static void mti_attention_backward_row(float *scores, float *grads, float lse, f
     }
 }
 
-/* The probabilities and the gradients of the scores of a panel. With dropout D, scores become D p, as dv needs it, and
-   D is applied to the incoming gradient first. delta = rowsum(dout * out) holds with and without D, because out
-   contains D. */
+/* Computes the probabilities p of a panel and the gradients of its scores. With dropout D, scores become D p, which dv
+   needs, and D is applied to the incoming gradient first. delta = rowsum(dout * out) holds with and without D, because
+   out contains D. */
 static void mti_attention_backward_panel(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
                                          int64_t n) {
     int64_t r;
@@ -4200,6 +4222,8 @@ static void mti_attention_backward_panel(const mti_attention *a, const mti_head 
     }
 }
 
+/* Computes what a panel adds to dqkv: dv += p^T dout, dq = scale ds k, dk += scale ds^T q. With beta = 0, dv and dk are
+   written instead. */
 static mt_status mti_attention_backward_products(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
                                                  int64_t n, float beta) {
     int64_t d = a->desc->head_dim, ld = mt_tensor_ld(a->qkv), dld = mt_tensor_ld(a->dqkv), t = h->token;
@@ -4211,8 +4235,8 @@ static mt_status mti_attention_backward_products(const mti_attention *a, const m
                                  ld, beta, mti_at(a->dqkv, t, h->k_col), dld);
 }
 
-/* Goes over the panels from the last to the first. The last one sees every key, so it writes dk and dv; the others add
-   to them. */
+/* Computes dqkv of a query head, panel by panel, from the last panel to the first. The last panel sees every key. For
+   the first head of a group, this panel writes dk and dv, and all others add to them. */
 static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h, int first_of_group) {
     const mt_attention_desc *s = a->desc;
     int64_t i0, r;
@@ -4234,7 +4258,7 @@ static mt_status mti_attention_backward_head(const mti_attention *a, const mti_h
     return MT_SUCCESS;
 }
 
-/* Zeros for keys past the length, which no query sees, and for the queries of a sequence of length 0. */
+/* Writes zeros to dk and dv of the keys past the length, which no query sees, and to dq of a sequence of length 0. */
 static void mti_attention_clear(const mti_attention *a, const mti_head *h) {
     int64_t i, d = a->desc->head_dim;
     for (i = h->length; i < a->desc->seq; i++) {
@@ -4260,10 +4284,10 @@ static mt_status mti_cpu_attention_backward(const mti_attention *a) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The plain path on a GPU: any type, head_dim up to 256. A warp owns a query (forward, dq) or a key (dk, dv) of a head.
-   It computes 32 scores at a time, and never keeps a whole row of them. */
+/* The plain path on a GPU, for any type and for head_dim up to 256. A warp owns a query (in forward and dq) or a key
+   (in dk and dv) of a head. It computes 32 scores at a time, and never stores a whole row of scores. */
 #define MTI_PLAIN_WARPS 4
-#define MTI_PLAIN_WIDTH 8 /* elements of a head that a lane holds: 32 lanes hold a head_dim of up to 256 */
+#define MTI_PLAIN_WIDTH 8 /* elements of a head per lane: 32 lanes hold a head_dim of up to 256 */
 
 struct mti_plain {
     mt_attention_desc s;
@@ -4280,7 +4304,7 @@ struct mti_plain {
     __device__ int64_t length(int64_t b) const { /* at most seq; a GPU does not check lengths */
         return s.lengths ? min((int64_t)s.lengths[b], s.seq) : s.seq;
     }
-    __device__ int64_t visible(int64_t b, int64_t i) const { /* keys that query i sees */
+    __device__ int64_t visible(int64_t b, int64_t i) const { /* the number of keys that query i sees */
         int64_t n = length(b);
         return s.mask == MT_MASK_CAUSAL && i + 1 < n ? i + 1 : n;
     }
@@ -4300,7 +4324,8 @@ struct mti_plain {
     }
 };
 
-/* The sequence, head and row of a warp. Returns 0 if it has none. The grid is rows x heads x sequences. */
+/* Finds the sequence, head and row of a warp. Returns 0 if the warp has no row. The grid is rows x heads x
+   sequences. */
 static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t *b, int64_t *head, int64_t *i) {
     *b = blockIdx.z;
     *head = blockIdx.y;
@@ -4311,10 +4336,10 @@ static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t 
 /* A warp owns a query of a head. Warps share no memory, and there is no barrier. The warp goes over the keys, 32 at a
    time:
 
-   1. Each lane owns one key. It computes the score and, with the maximum of the warp, the exponential e. The warp adds
-      its 32 exponentials to the sum so far.
+   1. Each lane owns one key. It computes the score and, from the score and the maximum of the warp, the exponential e.
+      The warp adds its 32 exponentials to its sum.
    2. Each lane owns elements lane, lane + 32, ... of the output. It rescales them to the new maximum. Then it adds e
-      times its elements of each of the 32 values. A shuffle brings e from the lane of the key. */
+      times its elements of each of the 32 values. A shuffle gets e from the lane that owns the key. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f;
@@ -4339,8 +4364,8 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward
     if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, n > 0 ? top + logf(sum) : -INFINITY);
 }
 
-/* For one query and key, with p = e^(score - lse) and the dropout D: *weight = D p, *dscore = p (D (dout . v) - delta).
-   */
+/* For one query and key, with p = e^(score - lse) and the dropout D: *weight = D p, *dscore = p (D (dout . v) -
+   delta). */
 static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_t b, int64_t head, int64_t i, int64_t j,
                                                       float delta, float *weight, float *dscore) {
     int64_t row = b * p.s.seq + i, key = b * p.s.seq + j, k = p.k_col(head), out = head * p.s.head_dim;
@@ -4350,8 +4375,9 @@ static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_
     *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.s.head_dim) - delta);
 }
 
-/* A warp owns a query of a head, as in the forward: no shared memory, no barrier. For each 32 keys, each lane computes
-   dscore of one key. Then each lane adds all 32 keys to its elements of dq; a shuffle brings dscore. */
+/* A warp owns a query of a head, as in forward, without shared memory or a barrier. For each 32 keys, each lane
+   computes dscore of one key. Then each lane adds all 32 keys to its elements of dq. A shuffle gets dscore from the
+   lane of the key. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, weight, ds;
@@ -4371,9 +4397,9 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kern
         mti_put(p.dqkv, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
 }
 
-/* A warp owns key j of a group: no shared memory, no barrier. It goes over the queries of all heads of the group, in
-   their order, 32 at a time. Each lane computes weight and dscore of one query. Then each lane adds all 32 queries to
-   its elements of dk and dv; shuffles bring weight and dscore. */
+/* A warp owns key j of a group, without shared memory or a barrier. It goes over the queries of all heads of the group
+   in order, 32 at a time. Each lane computes weight and dscore of one query. Then each lane adds all 32 queries to its
+   elements of dk and dv. Shuffles get weight and dscore from the lane of the query. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_kernel(mti_plain p) {
     int64_t b, group, j, lane = threadIdx.x & 31;
     float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds;
@@ -4418,9 +4444,10 @@ static dim3 mti_plain_grid(const mt_attention_desc *s, int64_t heads) {
 }
 
 /* The tensor-core path on a GPU: FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Its three
-   kernels have the same form. A block keeps a tile of its own rows in shared memory. It goes over tiles of the other
-   operand, which cp.async loads while the tensor cores work on the tiles before. A warp owns 16 or 32 rows, and
-   accumulates their results in registers. Warps exchange nothing, and sums run in the order of the tiles.
+   kernels have the same form. A block keeps a tile of its own rows in shared memory. It goes over the tiles of the
+   other operand. cp.async loads the next tiles while the tensor cores work on the current ones. A warp owns 16 or 32
+   rows, and accumulates their results in registers. Warps exchange no data, and sums are added in the order of the
+   tiles.
 
      kernel    rows      goes over
      forward   queries   keys                    s = q k^T, online softmax, out += p v
@@ -4429,21 +4456,22 @@ static dim3 mti_plain_grid(const mt_attention_desc *s, int64_t heads) {
                          of the group
 
    Exponentials are powers of 2, so the factor `scale` of the scores includes 1 / ln 2. A block skips the tiles that the
-   mask hides from all of its rows, and a warp those that it hides from the warp's rows. Only tiles on an edge of the
-   mask are masked element by element. */
+   mask hides from all of its rows. A warp skips those that the mask hides from all rows of the warp. Only tiles on an
+   edge of the mask are masked element by element. */
 #define MTI_FLASH_ROWS 128 /* rows of a block */
 #define MTI_LOG2E 1.4426950408889634f
 
 struct mti_flash {
     mti_plain p;
     float scale; /* p.scale / ln 2 */
-    /* Backward only, [batch, heads, pitch]: lse / ln 2 (infinite for a row without keys), and rowsum(dout * out). */
+    /* Backward only, both [batch, heads, pitch]. lse: lse / ln 2, which is infinite for a row without keys. delta:
+       rowsum(dout * out). */
     float *lse, *delta;
     int64_t pitch; /* seq, rounded up to whole blocks */
 
     __device__ int causal() const { return p.s.mask == MT_MASK_CAUSAL; }
-    /* Whether a query sees a key. If the last query of a tile does not see its first key, the tile is hidden. If the
-       first query sees the last key, nothing in the tile is masked. */
+    /* Whether a query sees a key. A tile is hidden if its last query does not see its first key. Nothing in a tile is
+       masked if its first query sees its last key. */
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
         return (const uint16_t *)v.data + b * p.s.seq * v.ld + col;
@@ -4454,15 +4482,16 @@ struct mti_flash {
     __device__ int64_t stat(int64_t b, int64_t head) const {
         return (b * p.s.groups * p.s.heads_per_group + head) * pitch;
     }
-    __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const { /* of a probability */
+    /* the element number of a probability */
+    __device__ uint64_t element(int64_t b, int64_t head, int query, int key) const {
         return (mti_element_of(p.drop.at, b, head) * (uint64_t)p.s.seq + (uint64_t)query) * (uint64_t)p.s.seq +
                (uint64_t)key;
     }
 };
 
-/* Masked scores become -infinity: mask_rows in scores [RowTiles * 16 queries, N8 * 8 keys], mask_columns in scores [16
-   keys, N8 * 8 queries]. query and key are the warp's first. Limits are relative to them, because the compiler would
-   otherwise keep the limits of all rows in registers. */
+/* Set masked scores to -infinity: mask_rows in scores [RowTiles * 16 queries, N8 * 8 keys], mask_columns in scores [16
+   keys, N8 * 8 queries]. query and key are the first ones of the warp. The limits are relative to them, because the
+   compiler would otherwise keep the limits of all rows in registers. */
 template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[RowTiles][N8][4], int length,
                                                            int query, int key) {
@@ -4486,8 +4515,8 @@ static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f
     }
 }
 
-/* Bit k of the result is 1 if the probability of element e + k is kept, for four neighbours. They need one block of
-   random words if e % 4 is 0, otherwise two. */
+/* mti_flash_kept: bit k of the result is 1 if the probability of element e + k is kept, k = 0 ... 3. The four elements
+   need one block of random words if e % 4 is 0, otherwise two. */
 static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
     uint32_t words[4], bits = 0;
     mti_philox(block, drop.at.subsequence, drop.at.seed, words);
@@ -4501,8 +4530,9 @@ static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, 
     return bits & 15;
 }
 
-/* Dropped probabilities of a tile [RowTiles * 16 queries, N8 * 8 keys] become 0. row and key are the warp's first. The
-   four lanes of a row also share the row 8 below. Each draws half of one of the two rows, and a shuffle hands it on. */
+/* Sets the dropped probabilities of a tile [RowTiles * 16 queries, N8 * 8 keys] to 0. row and key are the first ones of
+   the warp. The four lanes of a row also share the row 8 below it. Each of these lanes computes the mask of one half of
+   one of the two rows, and shuffles distribute the masks. */
 template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[RowTiles][N8][4],
                                                            int64_t head, int row, int key) {
@@ -4513,7 +4543,7 @@ static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, f
         uint32_t half = 0;
         for (int k = 0; k < N8 * 4; k += 4) half |= mti_flash_kept(f.p.drop, e + (uint64_t)k) << k;
         MT_DEVICE_UNROLL
-        for (int i = 0; i < 4; i++) { /* row i % 2, half i / 2 */
+        for (int i = 0; i < 4; i++) { /* the mask of row i % 2, half i / 2 */
             uint32_t bits = __shfl_sync(0xffffffffu, half, (lane & ~3) + i) >> (lane % 4 * 2);
             MT_DEVICE_UNROLL
             for (int j = 0; j < N8; j++)
@@ -4522,8 +4552,8 @@ static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, f
     }
 }
 
-/* For a tile [16 keys, N8 * 8 queries], bit n * 4 of kept[e / 2][e % 2] is 1 if element e of acc[n] is kept. A lane
-   draws four keys of every eighth query, and shuffles hand them on. */
+/* Computes the dropout mask of a tile [16 keys, N8 * 8 queries]. Bit n * 4 of kept[e / 2][e % 2] is 1 if element e of
+   acc[n] is kept. A lane computes the bits of four keys for every eighth query, and shuffles distribute them. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f, int64_t head, int key, int query,
                                                               uint32_t (&kept)[2][2]) {
@@ -4538,7 +4568,7 @@ static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f
     }
 }
 
-/* The sum and the maximum over the four lanes of a row. */
+/* mti_quad_sum and mti_quad_max return the sum and the maximum over the four lanes of a row. */
 static __device__ __forceinline__ float mti_quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -4550,8 +4580,8 @@ static __device__ __forceinline__ float mti_quad_max(float x) {
 }
 
 /* Online softmax: s = exp(scale * (s - the largest score of the row so far)). acc and sum are rescaled to the new
-   largest score. sum covers the elements of this lane; mti_flash_finish adds the four lanes of a row. The first tile
-   has a visible key for every row, so `now` is finite. */
+   largest score. sum has only the elements of this lane, and mti_flash_finish adds the four lanes of a row. `now` is
+   finite, because in the first tile every row has a visible key. */
 template <int RowTiles, int N8, int D8>
 static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[RowTiles][N8][4],
                                                          float (&acc)[RowTiles][D8][4], float (&top)[RowTiles][2],
@@ -4578,7 +4608,8 @@ static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)
     }
 }
 
-/* Writes out = acc / sum and lse = log of the sum of exponentials, for the warp's 32 rows from `row` on. */
+/* Writes out = acc / sum and lse = the log of the sum of exponentials, for the 32 rows of the warp from `row` on. For a
+   row without keys, out = 0 and lse = -infinity. */
 template <int HeadDim, bool BF16>
 static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, float (&acc)[2][HeadDim / 8][4],
                                                         const float (&top)[2][2], const float (&sum)[2][2], int row,
@@ -4598,21 +4629,24 @@ static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, floa
     mti_tile_store<HeadDim, BF16>(acc, tile, f.out(f.p.out, b, row, head * HeadDim), f.p.out.ld, (int)f.p.s.seq - row);
 }
 
-/* The keys of a tile of the forward kernel: as many as leave the scores and the output in registers. */
+/* The number of keys of a tile of the forward kernel: as many as possible while the scores and the output stay in
+   registers. */
 template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
     return HeadDim < 128 ? 64 : DROP ? 32 : 48;
 }
 
-/* A block owns 128 queries of a head, each of its four warps 32 of them. Shared memory has q [128, HeadDim] and three
-   tiles [Step, HeadDim], through which k0 v0 k1 v1 ... rotate: one is in use while the next two are in flight.
+/* A block owns 128 queries of a head, and each of its four warps owns 32 of them. Shared memory has q [128, HeadDim]
+   and three tiles [Step, HeadDim]. The tiles are used in turn for k0 v0 k1 v1 ...: one is in use while the next two are
+   in flight.
 
-   1. First barrier of a step: k has arrived (in the first step also q), and all warps have read the v before it. The
-      tile of that v then gets the next k.
+   1. First barrier of a step: k has arrived (and q in the first step), and all warps have read the previous v. The tile
+      of the previous v then gets the next k.
    2. Each warp computes its scores and their online softmax.
    3. Second barrier: v has arrived, and all warps have read k. The tile of k then gets the next v.
    4. Each warp adds the product with v to its output.
 
-   The barrier after the loop: all copies have arrived, and each warp may overwrite its rows of q with its output. */
+   After the barrier that follows the loop, all copies have arrived, and each warp may overwrite its rows of q with its
+   output. */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
     constexpr int Step = mti_flash_keys<HeadDim, DROP>();
@@ -4636,7 +4670,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
         bool seen = f.sees(row + 31, key, length);
         uint16_t *done;
         mti_cp_async_wait<1>();
-        __syncthreads(); /* k has arrived, and all warps have read the v before it */
+        __syncthreads(); /* k has arrived, and all warps have read the previous v */
         if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(free_tile, k, ld, key + Step, length);
         mti_cp_async_commit();
         if (seen) {
@@ -4657,8 +4691,9 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
     mti_flash_finish<HeadDim, BF16>(f, acc, top, sum, row, q + (row - first) * HeadDim);
 }
 
-/* f.lse and f.delta of each query, for the backward. A block owns 64 queries of a head. Four lanes own a query; each
-   sums every fourth vector, and shuffles add the four. There is no shared memory and no barrier. */
+/* Computes f.lse and f.delta of each query, for backward. A block owns 64 queries of a head. Four lanes own a query.
+   Each of them sums every fourth vector, and shuffles add the four sums. The kernel uses no shared memory and no
+   barrier. */
 static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f) {
     int64_t b = blockIdx.z, head = blockIdx.y, i = (int64_t)blockIdx.x * 64 + threadIdx.x / 4, row = b * f.p.s.seq + i;
     int64_t d = f.p.s.head_dim, lane = threadIdx.x % 4;
@@ -4675,10 +4710,10 @@ static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f
     f.delta[f.stat(b, head) + i] = sum;
 }
 
-/* The keys of a tile of the dq kernel. */
+/* The number of keys of a tile of the dq kernel. */
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return HeadDim == 64 ? 64 : 32; }
 
-/* Starts copying a pair of tiles, k and v, and commits. */
+/* Starts copying a pair of tiles, k and v, and commits the copies as one group. */
 template <int HeadDim, int Step>
 static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, int64_t ld, int key,
                                                             int length) {
@@ -4687,8 +4722,8 @@ static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, cons
     mti_cp_async_commit();
 }
 
-/* s becomes the gradient of the scores, p (D dp - delta). Of the dropout D, dp has the zeros already, and drop.scale is
-   applied here. */
+/* s = the gradient of the scores, p (D dp - delta). For a dropped element dp is 0 already. The factor of the dropout D
+   for the other elements, drop.scale, is applied here. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
                                                              const float (&dp)[2][N8][4], const float (&lse)[4],
@@ -4700,10 +4735,10 @@ static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f,
     }
 }
 
-/* A block owns 128 queries of a head, each of its four warps 32 of them. Shared memory has q and dout [128, HeadDim],
-   and two pairs of tiles (k, v) [Step, HeadDim]: one in use, the other in flight. The barrier of a step: the pair has
-   arrived, and all warps have read the other pair, which the next copy overwrites. The barrier after the loop: the
-   warps may overwrite their rows of q with dq. */
+/* A block owns 128 queries of a head, and each of its four warps owns 32 of them. Shared memory has q and dout [128,
+   HeadDim], and two pairs of tiles (k, v) [Step, HeadDim]: one pair is in use while the other is in flight. After the
+   barrier of a step, the pair has arrived, and all warps have read the other pair, which the next copy overwrites.
+   After the barrier that follows the loop, the warps may overwrite their rows of q with dq. */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
     constexpr int Step = mti_flash_dq_keys<HeadDim>();
@@ -4745,13 +4780,14 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
                                   f.p.dqkv.ld, (int)seq - row);
 }
 
-/* The queries of a tile of the dkv kernel, and the size of a set: tiles q and dout with lse and delta of their rows. */
+/* mti_flash_dkv_queries is the number of queries of a tile of the dkv kernel. mti_flash_set is the size of a set: the
+   tiles of q and dout, and lse and delta of their rows. */
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return HeadDim == 128 ? 32 : 64; }
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
     return mti_flash_dkv_queries<HeadDim>() * (2 * HeadDim + 4);
 }
 
-/* Starts copying a set, and commits. */
+/* Starts copying a set, and commits the copies as one group. */
 template <int HeadDim>
 static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head,
                                                                int query) {
@@ -4768,8 +4804,8 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
     mti_cp_async_commit();
 }
 
-/* s^T becomes D p for dv, and dp^T becomes the gradient of the scores for dk. lse and delta point to this lane's
-   columns. */
+/* s = D p for dv, and dp = the gradient of the scores for dk, both transposed. lse and delta point to the columns of
+   this lane. drop.scale is applied to dv later. */
 template <bool DROP, int N8>
 static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float (&s)[1][N8][4], float (&dp)[1][N8][4],
                                                        const float *lse, const float *delta,
@@ -4784,10 +4820,11 @@ static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float
     }
 }
 
-/* A block owns 128 keys of a group, each of its eight warps 16 of them. Shared memory has k and v [128, HeadDim], and
-   two sets of mti_flash_fetch_queries: one in use, the other in flight. The block goes over the queries of all heads of
-   the group. The barrier of a step: the set has arrived, and all warps have read the other set, which the next copy
-   overwrites. The barrier after the loop: the warps may overwrite their rows of k and v with dk and dv. */
+/* A block owns 128 keys of a group, and each of its eight warps owns 16 of them. Shared memory has k and v [128,
+   HeadDim], and two sets of mti_flash_fetch_queries: one set is in use while the other is in flight. The block goes
+   over the queries of all heads of the group. After the barrier of a step, the set has arrived, and all warps have read
+   the other set, which the next copy overwrites. After the barrier that follows the loop, the warps may overwrite their
+   rows of k and v with dk and dv. */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash f) {
     constexpr int Step = mti_flash_dkv_queries<HeadDim>();
@@ -4845,7 +4882,7 @@ template <int HeadDim> static constexpr int mti_flash_dkv_bytes() {
     return 2 * (2 * HeadDim * MTI_FLASH_ROWS + 2 * mti_flash_set<HeadDim>());
 }
 
-/* A block may use 99 KiB of shared memory on sm_86, sm_89 and sm_120. */
+/* Whether the three kernels fit in 99 KiB of shared memory, the limit of a block on sm_86, sm_89 and sm_120. */
 template <int HeadDim> static constexpr bool mti_flash_is_small() {
     return mti_flash_forward_bytes<HeadDim, false>() <= 99 << 10 && mti_flash_dq_bytes<HeadDim>() <= 99 << 10 &&
            mti_flash_dkv_bytes<HeadDim>() <= 99 << 10;
@@ -4909,7 +4946,7 @@ static mti_flash mti_flash_of(const mti_attention *a) {
     return f;
 }
 
-/* mt_attention_backward gives the memory of lse and delta back when it ends. */
+/* Runs the backward pass on tensor cores. mt_attention_backward releases the memory of lse and delta when it ends. */
 static mt_status mti_flash_run_backward(const mti_attention *a) {
     const mt_attention_desc *s = a->desc;
     mti_flash f = mti_flash_of(a);
@@ -4925,7 +4962,7 @@ static mt_status mti_flash_run_backward(const mti_attention *a) {
     return mti_flash_run<mti_flash_backward>(a, f);
 }
 
-/* The choice between the two paths on a GPU. */
+/* The functions below choose between the two paths on a GPU. */
 
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_desc *s) {
     if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
@@ -4965,7 +5002,7 @@ static mt_status mti_cuda_attention_backward(const mti_attention *a) {
 } /* extern "C++" */
 #endif
 
-/* A meta context takes the scratch memory, too. */
+/* Attention on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int backward) {
     if (mti_is_empty(a->qkv)) return MT_SUCCESS;
     MT_TRY(mti_attention_scratch(a, backward));
@@ -5034,7 +5071,7 @@ static void mti_cpu_rotary_table(float base, mt_tensor table) {
         }
 }
 
-/* Rotates a head by its angles; sign -1 rotates back. */
+/* Rotates a head by the angles in table. With sign -1, it rotates back. */
 static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
     int64_t j;
     MT_INDEPENDENT
@@ -5057,9 +5094,9 @@ static void mti_cpu_rotary(const mt_attention_desc *desc, mt_tensor table, float
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A block owns every gridDim-th row; each thread owns vectors of the first halves of the row's queries and keys, and
-   the same vectors of the second halves. It reads both before it writes both. There is no shared memory and no barrier.
-   */
+/* A block owns every gridDim-th row. Each thread owns vectors of the first halves of the queries and keys of the row,
+   and the same vectors of the second halves. A thread reads both vectors before it writes them. The kernel uses no
+   shared memory and no barrier. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(256)
     mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_desc s, int64_t rows, float sign) {
@@ -5070,7 +5107,8 @@ static __global__ void __launch_bounds__(256)
         int64_t position = row % s.seq;
         for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
             unsigned head = i / vectors, j = (i - head * vectors) * MTI_VECTOR, group = head / turned;
-            int64_t col = (int64_t)(head + group) * s.head_dim + j; /* skips the values of earlier groups */
+            /* adding `group` skips the values of earlier groups */
+            int64_t col = (int64_t)(head + group) * s.head_dim + j;
             float cosine[MTI_VECTOR], sine[MTI_VECTOR], low[MTI_VECTOR], high[MTI_VECTOR];
             int n = mti_vector_size(half, j);
             mti_load<WIDE>(table, position, j, n, cosine);
@@ -5089,8 +5127,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* A thread owns every (grid size)-th pair of a cosine and a sine, computed in double. There is no shared memory and no
-   barrier. */
+/* table = cosines and sines. A thread owns every (grid size)-th pair of a cosine and a sine, and computes it in double.
+   The kernel uses no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_rotary_table_kernel(mti_view table, int64_t rows, int64_t half, double base) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5170,7 +5208,8 @@ static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids,
     for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
 }
 
-/* *index: the first index whose id is neither in [0, limit) nor ignored, or count if there is none. *id: that id. */
+/* *index = the first index whose id is neither in [0, limit) nor `ignore`, and *id = that id. If there is none, *index
+   = count. */
 static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index,
                               int32_t *id) {
     int64_t i;
@@ -5182,7 +5221,8 @@ static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A thread owns every (grid size)-th id. There is no shared memory and no barrier. */
+/* ids[i] = the position of token first + i in its sequence. A thread owns every (grid size)-th id. The kernel uses no
+   shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_position_kernel(int64_t first, int64_t seq, int32_t *ids, int64_t count) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5197,8 +5237,8 @@ static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int
     return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
-/* *bad, which the caller sets to count, becomes the first index with a wrong id. A thread owns every (grid size)-th id,
-   and atomicMin gives the same index in any order. There is no shared memory and no barrier. */
+/* *bad = the first index with a wrong id. The caller sets *bad to count before. A thread owns every (grid size)-th id.
+   atomicMin gives the same index in any order. The kernel uses no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5206,7 +5246,7 @@ static __global__ void __launch_bounds__(256)
         if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
 }
 
-/* As mti_cpu_ids_check. */
+/* The same as mti_cpu_ids_check, on a GPU. It waits for the result. */
 static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
                                     int64_t *index, int32_t *id) {
     size_t mark = mt_arena_mark(ctx);
@@ -5274,6 +5314,7 @@ static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const 
     return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
 }
 
+/* y = row + beta y. A row of NULL counts as zeros. With beta = 0, y is not read. */
 static void mti_embedding_row(const float *row, float beta, float *y, int64_t n) {
     int64_t j;
     if (beta == 0.0f) {
@@ -5306,6 +5347,7 @@ static void mti_cpu_embedding_backward(mt_tensor dy, int64_t first_row, const in
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* y = the table rows of the ids + beta y. Ids that are not in this shard give zeros. */
 struct mti_embedding_op {
     mti_view table, y;
     const int32_t *ids;
@@ -5329,9 +5371,9 @@ static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, in
     return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
 }
 
-/* next[i]: the next token with the id of token i, or count if there is none. first[i]: 1 if no earlier token has this
-   id. A thread owns every (grid size)-th token, and compares its id with all others. There is no shared memory and no
-   barrier. */
+/* next[i] = the next token with the id of token i, or count if there is none. first[i] = 1 if no earlier token has this
+   id, otherwise 0. A thread owns every (grid size)-th token, and compares its id with all others. The kernel uses no
+   shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next, int32_t *first) {
     int64_t step = (int64_t)gridDim.x * blockDim.x;
@@ -5344,8 +5386,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* The vector of the first token with an id adds those of all tokens with this id, in their order. So no two threads
-   write to the same row, and the order is that of a CPU. */
+/* The thread of the first token with an id adds the vectors of all tokens with this id, in the order of the tokens. So
+   no two threads write to the same row, and a GPU adds in the same order as a CPU. */
 struct mti_embedding_backward_op {
     mti_view dy, dtable;
     const int32_t *ids, *next, *first;
@@ -5434,14 +5476,14 @@ static int32_t mti_ignore_index(int32_t ignore_index) { return ignore_index ? ig
 
 MT_API int32_t mt_ignore_index(int32_t ignore_index) { return mti_ignore_index(ignore_index); }
 
-/* The target's column in this shard, or -1. */
+/* Returns the column of the target in this shard, or -1 if the target is ignored or in another shard. */
 static int64_t mti_target_column(const mt_cross_entropy_shard_desc *s, int32_t target, int64_t real) {
     int64_t col = (int64_t)target - s->first_col;
     return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
 
-/* out[0] = max, out[1] = sum of e^(x - max), out[3] = sum of x. One pass over memory: it takes a block of columns at a
-   time, and rescales the sum in double if the maximum grows (Milakov and Gimelshein, arXiv 1805.02867). */
+/* out[0] = max of x, out[1] = sum of e^(x - max), out[3] = sum of x. It reads memory once: it processes a block of
+   columns at a time, and rescales the sum in double if the maximum grows (Milakov and Gimelshein, arXiv 1805.02867). */
 static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
     float room[MTI_BLOCK], top = -(float)INFINITY;
     double exps = 0.0, sum = 0.0;
@@ -5473,8 +5515,8 @@ static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shard_desc *s, mt
     }
 }
 
-/* Joins the statistics of b to those of a. The sums of exponentials are rescaled to the larger maximum. The maximum is
-   -inf if both shards are padding only. */
+/* Adds the statistics of b to those of a. The sums of exponentials are rescaled to the larger maximum. The maximum is
+   -infinity if both shards have padding only. */
 static void mti_stats_join(float a[4], const float b[4]) {
     float top = a[0] > b[0] ? a[0] : b[0];
     a[1] = top == -(float)INFINITY ? a[1] + b[1] : a[1] * expf(a[0] - top) + b[1] * expf(b[0] - top);
@@ -5483,8 +5525,8 @@ static void mti_stats_join(float a[4], const float b[4]) {
     a[3] += b[3];
 }
 
-/* Joins shards [first, first + span) of a token in the order in which mt_all_reduce adds ranks: ((0+1)+(2+3))+... span
-   is a power of two. */
+/* out = the joined statistics of shards [first, first + span) of a token. The order is that in which mt_all_reduce adds
+   ranks: ((0+1)+(2+3))+... span is a power of two. */
 static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, int64_t first, int64_t span,
                            int64_t shards, float out[4]) {
     float right[4];
