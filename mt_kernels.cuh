@@ -2220,6 +2220,8 @@ typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m
     float alpha, beta;
 } mti_gemm_piece;
 
+/* Computes one block of a product, tile by tile. The inner loop goes over the rows of a, so that a panel of b stays in
+   L1. */
 static void mti_gemm_block(const mti_gemm_piece *x) {
     float sums[MTI_MR * MTI_NR];
     int64_t i, j;
@@ -2360,6 +2362,7 @@ static void mti_lt_destroy(mt_context *ctx, void *gemm) {
     mt_host_free(lt);
 }
 
+/* Returns the cuBLASLt state of the context. Creates it on the first call. */
 static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
     mti_kernels *k;
     MT_TRY(mti_kernels_open(ctx, &k));
@@ -2547,6 +2550,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     return MT_SUCCESS;
 }
 
+/* Sets the epilogue of a plan and its operands in the cuBLASLt descriptor. */
 static mt_status mti_lt_epilogue(mt_context *ctx, mti_lt_plan *p, const mti_lt_call *g) {
     const mti_lt_key *q = &p->key;
     uint32_t epilogue = (uint32_t)q->epilogue;
@@ -2639,6 +2643,7 @@ static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
     return mti_lt_matmul(ctx, lt, p, g);
 }
 
+/* Fills a call and its key. The caller sets bias, aux and ld_aux. */
 static void mti_lt_call_make(const mti_matmul *m, mt_tensor a, mt_tensor b, mt_tensor c, int epilogue, mti_lt_call *g) {
     mti_lt_key *key = &g->key;
     memset(g, 0, sizeof *g);
@@ -2898,6 +2903,7 @@ static void mti_squared_relu_backward_row(const float *h, const float *dy, float
     for (j = 0; j < n; j++) dh[j] = dy[j] * (2.0f * mti_relu(h[j]));
 }
 
+/* gate is limited to at least -80, so that e^-gate does not overflow. */
 static void mti_swiglu_backward_row(const float *gate, const float *up, const float *dy, float *dgate, float *dup,
                                     int64_t n) {
     int64_t j;
@@ -3082,6 +3088,7 @@ static mt_status mti_linear_activation_forward(mt_context *ctx, mt_activation ki
     return mt_activation_forward(ctx, kind, h, bias, y);
 }
 
+/* dact = dy weight, then dh = dact * act'(h). */
 static mt_status mti_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
                                                 mt_tensor h, mt_tensor dh, mt_tensor dbias) {
     size_t mark = mt_arena_mark(ctx);
@@ -3132,9 +3139,9 @@ static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
 }
 
 /* Decides whether a new plan is fused. With MT_EPILOGUE_FUSED it always is. With MT_EPILOGUE_MEASURED it is if that is
-   faster. The measured runs add to zeros in the arena, not to the gradients of the caller. A plan is not fused if the
-   arena is too small for these zeros, during stream capture, or if half of the plans have `stays`. A decision by
-   measurement is kept, because the two ways give different bits. */
+   faster, but not if the arena is too small for the measurement, during stream capture, or if half of the plans have
+   `stays`. The measured runs add to zeros in the arena, not to the gradients of the caller. A decision by measurement
+   is kept, because the two ways give different bits. */
 template <typename Separate>
 static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
                                const Separate &separate) {
@@ -3193,6 +3200,8 @@ static mti_matmul mti_lt_sizes(int trans_a, int trans_b, int64_t m, int64_t n, i
     return s;
 }
 
+/* mti_cuda_linear_forward and the three functions after it call mti_lt_linear if cuBLASLt has the epilogue and can take
+   all views as they are. Otherwise they call the separate operators. */
 static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
     mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
     auto separate = [&](mt_tensor c, mt_tensor) { return mti_linear_forward(ctx, x, weight, bias, c); };
@@ -3204,7 +3213,7 @@ static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_lt_linear(ctx, &g, mt_none(), separate);
 }
 
-/* cuBLASLt has an epilogue for MT_GELU_TANH only. */
+/* cuBLASLt has an activation epilogue for MT_GELU_TANH only. */
 static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                                     mt_tensor bias, mt_tensor h, mt_tensor y) {
     mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);
@@ -3512,6 +3521,7 @@ struct mti_norm_means {
     float mean_g, mean_gx; /* the means of g = dy * gain and of g * xhat */
 };
 
+/* The arguments of the backward kernel, and what it computes for one vector. */
 struct mti_norm_backward_op {
     mti_view x, gain, stats, dy, dresidual, dx;
     int centered;
@@ -3747,6 +3757,8 @@ static void mti_cpu_random_normal(mt_tensor y, float std, mt_random at) {
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* The same as mti_normal_row, one element at a time. The formula is the same, in double, so that a CPU and a GPU
+   agree. */
 struct mti_normal_op {
     mti_view y;
     mt_random at;
@@ -3816,6 +3828,7 @@ static void mti_dropout_block(const float *x, const float *bias, const float *re
     }
 }
 
+/* One row of mt_bias_dropout_add_forward. e is the global element number of the first element. */
 static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, const float *residual, mt_dropout dropout,
                                          int64_t e, float *y, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout.p);
@@ -4008,7 +4021,7 @@ static mt_status mti_expect_attention(mt_context *ctx, const char *where, const 
     return mti_expect_lengths(ctx, where, s);
 }
 
-/* One call of attention on a CPU: its arguments, and what all heads share. */
+/* One call of attention: its arguments, and below them what all heads share in the loops of a CPU. */
 typedef struct mti_attention {
     mt_context *ctx;
     const mt_attention_desc *desc;
@@ -4064,6 +4077,7 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
     return MT_SUCCESS;
 }
 
+/* Locates query head `member` of a group: its columns in qkv and out, and its rows. */
 static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_t group, int64_t member) {
     const mt_attention_desc *s = a->desc;
     int64_t first = group * (s->heads_per_group + 2) * s->head_dim;
@@ -4157,6 +4171,7 @@ static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h
     }
 }
 
+/* Computes the output of a query head, panel by panel. */
 static mt_status mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
     const mt_attention_desc *s = a->desc;
     int64_t i0, r;
@@ -4489,9 +4504,9 @@ struct mti_flash {
     }
 };
 
-/* Set masked scores to -infinity: mask_rows in scores [RowTiles * 16 queries, N8 * 8 keys], mask_columns in scores [16
-   keys, N8 * 8 queries]. query and key are the first ones of the warp. The limits are relative to them, because the
-   compiler would otherwise keep the limits of all rows in registers. */
+/* These two functions set masked scores to -infinity: mask_rows in scores [RowTiles * 16 queries, N8 * 8 keys],
+   mask_columns in scores [16 keys, N8 * 8 queries]. query and key are the first ones of the warp. The limits are
+   relative to them, because the compiler would otherwise keep the limits of all rows in registers. */
 template <int RowTiles, int N8>
 static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, float (&s)[RowTiles][N8][4], int length,
                                                            int query, int key) {
@@ -4515,8 +4530,8 @@ static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f
     }
 }
 
-/* mti_flash_kept: bit k of the result is 1 if the probability of element e + k is kept, k = 0 ... 3. The four elements
-   need one block of random words if e % 4 is 0, otherwise two. */
+/* Bit k of the result of mti_flash_kept is 1 if the probability of element e + k is kept, for k = 0 ... 3. The four
+   elements need one block of random words if e % 4 is 0, otherwise two. */
 static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
     uint32_t words[4], bits = 0;
     mti_philox(block, drop.at.subsequence, drop.at.seed, words);
@@ -5237,7 +5252,7 @@ static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int
     return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
-/* *bad = the first index with a wrong id. The caller sets *bad to count before. A thread owns every (grid size)-th id.
+/* *bad = the first index with a wrong id. The caller initialises *bad to count. A thread owns every (grid size)-th id.
    atomicMin gives the same index in any order. The kernel uses no shared memory and no barrier. */
 static __global__ void __launch_bounds__(256)
     mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
@@ -5405,6 +5420,7 @@ struct mti_embedding_backward_op {
     }
 };
 
+/* Links the tokens of each id, then adds their gradients in order. */
 static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                              mt_tensor dtable) {
     size_t mark = mt_arena_mark(ctx);
@@ -5540,8 +5556,8 @@ static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, in
     mti_stats_join(out, right);
 }
 
-/* With the maximum m and the sum s, loss = log(s) + (m - target), not lse - target: the large part of the logits then
-   cancels before log(s) is added. */
+/* Computes loss and lse. With the maximum m and the sum s, the loss is log(s) + (m - target), not lse - target, so that
+   the large part of the logits cancels before log(s) is added. */
 static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shard_desc *s, mt_tensor gathered, int64_t shards,
                                           const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     float a = s->label_smoothing, all[4];
@@ -5564,6 +5580,7 @@ static void mti_cross_entropy_backward_row(float *x, float top, float log_sum, f
     for (j = 0; j < n; j++) x[j] = factor * (mti_exp((x[j] - top) - log_sum) - even);
 }
 
+/* Overwrites the logits with their gradient. Padding columns and rows with an ignored target become 0. */
 static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shard_desc *s, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
     int64_t i, real = mti_real_columns(s, logits.cols);
@@ -5578,7 +5595,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shard_desc *s,
     }
 }
 
-/* All three steps for a row at a time, while the row is in the cache. */
+/* Does all three steps for one row at a time, while the row is in the cache. */
 static void mti_cpu_cross_entropy(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets,
                                   mt_tensor dloss, float scale, mt_tensor loss) {
     float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
@@ -5596,6 +5613,8 @@ static void mti_cpu_cross_entropy(const mt_cross_entropy_shard_desc *s, mt_tenso
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* The arguments of the cross-entropy kernels, and the formulas that they share. run computes the gradient for
+   mti_map. */
 struct mti_ce {
     mti_view logits, stats, lse, dloss;
     const int32_t *targets;
@@ -5604,7 +5623,7 @@ struct mti_ce {
     float scale;
     int32_t ignore;
 
-    __device__ int64_t target_of(int64_t row) const { /* its column in this shard, or -1 */
+    __device__ int64_t target_of(int64_t row) const { /* the column of the target in this shard, or -1 */
         int64_t col = (int64_t)targets[row] - desc.first_col;
         return targets[row] != ignore && col >= 0 && col < real ? col : -1;
     }
@@ -5613,7 +5632,7 @@ struct mti_ce {
         if (desc.label_smoothing > 0.0f) value += desc.label_smoothing * (top - plain / (float)desc.vocab);
         return targets[row] == ignore ? 0.0f : value;
     }
-    /* Writes the gradient of a vector of `row`, from the logits in row `row_from` of `from`. */
+    /* Writes the gradient of one vector of `row`, from the logits in row `row_from` of `from`. */
     template <bool WIDE>
     __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
                              float log_sum) const {
@@ -5634,7 +5653,7 @@ struct mti_ce {
     }
 };
 
-#define MTI_CE_THREADS 1024 /* of a block, at most: a row may take all shared memory of a multiprocessor */
+#define MTI_CE_THREADS 1024 /* maximum per block; high, because a row may take all shared memory of a multiprocessor */
 
 static unsigned mti_ce_threads(int64_t cols) {
     return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_VECTOR - 1) / MTI_VECTOR, 32));
@@ -5645,8 +5664,9 @@ static unsigned mti_ce_threads(int64_t cols) {
 
    1. Each thread owns every blockDim-th vector of the row. It computes their maximum, and their sum of exponentials
       relative to this maximum.
-   2. Shuffles give the maximum of each warp, and `tops` has those of all warps. `hit` has the logit of the target. The
-      barrier: both are written before any thread reads them, and before the caller overwrites logits with gradients.
+   2. Shuffles give the maximum of each warp. `tops` holds the maxima of all warps, and `hit` holds the logit of the
+      target. The barrier separates writing `tops` and `hit` from reading them. It also ensures that the logit of the
+      target is read before the caller overwrites logits with gradients.
    3. Each thread rescales its sum to the maximum of the row, and mti_block_sums adds the sums through `shared`. */
 template <bool WIDE>
 static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
@@ -5689,10 +5709,10 @@ template <bool WIDE> static __global__ void __launch_bounds__(MTI_CE_THREADS) mt
     mti_put(c.stats, blockIdx.x, 3, s.w);
 }
 
-/* Loss and gradient of a whole vocabulary. A block owns a row; each thread owns every blockDim-th vector of it. With
-   keep, `room` in shared memory holds the row in its own type; otherwise the row is read again, from the L2 cache. The
-   barriers are in mti_ce_row: thread 0 has read the logit of the target before any gradient overwrites it. Everything
-   else that a thread reads, in `room` too, lies in its own vectors. */
+/* Computes the loss and the gradient for a whole vocabulary. A block owns a row, and each thread owns every blockDim-th
+   vector of it. With keep, `room` in shared memory holds the row in its own type. Otherwise the row is read again, from
+   the L2 cache. The barriers are in mti_ce_row: after them, thread 0 has read the logit of the target, so gradients may
+   overwrite logits. All other logits that a thread reads, in `room` as well, are in its own vectors. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS)
     mti_ce_kernel(mti_ce c, int64_t cols, mti_view loss, int keep) {
@@ -5757,8 +5777,9 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
 
 #define MTI_CE_DEPTH 11 /* levels of the tree, enough for 1024 shards */
 
-/* Joins the shards of token i in the order of mti_stats_tree. The stack holds finished subtrees, as the bits of a
-   binary counter: equal subtrees are joined at once, and the rest at the end, from the right. */
+/* Joins the statistics of all shards for token i in the order of mti_stats_tree, and writes loss and lse. The stack
+   holds finished subtrees, like the bits of a binary counter: two subtrees of the same size are joined immediately, and
+   the remaining ones at the end, from the right. */
 static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t tokens, int64_t i,
                                       const mti_view &loss) {
     float stack[MTI_CE_DEPTH][4], x[4];
@@ -5769,7 +5790,7 @@ static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t t
             for (int q = 0; q < 4; q++) x[q] = mti_get(c.stats, s * tokens + i, q);
         else if (depth > 0)
             for (int q = 0; q < 4; q++) x[q] = stack[depth - 1][q];
-        if (s == shards) depth--; /* the end: join the remaining subtrees */
+        if (s == shards) depth--; /* at the end, join the remaining subtrees */
         while (depth > 0 && (s == shards || (joins & 1))) {
             float *l = stack[--depth], top = fmaxf(l[0], x[0]);
             x[1] = top == -INFINITY ? l[1] + x[1] : l[1] * expf(l[0] - top) + x[1] * expf(x[0] - top);
@@ -5787,7 +5808,8 @@ static __device__ void mti_ce_combine(const mti_ce &c, int64_t shards, int64_t t
     mti_put(c.lse, 1, i, log_sum);
 }
 
-/* A thread owns every (grid size)-th token. There is no shared memory and no barrier. */
+/* Calls mti_ce_combine for all tokens. A thread owns every (grid size)-th token. The kernel uses no shared memory and
+   no barrier. */
 static __global__ void __launch_bounds__(128)
     mti_ce_combine_kernel(mti_ce c, int64_t shards, int64_t tokens, mti_view loss) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
@@ -5886,7 +5908,8 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
 
 /* ---- >>adamw ----------------------------------------------------------------------------------------------------- */
 
-/* What one step needs. As in torch.optim.AdamW, the bias corrections are part of the step size and of the root. */
+/* The factors of one step. As in torch.optim.AdamW, the bias corrections are in the step size and in the factor of the
+   square root. */
 typedef struct mti_adamw {
     float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, grad_scale, keep, step_size, inverse_root2;
 } mti_adamw;
@@ -5907,6 +5930,7 @@ MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *h) {
     return mti_expect_finite(ctx, "mt_adamw_step", "grad_scale", h->grad_scale);
 }
 
+/* Refuses a master for an f32 param, and stochastic rounding for an f32 param or with a master. */
 static mt_status mti_expect_rounding(mt_context *ctx, const mt_random *round, mt_tensor param, mt_tensor master) {
     if (master.data && param.dtype == MT_F32)
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_adamw_step: param is f32 and has a master, which is for bf16 and f16");
@@ -5919,6 +5943,7 @@ static mt_status mti_expect_rounding(mt_context *ctx, const mt_random *round, mt
     return mti_expect_random(ctx, "mt_adamw_step", *round, param.rows, param.cols);
 }
 
+/* Computes the factors of a step in double and rounds each of them once. */
 static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
     double correction1 = 1.0 - pow((double)h->beta1, (double)h->step);
     double correction2 = 1.0 - pow((double)h->beta2, (double)h->step);
@@ -5947,8 +5972,8 @@ static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, fl
     }
 }
 
-/* A row of 16-bit parameters, MTI_WORDS at a time. master is NULL if there is none. round is NULL, or gives the random
-   words of the elements from e on. */
+/* Updates a row of 16-bit parameters, MTI_WORDS at a time. master is NULL if there is none. round is NULL for rounding
+   to nearest. Otherwise it gives the random words, and e is the global element number of the first element. */
 static void mti_adamw_16bit_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
                                 float *master, const float *grad, float *m, float *v, int64_t n) {
     float room[MTI_WORDS];
@@ -6252,9 +6277,9 @@ struct mti_multiply_col_backward_op {
     mti_view x, factors, dy, dx, dcol;
 };
 
-/* A block computes every gridDim-th row. Thread t has vectors t, t + blockDim.x, ... of the row: it adds their products
-   dy * x and writes their dx, if dx is given. Then mti_block_sums, which has the barriers, adds the sums of all
-   threads. `shared` is its memory for the sums of the warps. dx may be x, dy or col, so a thread reads these before it
+/* A block computes every gridDim-th row. Thread t has vectors t, t + blockDim.x, ... of the row. It adds their products
+   dy * x and writes their dx, if dx is given. Then mti_block_sums adds the sums of all threads. It has the barriers,
+   and `shared` is its memory for the sums of the warps. dx may be x, dy or col, so a thread reads these before it
    writes dx. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS)
@@ -6318,7 +6343,8 @@ MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
 }
 
-/* drow and dcol may be written before the last element of another argument is read or written. */
+/* Refuses a `sum` argument (drow or dcol) that is the same memory as another argument, because it may be written before
+   the last element of the other argument is read or written. */
 static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
     int i;
     for (i = 0; i < count; i++)
@@ -6352,7 +6378,7 @@ MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor
 MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
                                           mt_tensor dcol) {
     static const char *const name = "mt_multiply_col_backward";
-    mt_arg args[] = {/* dcol is first: without columns it is still written */
+    mt_arg args[] = {/* dcol is first, because it is also written if x has no columns */
                      {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
                      {"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
