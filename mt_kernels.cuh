@@ -372,8 +372,9 @@ typedef struct mt_cross_entropy_shard_desc {
    stats:    stats [tokens, 4] = for each token the maximum of the shard's x (-inf if all columns are padding), the sum
              of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
    combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
-             this order. It adds shards in the order of mt_all_reduce. Row 0 of lse is the maximum m, row 1 is log(sum
-             of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise than their rounded sum.
+             this order, for 1 to 1024 shards. It adds the shards in the order of mt_all_reduce. Row 0 of lse is the
+             maximum m, row 1 is log(sum of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise
+             than their rounded sum.
    backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
              optional: mt_none() means 1 for every token. */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
@@ -5556,6 +5557,8 @@ static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, in
     mti_stats_join(out, right);
 }
 
+#define MTI_CE_SHARDS 1024 /* the most that mt_cross_entropy_combine joins */
+
 /* Computes loss and lse. With the maximum m and the sum s, the loss is log(s) + (m - target), not lse - target, so that
    the large part of the logits cancels before log(s) is added. */
 static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shard_desc *s, mt_tensor gathered, int64_t shards,
@@ -5775,7 +5778,7 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
 }
 
-#define MTI_CE_DEPTH 11 /* levels of the tree, enough for 1024 shards */
+#define MTI_CE_DEPTH 11 /* levels of the tree over MTI_CE_SHARDS shards */
 
 /* Joins the statistics of all shards for token i in the order of mti_stats_tree, and writes loss and lse. The stack
    holds finished subtrees, like the bits of a binary counter: two subtrees of the same size are joined immediately, and
@@ -5864,7 +5867,8 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
                      {"gathered", &gathered, mt_size_mul(shards, loss.cols), 4, MT_ARG_F32, MT_ARG_IN}};
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    if (shards < 1) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be at least 1", where, shards);
+    if (shards < 1 || shards > MTI_CE_SHARDS)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", where, shards, MTI_CE_SHARDS);
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));

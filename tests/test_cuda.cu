@@ -650,6 +650,33 @@ static void test_many_tokens(void **state) {
     mt_arena_release(gpu, mark[1]);
 }
 
+/* The most shards that mt_cross_entropy_combine joins, and one less: both fill the kernel's stack of subtrees. */
+static void test_many_shards(void **state) {
+    enum { SHARDS = 1024, TOKENS = 2 };
+    static float x[SHARDS * TOKENS * 4];
+    const int32_t targets[TOKENS] = {0, 1000};
+    (void)state;
+    for (int shards = SHARDS - 1; shards <= SHARDS; shards++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        mt_cross_entropy_shard_desc s = {shards, 0, 0.1f, 0};
+        uint64_t seed = 7;
+        for (int i = 0; i < shards * TOKENS; i++) { /* stats of one column each: maximum, sum, target, sum of x */
+            float logit = 4.0f * test_float(&seed);
+            x[4 * i] = x[4 * i + 3] = logit;
+            x[4 * i + 1] = 1;
+            x[4 * i + 2] = i / TOKENS == targets[i % TOKENS] ? logit : 0;
+        }
+        pair stats = pair_f32(shards * TOKENS, 4), loss = pair_f32(1, TOKENS), lse = pair_f32(2, TOKENS);
+        BOTH(mt_upload(cpu, x, stats.cpu), mt_upload(gpu, x, stats.gpu));
+        BOTH(mt_cross_entropy_combine(cpu, &s, stats.cpu, shards, targets, loss.cpu, lse.cpu),
+             mt_cross_entropy_combine(gpu, &s, stats.gpu, shards, ids_on_gpu(targets, TOKENS), loss.gpu, lse.gpu));
+        same("mt_cross_entropy_combine", loss, 1e-6);
+        same("lse", lse, 1e-6);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 static void test_ids(void **state) {
     int32_t ids[300];
     (void)state;
@@ -988,6 +1015,7 @@ int main(void) {
         cmocka_unit_test(test_wide_cross_entropy),
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_many_tokens),
+        cmocka_unit_test(test_many_shards),
         cmocka_unit_test(test_sum),
         cmocka_unit_test(test_rotary),
         cmocka_unit_test(test_lengths_too_long),

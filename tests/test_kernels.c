@@ -1526,6 +1526,8 @@ static void test_bad_cross_entropy(void **state) {
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "targets is NULL", mt_cross_entropy_stats(ctx, &good, x, NULL, stats));
     ASSERT_REFUSED(MT_ERR_DTYPE, "logits is u8", mt_cross_entropy_stats(ctx, &good, with_dtype(x, MT_U8), t, stats));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "shards is 0", mt_cross_entropy_combine(ctx, &good, stats, 0, t, loss, lse));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "shards is 1025, must be 1 to 1024",
+                   mt_cross_entropy_combine(ctx, &good, stats, 1025, t, loss, lse));
     ASSERT_REFUSED(MT_ERR_SHAPE, "gathered is [3, 4], must be [6, 4]",
                    mt_cross_entropy_combine(ctx, &good, stats, 2, t, loss, lse));
     ASSERT_REFUSED(MT_ERR_SHAPE, "lse is [1, 4], must be [2, 3]",
