@@ -757,8 +757,8 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 #endif
 
 #if defined(MT_USE_MPI)
-#if !defined(OMPI_SKIP_MPICXX) &&                                                                                      \
-    !defined(MPICH_SKIP_MPICXX) /* C++ bindings of old, which want a library of their own */
+/* Leaves out MPI's old C++ bindings, which need a library of their own. */
+#if !defined(OMPI_SKIP_MPICXX) && !defined(MPICH_SKIP_MPICXX)
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
@@ -779,7 +779,7 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 extern "C" {
 #endif
 
-/* A strict -std=c99 hides these names of POSIX and Linux; C++ never does. */
+/* A strict -std=c99 hides these functions of POSIX and Linux; C++ does not. */
 #if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
 int posix_memalign(void **ptr, size_t alignment, size_t bytes);
 int nanosleep(const struct timespec *time, struct timespec *left);
@@ -788,7 +788,7 @@ long syscall(long number, ...);
 #endif
 #endif
 
-/* macOS and strict -std=c99 cannot wait on the monotonic clock. */
+/* On macOS and with a strict -std=c99, pthread_cond_timedwait cannot use the monotonic clock. */
 #if defined(_POSIX_C_SOURCE) && _POSIX_C_SOURCE >= 200112L && defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
 #define MTI_MONOTONIC 1
 #else
@@ -799,7 +799,7 @@ long syscall(long number, ...);
 #error "megatron.h needs infinities, NaN and the order of additions: compile its implementation without -ffast-math"
 #endif
 
-/* The status of a call that is a range in a profile, closed however the call ends. */
+/* MT_RANGE returns the status of `call`. The NVTX range ends after the call, also when the call fails. */
 #if defined(MT_USE_NVTX)
 static mt_status mti_range_end(mt_status status) {
     nvtxRangePop();
@@ -826,66 +826,68 @@ struct mt_context {
     mt_logger logger;
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
-    size_t region_end, region_top; /* of mt_arena_region */
+    size_t region_end, region_top; /* see mt_arena_region */
     mti_slot_memory slots[MT_SLOT_COUNT];
-    mt_device planned;                  /* META */
-    int ordinal, owns_stream;           /* CUDA */
-    int capability;                     /* of the GPU: 90 for sm_90 */
-    struct CUstream_st *compute_stream; /* in `stream`, except while forked */
+    mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
+    int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
+    int capability;                     /* compute capability of the GPU: 90 for sm_90 */
+    struct CUstream_st *compute_stream; /* the context's own stream */
     struct CUstream_st *second_stream, *third_stream;
-    struct CUevent_st *events[MTI_EVENTS]; /* of each ticket, and of what a fork comes after */
-    unsigned pending;                      /* events that the compute stream has not waited for, as bits */
-    uint64_t reached;                      /* other GPUs whose memory this one reads, as bits */
-    struct CUstream_st *stream;
+    struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
+    unsigned pending;                      /* bit mask of tickets that the compute stream has not waited for */
+    uint64_t reached;                      /* bit mask of other GPUs whose memory this GPU can read */
+    struct CUstream_st *stream;            /* where calls put their work: compute_stream, except while forked */
     int arena_symmetric;
-    mt_comm *nccl; /* the communicators over NCCL that belong to it */
-    uint64_t nccl_calls;
-    struct mti_window *windows; /* what is registered with them */
+    mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
+    uint64_t nccl_calls;        /* number of calls on these communicators so far */
+    struct mti_window *windows; /* list of the memory registered with these communicators */
     char error[MT_ERROR_BYTES];
 };
 
-/* Codes of calls that are no mt_collective, in slots and sentences. The ledger does not count them. */
+/* Codes for calls that have no mt_collective, for slots and messages. The ledger does not count these calls. */
 typedef enum mti_call_kind { MTI_SPLIT = 64, MTI_SEND_RECV = 65, MTI_CREATE = 66 } mti_call_kind;
 
 typedef struct mti_call {
     int kind; /* mt_collective or mti_call_kind */
     mt_dtype dtype;
     mt_op op;
-    int root;   /* of a broadcast; destination of a send, -1: none */
-    int source; /* of a receive, -1: none */
+    int root;   /* root of a broadcast, or destination of a send; -1: none */
+    int source; /* source of a receive; -1: none */
     size_t count, recvcount;
-    size_t stride; /* elements between the blocks of two ranks in what a gather receives and a reduce_scatter sends;
-                      count, or more when the call moves a chunk of each block */
-    int goes_on;   /* 1: not the first chunk of a call */
+    /* elements between the blocks of two ranks in the receive buffer of an all_gather and in the send buffer of a
+       reduce_scatter: count, or more when the call moves a chunk of each block */
+    size_t stride;
+    int goes_on; /* 1: this is not the first chunk of a call */
     const void *send;
     void *recv;
     int color, key;
 } mti_call;
 
 typedef struct mti_slot {
-    uint64_t what, count, recvcount; /* the call, packed; atomic: others may read it at any time, for a sentence */
-    uint64_t outbox;
-    const char *left; /* why this rank will never come again; NULL: it is still there */
-    int inside;
-    int failed; /* from here on valid between the two meetings of one call, or while the outbox is posted */
+    uint64_t what, count, recvcount; /* the call, packed; atomic: other ranks read them at any time, for messages */
+    uint64_t outbox;                 /* destination + 1 and state of a posted message, see MTI_POSTED; atomic */
+    const char *left;                /* why this rank has left the group; NULL: it has not left */
+    int inside;                      /* MTI_OUTSIDE, MTI_IN_COLLECTIVE or MTI_IN_P2P */
+    /* The fields below are valid between the two meetings of a call, or while the outbox is posted. */
+    int failed;
     const void *send;
     void *recv;
     size_t send_count;
     mt_dtype send_dtype;
-    int ordinal; /* of the GPU that send and recv are on */
+    int ordinal; /* the GPU that holds send and recv */
     int color, key;
-    mt_comm **family; /* split: the new group's communicators, made by its leader */
+    mt_comm **family; /* mt_comm_split: the communicators of the new group, created by its leader */
 } mti_slot;
 
 typedef struct mti_group {
-    uint64_t state;
-    unsigned char apart[56]; /* the word everybody spins on has a cache line of its own */
+    uint64_t state;          /* atomic, see MTI_BROKEN */
+    unsigned char apart[56]; /* padding: `state` has its own cache line, because all ranks spin on it */
     int sleepers, left_count, references;
     int size;
-    int spin;               /* the cores suffice for all ranks of the job */
-    struct mti_group *root; /* the group this one, and others, were split from, which it holds; NULL: it is that one */
-    int late_turns;         /* of the root, atomic: turns given away that came back late, one after the other */
-    int64_t crowded_until;  /* of the root, atomic, microseconds by mti_now: until then others would take turns */
+    int spin;               /* 1: there is a core for every rank of the job */
+    struct mti_group *root; /* the first group of the chain of splits, kept alive by this one; NULL: this group */
+    int late_turns;         /* used in the root, atomic: consecutive late returns of sched_yield, see mti_note_turn */
+    int64_t crowded_until;  /* used in the root, atomic: microseconds by mti_now; until then waits do not poll */
     double timeout;
     pthread_mutex_t mutex;
     pthread_cond_t cond;
@@ -898,28 +900,28 @@ struct mti_rank;
 
 typedef struct mti_nccl {
     struct ncclComm *handle;    /* NULL: aborted */
-    mt_context *home;           /* the context it belongs to; NULL: destroyed */
-    mt_comm *next;              /* in the context's list */
-    struct CUstream_st *stream; /* of the last call */
-    mti_call last;
-    uint64_t number; /* of the last call, among those of the context */
+    mt_context *home;           /* the context that the communicator belongs to; NULL: the context is destroyed */
+    mt_comm *next;              /* in the list mt_context.nccl */
+    struct CUstream_st *stream; /* the stream of the last call */
+    mti_call last;              /* the last call, for messages */
+    uint64_t number;            /* mt_context.nccl_calls at the last call */
     double timeout;
     int ordinal, owned;
-    int busy;         /* has something in the stream */
-    mt_status broken; /* MT_SUCCESS: not */
+    int busy;         /* 1: the communicator may have work in the stream */
+    mt_status broken; /* MT_SUCCESS: not broken */
 } mti_nccl;
 
 struct mt_comm {
     const struct mti_transport *transport;
-    mti_group *group;    /* of threads; over MPI: this process's own picture of the group; else NULL */
-    struct mti_mpi *mpi; /* over MPI */
+    mti_group *group;    /* threads: the shared group; over MPI: a copy that only this process uses; else NULL */
+    struct mti_mpi *mpi; /* only over MPI */
     int rank, size;
-    mti_nccl nccl;          /* over NCCL */
-    struct mti_rank *owner; /* the launched rank it belongs to, or NULL */
-    mt_comm *next;          /* in the owner's list of sub-communicators */
-    int local_rank;         /* on its machine */
-    const char *launcher;   /* of processes that nothing connects yet */
-    double timeout;         /* for what will connect them */
+    mti_nccl nccl;          /* only over NCCL */
+    struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
+    mt_comm *next;          /* in the list mti_rank.children of the owner */
+    int local_rank;         /* see mt_comm_local_rank */
+    const char *launcher;   /* only mti_apart: name of the launcher */
+    double timeout;         /* only mti_apart: timeout of the communicators made from this one */
     mt_ledger ledger;
     char name[16];
     mt_status error_status; /* the status that `error` belongs to */
@@ -932,14 +934,14 @@ typedef struct mti_rank {
     mt_rank_function run;
     void *user;
     int rank, started;
-    int leaving;     /* a communicator: if that fails, it is not what the rank failed with */
-    int ended, told; /* its function has returned; the logger knows why */
+    int leaving;     /* 1: the rank is destroying a communicator; mt_comm_fail then stores no message */
+    int ended, told; /* ended: the rank's function has returned; told: the logger has got the rank's error */
     struct mti_watch *watch;
-    const int *core; /* the cores it is pinned to ... */
-    int cores;       /* ... and how many; 0: not pinned */
+    const int *core; /* the cores that the rank is pinned to */
+    int cores;       /* number of these cores; 0: not pinned */
     mt_status status;
     pthread_t thread;
-    char reason[MT_ERROR_BYTES + 64]; /* why it left, for the sentences of those that wait for it */
+    char reason[MT_ERROR_BYTES + 64]; /* why the rank left, for the messages of ranks that wait for it */
 } mti_rank;
 
 typedef struct mti_text {
@@ -947,14 +949,17 @@ typedef struct mti_text {
     char data[MT_ERROR_BYTES];
 } mti_text;
 
-/* What connects the ranks of a communicator: a row of functions, below. No other code asks which one it is.
-   has_peers: 0 where calls go nowhere; are_threads: 1 where the ranks are threads of this process
-   check: whether the context goes with the communicator
-   p2p: with another rank; collective: in a group of two and more
-   enter, exit: all ranks meet and compare their calls, and part; NULL where nothing calls them
-   split: color -1 leaves *out NULL; over_nccl: the same ranks over NCCL, or *out stays NULL where they stay as they are
-   enlist: see mt_comm_register
-   leave: tells the other ranks; reason completes "rank 1 ..." and must outlive the group */
+/* A transport connects the ranks of a communicator: a table of functions. The tables are below.
+   has_peers     0: a call moves no data to other ranks
+   are_threads   1: the ranks are threads of this process
+   check         returns an error when the context cannot be used with the communicator
+   collective    runs a collective
+   p2p           runs a send, a receive or both, with other ranks
+   enter, exit   the two meetings of a call: all ranks compare their calls, and leave the call; NULL: never called
+   split         as mt_comm_split; color -1 leaves *out NULL
+   over_nccl     creates a communicator with the same ranks over NCCL; leaves *out NULL where NCCL is not used
+   enlist        see mt_comm_register
+   leave         tells the other ranks that this rank leaves; `reason` completes "rank 1 ...", must outlive the group */
 typedef struct mti_transport {
     int has_peers, are_threads;
     mt_status (*check)(mt_context *ctx, mt_comm *comm, const char *name);
@@ -969,7 +974,7 @@ typedef struct mti_transport {
     void (*destroy)(mt_comm *comm);
 } mti_transport;
 
-/* -- what is called before its section -- */
+/* -- declarations of functions that are called before their section -- */
 
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* >>cuda */
 static void mti_cuda_free(void *user, void *ptr, size_t bytes);
@@ -1032,12 +1037,12 @@ static const mti_transport mti_alone = {0, 0,
     mti_alone_check,  mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
     mti_stays,               mti_no_enlist,    mti_no_leave,     mti_no_destroy};
 
-/* Neither data nor peers. */
+/* mt_comm_create_meta: no data and no peers. */
 static const mti_transport mti_meta = {0, 0,
     mti_meta_check,   mti_no_call,           mti_no_call,    NULL,           NULL,         mti_meta_split,
     mti_refuse_over_nccl,    mti_no_enlist,    mti_no_leave,     mti_no_destroy};
 
-/* Processes that nothing connects yet. */
+/* Processes of mt_world_from_env without MPI, which are not connected. */
 static const mti_transport mti_apart = {1, 0,
     mti_apart_check,  mti_no_call,           mti_no_call,    NULL,           NULL,         mti_apart_split,
     mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
@@ -1133,10 +1138,10 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
 MT_API void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
 MT_API void mt_host_free(void *ptr) { free(ptr); }
 
-/* A meta context hands out addresses of memory that does not exist; only their differences mean anything. */
+/* The address of memory that does not exist, for a meta context. Only differences of such addresses have a meaning. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
 
-/* Where creation fails there is no context yet to keep the sentence: it goes to the world and to the logger. */
+/* Stores an error of mt_context_create in world and logs it, because there is no context yet. */
 static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
     if (world) mt_comm_fail(world, status, text);
     if (desc && desc->logger.log) (desc->logger.log)(desc->logger.user, MT_LOG_ERROR, text);
@@ -1185,7 +1190,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->invariant = d->invariant;
     ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
     ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
-    ctx->capability = 90; /* of a GPU that is planned: its attention takes more scratch than an older one's */
+    ctx->capability = 90; /* MT_DEVICE_META plans for sm_90, where attention needs more scratch memory than before */
     ctx->world = world;
     ctx->allocator = d->allocator;
     ctx->logger = d->logger;
@@ -1209,7 +1214,7 @@ static mt_status mti_context_arena(mt_context *ctx) {
 
 MT_API int mt_version(void) { return MT_VERSION_NUMBER; }
 
-/* Another version's description may have other fields: it is not read. */
+/* Does not read the desc: the mt_context_desc of another version may have other fields. */
 static mt_status mti_version_refuse(mt_comm *world, int version) {
     char text[192];
     snprintf(
@@ -1243,7 +1248,7 @@ MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt
 static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
     if (slot->destroy) (slot->destroy)(ctx, slot->memory);
     mt_host_free(slot->memory);
-    slot->memory = NULL; /* the slots below it are still to be destroyed, and may ask */
+    slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
 }
 
 MT_API void mt_context_destroy(mt_context *ctx) {
@@ -1307,7 +1312,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     } else {
         mt_status status = MT_SUCCESS;
         void *ptr;
-        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mt_cuda_enter(ctx)); /* the allocator takes the current device's */
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mt_cuda_enter(ctx)); /* the allocator uses the current GPU */
         ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
         if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
         if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
@@ -1324,7 +1329,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mt_align_up(bytes ? bytes : 1);
     if (!ctx || !ptr) return;
     if (ctx->device == MT_DEVICE_CUDA)
-        mti_cuda_forget(ctx, ptr); /* no kernel still uses it, whose allocator it may be */
+        mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     ctx->allocated -= size;
 }
@@ -1390,7 +1395,7 @@ MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak) {
 
 MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols) {
     mt_tensor t;
-    memcpy(&t.data, &data, sizeof data); /* a view does not say whether it will be written */
+    memcpy(&t.data, &data, sizeof data); /* casts const away: one view type serves for reading and writing */
     t.rows = rows;
     t.cols = cols;
     t.ld = cols;
@@ -1407,7 +1412,8 @@ MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t) {
     return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
 }
 
-/* What is negative, or begins where bytes cannot be counted, has -1 rows, which every call refuses. */
+/* Returns a view with rows == -1, which every call refuses, when an argument is negative or the offset in bytes would
+   overflow int64_t. */
 static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
     const int64_t most = INT64_MAX / 32;
     int sizes = row >= 0 && rows >= 0 && col >= 0 && cols >= 0 && col <= most;
@@ -1430,12 +1436,12 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 /* ---- >>cuda ------------------------------------------------------------------------------------------------------ */
 
 #if defined(__CUDACC__)
-/* Kernels are written against these names only, so that the tests can run them on a CPU. */
+/* Kernels use only these extensions, so that tests/engine can run them on a CPU. */
 #define MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)                                               \
     (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
 #define MT_SHARED(type, name, count) __shared__ type name[count]
 #define MT_DEVICE_UNROLL _Pragma("unroll")
-#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2") /* where all of it would take too many registers */
+#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2") /* for loops whose full unrolling needs too many registers */
 #define MT_HOST_DEVICE __host__ __device__
 #define MT_DYN_SHARED(type, name)                                                                                      \
     extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
@@ -1447,11 +1453,11 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 #endif
 
 #if MT_HAS_CUDA
-/* An error of CUDA becomes a sentence that names the call. */
+/* Turns a CUDA error into a status and a message that names the call. */
 static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *call) {
     mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
     if (error == cudaSuccess) return MT_SUCCESS;
-    cudaGetLastError(); /* or the next launch would be blamed */
+    cudaGetLastError(); /* clears the error, which mt_cuda_launched would report for the next launch */
     return mt_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
 }
 #define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
@@ -1462,7 +1468,7 @@ MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
 }
 
 #if MTI_NCCL
-#define MTI_NCCL_MEMORY ((size_t)2 << 20) /* its granularity: smaller pieces would waste most of it */
+#define MTI_NCCL_MEMORY ((size_t)2 << 20) /* granularity of ncclMemAlloc: smaller blocks would waste most of it */
 #endif
 
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
@@ -1480,7 +1486,7 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
     (void)user;
 #if MTI_NCCL
     if (bytes >= MTI_NCCL_MEMORY) {
-        cudaDeviceSynchronize(); /* as cudaFree does by itself */
+        cudaDeviceSynchronize(); /* cudaFree does this by itself */
         ncclMemFree(ptr);
         return;
     }
@@ -1492,7 +1498,7 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
 MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
-    cudaGetLastError(); /* what the program left there is not ours, see mt_cuda_launched */
+    cudaGetLastError(); /* clears an error of the program, which mt_cuda_launched would report */
     MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
     return MT_SUCCESS;
 }
@@ -1502,6 +1508,7 @@ static int mti_cuda_count(void) {
     return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : (cudaGetLastError(), 0);
 }
 
+/* Creates the streams and events of a context, after a check of the GPU's number. */
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     int devices = 0, major = 0, minor = 0, lowest, highest, i;
     ctx->ordinal = desc->ordinal;
@@ -1534,13 +1541,13 @@ static mt_status mti_cuda_synchronize(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-/* Waits for all streams. */
+/* Waits for all streams, and detaches the communicators over NCCL from the context. */
 static void mti_cuda_idle(mt_context *ctx) {
-    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* there is no such device, as a sentence has said */
+    if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* no such GPU: mti_cuda_open has failed with a message */
         cudaGetLastError();
         return;
     }
-    if (ctx->second_stream) { /* first: the other one may wait for it */
+    if (ctx->second_stream) { /* before the compute stream, which may wait for it */
         ctx->stream = ctx->second_stream;
         mti_cuda_synchronize(ctx);
     }
@@ -1584,7 +1591,7 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
     return MT_SUCCESS;
 }
 
-/* The wait for peers comes first: a copy to pageable memory waits, too, but without a timeout. */
+/* Calls mt_cuda_wait_peers first, because a copy to pageable memory waits for the stream without a timeout. */
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mt_cuda_wait_peers(ctx));
@@ -1592,13 +1599,14 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
     return mti_cuda_synchronize(ctx);
 }
 
-/* Before memory is freed. */
+/* Prepares to free ptr: waits for the stream, and deregisters the memory from NCCL. */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
-    mti_cuda_synchronize(ctx); /* if that fails, the memory goes all the same */
+    mti_cuda_synchronize(ctx); /* an error does not keep the memory from being freed */
     mti_nccl_forget(ctx, NULL, ptr);
 }
 
-/* What is called until mti_cuda_fork_end goes to stream `side`, after all that is in the compute stream by now. */
+/* Calls until mti_cuda_fork_end put their work into stream `side`, which first waits for the work that the compute
+   stream has now. */
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
     struct CUevent_st *now = ctx->events[MTI_EVENTS - 1];
     MT_TRY(mt_cuda_enter(ctx));
@@ -1623,7 +1631,7 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
     MT_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->compute_stream, ctx->events[ticket], 0));
     return MT_SUCCESS;
 }
-#else /* no context is on MT_DEVICE_CUDA then: these are never called */
+#else /* without CUDA there is no context on MT_DEVICE_CUDA, and the static functions are never called */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
 MT_API mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
@@ -1662,7 +1670,7 @@ static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) { return (void)c
 static mt_status mti_cuda_join(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
 #endif
 
-/* Between two places of the context's device, which may overlap on a CPU. */
+/* Copies bytes within the context's device. On a CPU, the two ranges may overlap. */
 static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
     if (bytes == 0 || to == from || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
     if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_copy(ctx, to, from, bytes);
