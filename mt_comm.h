@@ -1680,22 +1680,26 @@ static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, siz
 
 /* ---- >>local ----------------------------------------------------------------------------------------------------- */
 
-/* Ranks are threads. A group is what they share: one word that counts arrivals, one slot per rank that says what the
-   rank calls and where its buffers lie, one mutex and condition variable for those that wait for long.
+/* Ranks are threads. They share a group: one word (`state`) that counts arrivals, one slot per rank with the rank's
+   current call and the addresses of its buffers, and one mutex and condition variable for long waits.
 
-   A collective: publish the call in the slot, arrive, wait for the others, compare all slots, move the data straight
-   between the callers' buffers, arrive again. Nobody passes the second meeting before everybody has finished reading,
-   so nothing is ever staged. Only the first meeting can fail; once it has succeeded every rank is inside the library
-   and will finish, so the second one needs no timeout, and a call that failed has touched nothing.
+   A collective: write the call to the slot, arrive, wait for the others, compare all slots, move the data directly
+   between the callers' buffers, arrive again. No rank passes the second meeting before all ranks have finished reading,
+   so no data is staged. Only the first meeting can fail. Once it has succeeded, every rank is inside the library and
+   will finish, so the second meeting needs no timeout. A call that fails in the first meeting has changed no buffer.
 
-   Point to point: the sender posts its buffer in its outbox and waits; the receiver copies from it and says so. */
+   Point to point: the sender posts its buffer in its outbox and waits. The receiver copies from this buffer and then
+   changes the state of the outbox to MTI_DONE. */
 
-#define MTI_BROKEN ((uint64_t)1) /* group state: bit 0 broken, bits 1 to 15 arrivals, bits 16 to 63 meetings held */
+/* mti_group.state: bit 0: the group is broken; bits 1 to 15: number of arrivals at the current meeting; bits 16 to 63:
+   its generation, the number of meetings before it. */
+#define MTI_BROKEN ((uint64_t)1)
 #define MTI_ARRIVAL ((uint64_t)2)
 #define MTI_GENERATION 16
 
-#define MTI_POSTED 1u /* outbox: the low three bits; above them the destination + 1 */
-#define MTI_TAKEN 2u  /* the receiver is copying: the sender must stay */
+/* mti_slot.outbox: the low three bits hold one of these states, the bits above hold the destination + 1. 0: empty. */
+#define MTI_POSTED 1u
+#define MTI_TAKEN 2u /* the receiver is copying: the sender must wait */
 #define MTI_DONE 3u
 #define MTI_REFUSED 4u
 
@@ -1703,9 +1707,9 @@ static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, siz
 #define MTI_IN_COLLECTIVE 1
 #define MTI_IN_P2P 2
 
-#define MTI_SPIN_SECONDS 20e-6
-#define MTI_LATE_TURN 500e-6
-#define MTI_LATE_TURNS 2 /* of each rank, one after the other */
+#define MTI_SPIN_SECONDS 20e-6 /* a wait polls for this time before it sleeps */
+#define MTI_LATE_TURN 500e-6   /* these three: see mti_note_turn; in seconds */
+#define MTI_LATE_TURNS 2       /* per rank, in a row */
 #define MTI_CROWDED 32
 
 #if defined(__GNUC__)
@@ -1733,7 +1737,7 @@ MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text)
     return status;
 }
 
-/* mt_fail for calls on a communicator, which keeps the sentence too; ctx and comm may be NULL. */
+/* As mt_fail, but stores the message in comm, too. ctx and comm may be NULL. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 4, 5)))
 #endif
@@ -1784,15 +1788,15 @@ static int mti_cond_init(pthread_cond_t *cond) {
 #endif
 }
 
-/* Measures a wait. Time in which this process did not run does not count, or the first thread that runs again would
-   blame ranks that had no chance to come. The process has not run when a thread that looks every `tick` seconds comes
-   back much later: what is longer than two ticks counts as two. */
+/* Measures a wait without the time in which this process was stopped. Otherwise the first thread that runs again would
+   blame ranks that had no chance to arrive. A waiting thread reads the clock every `tick` seconds; an interval longer
+   than two ticks means that the process was stopped, and counts as two ticks. */
 typedef struct mti_stopwatch {
     double waited, looked, tick;
 } mti_stopwatch;
 
-#define MTI_TICKS 16 /* in a timeout, at least */
-#define MTI_TICK_SECONDS 1.0
+#define MTI_TICKS 16         /* ticks per timeout, at least */
+#define MTI_TICK_SECONDS 1.0 /* the longest tick */
 
 static mti_stopwatch mti_stopwatch_start(double timeout) {
     mti_stopwatch w;
@@ -1802,7 +1806,7 @@ static mti_stopwatch mti_stopwatch_start(double timeout) {
     return w;
 }
 
-/* Looks at the stopwatch: the seconds that count since it was started. */
+/* Reads the clock, and returns the seconds counted since the start of the stopwatch. */
 static double mti_waited(mti_stopwatch *w) {
     double now = mti_now(), step = now - w->looked;
     w->looked = now;
@@ -1817,8 +1821,9 @@ static void mti_stopwatch_sleep(const mti_stopwatch *w, double timeout, pthread_
     pthread_cond_timedwait(cond, mutex, &wake);
 }
 
-/* A thread is not cancelled inside a call on a communicator, where it may hold a lock and peers read its buffers, but
-   at the end of the call. mti_hold returns what mti_release wants. Android cannot cancel threads. */
+/* A call on a communicator begins with mti_hold and ends with mti_release, which gets the result of mti_hold. Between
+   the two the thread cannot be cancelled, because it may hold a lock and peers may read its buffers. mti_release
+   executes a pending cancellation. Android cannot cancel threads. */
 static int mti_hold(void) {
     int before = 0;
 #if defined(PTHREAD_CANCEL_DISABLE)
@@ -1852,17 +1857,17 @@ static void mti_pause(void) {
 #define MTI_CAN_PIN 0
 #endif
 
-/* The number of cores this thread may run on; core[i], for i < limit, is the number of the i-th of them. */
+/* Returns the number of cores that this thread may run on, and stores the first `limit` core numbers in core. */
 static int mti_allowed_cores(int *core, int limit) {
     int found = 0;
 #if defined(__linux__)
     unsigned char mask[MTI_CORE_BYTES];
     int i;
     long bytes;
-    memset(mask, 0, sizeof mask); /* MemorySanitizer does not see what a system call writes */
+    memset(mask, 0, sizeof mask); /* for MemorySanitizer, which does not see what a system call writes */
     bytes = syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
     for (i = 0; i < 8 * (int)bytes; i++) {
-        if (!(mask[i / 8] >> (i % 8) & 1)) continue; /* little endian, as all 64-bit Linux of today */
+        if (!(mask[i / 8] >> (i % 8) & 1)) continue; /* assumes a little-endian machine */
         if (found < limit) core[found] = i;
         found++;
     }
@@ -1874,7 +1879,7 @@ static int mti_allowed_cores(int *core, int limit) {
     return found > 0 ? found : 1;
 }
 
-/* Lets this thread, and those it starts, run on these cores only. */
+/* Pins this thread, and the threads that it starts later, to these cores. */
 static void mti_pin(const int *core, int count) {
 #if defined(__linux__)
     unsigned char mask[MTI_CORE_BYTES];
@@ -1883,7 +1888,7 @@ static void mti_pin(const int *core, int count) {
     memset(mask, 0, sizeof mask);
     for (i = 0; i < count; i++)
         if (core[i] < 8 * MTI_CORE_BYTES) mask[core[i] / 8] |= (unsigned char)(1u << (core[i] % 8));
-    (void)syscall(SYS_sched_setaffinity, 0L, (long)sizeof mask, mask); /* a refusal costs speed only */
+    (void)syscall(SYS_sched_setaffinity, 0L, (long)sizeof mask, mask); /* an error only costs speed */
 #else
     (void)core;
     (void)count;
@@ -1891,8 +1896,7 @@ static void mti_pin(const int *core, int count) {
 }
 
 #if MTI_NCCL || MTI_MPI
-/* Between two questions whether something has come: lets others run, and sleeps once it has lasted for `soon` seconds.
- */
+/* Called between two polls of a wait: yields the core, or sleeps for 50 us when the wait has lasted `soon` seconds. */
 static void mti_rest(double waited, double soon) {
     struct timespec nap = mti_timespec(50e-6);
     int before = mti_hold();
@@ -1956,7 +1960,7 @@ static mti_group *mti_group_new(int size, double timeout, int spin) {
 
 static mti_group *mti_root_of(mti_group *g) { return g && g->root ? g->root : g; }
 
-/* All communicators of a new group, or none of them. parent: whose members these are; NULL: there is none */
+/* Creates all communicators of a new group, or none. parent: the group that is split; NULL: none */
 static mt_status mti_family_new(int size, double timeout, int spin, mti_group *parent, const char *name,
                                 mt_comm **comms) {
     mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
@@ -2048,7 +2052,7 @@ static void mti_say_send_recv(mti_text *text, const mti_slot *slot, int to, int 
     mti_say(text, "%s)", dtype);
 }
 
-/* "all_reduce(count 4, f32, sum)" */
+/* Writes the call in a slot: "all_reduce(count 4, f32, sum)". */
 static void mti_say_call(mti_text *text, const mti_slot *slot) {
     uint64_t what = __atomic_load_n(&slot->what, __ATOMIC_RELAXED);
     unsigned long long count = __atomic_load_n(&slot->count, __ATOMIC_RELAXED);
@@ -2072,7 +2076,7 @@ static void mti_say_where(mti_text *text, const mt_comm *comm) {
     mti_say(text, " on \"%s\" (%d ranks): ", comm->name, comm->size);
 }
 
-/* "all_reduce(count 4, f32, sum) on "world" (3 ranks): " */
+/* Writes this rank's call: "all_reduce(count 4, f32, sum) on "world" (3 ranks): ". */
 static void mti_say_mine(mti_text *text, const mt_comm *comm) {
     mti_say_call(text, mti_slot_of(comm->group, comm->rank));
     mti_say_where(text, comm);
@@ -2083,7 +2087,7 @@ static int mti_same_call(const mti_slot *a, const mti_slot *b) {
            __atomic_load_n(&a->count, __ATOMIC_RELAXED) == __atomic_load_n(&b->count, __ATOMIC_RELAXED);
 }
 
-/* "ranks 0, 2, 3 called all_reduce(...)": everybody who calls what rank `first` calls. */
+/* Writes all ranks with the same call as rank `first`: "ranks 0, 2, 3 called all_reduce(...)". */
 static void mti_say_alike(mti_text *text, const mti_group *g, int first) {
     int r, alike = 0, said = 0;
     for (r = first; r < g->size; r++) alike += mti_same_call(mti_slot_of(g, first), mti_slot_of(g, r));
@@ -2097,7 +2101,7 @@ static void mti_say_alike(mti_text *text, const mti_group *g, int first) {
     mti_say_call(text, mti_slot_of(g, first));
 }
 
-/* The same sentence on every rank, because every rank sees the same slots. */
+/* Writes which ranks called what. The message is the same on every rank, because all ranks read the same slots. */
 static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
     const mti_group *g = comm->group;
     int r, before, said = 0;
@@ -2126,7 +2130,8 @@ static void mti_say_absent(mti_text *text, const mti_group *g, int rank) {
     mti_say_call(text, slot);
 }
 
-/* Who keeps a collective (peer < 0) or a message (peer) waiting, and who else waits in another call. */
+/* Writes which ranks a collective (peer < 0) or a message (to or from `peer`) waits for. For a collective it also names
+   the first rank that waits in a different call. */
 static void mti_say_timeout(mti_text *text, const mt_comm *comm, int peer) {
     const mti_group *g = comm->group;
     const mti_slot *mine = mti_slot_of(g, comm->rank);
@@ -2168,13 +2173,13 @@ static void mti_say_left(mti_text *text, const mt_comm *comm, int peer) {
 
 /* -- waiting -- */
 
-/* A wait is over when (*word & mask) == value, or, for `until_not`, as soon as it is something else. */
+/* A wait ends when (*word & mask) == value, or, with until_not, when (*word & mask) != value. */
 typedef struct mti_wait {
     const uint64_t *word;
     uint64_t mask, value;
     int until_not;
-    int peer;    /* the rank waited for; -1: all of them */
-    int forever; /* everybody needed is known to be inside and to finish */
+    int peer;    /* the rank waited for; -1: all ranks */
+    int forever; /* 1: all ranks needed are inside the call and will finish: the wait cannot fail */
 } mti_wait;
 
 typedef enum mti_outcome { MTI_MET, MTI_SEES_BROKEN, MTI_SEES_LEFT, MTI_SEES_LATE } mti_outcome;
@@ -2183,9 +2188,10 @@ static int mti_wait_over(const mti_wait *w) {
     return ((__atomic_load_n(w->word, __ATOMIC_SEQ_CST) & w->mask) == w->value) != (w->until_not != 0);
 }
 
-/* A turn that comes back late went to somebody who computes, perhaps in another program. When one after the other does,
-   each wait would cost a turn: for MTI_CROWDED times as long the ranks had better sleep at once, for sleepers are woken
-   in front of those who compute. */
+/* Detects cores that other threads use, perhaps those of another program: polling with sched_yield then took longer
+   than MTI_LATE_TURN, because another thread computed for a time slice. After MTI_LATE_TURNS such polls per rank in a
+   row, the ranks sleep without polling for MTI_CROWDED times as long as this poll took, because the scheduler runs a
+   woken thread before threads that compute. */
 static void mti_note_turn(mti_group *root, double start, double now) {
     if (now - start <= MTI_LATE_TURN) {
         if (__atomic_load_n(&root->late_turns, __ATOMIC_RELAXED) != 0)
@@ -2195,8 +2201,9 @@ static void mti_note_turn(mti_group *root, double start, double now) {
     }
 }
 
-/* Before going to sleep, for a moment: with a core for every rank, spin; with fewer, let the others run, who may be the
-   ones waited for. Giving way costs an eighth of sleeping and being woken (8 ranks on 2 cores). */
+/* Polls for about MTI_SPIN_SECONDS, and returns whether the wait is over. With a core for every rank it spins. With
+   fewer cores it calls sched_yield, so that the ranks waited for can run: this costs an eighth of sleeping and waking
+   up (8 ranks on 2 cores). */
 static int mti_spin(mti_group *g, const mti_wait *w) {
     mti_group *root = mti_root_of(g);
     int rounds = g->spin ? 32 : 1, over = mti_wait_over(w), i;
@@ -2231,8 +2238,10 @@ static mti_outcome mti_wait_status(const mti_group *g, const mti_wait *w, int la
     return late ? MTI_SEES_LATE : MTI_MET;
 }
 
-/* Whoever changes a word does so before it looks at `sleepers`, whoever sleeps counts itself before it looks at the
-   word, both in one total order: so a change is seen by the one, or the sleeper by the other. */
+/* Waits until w is over, the group breaks, a rank leaves, or the timeout expires.
+   A thread that changes the word does this before it reads `sleepers`. A thread that sleeps increments `sleepers`
+   before it reads the word. All four accesses are SEQ_CST: either the second thread sees the new word, or the first one
+   sees that a thread sleeps. */
 static mti_outcome mti_wait_for(mti_group *g, const mti_wait *w) {
     mti_stopwatch watch;
     mti_outcome outcome = MTI_MET;
@@ -2258,13 +2267,14 @@ static mti_outcome mti_wait_for(mti_group *g, const mti_wait *w) {
 
 static void mti_wake(mti_group *g) {
     if (__atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST) == 0) return;
-    pthread_mutex_lock(&g->mutex); /* whoever has counted itself is now either asleep or will look again */
+    pthread_mutex_lock(&g->mutex); /* a thread counted in `sleepers` now sleeps, or will read the word again */
     pthread_mutex_unlock(&g->mutex);
     pthread_cond_broadcast(&g->cond);
 }
 
-/* Makes every present and future wait of the group fail with this sentence; the first one wins. A break that rests on
-   meeting `generation` not having taken place (MTI_ANY: on nothing) is void when it has. Returns nonzero when void. */
+/* Breaks the group: every current and future wait fails with this message. Only the first break of a group counts. The
+   group breaks only if the meeting `generation` has not taken place; if it has, mti_break does nothing and returns
+   nonzero. MTI_ANY: the break does not depend on a meeting. */
 #define MTI_ANY UINT64_MAX
 static int mti_break(mti_group *g, mt_status status, const mti_text *text, uint64_t generation) {
     uint64_t state;
@@ -2284,7 +2294,7 @@ static int mti_break(mti_group *g, mt_status status, const mti_text *text, uint6
     return moved;
 }
 
-/* For those that were waiting when the group broke; latecomers learn that it broke before. */
+/* mti_broken_now is for ranks that were waiting when the group broke, mti_broken_before for ranks that call later. */
 static mt_status mti_broken_now(mt_context *ctx, mt_comm *comm) {
     return mti_refuse(ctx, comm, comm->group->why_broken, "%s", comm->group->text);
 }
@@ -2295,7 +2305,8 @@ static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_cal
                       mti_call_name(call->kind), comm->name, comm->size, comm->rank, comm->group->text);
 }
 
-/* The sentence and the end of a wait that failed. MT_SUCCESS: what was waited for came in the last moment after all. */
+/* Ends a wait that failed: breaks the group with a message and returns the error. Returns MT_SUCCESS when the meeting
+   `generation` took place at the last moment. */
 static mt_status mti_give_up(mt_context *ctx, mt_comm *comm, mti_outcome outcome, int peer, uint64_t generation) {
     mti_text text;
     text.used = 0;
@@ -2308,7 +2319,7 @@ static mt_status mti_give_up(mt_context *ctx, mt_comm *comm, mti_outcome outcome
     return mti_broken_now(ctx, comm);
 }
 
-/* This rank cannot go on with the call: its peers are told why. Returns status. */
+/* Breaks the group because this rank has failed inside the call. The message has the rank's error. Returns status. */
 static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
     mti_text text;
     text.used = 0;
@@ -2323,6 +2334,8 @@ static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
 
+/* Counts this rank as arrived at the current meeting, whose generation goes to *generation. The last rank starts the
+   next generation. whatever: 1: also in a broken group */
 static mti_arrival mti_arrive(mti_group *g, uint64_t *generation, int whatever) {
     uint64_t state = __atomic_load_n(&g->state, __ATOMIC_SEQ_CST), next;
     int last;
@@ -2347,7 +2360,7 @@ static mti_outcome mti_wait_meeting(mti_group *g, uint64_t generation, int forev
     return mti_wait_for(g, &w);
 }
 
-/* A meeting that cannot fail: everybody has passed mti_enter and is inside the same call. */
+/* A meeting that cannot fail, because all ranks have passed mti_enter and are inside the same call. */
 static void mti_meet(mt_comm *comm) {
     uint64_t generation;
     if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(comm->group, generation, 1);
@@ -2357,6 +2370,7 @@ static void mti_set_inside(mt_comm *comm, int inside) {
     __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELAXED);
 }
 
+/* Compares the calls of all ranks. When they differ, every rank gets the same message. */
 static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
     const mti_group *g = comm->group;
     mti_text text;
@@ -2369,8 +2383,8 @@ static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
     return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
 }
 
-/* The first meeting. After MT_SUCCESS every rank is in the same call and must go on to mti_exit; after an error this
-   rank takes no further part, and no peer will look at its buffers. */
+/* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
+   is not in the call, and no peer reads its buffers. */
 static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_group *g = comm->group;
     uint64_t generation = 0;
@@ -2440,13 +2454,14 @@ static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
     return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
 }
 
+/* Receives: waits until the source has posted a message for this rank, copies it, and updates the source's outbox. */
 static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_group *g = comm->group;
     mti_slot *slot = mti_slot_of(g, call->source);
     size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
     uint64_t posted;
     mt_status status;
-    do { /* a sender that gave up in between has broken the group, which ends the next wait */
+    do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
         mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
         mti_outcome outcome = mti_wait_for(g, &w);
         if (outcome != MTI_MET) return mti_give_up(ctx, comm, outcome, call->source, MTI_ANY);
@@ -2462,8 +2477,8 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
     return status;
 }
 
-/* Waits until the posted message has been taken. After an error (its own, or `status`, that of the receive that went
-   with it) the message is withdrawn; when the receiver is already copying, it is let finish. */
+/* Waits until the receiver has copied the posted message. After an error of this wait, or of the receive of the same
+   call (`status`), withdraws the message; when the receiver is already copying, waits until the copy is done. */
 static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
     mti_group *g = comm->group;
     mti_slot *slot = mti_slot_of(g, comm->rank);
@@ -2497,7 +2512,7 @@ static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 static void mti_leave(mt_comm *comm, const char *reason) { (comm->transport->leave)(comm, reason); }
 
-/* 0: this rank has left before. */
+/* Returns 0 when this rank has left before, else 1. */
 static int mti_mark_left(mt_comm *comm, const char *reason) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return 0;
@@ -2518,13 +2533,14 @@ static void mti_comm_free(mt_comm *comm) {
     free(comm);
 }
 
+/* Leaves the group, and destroys comm unless comm is the world of a launched rank. */
 static void mti_comm_end(mt_comm *comm) {
     struct mti_rank *owner;
     mt_comm **at;
     mti_leave(comm, "has left the group");
     owner = comm->owner;
     if (owner) {
-        if (comm == owner->world) return; /* the launcher's */
+        if (comm == owner->world) return; /* mt_launch or mt_world_from_env destroys it */
         for (at = &owner->children; *at != comm; at = &(*at)->next) continue;
         *at = comm->next;
         owner->leaving = 1;
@@ -2540,7 +2556,7 @@ MT_API void mt_comm_destroy(mt_comm *comm) {
     mti_release(before);
 }
 
-/* A communicator made from another one belongs to the same launched rank. */
+/* Makes child belong to the same launched rank as parent, which it was created from. */
 static void mti_adopt(mt_comm *parent, mt_comm *child) {
     child->local_rank = parent->local_rank;
     child->owner = parent->owner;
@@ -2549,8 +2565,8 @@ static void mti_adopt(mt_comm *parent, mt_comm *child) {
     parent->owner->children = child;
 }
 
-/* A call on ranks that are processes, which only NCCL or MPI connects; device: of the context, -1 when there is none.
- */
+/* Refuses a call on processes that are not connected, and says how to connect them. device: the context's device; -1:
+   no context */
 static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *function, int device) {
     const char *how = "call mt_comm_create_for with a context on MT_DEVICE_CUDA, or, for ranks on CPUs, compile the "
                       "implementation with -DMT_USE_MPI and start them with mpirun or srun";
@@ -2564,7 +2580,8 @@ static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *fu
                       comm->size, comm->name, comm->launcher, how);
 }
 
-/* Where rank `of` stands among those of its color; leader: the lowest rank in comm of that color. */
+/* Computes the place of rank `of` in its new group: its rank there, the group's size, and the leader, which is the
+   lowest rank in comm with the same color. */
 static void mti_split_place(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
     const mti_slot *mine = mti_slot_of(comm->group, of);
     int r;
@@ -2579,6 +2596,7 @@ static void mti_split_place(const mt_comm *comm, int of, int *rank, int *size, i
     }
 }
 
+/* Creates all communicators of one color's group; NULL: out of memory. The caller frees the array. */
 static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
     mt_comm **family = (mt_comm **)calloc((size_t)size, sizeof *family);
     double timeout = comm->group ? comm->group->timeout : MT_TIMEOUT_DEFAULT;
@@ -2591,6 +2609,8 @@ static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
     return NULL;
 }
 
+/* Splits between mti_enter and mti_exit: the leader of each color creates the group's communicators, and after a
+   meeting each rank takes its own. */
 static mt_comm *mti_split(mt_comm *comm, int color) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mt_comm **family = NULL, *out = NULL;
