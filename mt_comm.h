@@ -2677,8 +2677,8 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 
 /* ---- >>16bit: bf16 and f16 --------------------------------------------------------------------------------------- */
 
-/* Iterations of the next loop do not depend on each other, which the compiler cannot see where input and output may be
-   the same memory, and then does not vectorise it. */
+/* Says that the iterations of the next loop are independent. Without it, compilers do not vectorize a loop whose input
+   and output may be the same memory. */
 #if defined(__CUDACC__)
 #define MT_INDEPENDENT
 #elif defined(__clang__)
@@ -2689,7 +2689,7 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 #define MT_INDEPENDENT
 #endif
 
-#if defined(__clang__) /* it warns about what it did not vectorise, also where it was told not to optimise */
+#if defined(__clang__) /* clang warns about each loop that it does not vectorize, even with -O0 */
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed"
 #endif
@@ -2714,16 +2714,17 @@ MT_INLINE MT_HOST_DEVICE float mt_f32_from_bits(uint32_t u) {
 
 MT_INLINE float mti_bf16_to_f32(uint16_t h) { return mt_f32_from_bits((uint32_t)h << 16); }
 
-/* Adding half of the last place, less one if that place is even, carries as rounding to nearest even does; past the
-   largest number it carries into infinity. Only NaN goes another way: its top bits stay, and it is quiet. */
+/* Rounds to nearest even: adds half of the last place of bf16, less one bit when this place is even, and drops the low
+   16 bits. Beyond the largest bf16 the carry gives infinity. NaN keeps its top 16 bits and becomes quiet. */
 MT_INLINE uint16_t mti_f32_to_bf16(float x) {
     uint32_t u = mt_f32_bits(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);
     return (uint16_t)(((u & 0x7fffffffu) > 0x7f800000u ? u | 0x00400000u : rounded) >> 16);
 }
 
-/* The exponents are 112 apart, at infinity and NaN another 112. A denormal m * 2^-24 is the mantissa of 2^-14 + m *
-   2^-24. Here and below, floats are added whatever the number is, and no denormal of f32 matters: compilers vectorise
-   that, and a processor that flushes denormals does no harm. */
+/* The exponent biases of f32 and f16 differ by 112; infinity and NaN need another 112. For a denormal m * 2^-24 the
+   code builds the normal float 2^-14 + m * 2^-24 and subtracts 2^-14. This function and mti_f32_to_f16 do the same
+   float operations for every input, and their results do not depend on denormals of f32: compilers can vectorize them,
+   and a CPU that flushes denormals to zero computes the same result. */
 MT_INLINE float mti_f16_to_f32(uint16_t h) {
     uint32_t size = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t exponent = size < 0x7c00u ? 112u : 224u, less = size < 0x0400u ? 0x38800000u : 0u; /* 2^-14 */
@@ -2732,9 +2733,10 @@ MT_INLINE float mti_f16_to_f32(uint16_t h) {
                             sign);
 }
 
-/* Adding 2^13 times the power of two below |x|, or below the smallest normal f16, rounds to f16's last place, and
-   leaves the count of it in the low bits of the sum: 1024 to 2048, less for a denormal. 2^16 stands for all above, and
-   comes out as infinity, as 65520, halfway to it from the largest, does. */
+/* `power` is the largest power of two that is not above |x|, or 2^-14, the smallest normal f16, if that is larger.
+   Adding 2^13 * power rounds |x| to f16's last place, power * 2^-10. The low bits of the sum then hold |x| in units of
+   this place: 1024 to 2048, or less for a denormal. 2^16 replaces every larger |x| and becomes infinity. So does 65520,
+   which lies halfway between the largest f16 and 2^16. */
 MT_INLINE uint16_t mti_f32_to_f16(float x) {
     uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
     uint32_t nan = size > 0x7f800000u ? 0x0200u | ((size >> 13) & 0x3ffu) : 0u;
@@ -2805,12 +2807,12 @@ static int mti_is_p2p(const mti_call *call) {
     return call->kind == MT_SEND || call->kind == MT_RECV || call->kind == MTI_SEND_RECV;
 }
 
-/* From the first element of the first rank's block to the last of the last one's. */
+/* Number of elements from the start of the first rank's block to the end of the last rank's block. */
 static size_t mti_all_blocks(const mt_comm *comm, const mti_call *call) {
     return call->stride * (size_t)(comm->size - 1) + call->count;
 }
 
-/* Elements of the send and of the receive buffer on this rank. */
+/* mti_send_elements and mti_recv_elements return the number of elements of this rank's send and receive buffers. */
 static size_t mti_send_elements(const mt_comm *comm, const mti_call *call) {
     if (call->kind == MT_BARRIER || call->kind == MT_RECV) return 0;
     if (call->kind == MT_BROADCAST && call->root != comm->rank) return 0;
@@ -2880,7 +2882,7 @@ static mt_status mti_check_buffer(mt_context *ctx, mt_comm *comm, const mti_call
     return MT_SUCCESS;
 }
 
-/* In place by the rule in the header, or not overlapping at all. */
+/* Refuses buffers that overlap in another way than NCCL's in-place rule (see "collectives" in the API). */
 static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype), block = call->stride * element * (size_t)comm->rank;
     uintptr_t send = (uintptr_t)call->send, recv = (uintptr_t)call->recv;
@@ -2931,7 +2933,7 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
     MT_TRY(mti_check_dtype(ctx, comm, call));
     MT_TRY(mti_check_peers(ctx, comm, call));
     MT_TRY(mti_check_count(ctx, comm, call));
-    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS; /* buffers that do not exist cannot be wrong */
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS; /* there are no buffers to check */
     MT_TRY(mti_check_buffer(ctx, comm, call, "sendbuf", call->send, mti_send_elements(comm, call)));
     MT_TRY(mti_check_buffer(ctx, comm, call, "recvbuf", call->recv, mti_recv_elements(comm, call)));
     return mti_check_overlap(ctx, comm, call);
@@ -2939,8 +2941,8 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
 
 /* -- reductions -- */
 
-/* out0 = out1 = left (op) right, for each element by itself: any of the four may be the same memory. Without -O3 gcc
-   needs to know the number of rounds, too. */
+/* out0 = out1 = left (op) right, element by element. Any of the four pointers may be equal. The inner loop has a
+   constant number of rounds, because gcc vectorizes only such loops without -O3. */
 #define MTI_ROUNDS 256
 
 #define MTI_DEFINE_COMBINE(name, type, result)                                                                         \
@@ -2962,7 +2964,7 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
     }
 
 MTI_DEFINE_COMBINE(mti_sum_f32, float, a + b)
-MTI_DEFINE_COMBINE(mti_max_f32, float, a > b || a != a ? a : b) /* a NaN on any rank stays visible */
+MTI_DEFINE_COMBINE(mti_max_f32, float, a > b || a != a ? a : b) /* NaN when any rank has a NaN */
 MTI_DEFINE_COMBINE(mti_sum_i32, uint32_t, a + b)                /* wraps around */
 MTI_DEFINE_COMBINE(mti_max_i32, int32_t, a > b ? a : b)
 #if defined(__clang__)
@@ -2977,10 +2979,10 @@ static mti_combine mti_combine_for(mt_dtype dtype, mt_op op) {
 }
 
 #define MTI_LINE ((size_t)64)  /* bytes of a cache line */
-#define MTI_TILE ((size_t)512) /* elements; the scratch of a whole tree stays in the first-level cache */
+#define MTI_TILE ((size_t)512) /* elements; the scratch memory of a tree (22 KiB) fits into the L1 cache */
 #define MTI_TREE_DEPTH 11      /* for 1024 ranks */
 
-/* bf16 and f16 are joined as floats, and rounded once, at the end. */
+/* The reduction of one tile over all ranks. bf16 and f16 are reduced as floats, and rounded once, at the end. */
 typedef struct mti_tree {
     const mti_group *group;
     mti_combine combine;
@@ -2989,13 +2991,14 @@ typedef struct mti_tree {
     float scratch[MTI_TREE_DEPTH][MTI_TILE];
 } mti_tree;
 
+/* Returns the largest power of two below `ranks`, or 1: the number of ranks in the left subtree. */
 static int mti_left_half(int ranks) {
     int half = 1;
     while (half * 2 < ranks) half *= 2;
     return half;
 }
 
-/* A rank's tile: where it lies in that rank's send buffer or, if that is 16-bit, as floats in `out`. */
+/* Returns a rank's tile: a pointer into the rank's send buffer, or, for a 16-bit type, the tile as floats in `out`. */
 static const void *mti_tree_leaf(const mti_tree *t, int rank, void *out) {
     const char *tile = (const char *)mti_slot_of(t->group, rank)->send + t->first * mt_dtype_size(t->dtype);
     if (!mt_dtype_is_16bit(t->dtype)) return tile;
@@ -3003,7 +3006,7 @@ static const void *mti_tree_leaf(const mti_tree *t, int rank, void *out) {
     return out;
 }
 
-/* The sum over ranks [rank, rank + ranks), in `out` or where mti_tree_leaf has it. */
+/* Reduces the tile over ranks [rank, rank + ranks), and returns the result: `out`, or for one rank mti_tree_leaf. */
 static const void *mti_tree_reduce(mti_tree *t, int rank, int ranks, void *out, int depth) {
     int half = mti_left_half(ranks);
     const void *left, *right;
@@ -3018,7 +3021,7 @@ static void mti_copy(void *to, const void *from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
 }
 
-/* The root of the tree: the sum over all ranks, to both outputs. */
+/* The root of the tree: reduces the tile over all ranks, and writes the result to out0 and out1. */
 static void mti_tree_root(mti_tree *t, int ranks, void *out0, void *out1) {
     int half = mti_left_half(ranks);
     const void *left = mti_tree_reduce(t, 0, half, t->scratch[0], 2);
@@ -3032,8 +3035,8 @@ static void mti_tree_root(mti_tree *t, int ranks, void *out0, void *out1) {
     mti_copy(out1, out0, t->n * sizeof(uint16_t));
 }
 
-/* Reduces elements [first, first + n) of all ranks' send buffers. to_all: into the same elements of everybody's receive
-   buffer; else to the start of this rank's. */
+/* Reduces elements [first, first + n) of all ranks' send buffers. With to_all, the result goes to the same elements of
+   all ranks' receive buffers, else to the start of this rank's receive buffer. */
 static void mti_reduce_range(const mt_comm *comm, const mti_call *call, size_t first, size_t n, int to_all) {
     size_t element = mt_dtype_size(call->dtype), done;
     int writers = to_all ? comm->size : 1, d;
@@ -3054,8 +3057,8 @@ static void mti_reduce_range(const mt_comm *comm, const mti_call *call, size_t f
 }
 
 #if MT_HAS_CUDA
-#define MTI_CUDA_RANKS 64 /* whose pointers fit into the arguments of a kernel */
-#define MTI_CUDA_LEVELS 6 /* of their tree */
+#define MTI_CUDA_RANKS 64 /* the pointers of this many ranks fit into the arguments of a kernel */
+#define MTI_CUDA_LEVELS 6 /* depth of a tree over MTI_CUDA_RANKS ranks */
 
 typedef struct mti_cuda_buffers {
     const void *send[MTI_CUDA_RANKS];
@@ -3075,11 +3078,12 @@ static __device__ __forceinline__ void mti_to_element(__half *y, float x) { *y =
 static __device__ __forceinline__ void mti_to_element(int32_t *y, int32_t x) { *y = x; }
 static __device__ __forceinline__ void mti_to_element(uint32_t *y, uint32_t x) { *y = x; }
 
-/* N neighbours, moved at once. */
+/* N consecutive elements, loaded and stored at once. */
 template <typename T, int N> struct __align__(N * sizeof(T)) mti_few { T x[N]; };
 
-/* N elements of every rank, joined in the tree of mti_tree_reduce as a binary counter counts: level d holds the sum of
-   2^d ranks while bit d of the number of ranks so far is set. Levels are unrolled, so that they stay in registers. */
+/* Reduces N elements over all ranks, in the tree of mti_tree_reduce. The levels work like a binary counter: level d
+   holds the sum of 2^d ranks while bit d of r, the number of ranks added so far, is set. The loop over the levels is
+   unrolled, so that they stay in registers. */
 template <typename T, int N, typename Op>
 static __device__ __forceinline__ mti_few<T, N> mti_cuda_tree(const mti_cuda_buffers &b, int64_t i, Op op) {
     typedef decltype(mti_from_element(T())) wide;
@@ -3108,12 +3112,11 @@ struct mti_plus {
     template <typename T> __device__ T operator()(T a, T b) const { return a + b; }
 };
 
-struct mti_larger { /* a NaN on any rank stays visible */
+struct mti_larger { /* NaN when any rank has a NaN */
     template <typename T> __device__ T operator()(T a, T b) const { return a > b || a != a ? a : b; }
 };
 
-/* Element i of b is element i of the send buffers and of the receive buffers, which start where the call's range does.
- */
+/* Reduces elements [0, n) of all send buffers in b, and writes them to elements [0, n) of the receive buffers in b. */
 template <typename T, int N, typename Op>
 static __global__ void __launch_bounds__(256) mti_cuda_reduce_kernel(mti_cuda_buffers b, int64_t n, Op op) {
     int64_t step = (int64_t)gridDim.x * blockDim.x * N;
@@ -3137,7 +3140,7 @@ static void mti_cuda_reduce_run(mt_context *ctx, const mti_cuda_buffers &b, int6
     MT_LAUNCH_KERNEL((mti_cuda_reduce_kernel<T, N, Op>), grid, 256, 0, ctx->stream, b, n, op);
 }
 
-/* 16 bytes at a time where all buffers are aligned for it. */
+/* Moves 16 bytes at a time when all buffers are aligned to 16 bytes, else single elements. */
 template <typename T>
 static void mti_cuda_reduce_launch(mt_context *ctx, const mti_cuda_buffers &b, int64_t n, mt_op op) {
     uintptr_t bits = 0;
@@ -3161,7 +3164,7 @@ static mt_status mti_cuda_check_ranks(mt_context *ctx, const mt_comm *comm, cons
                    mti_call_name(call->kind), comm->size, MTI_CUDA_RANKS);
 }
 
-/* The first n elements of all send buffers of b. */
+/* Reduces the first n elements of all send buffers in b. */
 static mt_status mti_cuda_reduce_buffers(mt_context *ctx, const mti_cuda_buffers *b, size_t n, const mti_call *call) {
     if (n == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
@@ -3173,7 +3176,7 @@ static mt_status mti_cuda_reduce_buffers(mt_context *ctx, const mti_cuda_buffers
     return mt_cuda_launched(ctx, "mti_cuda_reduce_kernel");
 }
 
-/* Kernels of this context's GPU read and write the memory of another one. */
+/* Enables kernels on this context's GPU to read and write the memory of GPU `ordinal`. */
 static mt_status mti_cuda_reach(mt_context *ctx, int ordinal) {
     cudaError_t error;
     int can = 0;
@@ -3192,6 +3195,7 @@ static mt_status mti_cuda_reach(mt_context *ctx, int ordinal) {
     return MT_SUCCESS;
 }
 
+/* As mti_reduce_range, on the GPU. */
 static mt_status mti_cuda_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call, size_t first, size_t n,
                                  int to_all) {
     size_t at = first * mt_dtype_size(call->dtype);
@@ -3222,24 +3226,25 @@ static mt_status mti_reduce_on(mt_context *ctx, const mt_comm *comm, const mti_c
     return MT_SUCCESS;
 }
 
-/* Rank r reduces segment r for everybody. Nobody else reads or writes that segment, so in place needs no care. */
+/* Rank r reduces segment r and writes the result to all ranks. No other rank reads or writes this segment, so the call
+   also works in place. */
 static mt_status mti_move_all_reduce(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t ranks = (size_t)comm->size, rank = (size_t)comm->rank, line = MTI_LINE / mt_dtype_size(call->dtype), segment,
            first;
     segment = (call->count + ranks - 1) / ranks;
-    segment = (segment + line - 1) / line * line; /* ranks do not write into each other's cache lines */
+    segment = (segment + line - 1) / line * line; /* two ranks do not write to the same cache line */
     first = segment * rank;
     if (first >= call->count) return MT_SUCCESS;
     return mti_reduce_on(ctx, comm, call, first, call->count - first < segment ? call->count - first : segment, 1);
 }
 
-/* In place, block r of rank r's send buffer is written; only rank r itself reads it. */
+/* In place, rank r writes block r of its own send buffer, which no other rank reads. */
 static mt_status mti_move_reduce_scatter(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     return mti_reduce_on(ctx, comm, call, call->stride * (size_t)comm->rank, call->count, 0);
 }
 
-/* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, a rank writes all blocks of
-   its buffer but the one that its peers read. */
+/* Rank r starts with block r, so that not all ranks read the same buffer at once. In place, rank r writes all blocks of
+   its buffer except block r, the only one that its peers read. */
 static mt_status mti_move_all_gather(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     size_t bytes = call->count * mt_dtype_size(call->dtype);
     int i;
@@ -3266,9 +3271,9 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     }
 }
 
-/* Ranks on GPUs, one or several, meet on the host: each has finished what is in its stream before the others look at
-   its buffers, and what it put there itself before they go on. A rank on which that fails says so before the others go
-   on, too. */
+/* Ranks on GPUs meet on the host. Each rank waits for its stream before the first meeting, because the other ranks read
+   its buffers, and again before the second meeting. A rank that fails between the two meetings sets `failed`, and after
+   the second meeting all other ranks return an error. */
 static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mt_status status = mt_context_synchronize(ctx);
     int may_fail = ctx->device == MT_DEVICE_CUDA, r;
@@ -3286,12 +3291,12 @@ static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_
 }
 
 #if MTI_NCCL || MTI_MPI
-/* A buffer cut for the ranks: piece r begins stride * r elements after the first, and has n, or what is left of
- * `whole`. */
+/* A buffer of `whole` elements, divided into one piece per rank. Piece r begins at element stride * r and has n
+   elements, or fewer at the end of the buffer. */
 typedef struct mti_pieces {
-    const char *from;
-    char *to; /* where the sums go, in the same places; NULL: only this rank's, to `own` */
-    char *own;
+    const char *from; /* the elements to reduce */
+    char *to;         /* all results, at the same offsets; NULL: only this rank's result is needed */
+    char *own;        /* this rank's result */
     size_t element, stride, n, whole;
 } mti_pieces;
 
@@ -3301,8 +3306,8 @@ static size_t mti_piece_size(const mti_pieces *p, int rank) {
     return p->whole - first < p->n ? p->whole - first : p->n;
 }
 
-/* The next chunk of a call after `done` elements, in which every rank gets a piece of up to `most`. Returns its
- * elements. */
+/* Describes the next chunk of a call, after `done` elements, in *p: every rank gets a piece of at most `most` elements.
+   Returns how many of the call's `count` elements the chunk has. */
 static size_t mti_pieces_next(const mt_comm *comm, const mti_call *call, size_t most, size_t done, mti_pieces *p) {
     size_t ranks = (size_t)comm->size, line = MTI_LINE / mt_dtype_size(call->dtype);
     int scatter = call->kind == MT_REDUCE_SCATTER;
@@ -3318,7 +3323,7 @@ static size_t mti_pieces_next(const mt_comm *comm, const mti_call *call, size_t 
     return chunk;
 }
 
-/* The largest pieces of which one for each rank fits into `bytes`, in whole cache lines. */
+/* Returns the size, in elements, of the largest pieces in whole cache lines of which one per rank fits into `bytes`. */
 static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t bytes) {
     size_t element = mt_dtype_size(call->dtype), line = MTI_LINE / element;
     return bytes / element / (size_t)comm->size / line * line;
@@ -3347,6 +3352,7 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
     return call;
 }
 
+/* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
@@ -3361,7 +3367,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
 static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
-    if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* to itself, checked to be both ways */
+    if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
