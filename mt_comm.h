@@ -3447,20 +3447,20 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
 
-/* A call goes into the stream that the context has at that moment, and the communicator is busy until somebody has seen
-   the stream empty. Whoever waits for a stream on the host asks, while it waits, how the busy communicators are, and
-   for how long already (mt_cuda_wait_peers): nothing here waits without an end, and nothing is staged or allocated
-   after create. */
+/* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
+   seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
+   the busy communicators until the timeout. So no wait is without a timeout. After creation, calls take their scratch
+   memory from the arena. */
 
 #if MTI_NCCL
-#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* bytes of the arena that an ordered reduction takes at most */
+#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
 
 static mt_status mti_nccl_status(ncclResult_t result) {
     switch (result) {
     case ncclSuccess: return MT_SUCCESS;
     case ncclInvalidArgument:
     case ncclInvalidUsage: return MT_ERR_ARGUMENT;
-    case ncclSystemError: /* a connection that the peer closed, most often */
+    case ncclSystemError: /* usually a connection that the peer has closed */
     case ncclRemoteError: return MT_ERR_PEER;
     default: return MT_ERR_SYSTEM;
     }
@@ -3479,7 +3479,7 @@ static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
 
 /* -- errors -- */
 
-/* all_reduce(count 4, f32, sum) on "tensor" (2 ranks) */
+/* Writes the last call: all_reduce(count 4, f32, sum) on "tensor" (2 ranks). */
 static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
     mti_slot slot;
     memset(&slot, 0, sizeof slot);
@@ -3488,7 +3488,8 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
     mti_say(text, " on \"%s\" (%d ranks)", comm->name, comm->size);
 }
 
-/* Leaves it good only for mt_comm_destroy. What is ours is aborted, which takes its kernels out of the stream. */
+/* Marks comm as broken: then only mt_comm_destroy works. Aborts the NCCL communicator if the library has created it,
+   which ends its kernels in the stream. */
 static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     comm->nccl.broken = status;
     if (comm->nccl.owned && comm->nccl.handle) {
@@ -3498,8 +3499,8 @@ static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status
     return mti_refuse(ctx, comm, status, "%s", text->data);
 }
 
-/* All that have something in the stream, the latest call first: an abort lets the stream go on, and what comes there
-   next would send on to other ranks what the aborted call has left in the buffers. */
+/* Breaks all busy communicators, the one with the latest call first. After an abort the stream goes on: in another
+   order, later calls in the stream would send the unfinished results of the aborted call to other ranks. */
 static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_text *text) {
     mt_comm *comm, *latest;
     do {
@@ -3511,7 +3512,7 @@ static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_tex
     } while (latest);
 }
 
-/* ctx: NULL when comm is being destroyed. */
+/* Breaks all busy communicators and comm. ctx: NULL when comm is being destroyed */
 static mt_status mti_nccl_give_up(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     if (ctx) mti_nccl_break_busy(ctx, status, text);
     return comm->nccl.broken ? comm->nccl.broken : mti_nccl_break(ctx, comm, status, text);
@@ -3526,7 +3527,8 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
-/* Everything that is in a stream which did not come to its end: which of the calls hangs, NCCL does not say. */
+/* Reports a timeout of the stream. The message has the last call of every busy communicator, because NCCL does not say
+   which call hangs. */
 static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     mti_text text;
     mt_comm *comm;
@@ -3544,7 +3546,7 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
 
 /* -- waiting -- */
 
-/* A non-blocking call is over when NCCL says so. */
+/* Waits until a call on a non-blocking NCCL communicator no longer returns ncclInProgress, at most for the timeout. */
 static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
     mti_stopwatch watch = mti_stopwatch_start(comm->nccl.timeout);
     double waited;
@@ -3565,7 +3567,7 @@ static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t re
     return result == ncclSuccess ? MT_SUCCESS : mti_nccl_fail(ctx, comm, result);
 }
 
-/* What NCCL has found out since. */
+/* Returns an error that NCCL has found in a busy communicator after the call. */
 static mt_status mti_nccl_ask(mt_context *ctx) {
     mt_comm *comm;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
@@ -3578,13 +3580,14 @@ static mt_status mti_nccl_ask(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
+/* Returns 1 when comm has no work left. The caller has seen ctx->stream empty. */
 static int mti_nccl_is_idle(const mt_context *ctx, const mt_comm *comm) {
     if (comm->nccl.stream == ctx->stream || cudaStreamQuery(comm->nccl.stream) == cudaSuccess) return 1;
     cudaGetLastError();
     return 0;
 }
 
-/* Waits for the context's stream while something of NCCL is in it, at most for the shortest timeout of those. */
+/* Waits for the context's stream if a communicator is busy, at most for the shortest timeout of the busy ones. */
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
     double timeout = -1, waited;
     mti_stopwatch watch;
@@ -3596,7 +3599,7 @@ MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
     if (timeout < 0) return MT_SUCCESS;
     watch = mti_stopwatch_start(timeout);
     while ((error = cudaStreamQuery(ctx->stream)) == cudaErrorNotReady) {
-        cudaGetLastError(); /* that was no error */
+        cudaGetLastError(); /* clears cudaErrorNotReady */
         MT_TRY(mti_nccl_ask(ctx));
         waited = mti_waited(&watch);
         if (waited > timeout) return mti_nccl_late(ctx, waited);
@@ -3614,13 +3617,13 @@ typedef struct mti_window {
     struct mti_window *next;
     mt_comm *comm;
     const void *memory;
-    void *buffer; /* one of the two */
+    void *buffer; /* the handle of ncclCommRegister; the other one is NULL */
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    ncclWindow_t window;
+    ncclWindow_t window; /* the handle of ncclCommWindowRegister; the other one is NULL */
 #endif
 } mti_window;
 
-/* Nothing happens where registering cannot be had. */
+/* Implements mt_comm_register. NCCL 2.27 or later registers the memory as a symmetric window. */
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     int version = 0;
     mti_window *w;
@@ -3642,9 +3645,9 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
     return mti_nccl_settle(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
 }
 
-/* Nothing is registered where the GPU or the system cannot: the handle is NULL then. */
+/* Deregisters memory. Both handles are NULL when the GPU or the system does not support registration. */
 static void mti_window_end(mti_window *w) {
-    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* NCCL forgets what it aborts */
+    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* an abort deregisters */
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
     if (handle && w->window) ncclCommWindowDeregister(handle, w->window);
 #endif
@@ -3652,7 +3655,7 @@ static void mti_window_end(mti_window *w) {
     mt_host_free(w);
 }
 
-/* All windows of a communicator, or all on some memory; NULL: any. */
+/* Deregisters the windows of comm (NULL: of all communicators) that start at `memory` (NULL: at any address). */
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
     mti_window **at = &ctx->windows, *w;
     while ((w = *at) != NULL) {
@@ -3667,7 +3670,7 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
 
 /* -- beginning and end -- */
 
-/* A communicator without a handle yet; `call` is for the sentences. */
+/* Creates a communicator without a handle. call: MTI_CREATE or MTI_SPLIT, for messages */
 static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *name, double timeout_s, int call) {
     mt_comm *comm = mti_comm_new(&mti_over_nccl, rank, size, name);
     if (!comm) return NULL;
@@ -3678,7 +3681,8 @@ static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *na
     return comm;
 }
 
-/* Once the handle is there: ends the creation, well or not. */
+/* Finishes the creation of a communicator that has a handle: waits for NCCL, adds comm to the context's list, and
+   registers a symmetric arena. Destroys comm after an error. */
 static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, ncclResult_t result, mt_comm **out) {
     mt_status status = mti_nccl_settle(ctx, comm, result);
     comm->nccl.home = ctx;
@@ -3700,7 +3704,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
-        if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* if that fails, nothing is left to be saved */
+        if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* comm is destroyed after an error, too */
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
@@ -3708,7 +3712,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
     if (mti_nccl_settle(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) ncclCommDestroy(n->handle);
 }
 
-/* The context goes; its communicators can still be destroyed. */
+/* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
 static void mti_nccl_close(mt_context *ctx) {
     mti_nccl_forget(ctx, NULL, NULL);
     while (ctx->nccl) {
@@ -3719,15 +3723,15 @@ static void mti_nccl_close(mt_context *ctx) {
 
 /* -- collectives -- */
 
-/* Of a call in a group: a communicator that does not block says "in progress", which the end of the group says again.
- */
+/* Returns 1 when a call inside an NCCL group has not failed. On a non-blocking communicator the call returns
+   ncclInProgress, and so does ncclGroupEnd. */
 static int mti_nccl_goes_on(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
 
 static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     struct ncclComm *handle = comm->nccl.handle;
     ncclResult_t result = ncclSuccess, end;
-    ncclGroupStart(); /* an error in a group is the result of its end, too */
+    ncclGroupStart(); /* ncclGroupEnd also returns the error of a call in the group */
     if (call->root >= 0) result = ncclSend(call->send, call->count, type, call->root, handle, ctx->stream);
     if (call->source >= 0 && mti_nccl_goes_on(result))
         result = ncclRecv(call->recv, call->recvcount, type, call->source, handle, ctx->stream);
@@ -3735,7 +3739,8 @@ static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call
     return mti_nccl_goes_on(result) ? end : result;
 }
 
-/* Blocks that do not touch: each by itself, rank r the root of its own, in one group. */
+/* An all_gather or reduce_scatter whose blocks are not contiguous: one call per block, in one NCCL group. Rank r is the
+   root of block r. */
 static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
@@ -3772,13 +3777,15 @@ static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_cal
     }
 }
 
-/* Is the order of the additions ours to choose, or a NaN to keep? */
+/* Returns 1 for reductions that the library does itself: of floats in invariant mode, where the order of additions is
+   fixed, and MT_MAX of floats, which must keep a NaN. */
 static int mti_nccl_is_ordered(const mt_context *ctx, const mti_call *call) {
     return mti_reduces(call) && call->dtype != MT_I32 && (ctx->invariant || call->op == MT_MAX);
 }
 
-/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart;
-   else this rank's piece goes to all of them, and theirs go where they belong. */
+/* Exchanges pieces between all ranks. With `out`: sends piece r to rank r, and stores every rank's copy of this rank's
+   piece in `out`, n elements apart. Without `out`: sends this rank's result to all ranks, and stores their results in
+   p->to. */
 static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
                                       char *out) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
@@ -3799,7 +3806,8 @@ static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_
     return mti_nccl_goes_on(result) ? end : result;
 }
 
-/* The pieces meet, are summed in the tree of the other backends, and go back to everybody if everybody wants them. */
+/* Reduces one chunk: gathers every rank's copy of this rank's piece in `scratch`, reduces the copies in the tree that
+   the other transports use, and sends the result to all ranks if p->to is set. */
 static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
                                char *scratch) {
     mti_cuda_buffers b;
@@ -3814,7 +3822,7 @@ static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *c
     return p->to ? mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, NULL)) : MT_SUCCESS;
 }
 
-/* In chunks, each of which gives every rank a piece of up to `most` elements. */
+/* Runs the call in chunks. In each chunk, every rank gets a piece of at most `most` elements. */
 static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t most, char *scratch) {
     size_t done = 0;
     mti_pieces p;
@@ -3825,6 +3833,7 @@ static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
+/* A reduction in the library's tree: NCCL only moves the data. */
 static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element, most;
     size_t needed = call->kind == MT_REDUCE_SCATTER ? call->count : (call->count + ranks - 1) / ranks;
@@ -3838,11 +3847,11 @@ static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call 
     MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
     status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
     mt_arena_release(
-        ctx, mark); /* what the stream still does there comes before what is put there next, by the same stream */
+        ctx, mark); /* the stream may still use the scratch memory: later work in the same stream comes after that */
     return status;
 }
 
-/* Nobody goes on before everybody has come. */
+/* Waits until all ranks have arrived: an all-reduce of one element, and a wait for the stream. */
 static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     size_t mark = mt_arena_mark(ctx);
     void *one = NULL;
@@ -3877,7 +3886,7 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* -- splitting -- */
 
-/* The color and key of every rank: pairs [2 * size], this rank's own filled in. */
+/* Gathers the color and the key of every rank in pairs [2 * size], which holds this rank's pair at the start. */
 static mt_status mti_nccl_colors(mt_context *ctx, mt_comm *comm, int32_t *pairs) {
     size_t mark = mt_arena_mark(ctx), bytes = 2 * sizeof *pairs, at = bytes * (size_t)comm->rank;
     void *all = NULL;
@@ -3897,7 +3906,7 @@ static mt_status mti_nccl_colors(mt_context *ctx, mt_comm *comm, int32_t *pairs)
     return status;
 }
 
-/* How many ranks have r's color, and how many of them come before it. */
+/* Returns the size of rank r's new group, and rank r's rank in it. Size 0: rank r has a negative color. */
 static int mti_nccl_place(const int32_t *pairs, int ranks, int r, int *rank) {
     int32_t color = pairs[2 * r], key = pairs[2 * r + 1];
     int size = 0, other;
@@ -3910,8 +3919,8 @@ static int mti_nccl_place(const int32_t *pairs, int ranks, int r, int *rank) {
     return size;
 }
 
-/* NCCL makes the groups of two and more, and wants everybody there as soon as there is one. Its handle of the child is
-   valid only when the parent has settled. */
+/* ncclCommSplit creates the groups of two or more ranks. If there is such a group, all ranks of comm must call it. The
+   handle of the child is valid only when the call on the parent has completed. */
 static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const int32_t *pairs, const char *name,
                                  mt_comm **out) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -3923,7 +3932,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
-    if (size > 1 && !child) return MT_SUCCESS; /* which mt_comm_split calls by its name */
+    if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     config.blocking = 0;
     comm->nccl.last.kind = MTI_SPLIT;
     status = mti_nccl_settle(ctx, comm,
@@ -4047,16 +4056,19 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 }
 #endif
 
-/* -- ranks that have another way, too -- */
+/* -- from threads, or processes, to NCCL -- */
 
-/* What a rank says of itself when threads, or ranks over MPI, become ranks of NCCL; rank 0 brings the id. */
+/* What each rank tells the others when threads, or processes over MPI, create a communicator over NCCL. `status` and
+   `id` are those of mt_nccl_unique_id; only rank 0 calls it. */
 typedef struct mti_place {
     int device, ordinal;
     mt_status status;
     mt_nccl_id id;
 } mti_place;
 
-/* Shows everybody's place to everybody: can all have a GPU of their own, and what rank 0 brought. */
+/* Exchanges the places of all ranks. *first: the place of rank 0; *own_gpus: 1 when all contexts are on GPUs, and no
+   two threads use the same GPU. Processes are not compared, because each may number the GPUs in its own way; NCCL
+   detects a GPU that two of them use. */
 static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
                                  int *own_gpus) {
     mti_call call;
@@ -4072,15 +4084,14 @@ static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_plac
         const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
         if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
-        for (other = 0; other < r && local->transport->are_threads;
-             other++) /* each process counts GPUs by itself; NCCL knows them */
+        for (other = 0; other < r && local->transport->are_threads; other++)
             if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
     }
     (local->transport->exit)(local);
     return MT_SUCCESS;
 }
 
-/* Ranks that are threads, or processes over MPI. *out stays NULL where they do not have a GPU each. */
+/* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mti_place mine, first;
     int own_gpus = 0;
@@ -4097,7 +4108,7 @@ static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **
     return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
 }
 
-/* Ranks that are processes: each makes the same id, from the environment. */
+/* For processes without MPI. Each rank makes the same id, from NCCL_COMM_ID in the environment. */
 static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     mt_nccl_id id;
     if (!MTI_NCCL || ctx->device != MT_DEVICE_CUDA)
@@ -4122,6 +4133,7 @@ static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out) {
     return (void)ctx, (void)comm, (void)out, MT_SUCCESS;
 }
 
+/* Where over_nccl leaves *out NULL, *out is split from world with the same ranks. */
 static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
     if (!ctx || !world || !out)
         return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
