@@ -4168,82 +4168,84 @@ static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, siz
 
 /* ---- >>mpi ------------------------------------------------------------------------------------------------------- */
 
-/* Ranks are processes. A port is a duplicate of the caller's communicator, which a world and all groups split from it
-   share: a group is a list of ranks, and a number that is part of its tags. So making, splitting and leaving groups are
-   messages like any others, never a collective call of MPI, which waits for the dead.
+/* Ranks are processes. A port is a duplicate of the caller's MPI_Comm. A world and all groups split from it share one
+   port: a group is a list of ranks, and a number that is part of its tags. So creating, splitting and leaving a group
+   needs only messages, and no collective call of MPI, which would wait for dead ranks.
 
-   A collective: everybody sends everybody a header that says what it calls, in the form of a slot, with up to
-   MTI_MPI_SMALL bytes of data behind it, waits for everybody's, and compares. So each process has the same picture of
-   its group as a thread has of its own (>>local), and the same sentences. What is larger follows when all are known to
-   be there. A large reduction cuts the buffer into a piece for each rank, which gets it from all the others, sums it in
-   the tree of >>local, and sends the sum to everybody who wants it. Point to point: both send a header, then the data
-   follow.
+   A collective: each rank sends every other rank a header that describes its call in the form of a slot, followed by up
+   to MTI_MPI_SMALL bytes of data. Then it waits for the headers of all other ranks, and compares the calls. So each
+   process fills its own copy of the slots that threads share (>>local), and writes the same error messages. Larger data
+   follow when all headers have arrived. A large reduction divides the buffer into one piece per rank: each rank
+   receives its piece from all other ranks, reduces it in the tree of >>local, and for an all_reduce sends the result to
+   all ranks. Point to point: both ranks send a header, then the data follow.
 
-   Nothing waits inside MPI: requests are tested until they are done, the time is over, or a note says why they never
-   will. */
+   Notes are messages between ports that say at any time that a group has broken or a rank has left. No call blocks
+   inside MPI: requests are tested until they are done, the timeout has expired, or a note says that they will never be
+   done. */
 
 #if MTI_MPI
-#define MTI_MPI_SMALL                                                                                                  \
-    ((size_t)3968) /* with its header below the 4 KiB that MPI libraries send without asking first                     \
-                    */
-#define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes of a group for pieces of others; touched only as they are used */
-#define MTI_MPI_MESSAGE ((size_t)16 << 20) /* bytes, at most: MPI counts them in an int */
-#define MTI_MPI_SOON 1e-3                  /* seconds to wait at full speed, giving way where ranks share cores */
-#define MTI_MPI_LISTEN 50e-6               /* seconds to wait for nothing but the messages of the call */
-#define MTI_MPI_GRACE 2.0 /* seconds for the others to say why they leave, too, when something has broken */
+/* Bytes: a message of this size and its header have less than 4 KiB, which MPI libraries send eagerly. */
+#define MTI_MPI_SMALL ((size_t)3968)
+#define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
+#define MTI_MPI_MESSAGE ((size_t)16 << 20) /* most bytes of one message: MPI counts bytes in an int */
+#define MTI_MPI_SOON 1e-3    /* seconds for which a wait polls without sleeping; it yields where ranks share cores */
+#define MTI_MPI_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notes */
+#define MTI_MPI_GRACE 2.0    /* seconds to wait for other ranks to close their ports when a group has broken */
 
-/* The last two bits of a tag; above them the number of the group, which is 0 for the notes of a port. */
-#define MTI_MPI_MEET 0  /* the header of a collective */
-#define MTI_MPI_OFFER 1 /* of one that sends, to the one that receives */
-#define MTI_MPI_ASK 2   /* of one that receives, to the one that sends */
+/* The kinds of messages: the low two bits of a tag. The bits above are the number of the group. Tag 0 is for notes. */
+#define MTI_MPI_MEET 0  /* header of a collective */
+#define MTI_MPI_OFFER 1 /* header from a sender to its receiver */
+#define MTI_MPI_ASK 2   /* header from a receiver to its sender */
 #define MTI_MPI_DATA 3
 
-#define MTI_MPI_OPEN 1 /* no mt_status */
+#define MTI_MPI_OPEN 1 /* mti_mpi_port.status of a rank that has not closed its port; no mt_status has this value */
 
 typedef struct mti_mpi_message {
     uint64_t what, count, recvcount; /* as in a slot */
     int color, key;
-    int next; /* the lowest number that a new group may have for this rank */
+    int next; /* the lowest group number that the sender has not used yet */
     unsigned char apart[28];
     unsigned char data[MTI_MPI_SMALL];
 } mti_mpi_message;
 
 #define MTI_MPI_HEADER offsetof(mti_mpi_message, data)
 
-/* Between ports, at any time: a group has broken; a rank has left it, or (everywhere) all of its groups; it closes its
- * port. */
+/* The news of a note: a group has broken; a rank has left a group, or, with mti_mpi_note.everywhere, all its groups; a
+   rank closes its port. */
 typedef enum mti_mpi_news { MTI_MPI_BROKEN, MTI_MPI_LEFT, MTI_MPI_CLOSES } mti_mpi_news;
 
 typedef struct mti_mpi_note {
-    int news, group, rank, status; /* the rank in the group, or in the port */
+    int news, group, rank, status; /* rank: in the group; in the port for `everywhere` and MTI_MPI_CLOSES */
     int everywhere;
-    int keeps, broken; /* closes: MPI still holds memory of this process; and messages that nobody has taken */
+    int keeps, broken; /* MTI_MPI_CLOSES: these fields of the sender's port */
     char text[MT_ERROR_BYTES + 64];
 } mti_mpi_note;
 
 typedef struct mti_mpi_port {
     MPI_Comm comm;
     int rank, size, last_tag, next, spin, local_rank;
-    int references;                 /* groups */
-    int keeps;                      /* MPI holds requests of a call that was given up, on any rank */
-    int broken;                     /* a group is, on any rank: there may be messages that nobody has taken */
-    int closed;                     /* ranks that have closed theirs, this one included */
-    int *status;                    /* of each when it did; MTI_MPI_OPEN: it has not */
-    double timeout, waited;         /* the latter for the others to close */
-    struct mti_mpi *groups, *ended; /* alive; over, but MPI may not have sent their last notes yet */
-    const char **left;              /* why a rank left all its groups; NULL: it has not */
+    int references;         /* number of groups */
+    int keeps;              /* 1: on some rank, MPI still holds requests of a call that was given up */
+    int broken;             /* 1: on some rank, a group has broken: there may be messages that no rank has received */
+    int closed;             /* number of ranks that have closed their ports, this rank included */
+    int *status;            /* [size] the status with which each rank has closed its port, or MTI_MPI_OPEN */
+    double timeout, waited; /* waited: seconds that mti_mpi_close has waited for the other ranks */
+    /* groups: list of the groups in use; ended: list of destroyed groups whose memory MPI may still use, for instance
+       for their last notes */
+    struct mti_mpi *groups, *ended;
+    const char **left; /* [size] why a rank has left all its groups; NULL: it has not left */
     mti_mpi_note *reasons;
-    mti_mpi_note *early; /* of the group of a split that is not done here */
+    mti_mpi_note *early; /* notes on a new group whose split this rank has not finished */
     int early_count;
     mti_mpi_note inbox, closing;
     MPI_Request inbox_request, *closing_requests;
 } mti_mpi_port;
 
-/* What a request is about. */
+/* What a request is for. */
 typedef struct mti_mpi_about {
     int peer, receives;
-    mti_mpi_message *header; /* that it receives; NULL: data, or it sends */
-    int inside;              /* what the peer is in when that has come */
+    mti_mpi_message *header; /* the header to receive; NULL: the request receives data, or sends */
+    int inside;              /* the peer's mti_slot.inside after the header has arrived */
 } mti_mpi_about;
 
 typedef struct mti_mpi {
@@ -4251,22 +4253,25 @@ typedef struct mti_mpi {
     mt_comm *comm;
     struct mti_mpi *next;
     int size, number;
-    int count, active, error; /* of the requests of the call that is under way */
-    mti_stopwatch watch;      /* since the last progress */
-    int *world;               /* the rank in the port of each rank */
+    int count, active, error; /* requests of the current call: their number, how many are not done, an MPI error */
+    mti_stopwatch watch;      /* measures the time without progress */
+    int *world;               /* [size] the rank of each rank in the port */
     int *indices;
     MPI_Status *statuses;
     MPI_Request *requests;
     mti_mpi_about *about;
-    mti_mpi_message *in, *out;      /* what came from each rank; what goes to all */
-    mti_mpi_message *asked, *other; /* what came from the receiver of a message; instead of what was waited for */
+    mti_mpi_message *in, *out; /* in: [size] the header received from each rank; out: this rank's header */
+    /* asked: the header of the receiver of this rank's message; other: a header of another kind than this rank waits
+       for, see mti_mpi_look_around */
+    mti_mpi_message *asked, *other;
     char *scratch;
-    mti_mpi_note *reasons, notes[2]; /* why each rank left; that it broke, that this one leaves */
+    mti_mpi_note *reasons, notes[2]; /* reasons: [size] why each rank has left; notes: this rank's, by mti_mpi_news */
     MPI_Request *note_requests;
 } mti_mpi;
 
 /* -- requests -- */
 
+/* Adds request `at`, which an MPI call has started with the result `error`, to the requests of the current call. */
 static void mti_mpi_post(mt_comm *comm, int at, int peer, int receives, mti_mpi_message *header, int inside,
                          int error) {
     mti_mpi *m = comm->mpi;
@@ -4295,6 +4300,7 @@ static void mti_mpi_receive(mt_comm *comm, int at, void *data, size_t bytes, int
                            &m->requests[at]));
 }
 
+/* Starts to receive a peer's header. */
 static void mti_mpi_expect(mt_comm *comm, int at, mti_mpi_message *header, int peer, int kind) {
     mti_mpi *m = comm->mpi;
     mti_mpi_post(comm, at, peer, 1, header, kind == MTI_MPI_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P,
@@ -4304,7 +4310,7 @@ static void mti_mpi_expect(mt_comm *comm, int at, mti_mpi_message *header, int p
 
 static int mti_mpi_is_done(const mt_comm *comm, int at) { return comm->mpi->requests[at] == MPI_REQUEST_NULL; }
 
-/* A header says what its sender calls. */
+/* Writes a received header to the slot of its sender. */
 static void mti_mpi_arrived(mt_comm *comm, const mti_mpi_message *header, int peer, int inside) {
     mti_slot *slot = mti_slot_of(comm->group, peer);
     slot->what = header->what;
@@ -4316,7 +4322,7 @@ static void mti_mpi_arrived(mt_comm *comm, const mti_mpi_message *header, int pe
     slot->inside = inside;
 }
 
-/* Has anything come since, or is there nothing to come? */
+/* Returns 1 when a request has completed since the last test, or when no request is active. */
 static int mti_mpi_test(mt_comm *comm) {
     mti_mpi *m = comm->mpi;
     int done = 0, i, error;
@@ -4335,6 +4341,7 @@ static int mti_mpi_test(mt_comm *comm) {
 
 /* -- notes -- */
 
+/* Marks a rank of a group as left. */
 static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
     mti_slot *slot = mti_slot_of(m->comm->group, rank);
     if (slot->left) return;
@@ -4342,13 +4349,14 @@ static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
     m->comm->group->left_count++;
 }
 
-/* The rank of a group that is `world` in the port; -1: none. */
+/* Returns the rank in the group of rank `world` of the port; -1: not a member. */
 static int mti_mpi_member(const mti_mpi *m, int world) {
     int r = 0;
     while (r < m->comm->size && m->world[r] != world) r++;
     return r < m->comm->size ? r : -1;
 }
 
+/* Marks a rank of the port as left in all its groups. */
 static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_note *note) {
     mti_mpi *m;
     if (port->left[note->rank]) return;
@@ -4367,7 +4375,8 @@ static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_note *note) {
     m->port->broken = 1;
 }
 
-/* Of a group that is not known here: it is over, or others have done a split that this rank is still in. */
+/* Keeps a note on a new group whose split this rank has not finished. Drops a note on a group that this rank has
+   destroyed. */
 static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_note *note) {
     if (note->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *note;
 }
@@ -4397,7 +4406,7 @@ static int mti_mpi_open_inbox(mti_mpi_port *port) {
                      &port->inbox_request);
 }
 
-/* Takes the notes that have come. */
+/* Receives and handles all notes that have arrived. */
 static void mti_mpi_listen(mti_mpi_port *port) {
     int came = 1;
     while (port->inbox_request != MPI_REQUEST_NULL) {
@@ -4407,7 +4416,8 @@ static void mti_mpi_listen(mti_mpi_port *port) {
     }
 }
 
-/* To all others of the group, once for each kind of news. */
+/* Sends a note to all other ranks of the group. Each kind of news is sent at most once, because MPI keeps using the
+   note's memory. */
 static void mti_mpi_tell(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
     mti_mpi *m = comm->mpi;
     mti_mpi_note *note = &m->notes[news];
@@ -4431,19 +4441,20 @@ static void mti_mpi_leave(mt_comm *comm, const char *reason) {
 
 /* -- failing -- */
 
-/* Receives that have not begun end here. What has begun stays with MPI, and so does its memory. */
+/* Cancels the receives that have not begun. Requests that have begun stay with MPI, with their memory: port->keeps. */
 static void mti_mpi_abandon(mt_comm *comm) {
     mti_mpi *m = comm->mpi;
     int i;
     for (i = 0; i < m->count; i++) {
-        m->about[i].header = NULL; /* what ends now has not arrived */
+        m->about[i].header = NULL; /* mti_mpi_test must not read a header that was cancelled */
         if (m->requests[i] != MPI_REQUEST_NULL && m->about[i].receives) MPI_Cancel(&m->requests[i]);
     }
     while (m->active > 0 && mti_mpi_test(comm)) continue;
     if (m->active > 0) m->port->keeps = 1;
 }
 
-/* Ends a call, and the group, with this sentence or, when it has broken already, with that one. */
+/* Ends a call with an error, and breaks the group with this message. If the group has broken before, the earlier status
+   and message stay. */
 static mt_status mti_mpi_fail(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     if (!mti_is_broken(comm->group)) {
         mti_break(comm->group, status, text, MTI_ANY);
@@ -4466,7 +4477,7 @@ static mt_status mti_mpi_error(mt_context *ctx, mt_comm *comm) {
     return mti_mpi_fail(ctx, comm, MT_ERR_PEER, &text);
 }
 
-/* The next request after this one that is for a header, which has not come; -1: none. */
+/* Returns the next request after `after` that waits for a header; -1: none. */
 static int mti_mpi_missing(const mt_comm *comm, int after) {
     int i;
     for (i = after + 1; i < comm->mpi->count; i++)
@@ -4474,7 +4485,7 @@ static int mti_mpi_missing(const mt_comm *comm, int after) {
     return -1;
 }
 
-/* A rank that has left, whose header will therefore never come. */
+/* Returns a rank that has left and whose header is still missing; -1: none. */
 static int mti_mpi_gone(const mt_comm *comm) {
     int i = -1;
     if (comm->group->left_count == 0) return -1;
@@ -4483,8 +4494,7 @@ static int mti_mpi_gone(const mt_comm *comm) {
     return -1;
 }
 
-/* What those that are missed call instead, when they have told this rank: headers of another kind than it waited for.
- */
+/* Finds out what the missing ranks have called instead: receives headers of another kind than this rank waits for. */
 static void mti_mpi_look_around(mt_comm *comm) {
     mti_mpi *m = comm->mpi;
     MPI_Message message;
@@ -4503,7 +4513,7 @@ static void mti_mpi_look_around(mt_comm *comm) {
     }
 }
 
-/* Whose data have not come, or have not been taken. */
+/* Writes the ranks whose data have not arrived, or that have not received this rank's data. */
 static void mti_mpi_say_stuck(mti_text *text, const mt_comm *comm) {
     const mti_group *g = comm->group;
     int i, r, said = 0;
@@ -4515,6 +4525,7 @@ static void mti_mpi_say_stuck(mti_text *text, const mt_comm *comm) {
     }
 }
 
+/* Ends a call that cannot complete: the group has broken, rank `gone` has left (-1: none), or the timeout is over. */
 static mt_status mti_mpi_give_up(mt_context *ctx, mt_comm *comm, int gone) {
     int collective = mti_slot_of(comm->group, comm->rank)->inside == MTI_IN_COLLECTIVE, header;
     mti_text text;
@@ -4539,8 +4550,9 @@ static void mti_mpi_begin(mt_comm *comm) {
     comm->mpi->watch = mti_stopwatch_start(comm->group->timeout);
 }
 
-/* Comes back when a request has ended, or after a while; or with an error, when there is no hope. A note that somebody
-   has left or broken the group may overtake what was sent before it: so that is looked for once more. */
+/* Returns MT_SUCCESS when a request has completed, or after a short pause, and an error when the call cannot complete.
+   A note that a rank has left or broken the group may overtake earlier messages of that rank. So the requests are
+   tested once more before the call is given up. */
 static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
     mti_mpi *m = comm->mpi;
     int came = mti_mpi_test(comm), gone, late;
@@ -4566,13 +4578,14 @@ static mt_status mti_mpi_wait(mt_context *ctx, mt_comm *comm) {
 
 /* -- collectives -- */
 
-/* Bytes that one rank has for all others; more than MTI_MPI_SMALL do not travel with the header. */
+/* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_MPI_SMALL bytes travel
+   with the header. */
 static size_t mti_mpi_bytes(const mt_comm *comm, const mti_call *call) {
     size_t elements = call->kind == MT_BROADCAST ? call->count : mti_send_elements(comm, call);
     return elements * mt_dtype_size(call->dtype);
 }
 
-/* This rank's header, with its data where they are few. Returns how many bytes it is. */
+/* Writes this rank's header, and up to MTI_MPI_SMALL bytes of data behind it. Returns the size of the message. */
 static size_t mti_mpi_write(mt_comm *comm, const mti_call *call, size_t bytes) {
     mti_mpi_message *out = comm->mpi->out;
     const mti_slot *slot = mti_slot_of(comm->group, comm->rank);
@@ -4587,7 +4600,8 @@ static size_t mti_mpi_write(mt_comm *comm, const mti_call *call, size_t bytes) {
     return MTI_MPI_HEADER + bytes;
 }
 
-/* The first meeting, as mti_enter. Afterwards slots know where the data of all ranks are that travelled along. */
+/* The first meeting, as mti_enter. Afterwards mti_slot.send of each other rank points to the data that came with the
+   rank's header. */
 static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_mpi *m = comm->mpi;
     int i, has_data = call->kind != MT_BROADCAST || call->root == comm->rank;
@@ -4604,7 +4618,7 @@ static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *c
         mti_mpi_send(comm, 2 * i - 1, m->out, bytes, peer, MTI_MPI_MEET);
     }
     MT_TRY(mti_mpi_wait(ctx, comm));
-    mti_mpi_listen(m->port); /* the headers may be those of others who have given up since */
+    mti_mpi_listen(m->port); /* a rank may have sent its header and then given up */
     status = mti_is_broken(comm->group) ? mti_broken_before(ctx, comm, call) : mti_compare(ctx, comm);
     if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
     return status;
@@ -4615,8 +4629,9 @@ static void mti_mpi_exit(mt_comm *comm) {
     for (r = 0; r < comm->size; r++) mti_slot_of(comm->group, r)->inside = MTI_OUTSIDE;
 }
 
-/* Everybody sends everybody a piece. out: piece r goes to rank r, and those that come are laid out n elements apart;
-   else this rank's piece goes to all of them, and theirs go where they belong. */
+/* Exchanges pieces between all ranks. With `out`: sends piece r to rank r, and stores every rank's copy of this rank's
+   piece in `out`, n elements apart. Without `out`: sends this rank's result to all ranks, and stores their results in
+   p->to. */
 static mt_status mti_mpi_exchange(mt_context *ctx, mt_comm *comm, const mti_pieces *p, char *out) {
     size_t mine = mti_piece_size(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
     int i;
@@ -4631,7 +4646,8 @@ static mt_status mti_mpi_exchange(mt_context *ctx, mt_comm *comm, const mti_piec
     return mti_mpi_wait(ctx, comm);
 }
 
-/* The pieces meet, are summed in the tree, and go back to everybody if everybody wants them. */
+/* Reduces in chunks: gathers every rank's copy of this rank's piece in `scratch`, reduces the copies in the tree of
+   >>local, and sends the result to all ranks if p.to is set. */
 static mt_status mti_mpi_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t most = mti_pieces_most(comm, call, MTI_MPI_SCRATCH), done = 0;
     mti_call own = *call;
@@ -4668,7 +4684,8 @@ static mt_status mti_mpi_all_gather(mt_context *ctx, mt_comm *comm, const mti_ca
     return MT_SUCCESS;
 }
 
-/* The root gives every rank a piece, and every rank gives its piece to all: no rank sends the whole more than twice. */
+/* The root sends each rank a piece, then each rank sends its piece to all others: the root sends the buffer less than
+   twice, and the other ranks send it less than once. */
 static mt_status mti_mpi_broadcast(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t done = 0;
     mti_call whole = *call;
@@ -4691,6 +4708,7 @@ static mt_status mti_mpi_broadcast(mt_context *ctx, mt_comm *comm, const mti_cal
     return MT_SUCCESS;
 }
 
+/* Moves the data after the first meeting. Small data have arrived with the headers. */
 static mt_status mti_mpi_move(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (mti_mpi_bytes(comm, call) <= MTI_MPI_SMALL) {
         if (call->kind != MT_ALL_REDUCE) return mti_move(ctx, comm, call);
@@ -4712,10 +4730,10 @@ static mt_status mti_mpi_collective(mt_context *ctx, mt_comm *comm, const mti_ca
 
 /* -- point to point -- */
 
-/* One direction: first the headers, then the data, a message at a time. Its requests: at (the peer's header) and at
- * + 1. */
+/* One direction of a send_recv: first the headers, then the data, one message after the other. Request `at` receives
+   the peer's header. Request at + 1 sends this rank's header, and then moves the data. */
 typedef struct mti_mpi_lane {
-    int sends, peer, at, matched; /* peer -1: none */
+    int sends, peer, at, matched; /* peer: -1: nothing to do; matched: 1: mti_mpi_match has compared the headers */
     const mti_mpi_message *header;
     char *data;
     size_t bytes, done;
@@ -4725,7 +4743,7 @@ static int mti_mpi_is_over(const mt_comm *comm, const mti_mpi_lane *lane) {
     return lane->peer < 0 || (lane->matched && lane->done == lane->bytes && mti_mpi_is_done(comm, lane->at + 1));
 }
 
-/* Does the peer's call fit this one? */
+/* Fails when the peer's call has another count or data type. */
 static mt_status mti_mpi_match(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_mpi_lane *lane) {
     const mti_mpi_message *h = lane->header;
     size_t mine = lane->sends ? call->count : call->recvcount, theirs = (size_t)(lane->sends ? h->recvcount : h->count);
@@ -4737,12 +4755,13 @@ static mt_status mti_mpi_match(mt_context *ctx, mt_comm *comm, const mti_call *c
     return mti_mpi_fail(ctx, comm, MT_ERR_MISMATCH, &text);
 }
 
+/* Starts the next request of a lane when the last one is done. */
 static mt_status mti_mpi_advance(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_mpi_lane *lane) {
     size_t bytes;
     if (lane->peer < 0 || !mti_mpi_is_done(comm, lane->at)) return MT_SUCCESS;
     if (!lane->matched) {
         MT_TRY(mti_mpi_match(ctx, comm, call, lane));
-        if (lane->bytes <= MTI_MPI_SMALL) { /* came, or went, with the header */
+        if (lane->bytes <= MTI_MPI_SMALL) { /* the data travel with the header */
             if (!lane->sends) mti_copy(lane->data, lane->header->data, lane->bytes);
             lane->done = lane->bytes;
         }
@@ -4756,7 +4775,7 @@ static mt_status mti_mpi_advance(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
-/* Expects the peer's header, and sends it this rank's. */
+/* Starts to receive the peer's header, and sends this rank's header to the peer. */
 static mti_mpi_lane mti_mpi_lane_open(mt_comm *comm, const mti_call *call, int sends, int at) {
     mti_mpi *m = comm->mpi;
     mti_mpi_lane lane;
@@ -4846,7 +4865,7 @@ static mti_mpi *mti_mpi_new(int size) {
     return m;
 }
 
-/* A group whose mti_mpi.world is still to be filled. */
+/* Creates a communicator and its group. The caller fills mti_mpi.world. */
 static mt_comm *mti_mpi_comm_new(mti_mpi_port *port, int rank, int size, const char *name, int number) {
     mt_comm *comm = mti_comm_new(&mti_over_mpi, rank, size, name);
     mti_group *g = mti_group_new(size, port->timeout, port->spin);
@@ -4904,7 +4923,7 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     return port;
 }
 
-/* The duplicate, whose errors are returned, not fatal. */
+/* Duplicates the caller's MPI_Comm. MPI returns errors on the duplicate, they are not fatal. */
 static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs) {
     MPI_Request request = MPI_REQUEST_NULL;
     mti_stopwatch watch = mti_stopwatch_start(port->timeout);
@@ -4922,7 +4941,8 @@ static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs) {
     return mti_mpi_open_inbox(port) == MPI_SUCCESS ? MT_SUCCESS : MT_ERR_SYSTEM;
 }
 
-/* Everybody says on which machine it is: who shares this one? */
+/* Finds out which ranks run on this machine, and sets local_rank and port->spin: all ranks exchange a hash of their
+   processor name. */
 static mt_status mti_mpi_neighbours(mt_comm *world) {
     char name[MPI_MAX_PROCESSOR_NAME];
     mti_mpi_port *port = world->mpi->port;
@@ -4941,7 +4961,7 @@ static mt_status mti_mpi_neighbours(mt_comm *world) {
         if (i == world->rank) port->local_rank = here;
         here++;
     }
-    for (i = 0; i < world->size; i++) mti_slot_of(world->group, i)->what = 0; /* that was no call of the user's */
+    for (i = 0; i < world->size; i++) mti_slot_of(world->group, i)->what = 0; /* no message names this call */
     port->spin = here <= (int)sysconf(_SC_NPROCESSORS_ONLN);
     world->local_rank = port->local_rank;
     return MT_SUCCESS;
@@ -4967,7 +4987,7 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     if (!port) return MT_ERR_MEMORY;
     status = mti_mpi_open(port, theirs);
     world = status == MT_SUCCESS ? mti_mpi_comm_new(port, rank, size, "world", port->next++) : NULL;
-    if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* the port stays with MPI */
+    if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* not freed: MPI may use the port */
     for (r = 0; r < size; r++) world->mpi->world[r] = r;
     status = mti_mpi_neighbours(world);
     if (status == MT_SUCCESS) *out = world;
@@ -4975,7 +4995,8 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     return status;
 }
 
-/* The new group's number is one that is new to everybody here, in one of the groups of this split or in none. */
+/* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
+   on ranks that are in none of these groups. */
 static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
     mti_mpi *m = comm->mpi;
     int rank, size, leader, r, at, number = m->port->next;
@@ -4998,7 +5019,7 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
     mti_split_place(comm, comm->rank, &rank, &size, &leader);
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
-    if (!*out || size == 1) return MT_SUCCESS; /* mt_comm_split calls it by its name */
+    if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     for (r = 0; r < comm->size; r++) {
         if (mti_slot_of(comm->group, r)->color != color) continue;
         mti_split_place(comm, r, &at, &size, &leader);
@@ -5011,14 +5032,14 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
 
 /* -- ending -- */
 
-/* Has MPI let go of all of them? */
+/* Returns 1 when all requests are complete. */
 static int mti_mpi_all_done(MPI_Request *requests, int count) {
     int done = 1, i;
     for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
     return done;
 }
 
-/* Groups that are over are kept for as long as MPI may need their memory. */
+/* Frees the destroyed groups whose requests are complete: before that, MPI may use their memory. */
 static void mti_mpi_reap(mti_mpi_port *port) {
     struct mti_mpi **at = &port->ended, *m;
     while ((m = *at) != NULL) {
@@ -5031,8 +5052,8 @@ static void mti_mpi_reap(mti_mpi_port *port) {
     }
 }
 
-/* Tells the others, and waits for them to do the same: 1 if they all have, and MPI holds nothing of anybody any more.
- */
+/* Tells all ranks of the port that this rank closes its port, and waits until they have closed theirs. Returns 1 when
+   all have done so, and MPI holds no memory of any rank. */
 static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
     mti_stopwatch watch = mti_stopwatch_start(limit);
@@ -5057,8 +5078,9 @@ static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     return 0;
 }
 
-/* What MPI may still write to is left to it, until the process ends; so is a duplicate with messages that nobody has
-   taken, which might turn up in the next one. */
+/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
+   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
+   receive them. */
 static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
     if (!closed) return;
     if (port->inbox_request != MPI_REQUEST_NULL) {
@@ -5069,7 +5091,7 @@ static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
     mti_mpi_port_free(port);
 }
 
-/* Of a group; with the last one the port ends, too. */
+/* Destroys a group, and with the last group the port. */
 static void mti_mpi_destroy(mt_comm *comm) {
     mti_mpi *m = comm->mpi, **at;
     mti_mpi_port *port = m->port;
