@@ -5114,18 +5114,19 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
 
 #define MTI_TOLD_CHUNK ((size_t)1024)
 
-/* What everybody sees of a rank's settings. */
+/* What each rank sends to all others: a hash of its settings, and its group. */
 typedef struct mti_told {
     uint64_t hash;
     int64_t group;
 } mti_told;
 
-/* Name, NUL, value, NUL, ...: the settings of a rank in one piece of memory. */
+/* The settings of a rank in one block of memory: name, NUL, value, NUL, ... */
 typedef struct mti_told_text {
     char *data;
     uint64_t bytes;
 } mti_told_text;
 
+/* Returns data == NULL when out of memory. */
 static mti_told_text mti_told_write(const mt_setting *settings, int count) {
     mti_told_text t;
     size_t n;
@@ -5150,7 +5151,7 @@ static uint64_t mti_told_hash(const mti_told_text *t) {
     return h;
 }
 
-/* The string at *at, which moves behind it; NULL at the end. */
+/* Returns the string at offset *at, and advances *at to the next one; NULL at the end. */
 static const char *mti_told_next(const mti_told_text *t, uint64_t *at) {
     const char *s = t->data + *at;
     if (*at >= t->bytes) return NULL;
@@ -5158,14 +5159,14 @@ static const char *mti_told_next(const mti_told_text *t, uint64_t *at) {
     return s;
 }
 
-/* From the device, when all that the collectives before it bring is there. */
+/* Copies from the device to the host, after the earlier collectives are done. */
 static mt_status mti_told_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    MT_TRY(mt_context_synchronize(ctx)); /* first: a copy to pageable memory waits, too, but without a timeout */
+    MT_TRY(mt_context_synchronize(ctx)); /* a copy to pageable memory would wait without a timeout */
     MT_TRY(mti_bytes_copy(ctx, to, from, bytes));
     return mt_context_synchronize(ctx);
 }
 
-/* `bytes` of rank `root` become those of all ranks, through `space` [MTI_TOLD_CHUNK] on the device. */
+/* Broadcasts `bytes` of host memory from rank `root`, through `space` [MTI_TOLD_CHUNK] on the device. */
 static mt_status mti_told_broadcast(mt_context *ctx, mt_comm *comm, int root, void *data, uint64_t bytes, void *space) {
     uint64_t at, n;
     for (at = 0; at < bytes; at += n) {
@@ -5177,19 +5178,20 @@ static mt_status mti_told_broadcast(mt_context *ctx, mt_comm *comm, int root, vo
     return MT_SUCCESS;
 }
 
-/* *out, empty so far, becomes the settings of rank `root`. The memory is the caller's to free. */
+/* Broadcasts the settings of rank `root` to *out, which is empty before. The caller frees out->data. */
 static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const mti_told_text *mine, void *space,
                                 mti_told_text *out) {
     out->bytes = mine->bytes;
     MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, space));
-    out->data = (char *)mt_host_alloc((size_t)out->bytes + 1); /* which ends with a NUL */
+    out->data = (char *)mt_host_alloc((size_t)out->bytes + 1); /* + 1: a NUL at the end */
     if (!out->data)
         return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for the settings of rank %d", root);
     if (comm->rank == root) memcpy(out->data, mine->data, (size_t)mine->bytes);
     return mti_told_broadcast(ctx, comm, root, out->data, out->bytes, space);
 }
 
-/* Two ranks of one group that were told different things: its lowest one, and the first that differs from that. */
+/* Finds two ranks of one group with different settings: *a is the lowest rank of the group, and *b the first rank that
+   differs from it. Returns 0 when no ranks differ. */
 static int mti_told_differ(const mti_told *all, int size, int *a, int *b) {
     for (*b = 1; *b < size; ++*b) {
         for (*a = 0; all[*a].group != all[*b].group; ++*a) continue;
@@ -5198,7 +5200,7 @@ static int mti_told_differ(const mti_told *all, int size, int *a, int *b) {
     return 0;
 }
 
-/* "ranks 0, 2 and 3 more": those that were told the same as rank `like`. */
+/* Writes " on ranks 0, 2 and 3 more": the ranks of the group with the same settings as rank `like`. */
 static void mti_say_alike_told(mti_text *text, const mti_told *all, int size, int like) {
     int r, alike = 0, said = 0;
     for (r = 0; r < size; r++) alike += all[r].group == all[like].group && all[r].hash == all[like].hash;
@@ -5208,14 +5210,15 @@ static void mti_say_alike_told(mti_text *text, const mti_told *all, int size, in
     if (alike > said) mti_say(text, " and %d more", alike - said);
 }
 
-/* A setting; long values from a little before the place where they begin to differ, at `same`. */
+/* Writes a setting. same: number of characters at the start that are equal in both values; when there are more than
+   100, the text begins 20 characters before the difference */
 static void mti_say_setting(mti_text *text, const char *name, const char *value, size_t same) {
     int cut = same > 100;
     if (!name) mti_say(text, "nothing more");
     else mti_say(text, "%.100s%s%s%.250s", name, *name ? " " : "", cut ? "..." : "", value + (cut ? same - 20 : 0));
 }
 
-/* The sentence, from the settings x and y of ranks a and b. */
+/* Writes the first difference between the settings x of rank a and y of rank b. */
 static void mti_say_told(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
                          const mti_told_text *y) {
     const char *name, *other, *value = "", *second = "";
@@ -5240,7 +5243,7 @@ static void mti_say_told(mti_text *text, const mti_told *all, const mt_comm *com
     mti_say(text, " of \"%s\" (%d ranks)", comm->name, comm->size);
 }
 
-/* all: of every rank; space: on the device. */
+/* Compares the settings of all ranks. all: [size], this rank's entry is filled in; space: memory on the device */
 static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_told_text *mine,
                                   mti_told *all, void *space) {
     mti_told *place = (mti_told *)space + comm->rank;
@@ -5289,14 +5292,14 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
         all[comm->rank].group = group;
         status = mti_compare_told(ctx, comm, what, &mine, all, space);
     }
-    mt_context_free(ctx, space, bytes); /* waits for what still reads the two below */
+    mt_context_free(ctx, space, bytes); /* waits for copies that read `all` and `mine` */
     mt_host_free(all);
     mt_host_free(mine.data);
     return status;
 }
 
 MT_API void mt_decimal_point(char *text) {
-    static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* inf, nan(...), exponents */
+    static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* inf, nan(...), exponents too */
     char *point = text + strspn(text, others);
     size_t n = strcspn(point, others);
     if (n == 0) return;
@@ -5329,7 +5332,7 @@ static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name
     return MT_SUCCESS;
 }
 
-/* x and y, one of them the whole, the other this rank's part of its rows or of its columns. */
+/* Checks x and y: one is the whole tensor, the other this rank's part of its rows or columns. */
 static mt_status mti_check_views(mt_context *ctx, mt_comm *comm, const char *name, mt_tensor x, mt_tensor y,
                                  int x_is_whole, int by_rows) {
     mt_tensor whole = x_is_whole ? x : y, part = x_is_whole ? y : x;
@@ -5353,7 +5356,7 @@ static mt_status mti_check_views(mt_context *ctx, mt_comm *comm, const char *nam
 
 static size_t mti_elements(mt_tensor t) { return (size_t)t.rows * (size_t)t.cols; }
 
-/* Between whole [rows, parts * cols] and part [rows, cols]: columns [index * cols, ...) of each row. */
+/* Copies a matrix between two tensors with different leading dimensions: a view of columns and a contiguous part. */
 static mt_status mti_copy_columns(mt_context *ctx, mt_tensor to, mt_tensor from) {
     size_t size = mt_dtype_size(to.dtype), bytes = (size_t)to.cols * size;
     int64_t r;
@@ -5367,7 +5370,7 @@ static mt_status mti_copy_columns(mt_context *ctx, mt_tensor to, mt_tensor from)
 }
 
 static mt_tensor mti_dense(mt_tensor t) {
-    t.ld = t.cols; /* a single row may come with any ld */
+    t.ld = t.cols; /* a tensor of one row may have any ld */
     return t;
 }
 
@@ -5397,7 +5400,7 @@ MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_
     return mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols));
 }
 
-/* The gathered parts arrive one after the other in the arena, and go from there to their columns. */
+/* Gathers the parts of all ranks in the arena, one after the other, and copies each part to its columns of y. */
 static mt_status mti_gather_columns(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     mt_tensor parts;
     int r;
@@ -5445,7 +5448,8 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
                       (long long)first, (long long)rows, (long long)part.rows);
 }
 
-/* Between rows of `part` and of each block, of as many elements as part, of the whole. */
+/* A call on rows [first, first + rows) of this rank's part, and on the same rows of each block of the whole tensor. A
+   block has as many elements as `part`. */
 static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
     mti_call call =
         mti_call_make(kind, mt_tensor_rows(mti_dense(send), first, rows).data,
@@ -5482,7 +5486,7 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
     return MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
 }
 
-/* -- beside the computation -- */
+/* -- overlap with the computation -- */
 
 MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_stream stream) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -5498,7 +5502,7 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
 
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
     int third, low, high;
-    if (!ctx || ctx->stream == ctx->compute_stream) return status; /* nothing was begun */
+    if (!ctx || ctx->stream == ctx->compute_stream) return status; /* nothing overlaps */
     third = ctx->stream == ctx->third_stream;
     low = third ? MT_OVERLAP_TICKET_THIRD : 0;
     high = third ? MT_OVERLAP_TICKET_THIRD : MT_OVERLAP_TICKETS - 1;
@@ -5529,13 +5533,15 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx) { return ctx && ctx->pla
 
 /* ---- >>launch ---------------------------------------------------------------------------------------------------- */
 
-/* What the rank's status is about; the last sentence may belong to an error that the rank has dealt with. */
+/* Returns the message of the rank's status. When the last message is that of another error, which the rank has handled,
+   returns the general text of the status. */
 static const char *mti_rank_sentence(const mti_rank *rank) {
     const mt_comm *world = rank->world;
     return world->error[0] && world->error_status == rank->status ? world->error : mt_status_string(rank->status);
 }
 
-/* Tells everybody who waits for this rank, in any of its groups, and frees what its function left behind. */
+/* Tells the other ranks of all its groups that this rank leaves, and destroys the communicators that its function has
+   not destroyed. */
 static void mti_rank_over(mti_rank *rank) {
     mt_comm *comm;
     if (rank->status == MT_SUCCESS) snprintf(rank->reason, sizeof rank->reason, "returned from its function");
@@ -5547,14 +5553,14 @@ static void mti_rank_over(mti_rank *rank) {
     while (rank->children) mt_comm_destroy(rank->children);
 }
 
-#define MTI_GRACE_SECONDS 5.0
+#define MTI_GRACE_SECONDS 5.0 /* after a failure, the other ranks have at least this time to return */
 
-/* What ranks that end tell the thread that waits for all of them. */
+/* Through this struct, ranks that end inform the thread that waits for all ranks. */
 typedef struct mti_watch {
     pthread_mutex_t mutex;
     pthread_cond_t cond;
     int ended, failed;
-    mti_stopwatch since; /* the first one failed */
+    mti_stopwatch since; /* time since the first rank failed */
 } mti_watch;
 
 static void mti_rank_ended(mti_rank *rank) {
@@ -5578,7 +5584,7 @@ static void mti_rank_run(mti_rank *rank) {
     mti_release(before);
 }
 
-/* For a rank whose function did not return. */
+/* Ends a rank whose function has not returned, because its thread was cancelled or an exception has left it. */
 static void mti_rank_cut_short(void *argument) {
     mti_rank *rank = (mti_rank *)argument;
     if (rank->ended) return;
@@ -5610,7 +5616,8 @@ static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...) 
     else fprintf(stderr, "%s\n", text);
 }
 
-/* Those that failed only because of a peer are told last. */
+/* Reports the ranks that have failed, and returns the status of the first one. Ranks with MT_ERR_PEER come last,
+   because another rank's failure has usually caused theirs. */
 static mt_status mti_launch_report(const mt_launch_desc *desc, mti_rank *ranks, int count) {
     mt_status first = MT_SUCCESS;
     int secondary, r;
@@ -5635,7 +5642,8 @@ static void mti_rank_not_started(mti_rank *rank, int error) {
     mti_rank_ended(rank);
 }
 
-/* Have all ranks ended? Waits until they have; after a failure only for so long. */
+/* Waits until all ranks have ended, but at most until `seconds` after the first failure. Returns 1 when all ranks have
+   ended. */
 static int mti_watch_wait(const mt_launch_desc *desc, mti_watch *w, double seconds) {
     while (w->ended < desc->ranks && !(w->failed && mti_waited(&w->since) >= seconds)) {
         if (w->failed) mti_stopwatch_sleep(&w->since, seconds, &w->cond, &w->mutex);
@@ -5644,7 +5652,8 @@ static int mti_watch_wait(const mt_launch_desc *desc, mti_watch *w, double secon
     return w->ended == desc->ranks;
 }
 
-/* Whoever waits for the rank that is stuck has until its own timeout; so stuck is not called before. */
+/* Waits for the ranks. After a failure, it reports ranks that do not return, and in the end calls desc->stuck. Ranks
+   that wait for a stuck rank return at their own timeout, so desc->stuck is not called before timeout_s. */
 static void mti_watch_ranks(const mt_launch_desc *desc, mti_watch *w, mti_rank *ranks) {
     double patience = desc->timeout_s > 0 ? desc->timeout_s : MT_TIMEOUT_DEFAULT;
     int stuck = 0, r;
@@ -5663,16 +5672,18 @@ static void mti_watch_ranks(const mt_launch_desc *desc, mti_watch *w, mti_rank *
     if (stuck) desc->stuck(ranks->user);
 }
 
-/* What mt_launch has made. `worlds` is NULL where `ranks` is not on the heap. */
+/* The ranks of a launch, for mti_launch_end. worlds: NULL when `ranks` is not on the heap */
 typedef struct mti_launch {
     mti_rank *ranks;
     mt_comm **worlds;
     int count;
 } mti_launch;
 
-/* The function is called when the variable's scope ends; by an exception, too, in C++ and in C with -fexceptions. */
+/* Calls `function` with the variable's address at the end of its scope, also when an exception leaves the scope (in
+   C++, or in C with -fexceptions). */
 #define MTI_AT_END(function) __attribute__((unused, cleanup(function)))
 
+/* Ends the ranks whose functions an exception has left, and frees everything. */
 __attribute__((unused)) static void mti_launch_end(mti_launch *l) {
     int r;
     for (r = 0; l->ranks && r < l->count; r++) {
@@ -5685,7 +5696,8 @@ __attribute__((unused)) static void mti_launch_end(mti_launch *l) {
     free(l->ranks);
 }
 
-/* A thread that cannot be had releases those already started: they see a peer that failed. */
+/* Runs each rank on a thread. When the system refuses a thread, this rank and the ranks after it count as failed, and
+   the started ranks see failed peers. */
 static void mti_launch_threads(const mt_launch_desc *desc, mti_rank *ranks) {
     mti_watch watch;
     int r, error = 0, watched = pthread_mutex_init(&watch.mutex, NULL) == 0;
@@ -5707,7 +5719,7 @@ static void mti_launch_threads(const mt_launch_desc *desc, mti_rank *ranks) {
     if (watched) pthread_mutex_destroy(&watch.mutex);
 }
 
-/* desc may be NULL. How many ranks 0 means depends on the caller. */
+/* Returns desc with the default of cores_per_rank. desc may be NULL. The caller sets the default of `ranks`. */
 static mt_launch_desc mti_launch_defaults(const mt_launch_desc *desc) {
     mt_launch_desc d;
     memset(&d, 0, sizeof d);
@@ -5736,6 +5748,7 @@ static mt_status mti_launch_check(const mt_launch_desc *desc, mt_rank_function r
     return MT_SUCCESS;
 }
 
+/* Creates the world, runs all ranks, and reports the failed ones. */
 static mt_status mti_launch_ranks(const mt_launch_desc *desc, mti_rank *ranks, mt_comm **worlds, mt_rank_function run,
                                   void *user) {
     int core[8 * MTI_CORE_BYTES], cores = mti_allowed_cores(core, 8 * MTI_CORE_BYTES), each = desc->cores_per_rank, r;
@@ -5785,7 +5798,7 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 /* -- ranks over MPI -- */
 
 #if MTI_MPI
-/* This rank is at its end, and others do not come to theirs. */
+/* Reports the ranks that have not closed their ports in time, after this rank has closed its own. */
 static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port *port) {
     mti_text text;
     int r, said = 0;
@@ -5797,7 +5810,8 @@ static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port
     return MT_ERR_TIMEOUT;
 }
 
-/* Of the whole job, as mti_launch_report has it, where all have closed; else what this rank knows. */
+/* Returns the status of the whole job, chosen as in mti_launch_report, when all ranks have closed their ports. Else
+   returns this rank's error, or MT_ERR_TIMEOUT. */
 static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port *port) {
     mt_status own = (mt_status)port->status[port->rank], first = MT_SUCCESS;
     int secondary, r;
@@ -5808,7 +5822,7 @@ static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port 
     return first;
 }
 
-/* This process as one of the ranks of an MPI communicator. *closed: they have all come to their ends. */
+/* Runs this process as one rank of an MPI communicator. *closed: the result of mti_mpi_close */
 static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_function run, void *user, int *closed) {
     mti_mpi_port *port;
     mti_rank rank;
@@ -5839,8 +5853,9 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     return status;
 }
 
-/* The world of MPI_COMM_WORLD. MPI is begun where it was not, and then ended, but only when all ranks have come to
-   their ends: MPI_Finalize waits for the dead. A process that ends without it makes mpirun end the others. */
+/* Runs this process as one rank of MPI_COMM_WORLD. If the program has not initialized MPI, this function initializes
+   and finalizes MPI. It calls MPI_Finalize only when all ranks have closed their ports, because MPI_Finalize waits for
+   dead ranks. When a process ends without MPI_Finalize, mpirun ends the other processes. */
 static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run, void *user) {
     int begun = 0, ended = 0, provided = MPI_THREAD_FUNNELED, size = 0, closed = 1;
     mt_status status;
@@ -5851,7 +5866,7 @@ static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run,
         return MT_ERR_SYSTEM;
     }
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    if (provided < MPI_THREAD_FUNNELED) { /* those of a GEMM library */
+    if (provided < MPI_THREAD_FUNNELED) { /* a GEMM library may start threads */
         mti_launch_say(desc,
                        "mt_world_from_env: this MPI allows no threads: MPI_Init_thread provides %d, not "
                        "MPI_THREAD_FUNNELED (%d)",
@@ -5873,9 +5888,12 @@ static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run,
 
 /* -- ranks that are processes -- */
 
-/* What a launcher tells each process; arrays, since pointers would have to be relocated. marker: a variable without
-   which it is not there at all; "": any of the others shows it. imitator: where this variable is set, only local_rank
-   shows it. mpi: an MPI library, if it is built in, connects what it starts. */
+/* The environment variables that a launcher sets for each process. The fields are arrays because pointers would need
+   relocations.
+   marker    this variable is set if and only if the launcher is used; "": rank, size or local_rank is set
+   imitator  another launcher that sets this variable also sets rank and size: then only local_rank counts
+   job_size  replaces `size` when that is not set
+   mpi       1: the launcher starts MPI programs: when MPI is built, it connects the ranks */
 typedef struct mti_launcher {
     char name[12], marker[16], imitator[16], rank[24], size[24], job_size[16], local_rank[28];
     int mpi;
@@ -5889,7 +5907,7 @@ static const mti_launcher mti_launchers[] = {
 };
 
 typedef struct mti_process {
-    const mti_launcher *launcher; /* NULL: there is none */
+    const mti_launcher *launcher; /* NULL: no launcher */
     int rank, size, local_rank;
     char rendezvous[320]; /* host:port for NCCL; "": not known */
 } mti_process;
@@ -5919,7 +5937,7 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out) {
     return 1;
 }
 
-/* "RANK=3 LOCAL_RANK=1": what there is of a launcher's variables. */
+/* Writes the variables of a launcher that are set: "RANK=3 LOCAL_RANK=1". */
 static void mti_say_env(mti_text *text, const mti_launcher *l) {
     const char *names[5];
     int i, said = 0;
@@ -5933,7 +5951,7 @@ static void mti_say_env(mti_text *text, const mti_launcher *l) {
         if (mti_in_env(names[i])) mti_say(text, "%s%s=%.64s", said++ ? " " : "", names[i], getenv(names[i]));
 }
 
-/* The number in a variable, which must be there and lie in [low, high]. */
+/* Reads the number in a variable, which must be set and lie in [low, high]. */
 static mt_status mti_env_number(const mt_launch_desc *desc, const mti_launcher *l, const char *name, int64_t low,
                                 int64_t high, int64_t *out) {
     const char *text = getenv(name);
@@ -5952,10 +5970,11 @@ static mt_status mti_env_number(const mt_launch_desc *desc, const mti_launcher *
     return MT_ERR_ARGUMENT;
 }
 
-/* The first host of a Slurm list: "node[01-04,7],login" is node01. 0: it is no such list, or too long. */
+/* Writes the first host of a Slurm list: node01 for "node[01-04,7],login". Returns 0 when the list is malformed, or the
+   name too long for `host`. */
 static int mti_first_host(const char *list, char *host, size_t bytes) {
     size_t n = 0;
-    int bracket = 0, skip = 0; /* inside [ ], and there past the first number */
+    int bracket = 0, skip = 0; /* bracket: inside [ ]; skip: behind the first number there */
     for (; *list && (bracket || *list != ','); list++) {
         if (*list == '[' || *list == ']') {
             if (bracket != (*list == ']') || (bracket && list[-1] == '[')) return 0;
@@ -5985,7 +6004,7 @@ static mt_status mti_find_host(const mt_launch_desc *desc, const mti_launcher *l
     return MT_ERR_ARGUMENT;
 }
 
-/* 0: not known. */
+/* *port: 0: not known */
 static mt_status mti_find_port(const mt_launch_desc *desc, const mti_launcher *launcher, int64_t *port) {
     int64_t job = 0, step = 0;
     *port = 0;
@@ -5995,12 +6014,12 @@ static mt_status mti_find_port(const mt_launch_desc *desc, const mti_launcher *l
     } else if (launcher->marker[0] && getenv("SLURM_JOB_ID")) {
         MT_TRY(mti_env_number(desc, launcher, "SLURM_JOB_ID", 0, UINT32_MAX, &job));
         MT_TRY(mti_env_number(desc, launcher, "SLURM_STEP_ID", 0, UINT32_MAX, &step));
-        *port = 61440 + (job + step) % 4096; /* above what Linux gives to others, another one for each job */
+        *port = 61440 + (job + step) % 4096; /* above Linux' default range of automatic ports; differs between jobs */
     }
     return MT_SUCCESS;
 }
 
-/* Where the ranks meet. An IPv6 address, which has colons itself, goes into brackets. */
+/* Sets p->rendezvous when host and port are known. An IPv6 address is put in brackets, because it contains colons. */
 static mt_status mti_find_rendezvous(const mt_launch_desc *desc, mti_process *p) {
     char host[256];
     int64_t port;
@@ -6011,7 +6030,7 @@ static mt_status mti_find_rendezvous(const mt_launch_desc *desc, mti_process *p)
     return MT_SUCCESS;
 }
 
-/* What the environment says of this process. p->launcher is NULL, and nothing else set, where it says nothing. */
+/* Fills *p from the launcher's environment variables. Without a launcher, all fields of *p are 0. */
 static mt_status mti_find_process(const mt_launch_desc *desc, mti_process *p) {
     const mti_launcher *l = mti_find_launcher();
     const char *size;
@@ -6036,7 +6055,7 @@ static mt_status mti_find_process(const mt_launch_desc *desc, mti_process *p) {
     return getenv("NCCL_COMM_ID") ? MT_SUCCESS : mti_find_rendezvous(desc, p);
 }
 
-/* This process as one rank, which nothing connects to the others yet. */
+/* Runs this process as one rank. Its world does not connect it to the other processes. */
 static mt_status mti_run_process(const mt_launch_desc *desc, const mti_process *p, mt_rank_function run, void *user) {
     mti_rank rank;
     mti_launch all MTI_AT_END(mti_launch_end);
@@ -6068,7 +6087,7 @@ MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function 
     mti_process process;
     MT_TRY(mti_find_process(&d, &process));
     if (!process.launcher) return mt_launch(desc, rank_main, user);
-    d.ranks = 1; /* of this process */
+    d.ranks = 1; /* for the check: this process is one rank */
     MT_TRY(mti_launch_check(&d, rank_main));
 #if MTI_MPI
     d.ranks = process.size;
