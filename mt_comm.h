@@ -831,12 +831,12 @@ struct mt_context {
     mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
     int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
     int capability;                     /* compute capability of the GPU: 90 for sm_90 */
-    struct CUstream_st *compute_stream; /* the context's own stream */
+    struct CUstream_st *compute_stream; /* mt_context_desc.stream, or a stream that the context has created */
     struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     unsigned pending;                      /* bit mask of tickets that the compute stream has not waited for */
     uint64_t reached;                      /* bit mask of other GPUs whose memory this GPU can read */
-    struct CUstream_st *stream;            /* where calls put their work: compute_stream, except while forked */
+    struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric;
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
@@ -884,9 +884,9 @@ typedef struct mti_group {
     unsigned char apart[56]; /* padding: `state` has its own cache line, because all ranks spin on it */
     int sleepers, left_count, references;
     int size;
-    int spin;               /* 1: there is a core for every rank of the job */
+    int spin;               /* 1: each rank on this machine has a core */
     struct mti_group *root; /* the first group of the chain of splits, kept alive by this one; NULL: this group */
-    int late_turns;         /* used in the root, atomic: consecutive late returns of sched_yield, see mti_note_turn */
+    int late_turns;         /* used in the root, atomic: number of late polls in a row, see mti_note_turn */
     int64_t crowded_until;  /* used in the root, atomic: microseconds by mti_now; until then waits do not poll */
     double timeout;
     pthread_mutex_t mutex;
@@ -1190,7 +1190,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->invariant = d->invariant;
     ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
     ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
-    ctx->capability = 90; /* MT_DEVICE_META plans for sm_90, where attention needs more scratch memory than before */
+    ctx->capability = 90; /* MT_DEVICE_META plans for sm_90: on older GPUs attention needs less scratch memory */
     ctx->world = world;
     ctx->allocator = d->allocator;
     ctx->logger = d->logger;
@@ -1708,7 +1708,7 @@ static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, siz
 #define MTI_IN_P2P 2
 
 #define MTI_SPIN_SECONDS 20e-6 /* a wait polls for this time before it sleeps */
-#define MTI_LATE_TURN 500e-6   /* these three: see mti_note_turn; in seconds */
+#define MTI_LATE_TURN 500e-6   /* seconds; for this and the next two, see mti_note_turn */
 #define MTI_LATE_TURNS 2       /* per rank, in a row */
 #define MTI_CROWDED 32
 
@@ -1774,6 +1774,7 @@ static struct timespec mti_timespec(double seconds) {
     return t;
 }
 
+/* As pthread_cond_init, with the clock of mti_now. */
 static int mti_cond_init(pthread_cond_t *cond) {
 #if MTI_MONOTONIC
     pthread_condattr_t attr;
@@ -1933,6 +1934,7 @@ static void mti_group_release(mti_group *g) {
     mti_group_release(root);
 }
 
+/* Creates a group with one reference per rank; NULL: out of memory. */
 static mti_group *mti_group_new(int size, double timeout, int spin) {
     size_t bytes = (size_t)size * mt_align_up(sizeof(mti_slot));
     mti_group *g = (mti_group *)mti_default_alloc(NULL, sizeof *g, MT_ALIGNMENT);
@@ -2014,7 +2016,7 @@ MT_API void mt_comm_set_name(mt_comm *comm, const char *name) {
     comm->name[n] = '\0';
 }
 
-/* -- sentences -- */
+/* -- messages -- */
 
 static void mti_slot_write(mti_slot *slot, const mti_call *call) {
     uint64_t what = (uint64_t)(call->kind + 1) | (uint64_t)call->dtype << 8 | (uint64_t)call->op << 16 |
@@ -2840,6 +2842,8 @@ static mt_status mti_check_dtype(mt_context *ctx, mt_comm *comm, const mti_call 
     return MT_SUCCESS;
 }
 
+/* Refuses a peer outside the group. In point to point, this rank itself is a valid peer only when dst == src and the
+   counts are equal. what: the name of the argument, for the message */
 static mt_status mti_check_peer(mt_context *ctx, mt_comm *comm, const mti_call *call, const char *what, int peer) {
     const char *name = mti_call_name(call->kind);
     int lowest = call->kind == MTI_SEND_RECV ? -1 : 0;
@@ -3449,8 +3453,8 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 
 /* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
    seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
-   the busy communicators until the timeout. So no wait is without a timeout. After creation, calls take their scratch
-   memory from the arena. */
+   the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
+   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena. */
 
 #if MTI_NCCL
 #define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
@@ -3512,7 +3516,7 @@ static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_tex
     } while (latest);
 }
 
-/* Breaks all busy communicators and comm. ctx: NULL when comm is being destroyed */
+/* Breaks comm, and with ctx all busy communicators. ctx: NULL while comm is being destroyed */
 static mt_status mti_nccl_give_up(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     if (ctx) mti_nccl_break_busy(ctx, status, text);
     return comm->nccl.broken ? comm->nccl.broken : mti_nccl_break(ctx, comm, status, text);
@@ -3704,7 +3708,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
-        if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* comm is destroyed after an error, too */
+        if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* an error is ignored: comm is destroyed */
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
@@ -3761,6 +3765,7 @@ static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_ca
     return mti_nccl_goes_on(result) ? end : result;
 }
 
+/* Puts a call into the stream: calls the NCCL function for it. */
 static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     ncclDataType_t type = mti_nccl_type(call->dtype);
     ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
@@ -3866,6 +3871,7 @@ static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
+/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. */
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (comm->nccl.home != ctx)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
@@ -3943,6 +3949,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     return status;
 }
 
+/* Gathers the colors and keys of all ranks, and then creates the groups. */
 static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out) {
     mt_context *ctx = comm->nccl.home;
     int32_t *pairs;
@@ -4179,12 +4186,12 @@ static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, siz
    receives its piece from all other ranks, reduces it in the tree of >>local, and for an all_reduce sends the result to
    all ranks. Point to point: both ranks send a header, then the data follow.
 
-   Notes are messages between ports that say at any time that a group has broken or a rank has left. No call blocks
-   inside MPI: requests are tested until they are done, the timeout has expired, or a note says that they will never be
-   done. */
+   Notes are messages between ports that say at any time that a group has broken or a rank has left. No wait for a rank
+   blocks inside MPI: requests are tested until they are done, the timeout has expired, or a note says that they will
+   never be done. */
 
 #if MTI_MPI
-/* Bytes: a message of this size and its header have less than 4 KiB, which MPI libraries send eagerly. */
+/* Bytes of data behind a header: the message is smaller than 4 KiB, which MPI libraries send eagerly. */
 #define MTI_MPI_SMALL ((size_t)3968)
 #define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
 #define MTI_MPI_MESSAGE ((size_t)16 << 20) /* most bytes of one message: MPI counts bytes in an int */
@@ -4198,7 +4205,7 @@ static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, siz
 #define MTI_MPI_ASK 2   /* header from a receiver to its sender */
 #define MTI_MPI_DATA 3
 
-#define MTI_MPI_OPEN 1 /* mti_mpi_port.status of a rank that has not closed its port; no mt_status has this value */
+#define MTI_MPI_OPEN 1 /* mti_mpi_port.status of a rank that has not closed its port; errors are negative */
 
 typedef struct mti_mpi_message {
     uint64_t what, count, recvcount; /* as in a slot */
@@ -4233,9 +4240,9 @@ typedef struct mti_mpi_port {
     /* groups: list of the groups in use; ended: list of destroyed groups whose memory MPI may still use, for instance
        for their last notes */
     struct mti_mpi *groups, *ended;
-    const char **left; /* [size] why a rank has left all its groups; NULL: it has not left */
-    mti_mpi_note *reasons;
-    mti_mpi_note *early; /* notes on a new group whose split this rank has not finished */
+    const char **left;     /* [size] why a rank has left all its groups; NULL: it has not left */
+    mti_mpi_note *reasons; /* [size] the notes whose text `left` points to */
+    mti_mpi_note *early;   /* notes on a new group whose split this rank has not finished */
     int early_count;
     mti_mpi_note inbox, closing;
     MPI_Request inbox_request, *closing_requests;
@@ -4381,6 +4388,7 @@ static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_note *note) {
     if (note->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *note;
 }
 
+/* Handles one note. */
 static void mti_mpi_take_note(mti_mpi_port *port, const mti_mpi_note *note) {
     mti_mpi *m = port->groups;
     while (m && m->number != note->group) m = m->next;
@@ -4666,6 +4674,7 @@ static mt_status mti_mpi_reduce(mt_context *ctx, mt_comm *comm, const mti_call *
     return MT_SUCCESS;
 }
 
+/* In chunks of at most MTI_MPI_MESSAGE bytes of each rank. */
 static mt_status mti_mpi_all_gather(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype), most = MTI_MPI_MESSAGE / element, done, mine;
     mti_pieces p;
@@ -4793,6 +4802,7 @@ static mti_mpi_lane mti_mpi_lane_open(mt_comm *comm, const mti_call *call, int s
     return lane;
 }
 
+/* Runs the send and the receive of a call at the same time, each in its own lane. */
 static mt_status mti_mpi_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_mpi_lane out, in;
     mti_mpi_listen(comm->mpi->port);
@@ -4837,6 +4847,8 @@ static void mti_mpi_free(mti_mpi *m) {
     free(m);
 }
 
+/* Allocates the arrays for a group of `size` ranks; NULL: out of memory. A collective needs two requests per peer, and
+   a send_recv needs four. */
 static mti_mpi *mti_mpi_new(int size) {
     size_t n = (size_t)size, requests = 2 * n > 4 ? 2 * n : 4, i;
     mti_mpi *m = (mti_mpi *)calloc(1, sizeof *m);
@@ -5299,7 +5311,7 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
 }
 
 MT_API void mt_decimal_point(char *text) {
-    static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* inf, nan(...), exponents too */
+    static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* letters: inf, nan, exponents */
     char *point = text + strspn(text, others);
     size_t n = strcspn(point, others);
     if (n == 0) return;
@@ -5315,6 +5327,7 @@ MT_API const char *mt_f32_digits(float x, char text[32]) {
 
 /* ---- >>conjugates ------------------------------------------------------------------------------------------------ */
 
+/* Refuses a tensor that has an unknown dtype or a negative size, is not contiguous, or has no data. */
 static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
     MT_TRY(mti_check_home(ctx, comm, name));
     if (mt_dtype_size(t.dtype) == 0)
@@ -5509,7 +5522,7 @@ MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
     if (ticket < low || ticket > high) {
         MT_KEEP(status,
                 mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be %d to %d", ticket, low, high));
-        ticket = low;
+        ticket = low; /* the overlap ends in any case */
     }
     MT_KEEP(status, mti_cuda_fork_end(ctx, ticket));
     return status;
