@@ -4693,8 +4693,8 @@ static mt_status mti_mpi_all_gather(mt_context *ctx, mt_comm *comm, const mti_ca
     return MT_SUCCESS;
 }
 
-/* The root sends each rank a piece, then each rank sends its piece to all others: the root sends the buffer less than
-   twice, and the other ranks send it less than once. */
+/* The root sends each rank a piece, then each rank sends its piece to all others. With pieces of many cache lines, the
+   root sends about twice the bytes of the buffer, and each other rank about once. */
 static mt_status mti_mpi_broadcast(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t done = 0;
     mti_call whole = *call;
