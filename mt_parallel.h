@@ -1173,8 +1173,8 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
 extern "C" {
 #endif
 
-/* A strict -std=c99 hides them. __USE_MISC is how glibc says that it does not: OpenBLAS's header defines _GNU_SOURCE
-   when it is too late. */
+/* With -std=c99 the system headers do not declare these functions. glibc defines __USE_MISC when it does declare them.
+   _GNU_SOURCE is no test for this, because OpenBLAS's header may define it after the system headers were read. */
 #if !defined(__cplusplus) && !defined(__USE_MISC)
 int fsync(int fd);
 ssize_t pread(int fd, void *data, size_t bytes, off_t at);
@@ -1185,7 +1185,7 @@ DIR *fdopendir(int fd);
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
-/* What the context's slot of this header holds. */
+/* The content of the context's slot MT_SLOT_PARALLEL. */
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
@@ -1246,7 +1246,8 @@ static mt_hash_log *mti_hash_log_of(const mt_context *ctx) {
     return p ? p->hash_log : NULL;
 }
 
-/* mt_overlap_begin, where the options let this kind of collective overlap; 0: none. */
+/* Calls mt_overlap_begin with the stream for this kind of mt_overlap, or with MT_STREAM_NONE when the options turn the
+   kind off or when kind is 0. */
 static mt_status mti_overlap_begin(mt_context *ctx, const mt_comm *comm, int kind) {
     mt_stream stream = kind == MT_OVERLAP_GRADIENTS ? MT_STREAM_THIRD : MT_STREAM_SECOND;
     int overlaps = (kind & ~mt_parallel_get_options(ctx).no_overlap) != 0;
@@ -1255,8 +1256,8 @@ static mt_status mti_overlap_begin(mt_context *ctx, const mt_comm *comm, int kin
 
 /* ---- >>grid ------------------------------------------------------------------------------------------------------ */
 
-/* sizes[0..2] = tensor, data, pipeline with the zeros of desc resolved. Writes a sentence into text when they do not
- * fit. */
+/* Writes the tensor, data and pipeline sizes to sizes, with the zeros of desc resolved. When they do not fit `world`
+   ranks, writes the error message to text. */
 static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
     int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
     int64_t model = (int64_t)tp * pipeline;
@@ -1277,6 +1278,7 @@ static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3
     return MT_SUCCESS;
 }
 
+/* Writes the tensor, data and pipeline rank of `rank` to at. */
 static void mti_grid_coordinates(const int sizes[3], int rank, int at[3]) {
     at[0] = rank % sizes[0];
     at[1] = rank / sizes[0] % sizes[1];
@@ -1285,7 +1287,7 @@ static void mti_grid_coordinates(const int sizes[3], int rank, int at[3]) {
 
 static int mti_grid_end_stage(const int sizes[3], const int at[3]) { return at[2] == 0 || at[2] == sizes[2] - 1; }
 
-/* Whether ranks a and b are in one group of this kind. */
+/* Returns 1 when ranks a and b are in the same group of this kind. */
 static int mti_grid_together(const int sizes[3], mt_group group, int a, int b) {
     int x[3], y[3];
     mti_grid_coordinates(sizes, a, x);
@@ -1314,8 +1316,8 @@ MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_grou
     return MT_SUCCESS;
 }
 
-/* One communicator of the grid: by split, or on a meta world by counting. *out stays NULL for a rank in no such group.
- */
+/* Creates one communicator of the grid: with mt_comm_split, or with mt_comm_create_meta on a meta world. *out stays
+   NULL when this rank is in no group of this kind. */
 static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group group, const char *name, mt_comm **out) {
     int rank = mt_comm_rank(world), first = -1, size = 0, index = 0, r;
     for (r = 0; r < mt_comm_size(world); r++) {
@@ -1373,7 +1375,7 @@ MT_API void mt_grid_destroy(mt_grid *grid) {
 
 /* ---- >>invariant ------------------------------------------------------------------------------------------------- */
 
-/* Virtual shards that this rank of the tensor group holds. */
+/* Returns the number of virtual shards on a rank of the tensor group; 1 outside invariant mode. */
 static int mti_shards(const mt_context *ctx, const mt_comm *tp) {
     return mt_context_invariant(ctx) ? mt_context_invariant(ctx) / mt_comm_size(tp) : 1;
 }
@@ -1391,11 +1393,12 @@ MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards) {
     return mt_tensor_cols(t, t.cols / shards * shard, t.cols / shards);
 }
 
-/* Writes (not adds) what virtual shard `shard` of this rank contributes to a sum. */
+/* Writes to out, without adding, what virtual shard `shard` of this rank contributes to a sum. */
 typedef mt_status (*mti_leaf)(mt_context *ctx, const void *arg, int shard, mt_tensor out);
 
-/* The one way in which partial results meet: out = sum over shards [first, first + count), a power of two, in the tree
-   ((0+1)+(2+3))+... that mt_all_reduce continues across ranks. Scratch: log2(count) tensors like out. */
+/* Computes out = the sum of leaf over the shards [first, first + count), where count is a power of two. All sums over
+   virtual shards in a call use this function. Its order of additions is the tree ((0+1)+(2+3))+..., which mt_all_reduce
+   continues across ranks. Scratch memory: log2(count) tensors like out. */
 static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg, int first, int count, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor other;
@@ -1408,8 +1411,9 @@ static mt_status mti_shard_tree(mt_context *ctx, mti_leaf leaf, const void *arg,
     return MT_SUCCESS;
 }
 
-/* A GEMM library may take another path, with other bits, for another leading dimension or alignment: in invariant mode
-   every operand is contiguous and aligned, by a copy where it is not. */
+/* Returns 1 when a GEMM may use t as it is. With another leading dimension or alignment, a GEMM library may choose
+   another kernel, which gives other bits. In invariant mode every operand is therefore contiguous and aligned; others
+   are copied. */
 static int mti_is_canonical(const mt_context *ctx, mt_tensor t) {
     return !mt_context_invariant(ctx) || mt_tensor_is_aligned(ctx, t);
 }
@@ -1419,7 +1423,7 @@ MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *ou
     if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_invariant_output: out is NULL");
     *out = t;
     if (!mti_is_canonical(ctx, t)) return mt_arena_tensor(ctx, t.dtype, t.rows, t.cols, out);
-    if (mt_context_invariant(ctx)) out->ld = t.cols; /* of one row, too */
+    if (mt_context_invariant(ctx)) out->ld = t.cols; /* one row is contiguous with any ld */
     return MT_SUCCESS;
 }
 
@@ -1435,7 +1439,8 @@ MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out
     return mt_invariant_store(ctx, t, *out);
 }
 
-/* c = op(a) op(b) + beta c, beta 0 or 1. */
+/* Computes c = op(a) op(b) + beta c, where beta is 0 or 1. In invariant mode it copies operands that are not contiguous
+   and aligned. */
 static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
                           float beta, mt_tensor c) {
     size_t mark = mt_arena_mark(ctx);
@@ -1449,13 +1454,15 @@ static mt_status mti_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tr
     return MT_SUCCESS;
 }
 
+/* The argument of mti_sum_leaf. */
 typedef struct mti_shard_sum {
     mt_token_operator op;
     const void *arg;
-    int64_t rows;   /* what op takes of each virtual shard */
-    int64_t a_rows; /* rows of the first gradient; the second's follow */
+    int64_t rows;   /* rows of each virtual shard */
+    int64_t a_rows; /* rows of the first gradient in out; those of the second follow */
 } mti_shard_sum;
 
+/* The mti_leaf of mti_sum_over_shards: out = what op adds for one virtual shard. */
 static mt_status mti_sum_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
     const mti_shard_sum *s = (const mti_shard_sum *)arg;
     mt_tensor b = mt_none();
@@ -1464,7 +1471,7 @@ static mt_status mti_sum_leaf(mt_context *ctx, const void *arg, int shard, mt_te
     return s->op(ctx, s->arg, shard * s->rows, s->rows, mt_tensor_rows(out, 0, s->a_rows), b);
 }
 
-/* a and b, which may be mt_none(), += the sum over virtual shards of what op adds for each, in the tree. */
+/* Adds to a and b the sum over the virtual shards of what op adds for each shard. b may be mt_none(). */
 static mt_status mti_sum_over_shards(mt_context *ctx, mt_token_operator op, const void *arg, int64_t rows, int shards,
                                      mt_tensor a, mt_tensor b) {
     mti_shard_sum sum;
@@ -1509,26 +1516,30 @@ MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences) {
 
 /* ---- >>params ---------------------------------------------------------------------------------------------------- */
 
-/* Memory that lives as long as the registry: host structs (layers of a model) and device tables (rotary). */
+/* Memory that lives as long as the registry, such as the layers of a model (host) or rotary tables (device). */
 typedef struct mti_buffer {
     void *data;
     size_t bytes;
     int on_host;
-    size_t mark; /* mt_params_mark before it was added */
+    size_t mark; /* value of mt_params_mark before this buffer was added */
     struct mti_buffer *next;
 } mti_buffer;
 
-/* Gradients that are summed over the data group in one call, see >>buckets. Counted in elements of the registry's
- * memory. */
+/* The gradient buckets of a registry, see >>buckets. size, early, final and sent count elements of the registry's
+   memory. */
 typedef struct mti_buckets {
     mt_data_parallel_desc desc;
-    int ranks;     /* that share the optimizer's state */
-    int64_t size;  /* of each but the last one, which is at the beginning of the memory */
-    int64_t early; /* what lies before is summed over other groups first */
-    int begun;     /* mt_sync_gradients_begin */
-    int waits_for; /* all parameters from this index on have final gradients, or lie before `early` */
-    int64_t final; /* so that all from here on is final */
-    int64_t sent;  /* and all from here on is on its way */
+    /* data ranks that share the optimizer's state; 1: every rank has all of it */
+    int ranks;
+    /* size of each bucket except the last one, which is at the beginning of the memory and may be smaller */
+    int64_t size;
+    /* gradients below this element are summed over the tensor or embedding group first, so their buckets cannot be sent
+       early */
+    int64_t early;
+    int begun;     /* 1: mt_sync_gradients_begin was called for this step */
+    int waits_for; /* all parameters from this index on have final gradients or lie below `early` */
+    int64_t final; /* all gradients from this element on are final */
+    int64_t sent;  /* the sums of all gradients from this element on have been started */
 } mti_buckets;
 
 struct mt_params {
@@ -1541,10 +1552,10 @@ struct mt_params {
     float *grads;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
     mti_buckets buckets;
-    int64_t gradients;     /* floats in grads: elements, and behind them those of lookup_grad */
+    int64_t gradients;     /* floats in grads: `elements`, then those of lookup_grad */
     float *subtrees;       /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
     int levels;            /* of the tree over the micro-batches of a rank */
-    int64_t micro_batches; /* accumulated in this step */
+    int64_t micro_batches; /* micro-batches accumulated in this step */
     mti_buffer *buffers;   /* the newest first */
     int buffer_count;
 };
@@ -1565,6 +1576,7 @@ MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt
                            : "out");
 }
 
+/* Frees the newest buffer. */
 static void mti_params_free_buffer(mt_params *params) {
     mti_buffer *buffer = params->buffers;
     params->buffers = buffer->next;
@@ -1603,7 +1615,7 @@ MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t byt
 }
 
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out) {
-    mti_parallel *options; /* not to be allocated in a step */
+    mti_parallel *options; /* opened here, so that no step has to allocate it */
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!grid || !grid->tp || !out)
@@ -1660,7 +1672,8 @@ MT_API void mt_params_destroy(mt_params *params) {
     int i;
     if (!params) return;
     ctx = params->ctx;
-    if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD); /* what is on its way needs its memory */
+    /* collectives that still run use this memory */
+    if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD);
     while (params->buffers) mti_params_free_buffer(params);
     mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
     mt_context_free(ctx, params->grads, (size_t)params->gradients * sizeof(float));
@@ -1670,16 +1683,16 @@ MT_API void mt_params_destroy(mt_params *params) {
     mt_host_free(params);
 }
 
-/* One of the `parts` blocks of a shard: `count` features that start at `local` in the shard and at `global` in the
-   whole; the rest of the block, up to `size`, is padding. */
+/* One of the `parts` blocks of a virtual shard. Its `count` features start at `local` in the shard and at `global` in
+   the whole dimension. The rest of the block, up to `size` features, is padding. */
 typedef struct mti_block {
-    int shard; /* which of the rank's */
+    int shard; /* index among this rank's virtual shards */
     int64_t local, global, count, size;
 } mti_block;
 
 static int64_t mti_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* The share of a dimension of n features that each of so many shards holds, padding included. */
+/* Returns how many of n features each of `shards` shards has, padding included. */
 static int64_t mti_shard_features(int64_t n, int64_t parts, int64_t unit, int shards) {
     return parts * mti_ceil_div(n / parts / unit, shards) * unit;
 }
@@ -1688,9 +1701,11 @@ static int64_t mti_split_dimension(const mt_param *p) {
     return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
 }
 
-/* The blocks of a parameter on a rank, shard by shard; a replicated one is a single block of all its rows. */
+/* Returns the number of blocks of a parameter on a rank. Blocks are ordered by shard. A replicated parameter is a
+   single block with all its rows. */
 static int64_t mti_param_blocks(const mt_param *p) { return p->desc.parts * p->shards; }
 
+/* Returns block number `index` of tensor rank `rank`. */
 static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
     int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts, before;
     mti_block b;
@@ -1704,7 +1719,7 @@ static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
     return b;
 }
 
-/* A virtual shard of a parameter's value, gradient or moments. */
+/* Returns the view of virtual shard `shard` of t, which is a value, a gradient or a moment of p. */
 static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
     int64_t features = p->local_features / p->shards;
     int64_t rows = p->desc.placement == MT_SPLIT_COLS ? p->desc.rows : features;
@@ -1718,13 +1733,13 @@ static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block 
                                               : mt_tensor_rows(t, b.local, b.count);
 }
 
-/* The columns of local [tokens, local features] that are a block of p's split dimension. */
+/* Returns the columns of local [tokens, local features] that belong to block b of p's split dimension. */
 static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b) {
     return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
 }
 
-#define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* so that padding to 1024 shards does not leave int64_t */
-#define MTI_PARAM_PARTS 65536                 /* calls look at them one by one */
+#define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
+#define MTI_PARAM_PARTS 65536                 /* calls loop over the parts of a parameter */
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
@@ -1774,7 +1789,8 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* This rank's share. A vector split by columns is one row whatever its shards. */
+/* Sets the shapes of this rank's value and gradient. A vector that is split by columns is one row for any number of
+   shards. */
 static void mti_param_shape(const mt_params *params, mt_param *p) {
     const mt_param_desc *d = &p->desc;
     int split = d->placement != MT_REPLICATED;
@@ -1828,21 +1844,24 @@ MT_API int mt_params_shards(const mt_params *params) {
     return params ? mti_shards(params->ctx, params->grid->tp) * params->grid->tp_size : 1;
 }
 
-/* Whatever lies at a multiple of so many elements of the registry's memory lies on a 64-byte boundary. */
+/* Returns a number of elements. Whatever starts at a multiple of it in the registry's memory is aligned to 64 bytes. */
 static int64_t mti_param_unit(mt_dtype dtype) { return (int64_t)(MT_ALIGNMENT / mt_dtype_size(dtype)); }
 
-/* Elements of a parameter's shard in the registry's memory. */
+/* Returns the number of elements that a parameter's shard occupies in the registry's memory, rounded up for
+   alignment. */
 static int64_t mti_param_slot(const mt_param *p) {
     return mt_round_up(p->value.rows * p->value.cols, mti_param_unit(p->value.dtype));
 }
 
-/* Two stages sum the gradients of the head and of the lookup apart, and add them in the end; so does one in invariant
- * mode. */
+/* Returns 1 when a parameter has a lookup_grad. Two pipeline stages sum the head's and the lookup's gradient of a
+   shared embedding separately and add them at the end. In invariant mode a single stage does the same, to get the same
+   bits. */
 static int mti_has_lookup_grad(const mt_params *params, const mt_param *p) {
     return mt_context_invariant(params->ctx) && p->desc.shared_embedding && params->grid->pp_size == 1;
 }
 
-/* The slots of all parameters together, and, as params->gradients, of what is behind theirs. */
+/* Writes the sum of the slots of all parameters to *sum, and that of the slots of all lookup_grad to
+   params->gradients. */
 static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum) {
     int i;
     params->gradients = 0;
@@ -1857,6 +1876,7 @@ static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum
     return MT_SUCCESS;
 }
 
+/* Allocates values, gradients and, in invariant mode, the subtrees of mt_accumulate_gradients. */
 static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t elements) {
     size_t bytes = (size_t)params->gradients * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
     void *values = NULL, *grads = NULL, *subtrees = NULL;
@@ -1878,7 +1898,8 @@ static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t el
     return MT_SUCCESS;
 }
 
-/* Each bucket, and so the whole memory, is a multiple of what makes the ranks' shares of it equal and aligned. */
+/* Sets the size of the buckets, and rounds *elements up. Both are multiples of a unit that makes the data ranks' shares
+   of each bucket equal and aligned. */
 static void mti_params_cut(mt_params *params, int64_t *elements) {
     mti_buckets *b = &params->buckets;
     int64_t size = (int64_t)(b->desc.bucket_bytes / sizeof(float)), unit;
@@ -1889,8 +1910,8 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its place. Those whose gradients are summed over the tensor group come first, in one piece,
-   then those summed over the embedding group. */
+/* Gives every parameter its place in memory. Parameters whose gradients are summed over the tensor group come first, in
+   one piece. Those whose gradients are summed over the embedding group follow, and then all others. */
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     int64_t at, behind;
     int i, pass;
@@ -1918,14 +1939,14 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     return mt_comm_register(ctx, params->grid->dp, params->values, mti_params_bytes(params, params->elements));
 }
 
-/* FNV-1a, so that a parameter's random numbers depend on its name and not on what was created before it. */
+/* Returns the FNV-1a hash of a name. A parameter's random numbers depend on it, and not on what was created before. */
 static uint64_t mti_name_hash(const char *name) {
     uint64_t h = 14695981039346656037u;
     for (; *name; name++) h = (h ^ (uint64_t)(unsigned char)*name) * 1099511628211u;
     return h;
 }
 
-/* Random numbers for a block: step 0 is initialisation. */
+/* Returns the random numbers of a block for an optimizer step (see mt_random). Step 0 is the initialisation. */
 static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed, uint64_t step) {
     mt_random at;
     at.seed = seed;
@@ -1949,18 +1970,20 @@ static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t see
     return MT_SUCCESS;
 }
 
-/* Zero is the same bits in every type, and slots are whole words: as f32 it needs no scratch memory. */
+/* Fills the values with zeros, padding included. Zero has the same bits in every type, and a slot is a whole number of
+   f32 words. Filling as f32 needs no scratch memory for a conversion. */
 static mt_status mti_params_zero(mt_context *ctx, const mt_params *params) {
     int64_t words = (int64_t)(mti_params_bytes(params, params->elements) / sizeof(float));
     return mt_fill(ctx, mt_tensor_make(params->values, MT_F32, 1, words), 0.0f);
 }
 
-/* -- what ranks compare, see mt_comm_compare -- */
+/* -- settings that ranks compare with mt_comm_compare -- */
 
+/* Size of the text of a setting's value, in bytes. */
 #define MTI_TOLD_VALUE 288
 
 typedef struct mti_told_list {
-    mt_setting *list; /* the values of room for so many follow it */
+    mt_setting *list; /* `room` settings, followed by the memory for their values */
     int room, count;
 } mti_told_list;
 
@@ -1973,7 +1996,7 @@ static mt_status mti_told_begin(mt_context *ctx, int room, mti_told_list *t) {
     return MT_SUCCESS;
 }
 
-/* name: needed until mti_told_end */
+/* Adds a setting whose value is a formatted text. name must be valid until mti_told_end. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
@@ -1993,6 +2016,7 @@ static void mti_told_add_f32(mti_told_list *t, const char *name, float x) {
     mti_told_add(t, name, "%s", mt_f32_digits(x, text));
 }
 
+/* Compares the settings on all ranks that pass the same `group`, and frees the list. */
 static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const char *function, int group,
                               mti_told_list *t) {
     mt_status status = mt_comm_compare(ctx, params->grid->world, function, group, t->list, t->count);
@@ -2012,7 +2036,8 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
                  d->weight_decay, d->sequence_partial, d->shared_embedding);
 }
 
-/* The seed and the mode are everybody's; the rest is what a stage's ranks have in common. */
+/* All ranks must have the same seed and invariant mode. The ranks of a pipeline stage must also have the same
+   parameters and data parallelism. */
 static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, uint64_t seed) {
     static const char *const function = "mt_params_init";
     mti_told_list t;
@@ -2094,7 +2119,7 @@ MT_API int64_t mt_params_global_elements(const mt_params *params) {
     return n;
 }
 
-/* What is not f32 is converted in the arena. */
+/* Copies rows between the device and the host. Rows of another type than f32 are converted in the arena. */
 static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int to_host) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor f32 = rows;
@@ -2107,8 +2132,8 @@ static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int
     return MT_SUCCESS;
 }
 
-/* Copies between a block of a shard and its place in the whole tensor on the host; row by row where that is not
- * contiguous. */
+/* Copies between a block of a shard and its place in the whole tensor on the host. Copies row by row where that place
+   is not contiguous. */
 static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, int64_t host_ld, int to_host) {
     int64_t i, step = host_ld == block.cols ? block.rows : 1;
     if (block.cols == 0) return MT_SUCCESS;
@@ -2117,6 +2142,7 @@ static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, i
     return MT_SUCCESS;
 }
 
+/* Copies between the shard of tensor rank `rank` and the whole tensor on the host. */
 static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global,
                                 int to_host) {
     int64_t i;
@@ -2128,7 +2154,7 @@ static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt
     return MT_SUCCESS;
 }
 
-/* A shard of p, and something in host memory that goes with it. */
+/* Checks a shard of p and another pointer, which the message calls host_name. */
 static mt_status mti_shard_check(mt_context *ctx, const char *function, const mt_param *p, mt_tensor shard,
                                  const char *host_name, const void *host) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -2151,7 +2177,7 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
     mt_status status;
     MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
     mark = mt_arena_mark(ctx);
-    memcpy(&host, &global, sizeof host); /* only read: mti_shard_copy serves both directions */
+    memcpy(&host, &global, sizeof host); /* casts const away; with to_host 0, mti_shard_copy only reads host */
     status = mti_shard_copy(ctx, param, param->tp_rank, shard, host, 0);
     mt_arena_release(ctx, mark);
     return status;
@@ -2185,24 +2211,27 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 
 #define MTI_LOG_NAME (MT_NAME_MAX + 32)
 
-/* split: over which axes (tensor, data) the ranks hold different parts of the tensor, rather than copies of it. */
-/* Lines that stages exchange at once: so the scratch memory of a flush does not depend on how many there are. */
+/* A flush exchanges the lines of the stages in rounds of this many lines, so that its scratch memory does not depend on
+   the number of lines. */
 #define MTI_LOG_ROUND 64
 
 typedef struct mti_log_entry {
     char name[MTI_LOG_NAME];
     uint64_t hash;
+    /* split[axis], for the axes tensor and data: 1 when ranks have different parts of the tensor, 0 when they have
+       copies */
     int split[2], differs;
-    int order; /* where the line stands among those of other stages, see mti_log_lines */
+    int order; /* position among the lines of all stages, see mti_log_lines */
 } mti_log_entry;
 
 struct mt_hash_log {
     mt_context *ctx;
     const mt_grid *grid;
     mti_log_entry *entries;
-    int count, capacity, last; /* last: the entry found last; steps repeat, so the next one follows it */
-    int64_t first_token;       /* of the call that is going on, in the global batch */
-    int values;                /* logged so far: numbers, which every stage has */
+    /* last: index of the entry that was found last. Steps repeat, so the next search starts after it */
+    int count, capacity, last;
+    int64_t first_token; /* of the current call, in the global batch */
+    int values;          /* calls of mt_hash_log_value so far; every stage makes all of them */
     int paused;
 };
 
@@ -2231,7 +2260,7 @@ MT_API void mt_hash_log_destroy(mt_hash_log *log) {
     mt_host_free(log);
 }
 
-/* The entry of this name, new if there is none. */
+/* Finds the entry of this name, or adds one. */
 static mt_status mti_log_entry_of(mt_context *ctx, mt_hash_log *log, const char *name, mti_log_entry **out) {
     int i;
     for (i = 1; i <= log->count; i++) {
@@ -2338,13 +2367,14 @@ MT_API mt_status mt_hash_log_value(mt_context *ctx, mt_hash_log *log, const char
     return MT_SUCCESS;
 }
 
-/* What ranks tell each other of an entry. */
+/* What a rank sends of an entry. */
 typedef struct mti_log_part {
     uint64_t hash;
     uint64_t differs;
 } mti_log_part;
 
-/* Joins what the ranks of one axis have: parts are added; copies are one, or, when they differ, a hash of them all. */
+/* Joins the hashes that the ranks of one axis have of an entry. Hashes of parts are added. Hashes of copies should be
+   equal; when they are not, sets differs, and the result is a hash of all of them. */
 static void mti_log_join_entry(mti_log_entry *entry, int axis, const mti_log_part *parts, int ranks, int stride) {
     uint64_t sum = parts[0].hash, mixed = sum;
     int r, same = 1;
@@ -2359,6 +2389,7 @@ static void mti_log_join_entry(mti_log_entry *entry, int axis, const mti_log_par
     entry->differs |= !entry->split[axis] && !same;
 }
 
+/* Gathers the hashes of all entries from all ranks of comm. */
 static mt_status mti_log_exchange(mt_context *ctx, mt_hash_log *log, mt_comm *comm, mti_log_part *parts) {
     int64_t words = log->count * (int64_t)(sizeof *parts / sizeof(int32_t));
     mt_tensor own, all;
@@ -2388,7 +2419,7 @@ static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, 
     return status;
 }
 
-/* The entries of all stages, `each` of every one; those that a stage does not have are without a name. */
+/* Gathers the entries of all stages, with space for `each` entries of a stage. Unused entries have an empty name. */
 static mt_status mti_log_gather(mt_context *ctx, const mt_hash_log *log, int each, mti_log_entry *all) {
     int64_t words = MTI_LOG_ROUND * (int64_t)(sizeof *all / sizeof(int32_t));
     int rank = log->grid->pp_rank, stages = log->grid->pp_size, first, stage;
@@ -2405,7 +2436,8 @@ static mt_status mti_log_gather(mt_context *ctx, const mt_hash_log *log, int eac
     return MT_SUCCESS;
 }
 
-/* Whether an entry before e is of the same tensor; if it is another stage's that is not the same, both differ. */
+/* Returns 1 when an entry before e, of another stage, is of the same tensor. When the two hashes are not equal, sets
+   differs in that entry. */
 static int mti_log_is_copy(mti_log_entry *all, mti_log_entry *e) {
     mti_log_entry *other;
     for (other = all; other < e; other++) {
@@ -2416,8 +2448,9 @@ static int mti_log_is_copy(mti_log_entry *all, mti_log_entry *e) {
     return 0;
 }
 
-/* As one stage with all layers would write them: what is computed forward, stage by stage, what is computed backward,
-   the other way round, then what a loop adds, between two numbers stage by stage. */
+/* Calls `line` in the order in which one stage with all layers would write the lines. What is computed in forward comes
+   first, stage by stage. What is computed in backward follows, with the stages in reverse. Last come the lines that a
+   loop adds: those between two calls of mt_hash_log_value are again in order of the stages. */
 static void mti_log_lines(mti_log_entry *all, int stages, int each, mt_hash_line line, void *user) {
     int order, last = 0, i;
     for (i = stages * each; i-- > 0;) {
@@ -2431,6 +2464,7 @@ static void mti_log_lines(mti_log_entry *all, int stages, int each, mt_hash_line
         }
 }
 
+/* Gathers the entries of all stages and calls `line` for each tensor. */
 static mt_status mti_log_stages(mt_context *ctx, mt_hash_log *log, mt_hash_line line, void *user) {
     int stages = log->grid->pp_size, each = log->count;
     mt_tensor most;
@@ -2440,7 +2474,7 @@ static mt_status mti_log_stages(mt_context *ctx, mt_hash_log *log, mt_hash_line 
     MT_TRY(mt_upload(ctx, &each, most));
     MT_TRY(mt_all_reduce(ctx, log->grid->pp, most.data, most.data, 1, MT_I32, MT_MAX));
     MT_TRY(mt_download(ctx, most, &each));
-    if (each < log->count) each = log->count; /* META */
+    if (each < log->count) each = log->count; /* MT_DEVICE_META downloads 0 */
     each = (int)mt_round_up(each, MTI_LOG_ROUND);
     MT_TRY(mti_host_new(ctx, (size_t)stages * (size_t)each * sizeof(mti_log_entry), &memory));
     status = mti_log_gather(ctx, log, each, (mti_log_entry *)memory);
