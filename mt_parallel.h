@@ -2571,7 +2571,7 @@ static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *n
     return mt_params_add(ctx, params, &desc, out);
 }
 
-/* Refuses a field that has no effect beside the others. */
+/* Refuses a field that has no effect because of another field. */
 static mt_status mti_linear_unused(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d) {
     const char *field = NULL, *why = NULL;
     if (d->skip_bias_add && d->no_bias) field = "skip_bias_add", why = "with no_bias there is no bias";
@@ -2580,7 +2580,8 @@ static mt_status mti_linear_unused(mt_context *ctx, const char *function, const 
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, but %s", function, name, field, why);
 }
 
-/* whole: the layer gathers its output, or takes an input that is not split. */
+/* Checks the arguments of a linear layer's create function. whole is 1 when the layer gathers its output or takes an
+   input that is not split. */
 static mt_status mti_linear_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
                                   const mt_linear_desc *d, int whole, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -2607,7 +2608,7 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const m
 
 static float mti_default(float value, float otherwise) { return value == 0.0f ? otherwise : value; }
 
-/* The weight and the bias of a linear layer, split as the layer says. */
+/* Adds the weight and the bias of a linear layer. placement is that of the weight. */
 static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const char *name, const mt_linear_desc *d,
                                    mt_placement placement, mt_param **weight, mt_param **bias) {
     mt_param_desc w, b;
@@ -2636,12 +2637,13 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
     return MT_SUCCESS;
 }
 
-/* Whether local features are the global ones, in their order and without padding. */
+/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
 static int mti_is_whole(const mt_param *p) {
     return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
 }
 
-/* Columns of x [tokens, n] that belong to this rank: a view where that is one piece, else a copy in the arena. */
+/* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
+   otherwise a copy in the arena. */
 static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x, mt_tensor *out) {
     int64_t i, blocks = mti_param_blocks(p);
     mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
@@ -2658,7 +2660,8 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x
     return MT_SUCCESS;
 }
 
-/* The inverse: local [tokens, local features], contiguous, of every rank -> y [tokens, n], padding left out. */
+/* The inverse of mti_local_slice: gathers `local` [tokens, local features], which is contiguous, from all ranks into y
+   [tokens, n], without the padding. */
 static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_param *p, mt_tensor local, mt_tensor y) {
     mt_tensor all;
     int64_t i;
@@ -2683,9 +2686,10 @@ MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_par
     return mt_gather_from_sequence_region(ctx, tp, x, *out);
 }
 
-/* Where partial sums [tokens, n] go before mti_reduce_tokens: y itself, or the arena under sequence parallelism, and
-   for 16-bit types in invariant mode: there sums stay f32 until the last one, since ranks and virtual shards must meet
-   in the same way. */
+/* Sets *out to the tensor for partial sums [tokens, n], which mti_reduce_tokens then reduces to y. It is y itself, or
+   scratch memory in the arena under sequence parallelism and for 16-bit types in invariant mode. In invariant mode
+   partial sums are f32 and only the last sum is rounded, so that sums over ranks and over virtual shards have the same
+   bits. */
 static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor y, mt_tensor *out) {
     int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
     *out = y;
@@ -2693,18 +2697,20 @@ static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tp, int sequence_p
     return mt_arena_tensor(ctx, mt_context_invariant(ctx) ? MT_F32 : y.dtype, y.rows * ranks, y.cols, out);
 }
 
-/* -- tokens in chunks, so that one chunk is multiplied while another one is communicated -- */
+/* -- tokens in chunks: one chunk is multiplied while another is communicated -- */
 
 #define MTI_CHUNK_TOKENS 1024
 #define MTI_CHUNKS 4
 
-/* A chunk is, under sequence parallelism, some rows of every rank: pieces [0, pieces) of it. Tokens that do not travel
-   are one chunk. The cut does not depend on what overlaps, so that the GEMMs, and their bits, do not either. */
+/* How a call cuts its tokens into chunks. Under sequence parallelism a chunk has `pieces` pieces, one for each rank,
+   with some of that rank's rows. Tokens that are not communicated are a single chunk. The cut does not depend on what
+   overlaps, so neither do the GEMMs and their bits. */
 typedef struct mti_chunks {
     int count, pieces;
-    int64_t rows; /* of a piece, in all chunks */
+    int64_t rows; /* rows of a piece, added up over all chunks */
 } mti_chunks;
 
+/* Cuts the tokens of a call. rows is the number of rows on this rank; travel is 0 when they are not communicated. */
 static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence_parallel, int travel, int64_t rows) {
     int ranks = mt_comm_size(tp), pieces = sequence_parallel ? ranks : 1;
     int64_t count = mt_parallel_get_options(ctx).overlap_chunks;
@@ -2723,11 +2729,13 @@ static int64_t mti_chunk_rows(const mti_chunks *c, int chunk) {
     return mti_chunk_first(c, chunk + 1) - mti_chunk_first(c, chunk);
 }
 
+/* Returns the view of one piece of a chunk of t. */
 static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piece) {
     return mt_tensor_rows(t, piece * c->rows + mti_chunk_first(c, chunk), mti_chunk_rows(c, chunk));
 }
 
-/* The rows of all ranks into `all`, a chunk for each ticket; x itself where there is nothing to gather. */
+/* Gathers the rows of all ranks into *all, with one ticket for each chunk. *all is x when there is nothing to
+   gather. */
 static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c,
                                    mt_tensor x, mt_tensor *all) {
     int i;
@@ -2743,7 +2751,8 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_pa
     return MT_SUCCESS;
 }
 
-/* Sums the partial results of all ranks into y: all-reduce, or reduce-scatter under sequence parallelism. */
+/* Sums the partial results of all ranks into y with an all-reduce, or with a reduce-scatter under sequence
+   parallelism. */
 static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor partial,
                                    mt_tensor y) {
     mt_tensor sum = y;
@@ -2754,7 +2763,7 @@ static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_pa
     return sum.dtype != y.dtype ? mt_convert(ctx, sum, y) : MT_SUCCESS;
 }
 
-/* The same for one of several chunks. */
+/* Does the same as mti_reduce_tokens for one chunk. */
 static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c, int chunk,
                                   mt_tensor partial, mt_tensor y) {
     int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
@@ -2809,7 +2818,7 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
     return MT_SUCCESS;
 }
 
-/* The bias operator `op` on y or dy, with the bias or its gradient. */
+/* Calls the bias operator op with y and the bias, or in backward with dy (as y) and the gradient of the bias. */
 static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tensor y,
                                  mt_status (*op)(mt_context *ctx, mt_tensor y, mt_tensor bias), int backward) {
     mt_tensor b = backward ? bias->grad : bias->value;
@@ -2819,21 +2828,21 @@ static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tenso
     return MT_SUCCESS;
 }
 
-/* y [tokens, local features] = x W^T + bias, which may be NULL */
+/* Computes y [tokens, local features] = x W^T + bias. bias may be NULL. */
 static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x,
                                     mt_tensor y) {
     int s;
     if (!mt_context_invariant(ctx)) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
-    MT_TRY(mt_invariant_input(ctx, x, &x)); /* once for all shards */
+    MT_TRY(mt_invariant_input(ctx, x, &x)); /* one copy for all shards */
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
                         mt_shard_cols(y, s, w->shards)));
     return bias ? mti_column_bias(ctx, bias, y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
-/* Where the layers of a call are: the parameter that layer i multiplies with. */
+/* The layers of a call, either column-parallel or row-parallel. */
 typedef struct mti_layers {
-    const mt_column_parallel_linear *columns; /* or NULL */
+    const mt_column_parallel_linear *columns; /* NULL: the layers are in rows */
     const mt_row_parallel_linear *rows;
     int count;
 } mti_layers;
@@ -2842,16 +2851,18 @@ static const mt_param *mti_layer_weight(const mti_layers *l, int i) {
     return l->columns ? l->columns[i].weight : l->rows[i].weight;
 }
 
-/* Products whose inner dimension is the split one, and which end in one sum: each shard of W [rows, cols] gives a
+/* The products x op(W) whose inner dimension is the split dimension. Each virtual shard of W [rows, cols] gives one
    partial sum, to which all layers of the call add. */
 typedef struct mti_partial {
     const mti_layers *layers;
-    mt_transpose trans;   /* of W */
-    const mt_tensor *x;   /* of each layer: [tokens, local features] */
-    const mti_chunks *of; /* x is their piece, see mti_piece; NULL: all of it */
+    mt_transpose trans; /* of W */
+    const mt_tensor *x; /* one for each layer: [tokens, local features] */
+    /* the product is of one piece of x (mti_piece), given by chunk and piece; NULL: of all of x */
+    const mti_chunks *of;
     int chunk, piece;
 } mti_partial;
 
+/* The mti_leaf of mti_partial_product. */
 static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
     const mti_partial *p = (const mti_partial *)arg;
     int i;
@@ -2864,29 +2875,33 @@ static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, m
     return MT_SUCCESS;
 }
 
-/* out = sum of x op(W), what this rank contributes to the sum over the tensor group. */
+/* Computes out = the sum of x op(W) over layers and virtual shards: what this rank contributes to the sum over the
+   tensor group. */
 static mt_status mti_partial_product(mt_context *ctx, const mti_partial *p, mt_tensor out) {
     return mti_shard_tree(ctx, mti_partial_leaf, p, 0, mti_layer_weight(p->layers, 0)->shards, out);
 }
 
+/* Returns the bias that the layer adds itself, or NULL. */
 static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *layer) {
     return layer->desc.skip_bias_add ? NULL : layer->bias;
 }
 
-/* The activation behind a column-parallel layer, where one operator computes both: y becomes h, and out act(h + bias).
- */
+/* The activation after a column-parallel layer, when one operator computes both: h = x W^T + bias, which is the layer's
+   y, and out = act(h). bias may be mt_none(). */
 typedef struct mti_activation_after {
     mt_activation kind;
     mt_tensor bias, out;
 } mti_activation_after;
 
+/* Computes one piece of a layer's output y and, with act, the same piece of the activation's output. */
 static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_linear *layer,
                                   const mti_activation_after *act, mt_tensor x, mt_tensor y, mt_tensor out) {
     if (act) return mt_linear_activation_forward(ctx, act->kind, x, layer->weight->value, act->bias, y, out);
     return mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
 }
 
-/* y[i] [tokens, local features] of each layer, from the same x. act may be NULL, and is that of a single layer. */
+/* Computes y[i] [tokens, local features] of each layer from the same x. act may be NULL; with act there is one
+   layer. */
 static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_tensor x, const mt_tensor *y,
                                     const mti_activation_after *act) {
     const mt_column_parallel_linear *first = l->columns;
@@ -2904,7 +2919,7 @@ static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_ten
     return MT_SUCCESS;
 }
 
-/* The same of one layer, whose output may be gathered. */
+/* Computes the output of one layer, and gathers it with gather_output. */
 static mt_status mti_column_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                      mt_tensor y) {
     const mti_layers l = {layer, NULL, 1};
@@ -2915,14 +2930,15 @@ static mt_status mti_column_gathered(mt_context *ctx, const mt_column_parallel_l
     return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
 }
 
-/* Ends a call whose collectives may still be on their way, with what it took from the arena. */
+/* Ends a call: waits for its collectives and releases the arena to `mark`. */
 static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
-    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* before the arena is used again */
+    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* collectives may still use the arena */
     mt_arena_release(ctx, mark);
     return status;
 }
 
-/* The checks that forward and backward share; in is what the caller calls x or dx, out what it calls y or dy. */
+/* The checks that forward and backward share. `in` is x and `out` is y or dy; in_name and out_name are their names in
+   messages. */
 static mt_status mti_column_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
                                   const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -2947,7 +2963,7 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
                                   layer->desc.gather_output ? NULL : layer->weight);
 }
 
-/* dW += dy^T x, dy [tokens, local features], and the gradient of the bias, which may be NULL */
+/* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. bias may be NULL. */
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor dy,
                                             mt_tensor x) {
     int s;
@@ -2960,7 +2976,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
     return MT_SUCCESS;
 }
 
-/* dx = sum of dy W, whose reduction, ticket 0, is on its way. */
+/* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return, under ticket 0. */
 static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
     const mt_column_parallel_linear *first = l->columns;
     int sp = first->desc.sequence_parallel;
@@ -2972,8 +2988,8 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
     return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, partial, dx)); /* f backward */
 }
 
-/* The input is gathered, ticket 1, under the GEMMs of its gradient; that is reduced under the GEMMs of the weights'
-   gradients. */
+/* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
+   reduction of dx (ticket 0) with the GEMMs of the weight gradients. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
     const mt_column_parallel_linear *first = l->columns;
@@ -2988,7 +3004,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
     return MT_SUCCESS;
 }
 
-/* The same of one layer, of whose gathered output dy is the gradient. */
+/* Computes the backward of one layer. With gather_output, dy is the gradient of the gathered output. */
 static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
                                               mt_tensor dx, mt_tensor x) {
     const mti_layers l = {layer, NULL, 1};
@@ -3011,7 +3027,7 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
 }
 
-/* Layers that share f: all of one input, and none gathers its output. */
+/* Checks layers that share f, and that the pointer `other` is not NULL. */
 static mt_status mti_shared_columns(mt_context *ctx, const char *function, const mt_column_parallel_linear *layers,
                                     int count, const void *other) {
     int i;
@@ -3083,6 +3099,7 @@ MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_col
     return MT_SUCCESS;
 }
 
+/* Computes the local columns of the product and gathers those of all ranks into y. */
 static mt_status mti_column_product_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
                                              mt_tensor y) {
     mt_tensor local;
@@ -3108,18 +3125,21 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
     return status;
 }
 
-/* The bias that is left to the activation, or its gradient; none where the layer adds it. */
+/* Returns the bias, or in backward its gradient, that the layer leaves to the activation (skip_bias_add). Otherwise
+   returns mt_none(). */
 static mt_tensor mti_left_bias(const mt_column_parallel_linear *layer, int backward) {
     if (!layer->bias || !layer->desc.skip_bias_add) return mt_none();
     return backward ? layer->bias->grad : layer->bias->value;
 }
 
-/* The shards of h, on which the activation is called one by one. A gathered h is whole and in global order: one. */
+/* Returns the number of shards of h; the activation is called once for each. A gathered h is whole and in global order,
+   so it is one shard. */
 static int mti_activation_shards(const mt_column_parallel_linear *layer) {
     return layer->desc.gather_output ? 1 : layer->weight->shards;
 }
 
-/* Checks everything that the activation of a layer's output h reads or writes; y has its output's shape. */
+/* Checks everything that the activation of a layer's output h reads or writes. y has the shape of the activation's
+   output. */
 static mt_status mti_activation_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
                                       mt_activation kind, mt_tensor h, const char *y_name, mt_tensor y) {
     int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
@@ -3205,6 +3225,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
     return MT_SUCCESS;
 }
 
+/* The checks that forward and backward share, see mti_column_check. */
 static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -3215,7 +3236,8 @@ static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_r
     return mt_check_activation(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
 }
 
-/* y = sum of x W^T over layers and ranks, and their biases. A chunk is reduced under the GEMMs of the next one. */
+/* Computes y = the sum of x W^T over layers and ranks, plus the biases. The reduction of a chunk overlaps with the
+   GEMMs of the next chunk. */
 static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
     const mt_row_parallel_linear *first = l->rows;
     int sp = first->desc.sequence_parallel, i;
@@ -3235,7 +3257,7 @@ static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_
     return MT_SUCCESS;
 }
 
-/* The same of one layer, whose input may be whole. */
+/* Computes the output of one layer. Without input_is_parallel x is whole, and this rank takes its columns. */
 static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     const mti_layers l = {NULL, layer, 1};
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
@@ -3254,13 +3276,13 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
     return mt_hash_log_activation(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
-/* The activation before a row-parallel layer, where the gradient is taken through it, too. */
+/* The activation before a row-parallel layer, when one operator computes the gradient through both. */
 typedef struct mti_activation_before {
     mt_activation kind;
     mt_tensor h, dbias;
 } mti_activation_before;
 
-/* dx [tokens, local features] = dy W; with act, and h for its h, through the activation. */
+/* Computes dx [tokens, local features] = dy W. With act, dx is the gradient of h, the input of the activation. */
 static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, const mti_activation_before *act,
                                         mt_tensor dy, mt_tensor h, mt_tensor dx) {
     int s;
@@ -3271,7 +3293,7 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, cons
     return MT_SUCCESS;
 }
 
-/* dW += dy^T x */
+/* Computes dW += dy^T x. */
 static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
     int s;
     for (s = 0; s < w->shards; s++)
@@ -3280,14 +3302,14 @@ static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_
     return MT_SUCCESS;
 }
 
-/* mt_token_operator: the bias gradient of some rows of dy, which is arg. */
+/* The mt_token_operator for a bias: arg points to dy, and dbias += the sum of some rows of dy. */
 static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
                                        mt_tensor none) {
     (void)none;
     return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
 }
 
-/* The gradients of the biases that the layers add themselves. */
+/* Adds to the gradients of the biases that the layers add themselves. */
 static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt_tensor dy) {
     int i;
     for (i = 0; i < l->count; i++) {
@@ -3299,8 +3321,8 @@ static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt
     return MT_SUCCESS;
 }
 
-/* dx[i] [tokens, local features], which may be mt_none(), and the gradients of the weights. act may be NULL, and is
-   that of a single layer. */
+/* Computes dx[i] [tokens, local features] of each layer and adds to the parameter gradients. dx[i] may be mt_none().
+   act may be NULL; with act there is one layer. */
 static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx,
                                   const mt_linear_saved *saved, const mti_activation_before *act) {
     const mt_row_parallel_linear *first = l->rows;
@@ -3309,7 +3331,7 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
     mt_tensor all;
     MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, dy, &all));
     MT_TRY(mti_row_bias_gradients(ctx, l, dy));
-    MT_TRY(mt_invariant_input(ctx, all, &all)); /* once for all shards */
+    MT_TRY(mt_invariant_input(ctx, all, &all)); /* one copy for all shards */
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
@@ -3322,7 +3344,8 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
     return MT_SUCCESS;
 }
 
-/* The same of one layer, whose input may be whole. */
+/* Computes the backward of one layer. Without input_is_parallel x and dx are whole: this rank takes its columns of x,
+   and dx is gathered. */
 static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                          mt_tensor dx, mt_tensor x) {
     const mti_layers l = {NULL, layer, 1};
@@ -3336,7 +3359,7 @@ static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_
     return gather ? mti_gather_features(ctx, layer->tp, layer->weight, local, dx) : MT_SUCCESS;
 }
 
-/* Checks the call of a single layer. */
+/* Checks the arguments of the backward of one layer. */
 static mt_status mti_row_backward_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
                                         mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -3358,7 +3381,7 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
                                   layer->desc.input_is_parallel ? layer->weight : NULL);
 }
 
-/* Layers that share g: their outputs meet in one sum. */
+/* Checks layers that share g, and that the pointer `other` is not NULL. */
 static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt_row_parallel_linear *layers, int count,
                                  const void *other) {
     int i;
@@ -3420,7 +3443,7 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
     return MT_SUCCESS;
 }
 
-/* Where it is not one operator: dact, then dh. */
+/* Computes dact, the gradient of the activation's output, and then dh, when one operator does not compute both. */
 static mt_status mti_row_activation_separate(mt_context *ctx, const mt_row_parallel_linear *layer,
                                              const mt_column_parallel_linear *before, mt_activation kind, mt_tensor dy,
                                              mt_tensor h, mt_tensor dh, const mt_linear_saved *saved) {
@@ -3517,7 +3540,7 @@ MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const 
     return mt_create_end(params, mark, out, sizeof *out, mti_norm_params(ctx, params, name, out));
 }
 
-/* The checks that forward and backward share. */
+/* The checks that forward and backward share. `in` is x or dy, `out` is y or dx. */
 static mt_status mti_norm_layer_check(mt_context *ctx, const char *function, const mt_norm_layer *layer,
                                       const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int64_t n, groups;
@@ -3554,13 +3577,14 @@ MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *lay
     return mt_hash_log_activation(ctx, layer->weight->name, 1, "output", y, layer->desc.sequence_parallel, NULL);
 }
 
-/* What the backward of a norm works on. */
+/* The arguments of a norm's backward. */
 typedef struct mti_norm_call {
     const mt_norm_layer *layer;
     mt_tensor x, stats, dy, dresidual, dx;
 } mti_norm_call;
 
-/* Every `step`th row from row `first` on, `rows` of them, and `cols` columns from column `col` on. */
+/* Returns the view of `rows` rows of t, every step-th from row `first` on, and of `cols` columns from column `col`
+   on. */
 static mt_tensor mti_norm_view(mt_tensor t, int64_t first, int64_t step, int64_t rows, int64_t col, int64_t cols) {
     int64_t ld = mt_tensor_ld(t) * step;
     if (!t.data) return t;
@@ -3570,7 +3594,7 @@ static mt_tensor mti_norm_view(mt_tensor t, int64_t first, int64_t step, int64_t
     return t;
 }
 
-/* All heads of some rows: (first, step, rows) as in mti_norm_view. */
+/* Calls the backward for each head of some rows; first, step and rows are those of mti_norm_view. */
 static mt_status mti_norm_heads(mt_context *ctx, const mti_norm_call *c, int64_t first, int64_t step, int64_t rows,
                                 mt_tensor dgain, mt_tensor dbias) {
     int64_t n = c->layer->desc.features, heads = c->x.cols / n, h;
@@ -3583,13 +3607,14 @@ static mt_status mti_norm_heads(mt_context *ctx, const mti_norm_call *c, int64_t
     return MT_SUCCESS;
 }
 
-/* mt_token_operator: tokens [first, first + count). */
+/* The mt_token_operator of a norm over whole tokens. */
 static mt_status mti_norm_tokens(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dgain,
                                  mt_tensor dbias) {
     return mti_norm_heads(ctx, (const mti_norm_call *)arg, first, 1, count, dgain, dbias);
 }
 
-/* mt_token_operator, of virtual shard `shard` instead of tokens: its groups, one after the other. */
+/* The mt_token_operator of a norm per head. It is called for virtual shard `shard` instead of tokens, and takes the
+   shard's groups one after the other. */
 static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard, int64_t one, mt_tensor dgain,
                                 mt_tensor dbias) {
     const mti_norm_call *c = (const mti_norm_call *)arg;
@@ -3600,7 +3625,8 @@ static mt_status mti_norm_shard(mt_context *ctx, const void *arg, int64_t shard,
     return MT_SUCCESS;
 }
 
-/* Gains and biases of heads, whose gradients are sums over virtual shards of heads in invariant mode. */
+/* Computes the backward of a norm per head. In invariant mode the gradients of gain and bias are sums over the virtual
+   shards of the heads. */
 static mt_status mti_norm_groups(mt_context *ctx, const mti_norm_call *c, mt_tensor dgain, mt_tensor dbias) {
     if (!mt_context_invariant(ctx)) return mti_norm_heads(ctx, c, 0, 1, c->x.rows, dgain, dbias);
     return mti_sum_over_shards(ctx, mti_norm_shard, c, 1, mti_shards(ctx, c->layer->tp), dgain, dbias);
@@ -3659,6 +3685,7 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     return MT_SUCCESS;
 }
 
+/* The checks that forward and backward share. y is y or dy, and `what` is its name. */
 static mt_status mti_embedding_check(mt_context *ctx, const char *function, const mt_vocab_parallel_embedding *layer,
                                      const int32_t *ids, int64_t tokens, const char *what, mt_tensor y) {
     int64_t rows = 0;
@@ -3669,8 +3696,9 @@ static mt_status mti_embedding_check(mt_context *ctx, const char *function, cons
     return mti_ids_are_trusted(ctx) ? MT_SUCCESS : mt_ids_check(ctx, "token id", ids, tokens, layer->desc.vocab, 0);
 }
 
-/* One summand is the row, the others are 0: their sum is exact in any order. But 0 + -0 is 0, so in invariant mode a
-   single rank adds a 0, too. */
+/* Writes the rows of the table that this rank has, and 0 for the others. One rank has the row and all others have 0, so
+   the sum over ranks is exact in any order. The sum turns -0 into 0, because 0 + -0 is 0. In invariant mode a single
+   rank must have the same bits, so it also adds the row to 0. */
 static mt_status mti_embedding_lookup(mt_context *ctx, const mt_vocab_parallel_embedding *layer, const int32_t *ids,
                                       mt_tensor y) {
     if (mt_context_invariant(ctx)) MT_TRY(mt_fill(ctx, y, 0.0f));
@@ -3711,7 +3739,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     return status;
 }
 
-/* Of virtual shard `shard` of this rank. */
+/* Returns the desc of virtual shard `shard` of this rank. */
 static mt_cross_entropy_shard_desc mti_cross_entropy_shard(mt_comm *tp, const mt_cross_entropy_desc *desc,
                                                            int64_t shard_cols, int shard, int shards) {
     mt_cross_entropy_shard_desc part;
@@ -3722,6 +3750,7 @@ static mt_cross_entropy_shard_desc mti_cross_entropy_shard(mt_comm *tp, const mt
     return part;
 }
 
+/* The checks that forward and backward share. */
 static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, mt_comm *tp,
                                          const mt_cross_entropy_desc *desc, mt_tensor logits) {
     int shards;
@@ -3739,8 +3768,8 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
                    function, (long long)logits.rows, (long long)shards * mt_comm_size(tp));
 }
 
-/* Four scalars per token and shard meet in one all-gather (Megatron-LM uses three all-reduces: maximum, target, sum).
- */
+/* Computes loss and lse. One all-gather has four scalars for each token and shard. Megatron-LM uses three all-reduces:
+   maximum, target, sum. */
 static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tp, const mt_cross_entropy_desc *desc,
                                            mt_tensor logits, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
     int s, shards = mti_shards(ctx, tp), all_shards = shards * mt_comm_size(tp);
@@ -3758,7 +3787,7 @@ static mt_status mti_cross_entropy_forward(mt_context *ctx, mt_comm *tp, const m
     return mt_cross_entropy_combine(ctx, &part, all, all_shards, targets, loss, lse);
 }
 
-/* What forward is given. */
+/* Checks the arguments of forward. */
 static mt_status mti_cross_entropy_expect(mt_context *ctx, const char *function, mt_comm *tp,
                                           const mt_cross_entropy_desc *desc, mt_tensor logits, const int32_t *targets,
                                           mt_tensor loss) {
@@ -3789,6 +3818,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_com
     return MT_SUCCESS;
 }
 
+/* Overwrites the logits with their gradient, one virtual shard after the other. */
 static mt_status mti_cross_entropy_backward(mt_context *ctx, mt_comm *tp, const mt_cross_entropy_desc *desc,
                                             mt_tensor logits, const int32_t *targets, mt_tensor lse, mt_tensor dloss,
                                             float scale) {
@@ -3834,17 +3864,18 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 
 /* ---- >>buckets --------------------------------------------------------------------------------------------------- */
 
-/* Backward passes through the layers from the last to the first, and so through the registry's memory: buckets are
-   counted from its end, each [lo, hi). They cut through parameters, so that a rank's share of every bucket is as large
-   as the others'. */
+/* Returns the first element, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first,
+   and so through the registry's memory from its end. Buckets are therefore cut from the end of the memory. They cut
+   through parameters, so that all ranks have equal shares of a bucket. */
 static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_max(hi - params->buckets.size, 0); }
 
-/* Whether a data rank has the sums of its share only. In invariant mode the norm is added up parameter by parameter,
-   and so needs all of them. */
+/* Returns 1 when a data rank has only the sums of its share. In invariant mode every rank has all sums, because the
+   norm is added up parameter by parameter. */
 static int mti_is_scattered(const mt_params *params) {
     return params->buckets.ranks > 1 && !mt_context_invariant(params->ctx);
 }
 
+/* Sums the bucket [lo, hi) over the data group, with an all-reduce or a reduce-scatter. */
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
     mt_comm *data = params->grid->dp;
     float *grads = params->grads + lo;
@@ -3853,7 +3884,7 @@ static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int
     return mt_reduce_scatter(ctx, data, grads, grads + share * params->grid->dp_rank, (size_t)share, MT_F32, MT_SUM);
 }
 
-/* The buckets that begin at `from` or behind, as far as they are not on their way. */
+/* Starts the sums of all buckets that begin at `from` or later and were not started yet. */
 static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t from) {
     mti_buckets *b = &params->buckets;
     while (b->sent > 0 && mti_bucket_low(params, b->sent) >= from) {
@@ -3865,7 +3896,7 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     return MT_SUCCESS;
 }
 
-/* Every rank's shares, of gradients or of values, to all. */
+/* All-gathers the ranks' shares of every bucket in `memory`, which has the gradients or the values. */
 static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, void *memory, mt_dtype dtype) {
     int64_t hi, lo, share, size = (int64_t)mt_dtype_size(dtype);
     for (hi = params->elements; hi > 0; hi = lo) {
@@ -3879,12 +3910,13 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, vo
     return MT_SUCCESS;
 }
 
-/* A stretch of the registry's memory, and where in this rank's share its state begins. */
+/* A stretch [at, at + count) of the registry's memory that is in this rank's share. Its optimizer state begins at
+   element `state` of m, v and the masters. */
 typedef struct mti_stretch {
     int64_t at, count, state;
 } mti_stretch;
 
-/* The first stretch of [at, end) in this rank's share; count is 0 when there is none. */
+/* Returns the first stretch of [at, end) that is in this rank's share. count is 0 when there is none. */
 static mti_stretch mti_share_next(const mt_params *params, int64_t at, int64_t end) {
     const mti_buckets *b = &params->buckets;
     mti_stretch s = {0, 0, 0};
@@ -3906,6 +3938,7 @@ static mti_stretch mti_share_after(const mt_params *params, mti_stretch s, int64
     return mti_share_next(params, s.at + s.count, end);
 }
 
+/* Returns the position of a parameter in the registry's memory. */
 static int64_t mti_param_place(const mt_param *p) { return (const float *)p->grad.data - p->registry->grads; }
 
 static mti_stretch mti_param_share(const mt_param *p) {
@@ -3915,19 +3948,20 @@ static mti_stretch mti_param_share(const mt_param *p) {
 
 /* ---- >>sync ------------------------------------------------------------------------------------------------------ */
 
-/* The subtree of gradients that 2^level micro-batches made. */
+/* Returns the finished subtree of `level`: the sum of the gradients of 2^level micro-batches. */
 static mt_tensor mti_gradient_level(const mt_params *params, int level) {
     return mt_tensor_f32(params->subtrees + level * params->gradients, 1, params->gradients);
 }
 
-/* Sums of each tensor rank's own tokens become sums of all. */
+/* Sums the gradients of sequence_partial parameters over the tensor group. */
 static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
     if (params->partial == 0) return MT_SUCCESS;
     return mt_all_reduce(ctx, params->grid->tp, params->grads, params->grads, (size_t)params->partial, MT_F32, MT_SUM);
 }
 
-/* A binary counter: micro-batch n joins as many finished subtrees as n has trailing ones, so that at most log2(n) wait.
-   The one mechanism for the batch, as mti_shard_tree is for what one call computes. */
+/* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
+   bits, so at most log2(n) subtrees are kept. All sums over micro-batches use this function, as sums over virtual
+   shards use mti_shard_tree. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
     int64_t n, level;
     MT_TRY(mti_params_ready(ctx, params, "mt_accumulate_gradients"));
@@ -3942,16 +3976,16 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
     for (level = 0; n >> level & 1; level++)
         MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
     params->micro_batches++;
-    if (level == params->levels) return MT_SUCCESS; /* that is all there can be */
+    if (level == params->levels) return MT_SUCCESS; /* this rank can have no more micro-batches */
     MT_TRY(mt_copy(ctx, mti_gradients(params), mti_gradient_level(params, (int)level)));
     return mt_fill(ctx, mti_gradients(params), 0.0f);
 }
 
-/* The micro-batches of this rank, in params->grads. */
+/* Makes params->grads the sum over this rank's micro-batches. */
 static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches;
     int level = 0;
-    if (n == 0) return mti_sync_partial(ctx, params); /* one micro-batch, or not in invariant mode */
+    if (n == 0) return mti_sync_partial(ctx, params); /* mt_accumulate_gradients was not called */
     if ((n & (n - 1)) != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_sync_gradients: %lld micro-batches on this rank; in invariant mode their number "
@@ -3979,7 +4013,7 @@ MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* As far as final gradients reach without a gap, from the end. */
+/* Moves `final` from the end of the memory to the last parameter whose gradient is not final. */
 static void mti_buckets_advance(mt_params *params) {
     mti_buckets *b = &params->buckets;
     while (b->waits_for > 0) {
@@ -4014,7 +4048,7 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
     return mti_buckets_send(ctx, params, params->buckets.final);
 }
 
-/* What the head and the lookup contribute to the gradient of a shared embedding, wherever the two are. */
+/* Adds the gradients of the head and of the lookup of a shared embedding, on one stage or on two. */
 static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
     mt_comm *embedding = params->grid->embedding;
     int i;
@@ -4027,8 +4061,9 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* In invariant mode each part of an embedding's gradient is summed over all micro-batches, those of other data ranks
-   included, before the parts are added: so the bits do not depend on how many data ranks there are. */
+/* In invariant mode, adds the two parts of a shared embedding's gradient, the head's and the lookup's. Each part has
+   been summed over all micro-batches before, including those of other data ranks, so that the bits do not depend on the
+   number of data ranks. */
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     float *behind = params->grads + params->elements;
     size_t lookups = (size_t)(params->gradients - params->elements);
@@ -4053,7 +4088,7 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
     return mti_buckets_gather(ctx, params, params->grads, MT_F32);
 }
 
-/* Whether this rank's copy of a parameter is the one that counts towards the norm. */
+/* Returns 1 when this rank's copy of a parameter counts towards the norm. One copy of each parameter counts. */
 static int mti_counts_in_norm(const mt_grid *grid, const mt_param *p) {
     if (p->desc.placement == MT_REPLICATED && grid->tp_rank != 0) return 0;
     return !(p->desc.shared_embedding && grid->pp_size > 1 && grid->pp_rank == grid->pp_size - 1);
@@ -4069,7 +4104,8 @@ static mt_status mti_sum_param_squares(mt_context *ctx, const mt_param *p, mt_te
     return MT_SUCCESS;
 }
 
-/* sums [1, 2]: the squares of every parameter that counts, and of the copies that do not. */
+/* Writes two sums of squares to sums [1, 2]: of the gradients that count towards the norm, and of the copies that do
+   not. */
 static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor sums) {
     int i;
     for (i = 0; i < params->count; i++)
@@ -4079,7 +4115,7 @@ static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor s
     return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
 }
 
-/* Adds x [1, n] to sum, one after the other, stage by stage: as if one stage had all of them. */
+/* Adds the elements of x [1, n] to sum, one after the other and stage by stage, as one stage with all of them would. */
 static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_tensor x, mt_tensor sum) {
     int64_t i;
     int stage = grid->pp_rank, last = grid->pp_size - 1;
@@ -4089,9 +4125,9 @@ static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_te
     return mt_broadcast(ctx, grid->pp, sum.data, sum.data, 1, MT_F32, last);
 }
 
-/* The same in invariant mode: a number for every parameter and each of the V virtual shards, which only one rank of the
-   tensor group knows, so that the all-reduce is exact, and one for all that does not count; then a tree over the
-   shards. */
+/* Does the same in invariant mode. Each of the V virtual shards has one number for each parameter, and one for all
+   copies that do not count. Only one rank of the tensor group has a number that is not 0, so the all-reduce is exact. A
+   tree adds the virtual shards; then the parameters are added in order, stage by stage. */
 static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, mt_tensor sums) {
     int i, s, v = mt_context_invariant(ctx), columns = params->count + 1;
     mt_tensor all;
@@ -4112,8 +4148,8 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
     return mt_all_reduce(ctx, params->grid->pp, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32, MT_SUM);
 }
 
-/* What is not counted still must be finite, or one copy of a parameter would go its own way: 0 times it is 0, or NaN.
- */
+/* Computes the norm. Copies that do not count must still be finite, or this copy of a parameter would differ from the
+   others after the step. Their sum of squares times 0 is 0 when they are finite, and otherwise NaN. */
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     mt_tensor sums;
     float squares[2];
@@ -4145,7 +4181,7 @@ MT_API float mt_clip_coefficient(float norm, float max_norm) {
 
 /* ---- >>loss-scaler ----------------------------------------------------------------------------------------------- */
 
-/* What is wrong with it, by the name it has in a checkpoint; NULL: nothing. */
+/* Returns the first field that is out of range, by its name in a checkpoint, or NULL. */
 static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
     if (!(d->min_scale > 0.0f && 1.0f / d->min_scale <= FLT_MAX)) return "loss_scaler.min_scale";
     if (!(d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX)) return "loss_scaler.initial_scale";
@@ -4224,7 +4260,7 @@ static mt_status mti_optimizer_check(mt_context *ctx, const mt_params *params, c
                    (double)d->beta1, (double)d->beta2, (double)d->eps, (double)d->weight_decay);
 }
 
-/* n elements for each parameter's gradient: m, v or masters. */
+/* Allocates m, v or the masters. */
 static mt_status mti_optimizer_alloc(mt_context *ctx, mt_optimizer *optimizer, float **out) {
     void *memory;
     MT_TRY(mt_context_alloc(ctx, (size_t)optimizer->elements * sizeof(float), &memory));
@@ -4232,13 +4268,15 @@ static mt_status mti_optimizer_alloc(mt_context *ctx, mt_optimizer *optimizer, f
     return MT_SUCCESS;
 }
 
-/* The part of `state` (m, v or masters) that belongs to a parameter, when this rank has all of it. */
+/* Returns the part of `state` (m, v or masters) that belongs to a parameter. This rank must have all of it. */
 static mt_tensor mti_optimizer_shard(const mt_param *p, float *state) {
     mt_tensor t = p->grad;
     t.data = state + mti_param_place(p);
     return t;
 }
 
+/* Allocates m and v, and masters for 16-bit parameters without stochastic rounding, which it copies from the
+   parameters. */
 static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) {
     const mt_params *params = optimizer->params;
     mti_stretch s;
@@ -4333,8 +4371,9 @@ MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimi
     return MT_SUCCESS;
 }
 
-/* One state, checked. memory: m, v or the masters, or NULL where the parameter's value is the master, and after an
-   error: gcc -O3 cannot see that an error is never MT_SUCCESS, and would warn of what callers read then. */
+/* Checks the arguments and sets *memory to m, v or the masters. It is NULL when the parameter's value is the master. It
+   is also NULL after an error, because gcc -O3 does not know that an error is never MT_SUCCESS and would warn that
+   callers read it uninitialised. */
 static mt_status mti_optimizer_state(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
                                      const mt_param *param, mt_optimizer_state state, const void *other,
                                      float **memory) {
@@ -4348,8 +4387,8 @@ static mt_status mti_optimizer_state(mt_context *ctx, const char *function, cons
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: state is %d", function, (int)state);
 }
 
-/* Between this rank's share of a parameter's state and the place of that share in `whole`, shaped like the parameter.
- */
+/* Copies between this rank's share of a parameter's state and the place of that share in `whole`, which has the
+   parameter's shape. */
 static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *memory, mt_tensor whole, int to_whole) {
     int64_t first = mti_param_place(p), end = first + whole.rows * whole.cols;
     mti_stretch s;
@@ -4361,8 +4400,9 @@ static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *m
     return MT_SUCCESS;
 }
 
-/* A parameter's state where this rank has it, or put together in the arena from the shares of all: as integers, of
-   which all but one are 0, so that every bit arrives. */
+/* Sets *out to the whole state of a parameter. It is a view when this rank has all of it, and otherwise a tensor in the
+   arena with the shares of all data ranks. These are added as integers, of which all but one are 0, so that every bit
+   is kept. */
 static mt_status mti_optimizer_whole(mt_context *ctx, const mt_param *p, float *memory, mt_tensor *out) {
     const mt_params *params = p->registry;
     size_t count = (size_t)(p->grad.rows * p->grad.cols);
@@ -4404,12 +4444,13 @@ MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimi
     return status;
 }
 
+/* Writes this rank's part of `global` to a state of a parameter. memory is m, v, the masters, or NULL for the value. */
 static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_param *p, mt_optimizer_state state,
                                        const float *global, float *memory) {
     mt_tensor whole = memory ? mti_optimizer_shard(p, memory) : p->value;
     int shared = memory && p->registry->buckets.ranks > 1;
     if (shared) MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, &whole));
-    if (shared) MT_TRY(mt_fill(ctx, whole, 0.0f)); /* padding */
+    if (shared) MT_TRY(mt_fill(ctx, whole, 0.0f)); /* the scatter does not write the padding */
     MT_TRY(mt_param_scatter(ctx, p, global, whole));
     if (shared) MT_TRY(mti_optimizer_copy(ctx, p, memory, whole, 0));
     return state == MT_MASTER ? mt_convert(ctx, whole, p->value) : MT_SUCCESS;
@@ -4427,8 +4468,8 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
     return status;
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a block; their state begins at `state` of this rank's share.
- */
+/* Rows [row, row + rows) and columns [col, col + cols) of a block. Their state begins at element `state` of m, v and
+   the masters. */
 typedef struct mti_patch {
     int64_t row, rows, col, cols, state;
 } mti_patch;
@@ -4437,13 +4478,14 @@ static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_block b, mti
     return mt_tensor_cols(mt_tensor_rows(mti_param_block_view(p, t, b), at.row, at.rows), at.col, at.cols);
 }
 
-/* m, v or the masters, which may not be there. */
+/* Returns the state of a patch, shaped like its gradient. memory is m, v or the masters; NULL gives mt_none(). */
 static mt_tensor mti_patch_state(mt_tensor grad, float *memory, mti_patch at) {
     if (!memory) return mt_none();
     grad.data = memory + at.state;
     return grad;
 }
 
+/* Updates the parameters of one patch. */
 static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
                                      mti_patch at, mt_adamw *hyper) {
     mt_random random = mti_param_random(p, b, o->desc.seed, (uint64_t)hyper->step);
@@ -4455,7 +4497,8 @@ static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, con
                          mti_patch_state(grad, o->m, at), mti_patch_state(grad, o->v, at));
 }
 
-/* A stretch of a block: the rest of a row, whole rows, the beginning of a row. Between rows may lie other columns. */
+/* Updates a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row.
+   Between the rows of a block there may be other columns. */
 static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
                                        mti_stretch s, mt_adamw *hyper) {
     mt_tensor block = mti_param_block_view(p, p->grad, b);
@@ -4477,7 +4520,8 @@ static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, c
     return MT_SUCCESS;
 }
 
-/* Block by block: those know their place in the whole parameter, and padding stays the zero that it is. */
+/* Updates this rank's share of a parameter block by block. A block has a position in the whole parameter, which the
+   random numbers need. It has no padding, which therefore stays zero. */
 static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *p,
                                       mt_adamw *hyper) {
     const mt_params *params = optimizer->params;
@@ -4510,7 +4554,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
     hyper.stochastic_rounding = NULL;
-    MT_TRY(mt_adamw_check(ctx, &hyper)); /* on every rank, whatever its share is */
+    MT_TRY(mt_adamw_check(ctx, &hyper)); /* every rank checks, even when its share is empty */
     for (i = 0; i < params->count; i++) {
         hyper.weight_decay = params->list[i]->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
         MT_TRY(mti_optimizer_update(ctx, optimizer, params->list[i], &hyper));
@@ -4537,17 +4581,19 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
 
 /* ---- >>pipeline -------------------------------------------------------------------------------------------------- */
 
+/* A list of actions that mt_pipeline_schedule writes. */
 typedef struct mti_schedule {
-    mt_action *actions; /* NULL: they are only counted */
+    mt_action *actions; /* NULL: only counts them */
     int capacity, count, slots;
-    int is_first, is_last; /* stage */
+    int is_first, is_last; /* 1: this is the first or the last stage */
 } mti_schedule;
 
+/* Adds an action, except a send or receive on an end stage that has no neighbour there. */
 static void mti_act(mti_schedule *s, mt_action_kind kind, int micro_batch, int received) {
     int goes_back = kind == MT_RECV_FORWARD || kind == MT_SEND_BACKWARD || kind == MT_SEND_BACKWARD_RECV_FORWARD;
     mt_action *a = s->actions && s->count < s->capacity ? &s->actions[s->count] : NULL;
     if (kind != MT_FORWARD && kind != MT_BACKWARD && (goes_back ? s->is_first : s->is_last))
-        return; /* there is nobody */
+        return; /* no such neighbour */
     s->count++;
     if (!a) return;
     a->kind = kind;
@@ -4557,9 +4603,9 @@ static void mti_act(mti_schedule *s, mt_action_kind kind, int micro_batch, int r
     a->recv_slot = received % s->slots;
 }
 
-/* Of n micro-batches the first `warmup` run forward, then each further forward is followed by a backward, then come the
-   backwards that are left: Megatron's forward_backward_pipelining_without_interleaving. It is GPipe when all warm up.
- */
+/* Lists the actions of n micro-batches. The first `warmup` run only forward. Then each further forward is followed by a
+   backward, and the remaining backwards come last. This is Megatron's forward_backward_pipelining_without_interleaving.
+   With warmup == n it is GPipe. */
 static void mti_schedule_fill(mti_schedule *s, int warmup, int n, int backward) {
     int i;
     for (i = 0; i < warmup; i++) {
@@ -4608,18 +4654,22 @@ MT_API int mt_pipeline_slots(const mt_action *actions, int count) {
         if (actions[i].slot > last) last = actions[i].slot;
         if (actions[i].recv_slot > last) last = actions[i].recv_slot;
     }
-    return last < INT32_MAX ? last + 1 : last; /* which mt_pipeline_run refuses */
+    return last < INT32_MAX ? last + 1 : last; /* too many for mt_pipeline_run, which refuses them */
 }
 
+/* The state of mt_pipeline_run. */
 typedef struct mti_pipeline {
     const mt_grid *grid;
     const mt_pipeline_stage *stage;
-    mt_tensor inputs, output, doutput, dinput; /* the first of all slots; none where there is no neighbour */
-    size_t base, kept, top;                    /* arena: slot i is at base + i * kept, all end at top */
-    int slots, measured;                       /* measured: kept is known */
+    /* inputs has one tensor for each slot. Tensors for a neighbour that does not exist are mt_none() */
+    mt_tensor inputs, output, doutput, dinput;
+    /* offsets in the arena: slot i has [base + i * kept, base + (i + 1) * kept), and all slots end at top */
+    size_t base, kept, top;
+    /* measured: 1 when kept is known */
+    int slots, measured;
 } mti_pipeline;
 
-/* Is the forward of this backward the last that happened in its slot? */
+/* Returns 1 when the forward of this backward was the last use of its slot. */
 static int mti_pipeline_has_forward(const mt_action *actions, const mt_action *backward) {
     const mt_action *a = backward;
     while (a-- > actions) {
@@ -4631,7 +4681,7 @@ static int mti_pipeline_has_forward(const mt_action *actions, const mt_action *b
     return 0;
 }
 
-/* What is wrong with an action of a list; NULL: nothing. first: no forward has come before. */
+/* Returns what is wrong with action number i, or NULL. first: no forward has come before it. */
 static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_action *actions, int count, int i,
                                       int first) {
     const mt_action *a = &actions[i];
@@ -4674,7 +4724,8 @@ static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const 
     return MT_SUCCESS;
 }
 
-/* What travels: for each slot the input, which its backward needs; of the others one, which is used up at once. */
+/* Allocates the tensors that stages send. Each slot has its own input, because the backward needs it. One output,
+   doutput and dinput is enough, because they are used immediately. */
 static mt_status mti_pipeline_buffers(mt_context *ctx, mti_pipeline *p) {
     int64_t rows = p->stage->rows, cols = p->stage->cols;
     mt_dtype dtype = p->stage->dtype;
@@ -4696,7 +4747,7 @@ static mt_tensor mti_pipeline_input(const mti_pipeline *p, int slot) {
     return p->inputs.data ? mt_tensor_rows(p->inputs, slot * p->stage->rows, p->stage->rows) : mt_none();
 }
 
-/* The first forward shows how much is kept. */
+/* Stores how much of the arena the first forward has kept, and reserves as much for each other slot. */
 static mt_status mti_pipeline_measure(mt_context *ctx, mti_pipeline *p) {
     void *others;
     p->kept = mt_arena_mark(ctx) - p->base;
@@ -4706,6 +4757,7 @@ static mt_status mti_pipeline_measure(mt_context *ctx, mti_pipeline *p) {
     return MT_SUCCESS;
 }
 
+/* Runs a forward whose allocations go to the region of its slot. */
 static mt_status mti_pipeline_forward(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
     size_t first = p->base + (size_t)a->slot * p->kept, end = first + p->kept;
     int keeps_too_much;
@@ -4728,6 +4780,7 @@ static mt_status mti_pipeline_backward(mt_context *ctx, mti_pipeline *p, const m
     return MT_SUCCESS;
 }
 
+/* Runs one action. */
 static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
     mt_comm *comm = p->grid->pp;
     int next = p->grid->pp_rank + 1, before = p->grid->pp_rank - 1;
@@ -4746,7 +4799,7 @@ static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_act
     case MT_SEND_BACKWARD_RECV_FORWARD:
         return mt_send_recv(ctx, comm, p->dinput.data, n, before, input.data, n, before, dtype);
     }
-    return MT_ERR_ARGUMENT; /* checked before */
+    return MT_ERR_ARGUMENT; /* mti_pipeline_check has refused it */
 }
 
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
