@@ -4825,10 +4825,10 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
 
 #define MTI_JSON_DEPTH 64
 
-/* Reads a text of JSON (RFC 8259) from front to back. After the first error every call fails, and nothing moves. */
+/* Reads a JSON text (RFC 8259) from front to back. After the first error every call fails, and the position stays. */
 typedef struct mti_json {
     const unsigned char *start, *at, *end;
-    const char *error; /* what is wrong at `at`; NULL: nothing so far */
+    const char *error; /* what is wrong at `at`; NULL: no error so far */
 } mti_json;
 
 static mti_json mti_json_begin(const void *text, size_t bytes) {
@@ -4844,19 +4844,21 @@ static int mti_json_fail(mti_json *j, const char *what) {
     return 0;
 }
 
-/* The next character that is no space, or -1. */
+/* Skips white space and returns the next character, or -1 at the end and after an error. */
 static int mti_json_peek(mti_json *j) {
     while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r')) j->at++;
     return j->error || j->at == j->end ? -1 : *j->at;
 }
 
+/* Skips white space and the character c. When another character comes, the error is `what`. */
 static int mti_json_take(mti_json *j, char c, const char *what) {
     if (mti_json_peek(j) != c) return mti_json_fail(j, what);
     j->at++;
     return 1;
 }
 
-/* Whether an object or array, whose first bracket was taken, goes on after *count values. */
+/* Returns 1 when an object or array has another value after *count values. Its opening bracket has already been read.
+   Reads the comma or the closing bracket. */
 static int mti_json_next(mti_json *j, int *count, char close) {
     if (mti_json_peek(j) == close) {
         j->at++;
@@ -4867,7 +4869,7 @@ static int mti_json_next(mti_json *j, int *count, char close) {
     return !j->error;
 }
 
-/* Bytes of the character at p, 0 when it is not well-formed (Unicode, table 3-7). */
+/* Returns the number of bytes of the character at p, or 0 when it is not well-formed (Unicode, table 3-7). */
 static int mti_utf8_bytes(const unsigned char *p, const unsigned char *end) {
     int n = p[0] < 0x80 ? 1 : p[0] < 0xc2 ? 0 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : p[0] < 0xf5 ? 4 : 0, i;
     int low = p[0] == 0xe0 ? 0xa0 : p[0] == 0xf0 ? 0x90 : 0x80, high = p[0] == 0xed ? 0x9f : p[0] == 0xf4 ? 0x8f : 0xbf;
@@ -4878,6 +4880,7 @@ static int mti_utf8_bytes(const unsigned char *p, const unsigned char *end) {
     return n;
 }
 
+/* Writes a character as UTF-8 to out and returns the number of bytes. */
 static int mti_utf8_encode(uint32_t c, char *out) {
     static const unsigned char first[] = {0, 0, 0xc0, 0xe0, 0xf0};
     int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4, i;
@@ -4886,6 +4889,7 @@ static int mti_utf8_encode(uint32_t c, char *out) {
     return n;
 }
 
+/* Reads four hexadecimal digits. */
 static uint32_t mti_json_hex(mti_json *j) {
     uint32_t x = 0;
     int i;
@@ -4899,7 +4903,7 @@ static uint32_t mti_json_hex(mti_json *j) {
     return x;
 }
 
-/* The character behind a backslash. */
+/* Reads what follows a backslash and returns the character. */
 static uint32_t mti_json_escape(mti_json *j) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     int c = j->at < j->end ? *j->at++ : 0;
@@ -4918,8 +4922,8 @@ static uint32_t mti_json_escape(mti_json *j) {
     return (uint32_t)mti_json_fail(j, "half a surrogate pair");
 }
 
-/* The string that comes next, decoded into out, as much as fits into `capacity` bytes with a NUL. Returns all its
-   bytes, the NUL not counted; its quoted text is longer by one at least. */
+/* Reads the next string and decodes it into out, as far as it fits into `capacity` bytes with a NUL. Returns the number
+   of bytes of the whole decoded string, without the NUL. The quoted string in the text has at least two bytes more. */
 static size_t mti_json_string(mti_json *j, char *out, size_t capacity) {
     size_t length = 0;
     char c[4];
@@ -4952,12 +4956,12 @@ static size_t mti_json_string(mti_json *j, char *out, size_t capacity) {
 
 static int mti_json_digit(const mti_json *j) { return j->at < j->end && *j->at >= '0' && *j->at <= '9'; }
 
-/* A whole number from 0 to 2^63 - 1, without sign, fraction or exponent. */
+/* Reads a whole number from 0 to 2^63 - 1, without sign, fraction or exponent. */
 static int64_t mti_json_whole(mti_json *j) {
     int64_t x = 0;
     int first = mti_json_peek(j);
     if (first < '0' || first > '9') return mti_json_fail(j, "a whole number is missing");
-    if (first == '0') j->at++; /* nothing follows it */
+    if (first == '0') j->at++; /* no digit may follow a leading 0 */
     for (; first != '0' && mti_json_digit(j); j->at++) {
         int digit = *j->at - '0';
         if (x > (INT64_MAX - digit) / 10) return mti_json_fail(j, "a number is too large");
@@ -4968,7 +4972,8 @@ static int64_t mti_json_whole(mti_json *j) {
     return x;
 }
 
-/* Digits behind those of x; as many as a double holds count, *scale is what power of ten they are of. */
+/* Appends the digits that follow to x. Digits beyond the precision of a double are dropped and counted in *scale, so
+   that the number is x * 10^*scale. */
 static double mti_json_digits(mti_json *j, double x, int fraction, int *scale) {
     if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
     for (; mti_json_digit(j); j->at++) {
@@ -4979,7 +4984,8 @@ static double mti_json_digits(mti_json *j, double x, int fraction, int *scale) {
     return x;
 }
 
-/* Not strtod, whose decimal point depends on the locale; right to the last place of a float. */
+/* Reads a number. strtod is not used, because its decimal point depends on the locale. The result is accurate enough
+   for the exact float; a double may be wrong in its last places. */
 static double mti_json_number(mti_json *j) {
     int negative = mti_json_peek(j) == '-', scale = 0, exponent = 0, sign = 1;
     double x;
@@ -5003,6 +5009,7 @@ static double mti_json_number(mti_json *j) {
     return j->error ? 0 : negative ? -x : x;
 }
 
+/* Reads `word` if it comes next; returns 0 if not. */
 static int mti_json_word(mti_json *j, const char *word) {
     size_t n = strlen(word);
     if (mti_json_peek(j) != word[0] || (size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) return 0;
@@ -5010,7 +5017,7 @@ static int mti_json_word(mti_json *j, const char *word) {
     return 1;
 }
 
-/* Any value. */
+/* Skips a value of any kind. */
 static void mti_json_skip(mti_json *j, int depth) {
     int c = mti_json_peek(j), count = 0, object = c == '{';
     if (c == '"') {
@@ -5030,7 +5037,7 @@ static void mti_json_skip(mti_json *j, int depth) {
     }
 }
 
-/* Nothing but space is left. */
+/* Checks that only white space is left. */
 static void mti_json_end(mti_json *j) {
     if (mti_json_peek(j) >= 0) mti_json_fail(j, "something follows the end");
 }
@@ -5042,7 +5049,7 @@ static mt_status mti_json_status(mt_context *ctx, const mti_json *j, const char 
 
 /* ---- >>files ----------------------------------------------------------------------------------------------------- */
 
-/* The files are little-endian, and what is in them is copied to and from memory as it is. */
+/* The files are little-endian, and their numbers are copied to and from memory without conversion. */
 #if defined(__BYTE_ORDER__) && defined(__ORDER_LITTLE_ENDIAN__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "mt_parallel.h: safetensors files are little-endian and this machine is not: its files would be byte-swapped"
 #endif
@@ -5051,7 +5058,7 @@ static mt_status mti_io_error(mt_context *ctx, const char *path, const char *wha
     return mt_fail(ctx, MT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(error));
 }
 
-/* Of what can wait: it is logged, and no error. */
+/* Logs a failure that is no error, because the next save tries again. */
 static void mti_io_warning(mt_context *ctx, const char *path, const char *what, int error) {
     char text[MT_PATH_MAX + 128];
     snprintf(text, sizeof text, "%s: cannot %s: %s", path, what, strerror(error));
@@ -5060,13 +5067,13 @@ static void mti_io_warning(mt_context *ctx, const char *path, const char *what, 
 
 #if defined(O_CLOEXEC)
 #define MTI_CLOEXEC O_CLOEXEC
-#elif defined(__O_CLOEXEC) /* a strict -std=c99 hides the other name */
+#elif defined(__O_CLOEXEC) /* -std=c99 hides O_CLOEXEC */
 #define MTI_CLOEXEC __O_CLOEXEC
 #else
 #define MTI_CLOEXEC 0
 #endif
 
-/* Whoever opens with these gets an error instead of what a link points to. */
+/* With these flags, open returns an error instead of following a link. */
 #if defined(O_NOFOLLOW) && defined(O_DIRECTORY)
 #define MTI_NOFOLLOW O_NOFOLLOW
 #define MTI_DIRECTORY O_DIRECTORY
@@ -5078,7 +5085,7 @@ static void mti_io_warning(mt_context *ctx, const char *path, const char *what, 
     "mt_parallel.h: open has no O_NOFOLLOW and O_DIRECTORY here, so links in a checkpoint directory would be followed"
 #endif
 
-/* -1 and errno, as open has it; a signal is no reason to fail, nor is it below. */
+/* Calls open again when a signal has interrupted it. Returns -1 and sets errno as open does. */
 static int mti_open(const char *path, int flags) {
     int fd;
     do fd = open(path, flags | MTI_CLOEXEC, 0666);
@@ -5086,7 +5093,7 @@ static int mti_open(const char *path, int flags) {
     return fd;
 }
 
-/* 0, or errno. */
+/* Calls fsync again when a signal has interrupted it. Returns 0 or errno. */
 static int mti_fsync(int fd) {
     int failed;
     do failed = fsync(fd) != 0;
@@ -5094,7 +5101,7 @@ static int mti_fsync(int fd) {
     return failed ? errno : 0;
 }
 
-/* DIRECTORY/NAME */
+/* Writes DIRECTORY/NAME to path. */
 static mt_status mti_path(mt_context *ctx, const char *directory, const char *name, char *path, size_t bytes) {
     size_t n = strlen(directory), more = strlen(name);
     if (n + more + 2 > bytes)
@@ -5111,12 +5118,12 @@ static int mti_exists(const char *path) {
     return stat(path, &info) == 0;
 }
 
-/* A regular file that is read. It is mapped only for the pointers that users get: the library reads from fd, since a
-   mapping of what a file has lost is SIGBUS. */
+/* A regular file that is open for reading. It is mapped only for the pointers that programs get. The library itself
+   reads from fd, because a mapping of a truncated file raises SIGBUS. */
 typedef struct mti_mapped {
-    int fd;       /* -1: data is memory of somebody else */
-    void *data;   /* NULL: not mapped, or of no bytes */
-    size_t bytes; /* when it was opened */
+    int fd;       /* -1: no file; data is memory that the caller owns */
+    void *data;   /* NULL: not mapped, or an empty file */
+    size_t bytes; /* size of the file when it was opened */
 } mti_mapped;
 
 static mt_status mti_mapped_file(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
@@ -5142,16 +5149,17 @@ static void mti_mapped_close(mti_mapped *map) {
 static mt_status mti_mapped_open(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
     mt_status status;
     memset(out, 0, sizeof *out);
-    out->fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* a pipe does not keep us waiting */
+    out->fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* opening a pipe must not wait for a writer */
     if (out->fd < 0) return mti_io_error(ctx, path, "open it", errno);
     status = mti_mapped_file(ctx, path, maps, out);
     if (status != MT_SUCCESS) mti_mapped_close(out);
     return status;
 }
 
-#define MTI_READ_MAX ((size_t)1 << 30) /* in one call, which not every system has a larger size for */
+#define MTI_READ_MAX ((size_t)1 << 30) /* bytes in one call of pread; some systems allow no more */
 
-/* The bytes [at, at + bytes), which were in the file when it was opened. Ranks may share it: no position is moved. */
+/* Reads the bytes [at, at + bytes), which the file had when it was opened. pread moves no file position, so ranks may
+   share fd. */
 static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_mapped *map, size_t at, size_t bytes,
                                  void *out) {
     size_t done = 0;
@@ -5171,9 +5179,9 @@ static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_ma
                    path, bytes, at, done, map->bytes);
 }
 
-#define MTI_TEXT_MAX 100000000 /* bytes, as of the header of a safetensors file */
+#define MTI_TEXT_MAX 100000000 /* bytes, as for the header of a safetensors file */
 
-/* A whole file of JSON, to be freed also when this fails. */
+/* Reads a whole JSON file. The caller frees *text, also after an error. */
 static mt_status mti_text_read(mt_context *ctx, const char *path, void **text, size_t *bytes) {
     mti_mapped file;
     mt_status status = MT_SUCCESS;
@@ -5196,15 +5204,16 @@ static uint64_t mti_load_word(const unsigned char *p) {
 
 #define MTI_CHECKSUM_BASIS 14695981039346656037u
 
-/* A multiplication carries bits up only: the upper half comes down, too, so that two changes do not meet in the last
-   bit and cancel there. */
+/* Adds a word to a checksum. A multiplication moves changes only to higher bits, so two changes in the highest bit
+   would cancel. The xor with h >> 32 moves them down again. */
 static uint64_t mti_checksum_word(uint64_t h, const unsigned char *p) {
     h = (h ^ mti_load_word(p)) * 1099511628211u;
     return h ^ h >> 32;
 }
 
-/* FNV-1a over words of 8 bytes instead of bytes; the last one is filled up with zeros. Each step is one-to-one in h and
-   in the word: a file in which one word has changed never has the same checksum. */
+/* Continues the checksum h over more bytes. It is FNV-1a with words of 8 bytes instead of single bytes; the last word
+   is padded with zeros. Each step is one-to-one in h and in the word, so a file in which one word has changed always
+   has another checksum. */
 static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
     unsigned char rest[8] = {0};
     for (; bytes >= 8; p += 8, bytes -= 8) h = mti_checksum_word(h, p);
@@ -5213,18 +5222,19 @@ static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
     return mti_checksum_word(h, rest);
 }
 
-/* The checksum stands in the first metadata of a file, at a known place, and counts there as zeros. */
+/* The checksum is the first entry of a file's metadata, at a fixed place. It is computed with the digits 0 in its
+   place. */
 #define MTI_CHECKSUM_BEFORE "{\"__metadata__\":{\"checksum\":\""
 #define MTI_CHECKSUM_DIGITS 16
 #define MTI_CHECKSUM_AT (8 + sizeof MTI_CHECKSUM_BEFORE - 1)
-#define MTI_CHECKSUM_FIRST 64 /* bytes: all this is in them, and they are whole words */
+#define MTI_CHECKSUM_FIRST 64 /* bytes at the beginning of a file that have the whole entry; a multiple of 8 */
 
 /* A file that is written from front to back. */
 typedef struct mti_file {
-    int fd;    /* -1: nothing is written, bytes are counted */
+    int fd;    /* -1: writes nothing and only counts bytes */
     int error; /* errno of the first call that failed; nothing is written after it */
     int64_t bytes;
-    uint64_t checksum; /* of what has left the buffer */
+    uint64_t checksum; /* of the bytes that were flushed from the buffer */
     size_t used;
     char path[MT_PATH_MAX];
     unsigned char buffer[1 << 16];
@@ -5273,7 +5283,7 @@ static void mti_file_whole(mti_file *f, int64_t x) {
     mti_file_text(f, text);
 }
 
-/* A string of JSON. */
+/* Writes a JSON string. */
 static void mti_file_string(mti_file *f, const char *text) {
     char escaped[8];
     mti_file_text(f, "\"");
@@ -5287,8 +5297,8 @@ static void mti_file_string(mti_file *f, const char *text) {
     mti_file_text(f, "\"");
 }
 
-/* Begins to count (directory NULL), or to write a file that is not there yet. Neither the directory nor the file may be
-   a link. */
+/* Begins to write a new file, or with directory NULL to count bytes. Neither the directory nor the file may be a link,
+   and the file must not exist. */
 static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *directory, const char *name) {
     int at, error;
     f->fd = -1;
@@ -5307,6 +5317,7 @@ static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *direct
     return f->fd < 0 ? mti_io_error(ctx, f->path, "create it", error) : MT_SUCCESS;
 }
 
+/* Writes the checksum to its place. */
 static void mti_file_seal(mti_file *f) {
     char digits[MTI_CHECKSUM_DIGITS + 1];
     snprintf(digits, sizeof digits, "%016llx", (unsigned long long)f->checksum);
@@ -5314,25 +5325,26 @@ static void mti_file_seal(mti_file *f) {
     mti_file_write(f, (const unsigned char *)digits, MTI_CHECKSUM_DIGITS);
 }
 
-/* Brings everything to the disk. sealed: the checksum goes to its place. */
+/* Writes the rest of the file, synchronises it with the disk and closes it. sealed = 1: writes the checksum. */
 static mt_status mti_file_end(mt_context *ctx, mti_file *f, int sealed) {
     mti_file_flush(f);
     if (sealed) mti_file_seal(f);
     if (f->error == 0) f->error = mti_fsync(f->fd);
     if (close(f->fd) != 0 && errno != EINTR && f->error == 0)
-        f->error = errno; /* EINTR: it is closed, and on the disk */
+        f->error = errno; /* EINTR: the file is closed, and fsync has succeeded */
     f->fd = -1;
     return f->error ? mti_io_error(ctx, f->path, "write it", f->error) : MT_SUCCESS;
 }
 
-/* The names in a directory reach the disk. */
+/* Synchronises a directory, that is the names in it, with the disk. */
 static mt_status mti_directory_sync(mt_context *ctx, const char *path) {
     int fd = mti_open(path, O_RDONLY), error = fd < 0 ? errno : mti_fsync(fd);
     if (fd >= 0) close(fd);
-    if (fd >= 0 && error == EINVAL) return MT_SUCCESS; /* a file system that has nothing to do */
+    if (fd >= 0 && error == EINVAL) return MT_SUCCESS; /* this file system does not synchronise directories */
     return error ? mti_io_error(ctx, path, "bring the directory to the disk", error) : MT_SUCCESS;
 }
 
+/* Creates a directory and synchronises its parent. */
 static mt_status mti_directory_make(mt_context *ctx, const char *path) {
     char parent[MT_PATH_MAX];
     char *slash;
@@ -5343,14 +5355,15 @@ static mt_status mti_directory_make(mt_context *ctx, const char *path) {
     return mti_directory_sync(ctx, slash ? parent : ".");
 }
 
-/* The files in a directory, and itself, as far as that goes: a directory in it is none of ours, and keeps it. What a
-   link points to is none of ours either: a link in the directory, or in its place, is removed as a link. */
+/* Removes the files in a directory and then the directory. This library creates no subdirectories: if there is one, it
+   stays, and so does the directory. Links in the directory, or in its place, are removed, but not their targets.
+   Failures are logged. */
 static void mti_directory_remove(mt_context *ctx, const char *path) {
     char file[MT_PATH_MAX];
     struct dirent *entry;
     int fd = mti_open(path, O_RDONLY | MTI_DIRECTORY | MTI_NOFOLLOW), error = errno;
     DIR *d;
-    if (fd < 0 && unlink(path) == 0) return; /* it was no directory */
+    if (fd < 0 && unlink(path) == 0) return; /* path was a file or a link */
     if (fd < 0) {
         mti_io_warning(ctx, path, "list the directory", error);
         return;
@@ -5374,24 +5387,25 @@ static void mti_directory_remove(mt_context *ctx, const char *path) {
 
 /* ---- >>safetensors ----------------------------------------------------------------------------------------------- */
 
-#define MTI_HEADER_MAX 100000000 /* of the format */
+#define MTI_HEADER_MAX 100000000 /* bytes; the limit of the format */
 
 typedef struct mti_metadata {
     const char *key, *value;
 } mti_metadata;
 
 struct mt_safetensors {
-    mt_safetensors_tensor *tensors; /* by offset while it is read, then by name */
+    mt_safetensors_tensor *tensors; /* sorted by offset while the file is read, then by name */
     mti_metadata *metadata;
     int count, capacity, metadata_count, metadata_capacity;
     char *text; /* decoded strings, one after the other */
     size_t text_bytes, text_used;
-    const unsigned char *data; /* what follows the header, mapped */
+    const unsigned char *data; /* the bytes after the header, mapped */
     int64_t data_bytes;
     mti_mapped map;
     char path[MT_PATH_MAX];
 };
 
+/* The types of the format. dtype is the mt_dtype, or -1 when the library cannot convert the type. */
 static const struct {
     const char *name;
     int bits;
@@ -5403,7 +5417,7 @@ static const struct {
                               {"F8_E8M0", 8, -1},  {"F8_E4M3FNUZ", 8, -1}, {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1},
                               {"F6_E3M2", 6, -1},  {"F4", 4, -1}};
 
-/* Which of them, -1: none. */
+/* Returns the index of a type in mti_safetensors_dtypes, or -1. */
 static int mti_safetensors_dtype(const char *name) {
     int i = (int)(sizeof mti_safetensors_dtypes / sizeof *mti_safetensors_dtypes);
     while (i-- > 0)
@@ -5411,7 +5425,7 @@ static int mti_safetensors_dtype(const char *name) {
     return -1;
 }
 
-/* Makes space for one more item of a list that grows. */
+/* Makes space for one more item in a list. */
 static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capacity, size_t bytes) {
     int more = *capacity ? 2 * *capacity : 64;
     void *memory;
@@ -5424,7 +5438,8 @@ static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capac
     return MT_SUCCESS;
 }
 
-/* The next string, kept. */
+/* Reads the next string and keeps it in s->text, which is large enough for all strings of the header
+   (mti_json_string). */
 static const char *mti_safetensors_string(mt_safetensors *s, mti_json *j) {
     char *text = s->text + s->text_used;
     size_t bytes = mti_json_string(j, text, s->text_bytes - s->text_used) + 1;
@@ -5465,7 +5480,7 @@ static void mti_safetensors_offsets(mti_json *j, int64_t *begin, int64_t *end) {
     mti_json_take(j, ']', "data_offsets are not two numbers");
 }
 
-/* The members of one tensor; unknown ones are passed over, as the format's own library does. */
+/* Reads the members of one tensor. Skips unknown members, as the format's reference library does. */
 static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetensors_tensor *t, int64_t *begin,
                                     int64_t *end) {
     static const char *const names[] = {"dtype", "shape", "data_offsets"};
@@ -5486,7 +5501,7 @@ static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetenso
     if ((seen & 7) != 7) mti_json_fail(j, "a tensor has no dtype, shape or data_offsets");
 }
 
-/* Whether shape, type and offsets of a tensor go together. */
+/* Checks that shape, type and offsets of a tensor fit together, and sets its data, bytes and file. */
 static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s, mt_safetensors_tensor *t,
                                        int64_t begin, int64_t end) {
     int type = mti_safetensors_dtype(t->dtype), i;
@@ -5555,7 +5570,8 @@ static int mti_metadata_by_key(const void *a, const void *b) {
     return strcmp(((const mti_metadata *)a)->key, ((const mti_metadata *)b)->key);
 }
 
-/* Every byte of the data belongs to one tensor, and every name is given once. */
+/* Checks that every byte of the data belongs to exactly one tensor and that no name occurs twice. Sorts tensors and
+   metadata by name. */
 static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     const unsigned char *end = s->data;
     int i;
@@ -5581,7 +5597,7 @@ static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     return MT_SUCCESS;
 }
 
-/* The file s->map. */
+/* Reads and checks the header of s->map. */
 static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
     uint64_t header;
     size_t size = s->map.bytes;
@@ -5678,7 +5694,9 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
     if (type < 0)
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
                        tensor->dtype);
-    if (type != MT_F32) from += tensor->bytes; /* the second half of out: what is widened never overtakes it */
+    /* 16-bit values are read into the second half of out. Widening them from the front overwrites none that is still
+       needed */
+    if (type != MT_F32) from += tensor->bytes;
     map = &tensor->file->map;
     MT_TRY(mti_mapped_read(ctx, tensor->file->path, map,
                            (size_t)((const unsigned char *)tensor->data - (const unsigned char *)map->data),
@@ -5692,9 +5710,10 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
     return MT_SUCCESS;
 }
 
-/* Whether all bytes of a file are those that were written; *has: whether it says so. */
+/* Checks the bytes of a file against its checksum. *has is 1 when the file has a checksum; a file without one
+   passes. */
 static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s, int *has) {
-    unsigned char block[1 << 14]; /* whole words, and all of MTI_CHECKSUM_FIRST */
+    unsigned char block[1 << 14]; /* a multiple of 8, and at least MTI_CHECKSUM_FIRST */
     char wanted[MTI_CHECKSUM_DIGITS + 1] = "", digits[MTI_CHECKSUM_DIGITS + 1];
     uint64_t h = MTI_CHECKSUM_BASIS;
     size_t at, n;
@@ -5715,14 +5734,15 @@ static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s
                    digits, wanted);
 }
 
-/* Several files. */
+/* -- several files of one model -- */
 
-#define MTI_VERSION_KEY "megatron" /* of the library that has written a file */
+/* metadata key of the version of the library that wrote a file */
+#define MTI_VERSION_KEY "megatron"
 
 struct mt_safetensors_set {
     mt_safetensors **files;
     int count, capacity;
-    int64_t tensors;        /* in all of them */
+    int64_t tensors;        /* in all files */
     char path[MT_PATH_MAX]; /* of the file, or of the index */
 };
 
@@ -5743,7 +5763,7 @@ MT_API const mt_safetensors *mt_safetensors_set_file(const mt_safetensors_set *s
     return set && index >= 0 && index < set->count ? set->files[index] : NULL;
 }
 
-/* A number that grows with the version "1.2.3", -1: it is none. */
+/* Returns a number that grows with the version "1.2.3", or -1 when text is not a version. */
 static int64_t mti_version_number(const char *text) {
     int64_t number = 0, part;
     int i, digits;
@@ -5756,7 +5776,8 @@ static int64_t mti_version_number(const char *text) {
     return number;
 }
 
-/* Whether this version of the library reads what that of a file has written. needed: a file without one is refused. */
+/* Returns an error when a newer version of the library wrote the file. needed = 1: also when the file has no
+   version. */
 static mt_status mti_version_check(mt_context *ctx, const mt_safetensors *s, int needed) {
     const char *theirs = mt_safetensors_metadata(s, MTI_VERSION_KEY);
     int64_t number = theirs ? mti_version_number(theirs) : 0;
@@ -5773,6 +5794,7 @@ static mt_status mti_version_check(mt_context *ctx, const mt_safetensors *s, int
                    s->path, theirs);
 }
 
+/* Opens a file and adds it to the set. A tensor that is also in another file is an error. */
 static mt_status mti_set_add(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *name) {
     char path[MT_PATH_MAX];
     void *list = b->files;
@@ -5806,7 +5828,7 @@ static const char *mti_file_name(const char *path) {
     return slash ? slash + 1 : path;
 }
 
-/* An entry of an index: opens its file when it is a new one, which then has to have the tensor. */
+/* Handles one entry of an index: opens the file if it is not open yet, and checks that it has the tensor. */
 static mt_status mti_set_entry(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *tensor,
                                const char *file) {
     int i;
@@ -5820,7 +5842,7 @@ static mt_status mti_set_entry(mt_context *ctx, mt_safetensors_set *b, const cha
     return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not in %.100s", b->path, tensor, file);
 }
 
-/* text: of `capacity` bytes, enough for any string of the index. */
+/* Reads the weight_map of an index. text is a buffer of `capacity` bytes, enough for any string of the index. */
 static mt_status mti_set_entries(mt_context *ctx, mt_safetensors_set *b, const char *directory, mti_json *j, char *text,
                                  size_t capacity, int64_t *entries) {
     char file[256];
@@ -5837,6 +5859,7 @@ static mt_status mti_set_entries(mt_context *ctx, mt_safetensors_set *b, const c
     return MT_SUCCESS;
 }
 
+/* Reads an index and opens its files. text and capacity are those of mti_set_entries. */
 static mt_status mti_set_index(mt_context *ctx, mt_safetensors_set *b, const char *directory, mti_json *j, char *text,
                                size_t capacity) {
     int count = 0;
@@ -5871,7 +5894,7 @@ static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, cons
     return status;
 }
 
-/* b is to be closed also when this fails. */
+/* Opens the single file or the files of the index. The caller closes b, also after an error. */
 static mt_status mti_set_open(mt_context *ctx, const char *directory, const char *stem, mt_safetensors_set *b) {
     char name[64];
     memset(b, 0, sizeof *b);
@@ -5909,10 +5932,11 @@ MT_API void mt_safetensors_set_close(mt_safetensors_set *set) {
 
 /* ---- >>fields ---------------------------------------------------------------------------------------------------- */
 
-/* All digits of a number, with a decimal point in every locale. */
+/* Writes a number in scientific notation with `digits` digits after the decimal point, which is a point in every
+   locale. */
 static void mti_number_text(double x, int digits, char *text) {
     snprintf(text, MT_FIELD_TEXT_MAX, "%.*e", digits, x);
-    if (strchr(text, 'e')) mt_decimal_point(text); /* else it is not finite */
+    if (strchr(text, 'e')) mt_decimal_point(text); /* no e: x is not finite */
 }
 
 MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
@@ -5943,11 +5967,11 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
         if (field->kind == MT_FIELD_U64) snprintf(text, MT_FIELD_TEXT_MAX, "%llu", (unsigned long long)i);
         else snprintf(text, MT_FIELD_TEXT_MAX, "%lld", (long long)i);
         return;
-    case MT_FIELD_TEXT: return; /* may be longer: who writes it takes it as it is */
+    case MT_FIELD_TEXT: return; /* may be longer than text; callers use the value itself */
     }
 }
 
-/* Whether fields can be read or written at all. */
+/* Checks that every field has a name, a value and a kind, and a text a size. */
 static mt_status mti_fields_check(mt_context *ctx, const char *function, const mt_field *fields, int count) {
     int i;
     for (i = 0; i < count; i++) {
@@ -5960,7 +5984,8 @@ static mt_status mti_fields_check(mt_context *ctx, const char *function, const m
     return MT_SUCCESS;
 }
 
-/* Whether a number is one of a field's kind; writes it to `value`. */
+/* Writes a number to `value`, as a float or a double. Returns 0, and writes 0, when it is not in the range of the
+   field's kind. */
 static int mti_field_store_number(const mt_field *f, double number, void *value) {
     double limit = f->kind == MT_FIELD_F32 ? (double)FLT_MAX : DBL_MAX;
     int fits = number >= -limit && number <= limit;
@@ -5971,7 +5996,7 @@ static int mti_field_store_number(const mt_field *f, double number, void *value)
     return fits;
 }
 
-/* The bits of a whole number. */
+/* Writes a whole number, given as 64 bits, to `value`. Returns 0 when an int cannot hold it. */
 static int mti_field_store_whole(const mt_field *f, uint64_t whole, void *value) {
     int n = (int)(int64_t)whole;
     if (f->kind == MT_FIELD_INT || f->kind == MT_FIELD_BOOL) memcpy(value, &n, sizeof n);
@@ -5979,7 +6004,8 @@ static int mti_field_store_whole(const mt_field *f, uint64_t whole, void *value)
     return (f->kind != MT_FIELD_INT && f->kind != MT_FIELD_BOOL) || n == (int64_t)whole;
 }
 
-/* The double whose text this is. mti_json_number comes within a few of it. */
+/* Returns the double that mti_number_text writes as `text`. mti_json_number is only a few units in the last place away
+   from it, so this function tries the neighbours of `number`. */
 static double mti_same_double(const char *text, double number) {
     double low = number, high = number;
     char again[MT_FIELD_TEXT_MAX];
@@ -5992,10 +6018,11 @@ static double mti_same_double(const char *text, double number) {
         low = nextafter(low, -DBL_MAX);
         high = nextafter(high, DBL_MAX);
     }
-    return number; /* another program wrote it in other words */
+    return number; /* another program wrote it in another form */
 }
 
-/* Writes what the text of a number says to `value`, which may have been changed when it is none of its kind. */
+/* Parses the text of a value and writes it to `value`. Returns 0 when it is not a value of the field's kind; `value`
+   may then have changed. */
 static int mti_field_parse(const mt_field *f, const char *text, void *value) {
     int negative = f->kind != MT_FIELD_U64 && *text == '-';
     uint64_t whole;
@@ -6028,7 +6055,7 @@ static int mti_field_in_range(const mt_field *f, const void *value) {
     return (f->low == 0 && high == 0) || (x >= f->low && x <= high);
 }
 
-/* Whether the value of a field can be read again when it is written. */
+/* Returns 1 when the value of a field can be read again after it is written. */
 static int mti_field_is_valid(const mt_field *f) {
     double d = 0;
     float x = 0;
@@ -6040,7 +6067,7 @@ static int mti_field_is_valid(const mt_field *f) {
 
 #define MTI_WANTED_MAX 80
 
-/* What the value of a field must be. */
+/* Writes what the value of a field must be, for an error message. */
 static void mti_field_wanted(const mt_field *f, char wanted[MTI_WANTED_MAX]) {
     int64_t low = f->low, high = f->high;
     if (low == 0 && high == 0) {
@@ -6070,7 +6097,7 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
     return mt_fail(ctx, MT_ERR_DATA, "%s: its metadata has %s '%.40s', must be %s", file->path, name, value, wanted);
 }
 
-/* Of a field that is no value of its kind, or outside of its range. */
+/* Returns the error for a value that is not of the field's kind or range. */
 static mt_status mti_field_refuse(mt_context *ctx, const mt_safetensors *file, const mt_field *f) {
     char wanted[MTI_WANTED_MAX];
     mti_field_wanted(f, wanted);
@@ -6093,7 +6120,7 @@ MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *fi
     return MT_SUCCESS;
 }
 
-/* One value of JSON, into a field. */
+/* Reads a JSON value into a field. */
 static void mti_json_value(mti_json *j, const mt_field *f) {
     int fits = 1, on = 0;
     if (f->nullable && mti_json_word(j, "null")) return;
@@ -6107,7 +6134,7 @@ static void mti_json_value(mti_json *j, const mt_field *f) {
     if (!fits) mti_json_fail(j, "a number is too large");
 }
 
-/* The fields of an object, from the text of a whole file. */
+/* Reads the fields of a JSON object. text is the whole file. */
 static mt_status mti_json_object(mt_context *ctx, const char *path, const void *text, size_t bytes,
                                  const mt_field *fields, int fields_count) {
     mti_json j = mti_json_begin(text, bytes);
@@ -6156,14 +6183,15 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
 
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
 
-/* Numbers that are read stay far from the largest, so that sums and products do not overflow. 2^48 steps of 1 us take
-   nine years. */
+/* Limits of numbers that are read from files, so that sums and products do not overflow. 2^48 steps of 1 us take nine
+   years. */
 #define MTI_STEPS_MAX ((int64_t)1 << 48)
 #define MTI_POSITION_MAX ((int64_t)1 << 62)
 
 enum { MTI_STATE_FIELDS = 13 };
 
-/* What is said of a run in the metadata of its files. A loss scaler of zeros is none. */
+/* Lists the fields of the training state, as they are in the metadata of files. A loss scaler of zeros means that the
+   run has none. */
 static void mti_state_fields(mt_training_state *s, mt_field *out) {
     mt_loss_scaler *l = &s->scaler;
     const mt_field list[MTI_STATE_FIELDS] = {
@@ -6188,7 +6216,7 @@ static mt_field mti_optimizer_field(mt_optimizer *optimizer) {
     return field;
 }
 
-/* What fields of a scaler have to be, beside what their ranges say. */
+/* What the fields of a loss scaler must be, in addition to their ranges. */
 static const struct {
     const char *name, *wanted;
 } mti_state_wanted[] = {{"loss_scaler.initial_scale", "at least loss_scaler.min_scale"},
@@ -6200,14 +6228,15 @@ static const struct {
                         {"loss_scaler.scale", "at least loss_scaler.min_scale"},
                         {"loss_scaler.good_steps", "below loss_scaler.growth_interval"}};
 
-/* Whether all fields of a scaler are 0. Its padding, in the memory of a caller, need not be. */
+/* Returns 1 when all fields of a scaler are 0. memcmp would also compare the padding of the struct, which the caller
+   need not set. */
 static int mti_scaler_is_none(const mt_loss_scaler *s) {
     const mt_loss_scaler_desc *d = &s->desc;
     return d->initial_scale == 0 && d->min_scale == 0 && d->growth == 0 && d->backoff == 0 && d->growth_interval == 0 &&
            d->hysteresis == 0 && s->scale == 0 && s->good_steps == 0 && s->overflows == 0 && s->skipped == 0;
 }
 
-/* Which field makes a scaler one that no run can have left so; NULL: none. */
+/* Returns the name of a field of the loss scaler with a value that no run can produce, or NULL. */
 static const char *mti_state_fault(const mt_training_state *state) {
     const mt_loss_scaler *scaler = &state->scaler;
     if (mti_scaler_is_none(scaler)) return NULL;
@@ -6216,7 +6245,7 @@ static const char *mti_state_fault(const mt_training_state *state) {
     return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
 }
 
-/* What a field that mti_state_fault returns must be. */
+/* Returns what the field that mti_state_fault has returned must be. */
 static const char *mti_state_fault_wanted(const char *fault) {
     size_t i = 0;
     while (strcmp(mti_state_wanted[i].name, fault) != 0) i++;
@@ -6232,20 +6261,22 @@ static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_
     return fault ? mt_safetensors_refuse(ctx, file, fault, mti_state_fault_wanted(fault)) : MT_SUCCESS;
 }
 
-/* Saving. */
+/* -- saving -- */
 
 struct mt_checkpoint {
     mt_params *params;
     mt_optimizer *optimizer;
     int keep;
-    mt_checkpoint_format format; /* zeros: none */
+    mt_checkpoint_format format; /* zeros: no format */
     const void *model;
-    mt_field *fields; /* the program's own */
+    mt_field *fields; /* a copy of mt_checkpoint_desc.fields */
     int field_count;
-    float *whole, *spare; /* a tensor in host memory; a second one to convert it */
-    int64_t elements;     /* that each has memory for */
-    void *exchange;       /* on the device: MT_ERROR_BYTES, for mti_agree */
-    int lock;             /* the first rank's, of the directory, from its first save on; -1: it has none */
+    /* whole: a tensor in host memory; spare: a second one for format.convert, or NULL */
+    float *whole, *spare;
+    int64_t elements; /* floats in each of whole and spare */
+    void *exchange;   /* device memory of MT_ERROR_BYTES, for mti_agree */
+    /* file descriptor of the lock, on the first rank after mti_checkpoint_lock; otherwise -1 */
+    int lock;
     char directory[MT_PATH_MAX];
     mti_file file;
 };
@@ -6270,7 +6301,8 @@ static mt_status mti_checkpoint_memory(mt_context *ctx, mt_checkpoint *c) {
     return mt_context_alloc(ctx, MT_ERROR_BYTES, &c->exchange);
 }
 
-/* Whether the name of a field is written already: by the library, the format, or one of the first `fields` fields. */
+/* Returns 1 when the name of a field is already in the metadata: from the library, the format, or one of the first
+   `fields` fields. */
 static int mti_field_is_taken(const mt_checkpoint *c, const char *name, int fields) {
     static const char *const own[] = {"checksum", "format", MTI_VERSION_KEY, "note", "optimizer_step"};
     mt_training_state none;
@@ -6356,8 +6388,8 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
     mt_host_free(checkpoint);
 }
 
-/* Status and sentence of the first rank that failed, for every rank; exchange: MT_ERROR_BYTES on the device. What goes
-   wrong on one rank must not keep it from coming here. */
+/* Returns the status of the first rank that failed, with its message, on every rank. exchange is device memory of
+   MT_ERROR_BYTES. Collective: a rank that has failed must call it, too. */
 static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_status mine) {
     int rank = mt_comm_rank(comm), size = mt_comm_size(comm), worst;
     mt_tensor one = mt_tensor_make(exchange, MT_I32, 1, 1), all = mt_tensor_make(exchange, MT_U8, 1, MT_ERROR_BYTES);
@@ -6367,7 +6399,7 @@ static mt_status mti_agree(mt_context *ctx, mt_comm *comm, void *exchange, mt_st
     MT_TRY(mt_upload(ctx, &code, one));
     MT_TRY(mt_all_reduce(ctx, comm, exchange, exchange, 1, MT_I32, MT_MAX));
     MT_TRY(mt_download(ctx, one, &code));
-    if (code <= 0 || code > size) return mine; /* nobody failed; a meta communicator has nobody */
+    if (code <= 0 || code > size) return mine; /* no rank failed, or comm is a meta communicator */
     worst = size - code;
     memset(text, 0, sizeof text);
     memcpy(text, &mine, sizeof mine);
@@ -6393,7 +6425,7 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
     return mti_path(ctx, directory, name, path, bytes);
 }
 
-/* The step of the entry of a directory that is named like a checkpoint, or -1. */
+/* Returns the step of a directory entry that is named like a checkpoint, or -1. */
 static int64_t mti_step_of(const char *name) {
     uint64_t step;
     char same[32];
@@ -6407,7 +6439,7 @@ static int mti_is_leftover(const char *name) {
     return n > 9 && strncmp(name, ".step-", 6) == 0 && strcmp(name + n - 4, ".tmp") == 0;
 }
 
-/* The newest checkpoint in DIRECTORY below step `below`, -1 for none. 0, or errno. */
+/* Writes the step of the newest checkpoint below step `below` to *newest, or -1. Returns 0 or errno. */
 static int mti_checkpoint_list(const char *directory, int64_t below, int64_t *newest) {
     struct dirent *entry;
     DIR *d = opendir(directory);
@@ -6421,7 +6453,7 @@ static int mti_checkpoint_list(const char *directory, int64_t below, int64_t *ne
     return 0;
 }
 
-/* What a save that was killed has left, or a removal that failed. */
+/* Removes what a killed save or a failed removal has left behind. */
 static void mti_leftovers_remove(mt_context *ctx, const char *directory) {
     char path[MT_PATH_MAX];
     struct dirent *entry;
@@ -6460,19 +6492,21 @@ MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char
     return MT_SUCCESS;
 }
 
-/* A parameter that several stages share is written by the first. */
+/* Returns 1 when this stage writes a parameter. The first stage writes a parameter that several stages share. */
 static int mti_param_is_ours(const mt_params *params, const mt_param *p) {
     return !p->desc.shared_embedding || params->grid->pp_rank == 0;
 }
 
-/* What a file holds of every parameter: its value, or one after the other what the optimizer keeps. */
+/* The numbers of the tensors that a file has of a parameter: MTI_VALUE for its value, and those of
+   mt_optimizer_state. */
 enum { MTI_VALUE = -1 };
 
+/* A part of a checkpoint: for each number from first to last, one tensor of each parameter. */
 typedef struct mti_part {
     const char *stem;
     int dialect; /* of the format; -1: the registry's names and layouts */
     mt_dtype dtype;
-    int first, last; /* MTI_VALUE, or of mt_optimizer_state */
+    int first, last; /* MTI_VALUE, or a range of mt_optimizer_state */
 } mti_part;
 
 static int mti_has_masters(const mt_optimizer *optimizer) {
@@ -6498,7 +6532,7 @@ static mti_part mti_optimizer_part(const mt_checkpoint *c) {
     return part;
 }
 
-/* A tensor of a file has as many elements as its parameter. Memory for more is not there. */
+/* Checks that a tensor of a file has as many elements as its parameter, because c->whole has memory for no more. */
 static mt_status mti_layout_check(mt_context *ctx, const mt_param *p, const mt_tensor_layout *l) {
     int64_t elements = p->desc.rows * p->desc.cols;
     if (l->dims == 1 && l->shape[0] == elements) return MT_SUCCESS;
@@ -6510,6 +6544,7 @@ static mt_status mti_layout_check(mt_context *ctx, const mt_param *p, const mt_t
         l->name, l->dims, (long long)l->shape[0], (long long)l->shape[1], (long long)elements, p->name);
 }
 
+/* Writes the name and shape that tensor number `what` of a parameter has in a part's file. */
 static mt_status mti_part_layout(mt_context *ctx, const mt_checkpoint *c, const mti_part *part, const mt_param *p,
                                  int what, mt_tensor_layout *l) {
     static const char *const suffixes[] = {".exp_avg", ".exp_avg_sq", ".master"};
@@ -6540,7 +6575,7 @@ static void mti_put_fields(mti_file *f, const mt_field *fields, int count) {
     }
 }
 
-/* "format" is what transformers wants to see. */
+/* Writes the metadata. Hugging Face's transformers requires the entry "format". */
 static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *state, mti_file *f) {
     mt_training_state copy = *state;
     mt_field fields[MTI_STATE_FIELDS];
@@ -6563,7 +6598,7 @@ static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *st
     mti_file_text(f, "}");
 }
 
-/* The header, without its length; *offset: of all data. */
+/* Writes the header without its length. */
 static mt_status mti_put_header(mt_context *ctx, const mt_checkpoint *c, const mti_part *part,
                                 const mt_training_state *state, mti_file *f) {
     mt_tensor_layout l;
@@ -6596,12 +6631,14 @@ static mt_status mti_put_header(mt_context *ctx, const mt_checkpoint *c, const m
     return MT_SUCCESS;
 }
 
-/* "model.safetensors", or the file of a stage. */
+/* Writes the name of a part's file: STEM.safetensors, or with several stages that of one stage. */
 static void mti_part_name(char *name, size_t bytes, const char *stem, int stage, int stages) {
     if (stages == 1) snprintf(name, bytes, "%s.safetensors", stem);
     else snprintf(name, bytes, "%s-%05d-of-%05d.safetensors", stem, stage + 1, stages);
 }
 
+/* Creates this stage's file and writes its header. Counts the bytes of the header first, because its length precedes
+   it. */
 static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
                                 const char *directory) {
     char name[64];
@@ -6625,7 +6662,7 @@ static mt_status mti_layout_convert(mt_checkpoint *c, const mti_part *part, cons
     return (c->format.convert)(c->model, p, l, to_file, &c->whole, &c->spare);
 }
 
-/* n elements of c->whole. What comes from a 16-bit parameter is rounded to what it was. */
+/* Writes n elements of c->whole. Rounding the values of a 16-bit parameter to 16 bits is exact. */
 static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
     uint16_t halves[256];
     int64_t i, count;
@@ -6640,7 +6677,8 @@ static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
     }
 }
 
-/* Collective: every rank gathers, also one whose file cannot be written, whose error goes to *io. */
+/* Gathers every tensor of a part and writes it when `writes` is 1. Collective: after an error with the file, which goes
+   to *io, a rank still gathers. */
 static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
     mt_tensor_layout l;
     int what, i;
@@ -6669,8 +6707,8 @@ static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part
     return status;
 }
 
-/* 0, or errno. A process that was just killed may still be giving back its memory, and then its lock: a second of time.
- */
+/* Locks fd and returns 0 or errno. Tries for one second, because a process that was just killed keeps its lock until
+   the system has freed its memory. */
 static int mti_lock_wait(int fd) {
     struct timespec nap;
     int tries = 0, error = 0;
@@ -6683,8 +6721,8 @@ static int mti_lock_wait(int fd) {
     return error;
 }
 
-/* The lock of a directory, on a file in it, since on some networks' file systems that of a directory binds one host
-   only. However a process ends, its lock ends with it; the file stays. */
+/* Locks a directory by a file in it, because on some network file systems the lock of a directory holds on one host
+   only. The lock ends with the process, however that ends; the file stays. */
 static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
     char path[MT_PATH_MAX];
     int error;
@@ -6692,14 +6730,16 @@ static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
     c->lock = mti_open(path, O_RDWR | O_CREAT | MTI_NOFOLLOW);
     if (c->lock < 0) return mti_io_error(ctx, path, "open it", errno);
     error = mti_lock_wait(c->lock);
-    if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS; /* it has no locks */
+    /* locked, or the file system has no locks */
+    if (!error || error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP) return MT_SUCCESS;
     close(c->lock);
     c->lock = -1;
     if (error == EWOULDBLOCK) return mt_fail(ctx, MT_ERR_IO, "%s: another run writes to it", c->directory);
     return mti_io_error(ctx, path, "lock it", error);
 }
 
-/* Makes the directory, locks it, tries what a save does first. On the first rank, until it has succeeded once. */
+/* Creates the directory, locks it, and tries to create a directory in it, as a save does. Called on the first rank;
+   does nothing after it has succeeded once. */
 static mt_status mti_checkpoint_lock(mt_context *ctx, mt_checkpoint *c) {
     char probe[MT_PATH_MAX];
     if (c->lock >= 0) return MT_SUCCESS;
@@ -6722,6 +6762,7 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) 
     return mti_agree(ctx, world, checkpoint->exchange, status);
 }
 
+/* Returns the error for a field whose value load would refuse. */
 static mt_status mti_save_refuse(mt_context *ctx, const mt_field *f, const char *wanted) {
     char text[MT_FIELD_TEXT_MAX];
     if (f->kind == MT_FIELD_TEXT)
@@ -6742,7 +6783,7 @@ static mt_status mti_save_fields(mt_context *ctx, const mt_field *fields, int co
     return MT_SUCCESS;
 }
 
-/* What is published can be loaded: the values that the metadata will have are those that load accepts. */
+/* Checks that load would accept every value that the metadata will have. */
 static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const mt_training_state *state) {
     mt_training_state copy = *state;
     mt_field fields[MTI_STATE_FIELDS];
@@ -6762,7 +6803,8 @@ static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const 
     return mti_save_fields(ctx, c->fields, c->field_count);
 }
 
-/* On the first rank, before anything is written. */
+/* Locks the directory, checks that this step is newer than all checkpoints, and creates the directory `beside`. Called
+   on the first rank before anything is written. */
 static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t step, const char *beside) {
     int64_t newest;
     if (c->lock >= 0) mti_leftovers_remove(ctx, c->directory);
@@ -6775,15 +6817,16 @@ static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t ste
     return mti_directory_make(ctx, beside);
 }
 
-/* Where the checkpoint of a step is written, and removed. mt_checkpoint_create has seen to it that this fits. */
+/* Writes the path of the directory in which the checkpoint of a step is written, and to which it is renamed before it
+   is removed. The path fits, because mt_checkpoint_create has checked the length of the directory. */
 static void mti_beside(mt_context *ctx, const char *directory, int64_t step, char *path) {
     char name[48];
     snprintf(name, sizeof name, ".step-%08lld.tmp", (long long)step);
     mti_path(ctx, directory, name, path, MT_PATH_MAX);
 }
 
-/* Checkpoints older than the newest c->keep. Renamed first, so that no half of one ever looks whole. The new one is
-   there: what cannot be removed is left to the next save. */
+/* Removes all checkpoints except the newest c->keep. Each is renamed first, so that a partly removed one never looks
+   complete. Failures are only logged, because the new checkpoint is complete; the next save tries again. */
 static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
     char path[MT_PATH_MAX], beside[MT_PATH_MAX];
     int64_t step = INT64_MAX;
@@ -6799,7 +6842,7 @@ static void mti_save_prune(mt_context *ctx, const mt_checkpoint *c) {
     }
 }
 
-/* The index of the files model-0000s-of-0000S.safetensors that the stages have written. */
+/* Writes the index of the files STEM-0000s-of-0000S.safetensors that the stages have written. */
 static mt_status mti_index_write(mt_context *ctx, mti_file *f, const char *directory, const char *stem,
                                  mt_safetensors_set *b) {
     char name[64];
@@ -6822,8 +6865,8 @@ static mt_status mti_index_write(mt_context *ctx, mti_file *f, const char *direc
     return mti_file_end(ctx, f, 0);
 }
 
-/* What is published can be read: names and note may be no UTF-8, or one name be given twice. Writes the index of
- * stages. */
+/* Opens the files that the stages have written, to check that they can be read: a name or the note may not be UTF-8, or
+   a name may occur twice. With several stages, also writes their index. */
 static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *directory, const char *stem) {
     char name[64];
     mt_safetensors_set b;
@@ -6853,7 +6896,8 @@ static mt_status mti_config_write(mt_context *ctx, mt_checkpoint *c, const char 
     return mti_file_end(ctx, &c->file, 0);
 }
 
-/* On the first rank, when all stages have written their files. */
+/* Checks the files, writes the indexes and config.json, and renames the directory. Called on the first rank when all
+   stages have written their files. */
 static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char *final_path, const char *beside) {
     MT_TRY(mti_save_check(ctx, c, beside, "model"));
     if (c->optimizer) MT_TRY(mti_save_check(ctx, c, beside, "optimizer"));
@@ -6865,6 +6909,7 @@ static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char 
     return MT_SUCCESS;
 }
 
+/* Saves in three steps, after each of which the ranks agree: prepare, write the files, publish. */
 static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
                                      const char *final_path, const char *beside) {
     mt_comm *world = c->params->grid->world;
@@ -6904,9 +6949,9 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
     return status;
 }
 
-/* Loading. */
+/* -- loading -- */
 
-/* What is to be loaded, opened and checked. */
+/* The files that are loaded. */
 typedef struct mti_source {
     mt_safetensors_set model, optimizer;
     int dialect; /* of the model's files */
@@ -6927,6 +6972,7 @@ static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t by
         used += (size_t)snprintf(text + used, bytes - used, "%s%lld", i > 0 ? ", " : "", (long long)shape[i]);
 }
 
+/* Checks that the files have a tensor with this name and shape, of type F32, BF16 or F16. */
 static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mt_tensor_layout *l) {
     const mt_safetensors_tensor *t = mt_safetensors_set_find(b, l->name);
     char theirs[192], ours[64];
@@ -6939,7 +6985,7 @@ static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_s
     return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
 }
 
-/* Every tensor of a part is there, and of the right shape. */
+/* Checks that every tensor of a part is in the files and has the right shape and type. */
 static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                        const mti_part *part) {
     mt_tensor_layout l;
@@ -6960,7 +7006,7 @@ static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const 
     return mti_source_check_part(ctx, c, &s->model, &part);
 }
 
-/* Every file is checked by one rank. needed: a file without a checksum is refused. */
+/* Verifies the checksums; each file is read by one rank. needed = 1: a file without a checksum is an error. */
 static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int needed) {
     mt_comm *world = c->params->grid->world;
     int i, has;
@@ -6976,7 +7022,7 @@ static int mti_source_ignores(const mt_checkpoint *c, const mti_part *part, cons
     return part->dialect >= 0 && c->format.ignores && (c->format.ignores)(c->model, name, part->dialect);
 }
 
-/* What belongs to no parameter of this rank. */
+/* Returns an error that names a tensor that belongs to no parameter of this rank. */
 static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                        const mti_part *part) {
     mt_tensor_layout l;
@@ -6995,7 +7041,8 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
     return MT_SUCCESS;
 }
 
-/* Collective over the pipeline: the files hold as many tensors as the stages have parameters. */
+/* Checks that the files have as many tensors as the parameters of all stages need. Collective over the pipeline
+   group. */
 static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                   const mti_part *part) {
     mt_comm *pipeline = c->params->grid->pp;
@@ -7018,7 +7065,8 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
     return mt_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
 }
 
-/* Every rank reads the whole tensor and takes its part; nothing is communicated. */
+/* Loads tensor number `what` of parameter i and writes it to its tensor number `as`. Every rank reads the whole tensor
+   and takes its part; nothing is communicated. */
 static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mt_safetensors_set *b,
                                     const mti_part *part, int i, int what, int as) {
     const mt_param *p = c->params->list[i];
@@ -7030,11 +7078,12 @@ static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mt_
     return mt_optimizer_scatter(ctx, c->optimizer, p, (mt_optimizer_state)as, c->whole);
 }
 
-/* Parameters come from the masters where there are any, and masters from the parameters where there are none. */
+/* Loads all tensors. Parameters are loaded from the masters when the files have masters. Otherwise masters are loaded
+   from the parameters. */
 static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
     mti_part model = mti_model_part(c), optimizer = model;
     int masters = c->optimizer && !c->optimizer->desc.stochastic_rounding, i, what;
-    int value = masters ? (int)MT_MASTER : (int)MTI_VALUE; /* a master brings its parameter with it */
+    int value = masters ? (int)MT_MASTER : (int)MTI_VALUE; /* scattering a master also writes its parameter */
     model.dialect = s->dialect;
     if (s->optimizer.count > 0) optimizer = mti_optimizer_part(c);
     for (i = 0; i < c->params->count; i++) {
@@ -7052,7 +7101,7 @@ static void mti_source_close(mti_source *s) {
     mti_set_close(&s->optimizer);
 }
 
-/* The optimizer's files; of masters either all or none. */
+/* Opens and checks the optimizer's files. They have the masters of all parameters or of none. */
 static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
     mti_part part = mti_optimizer_part(c);
     mt_tensor_layout l;
@@ -7063,7 +7112,7 @@ static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, co
     return mti_source_check_part(ctx, c, &s->optimizer, &part);
 }
 
-/* The state of step `wanted`, as the first file has it. */
+/* Reads the training state and the optimizer's step from the first file. The state must be of step `wanted`. */
 static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
                                 mt_optimizer *optimizer) {
     const mt_safetensors *first = s->model.files[0];
@@ -7081,7 +7130,7 @@ static mt_status mti_source_run(mt_context *ctx, const mti_source *s, int64_t wa
                    (long long)state->step, (long long)wanted);
 }
 
-/* All files are of that step; *state is what the first one says. */
+/* Reads the training state, and checks that all files are of step `wanted` and of a version that can be read. */
 static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t wanted, mt_training_state *state,
                                   mt_optimizer *optimizer) {
     const mt_safetensors *first = s->model.files[0];
@@ -7099,8 +7148,8 @@ static mt_status mti_source_state(mt_context *ctx, const mti_source *s, int64_t 
     return MT_SUCCESS;
 }
 
-/* Whether the program's fields can be read, and those that must match do. Writes none of them. all: every field must be
-   there; else only those that must match are looked at, where they are there. */
+/* Checks the program's fields without writing any. all = 1: every field must be there and valid, and those with
+   must_match must match. all = 0: checks only fields with must_match that are there. */
 static mt_status mti_source_fields(mt_context *ctx, const mt_checkpoint *c, const mti_source *s, int all) {
     const mt_safetensors *first = s->model.files[0];
     int i;
@@ -7125,7 +7174,7 @@ static mt_status mti_source_fields(mt_context *ctx, const mt_checkpoint *c, cons
     return MT_SUCCESS;
 }
 
-/* The values that are read, when nothing can go wrong any more. */
+/* Writes the program's fields, after everything else has succeeded. */
 static mt_status mti_source_take_fields(mt_context *ctx, const mt_checkpoint *c, const mti_source *s) {
     int i;
     for (i = 0; i < c->field_count; i++)
@@ -7133,8 +7182,8 @@ static mt_status mti_source_take_fields(mt_context *ctx, const mt_checkpoint *c,
     return MT_SUCCESS;
 }
 
-/* Whether the arena has memory for whatever is scattered: for a shard in f32 on its way to another type, or to the data
-   ranks' shares. */
+/* Checks that the arena has memory for the largest shard in f32. A scatter needs it for 16-bit parameters and for
+   sharded optimizers. */
 static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor shard;
@@ -7148,7 +7197,7 @@ static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
     return MT_SUCCESS;
 }
 
-/* state NULL: parameters only; else step is what state->step must be. */
+/* Opens and checks the files on this rank. state NULL: parameters only; otherwise state->step must be `step`. */
 static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
                                  mt_training_state *state, mt_optimizer *optimizer) {
     MT_TRY(mti_source_arena(ctx, c));
@@ -7159,7 +7208,7 @@ static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *
     return mti_source_verify(ctx, c, s, state != NULL);
 }
 
-/* Collective, when every rank has found everything in order. */
+/* Calls mti_source_count for each part. Collective: called after mti_source_open has succeeded on every rank. */
 static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
     mti_part part = mti_model_part(c);
     part.dialect = s->dialect;
@@ -7170,7 +7219,7 @@ static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_
     return mti_source_count(ctx, c, &s->optimizer, &part);
 }
 
-/* state NULL: parameters only. */
+/* Checks everything first, then loads. state NULL: parameters only. */
 static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const char *directory, int64_t step,
                                      mt_training_state *state) {
     mt_comm *world = c->params->grid->world;
