@@ -1547,14 +1547,14 @@ struct mt_params {
     const mt_grid *grid;
     mt_param **list;
     int count, capacity;
-    mt_dtype dtype; /* of values */
+    mt_dtype dtype; /* type of the values */
     void *values;   /* NULL until mt_params_init */
     float *grads;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
     mti_buckets buckets;
     int64_t gradients;     /* floats in grads: `elements`, then those of lookup_grad */
     float *subtrees;       /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
-    int levels;            /* of the tree over the micro-batches of a rank */
+    int levels;            /* levels of the tree over the micro-batches of a rank */
     int64_t micro_batches; /* micro-batches accumulated in this step */
     mti_buffer *buffers;   /* the newest first */
     int buffer_count;
@@ -1775,6 +1775,7 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     return MT_SUCCESS;
 }
 
+/* Makes space for one more parameter in the list. */
 static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     int capacity = params->capacity ? 2 * params->capacity : 64;
     void *memory;
@@ -2405,6 +2406,7 @@ static mt_status mti_log_exchange(mt_context *ctx, mt_hash_log *log, mt_comm *co
     return mt_download(ctx, all, parts);
 }
 
+/* Joins the hashes of all entries over one axis. comm is the group of that axis. */
 static mt_status mti_log_join(mt_context *ctx, mt_hash_log *log, mt_comm *comm, int axis) {
     int ranks = mt_comm_size(comm), i;
     mti_log_part *parts;
@@ -4539,6 +4541,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optim
     return MT_SUCCESS;
 }
 
+/* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. */
 static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
     mt_params *params;
     mt_adamw hyper;
@@ -4695,6 +4698,7 @@ static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_a
     return NULL;
 }
 
+/* Checks the arguments of mt_pipeline_run, including each action. */
 static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                     const mt_action *actions, int count) {
     static const char *const function = "mt_pipeline_run";
@@ -5261,6 +5265,7 @@ static void mti_file_flush(mti_file *f) {
     f->used = 0;
 }
 
+/* Appends bytes to the buffer, and flushes it when it is full. */
 static void mti_file_put(mti_file *f, const void *data, size_t bytes) {
     const unsigned char *from = (const unsigned char *)data;
     f->bytes += (int64_t)bytes;
@@ -5447,6 +5452,7 @@ static const char *mti_safetensors_string(mt_safetensors *s, mti_json *j) {
     return text;
 }
 
+/* Reads __metadata__. */
 static mt_status mti_safetensors_metadata(mt_context *ctx, mt_safetensors *s, mti_json *j) {
     int count = 0;
     void *list;
@@ -5540,6 +5546,7 @@ static mt_status mti_safetensors_tensor(mt_context *ctx, mt_safetensors *s, mti_
     return j->error ? MT_SUCCESS : mti_safetensors_check(ctx, s, t, begin, end);
 }
 
+/* Reads the header: __metadata__ and the tensors. */
 static mt_status mti_safetensors_header(mt_context *ctx, mt_safetensors *s, mti_json *j) {
     int count = 0, metadata = 0;
     if (j->at == j->end || *j->at != '{') mti_json_fail(j, "it does not begin with '{'");
@@ -5879,6 +5886,7 @@ static mt_status mti_set_index(mt_context *ctx, mt_safetensors_set *b, const cha
                    (long long)b->tensors);
 }
 
+/* Opens the files of the index b->path. */
 static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, const char *directory) {
     void *json, *text = NULL;
     size_t bytes;
@@ -6322,6 +6330,7 @@ static int mti_field_is_taken(const mt_checkpoint *c, const char *name, int fiel
     return 0;
 }
 
+/* Copies the program's fields to c->fields and checks them. */
 static mt_status mti_checkpoint_fields(mt_context *ctx, mt_checkpoint *c, const mt_checkpoint_desc *desc) {
     void *memory;
     int i;
@@ -6504,7 +6513,7 @@ enum { MTI_VALUE = -1 };
 /* A part of a checkpoint: for each number from first to last, one tensor of each parameter. */
 typedef struct mti_part {
     const char *stem;
-    int dialect; /* of the format; -1: the registry's names and layouts */
+    int dialect; /* a dialect of the format; -1: the registry's names and layouts */
     mt_dtype dtype;
     int first, last; /* MTI_VALUE, or a range of mt_optimizer_state */
 } mti_part;
