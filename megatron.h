@@ -473,6 +473,7 @@ extern "C" {
 
 /* ---- >>mlp ------------------------------------------------------------------------------------------------------- */
 
+/* Creates the two linear layers. d->ffn is set. */
 static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *d,
                                 mt_mlp *out) {
     char full[MT_NAME_MAX];
@@ -484,7 +485,7 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     fc1.parts = parts;
     fc1.parts_by_shard = parts > 1;
     fc1.no_bias = d->no_bias;
-    fc1.skip_bias_add = !d->no_bias; /* fused with the activation */
+    fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
     fc1.init_std = d->init_std;
     memset(&fc2, 0, sizeof fc2);
@@ -516,14 +517,15 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
 }
 
-/* Rows of a view that may not be there. */
+/* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
 static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
     return t.data ? mt_tensor_rows(t, first, count) : t;
 }
 
 static mt_tensor mti_bias_value(const mt_param *bias) { return bias ? bias->value : mt_none(); }
 
-/* y is mt_none() where only `saved` is wanted. */
+/* When y is mt_none(), computes only the tensors of *saved, without the product of fc2. When training is 0, *saved is
+   scratch memory. */
 static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
                                  int training) {
     int64_t tokens = mt_sequence_tokens(mlp->fc1.tp, mlp->desc.sequence_parallel, x.rows);
@@ -539,6 +541,7 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
     return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
 
+/* Checks what forward and backward have in common. in and out are x and y, or dy and dx. */
 static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_mlp *mlp, const char *in_name,
                                mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -594,11 +597,12 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     memset(&d, 0, sizeof d);
     if (!batch) return d;
     d.at.seed = batch->seed;
-    d.at.subsequence = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site;
+    d.at.subsequence = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site; /* 44, 18 and 2 bits */
     d.p = p;
     return d;
 }
 
+/* max_seq 0: there is no limit. lengths in the memory of a GPU are not checked, because reading them would wait. */
 static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt_batch *batch, int64_t max_seq) {
     int64_t i;
     if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch is NULL", function);
@@ -618,6 +622,7 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
 
 static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 
+/* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
 static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
     static const char *const function = "mt_self_attention_create";
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
@@ -655,6 +660,8 @@ static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_sel
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
+/* Creates the layers. out->desc and out->head_dim are set. unit is the number of columns of a query group, so that a
+   group is never divided between ranks. */
 static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const char *name, mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
     char full[MT_NAME_MAX];
@@ -700,8 +707,8 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, params, name, out));
 }
 
-/* Only of the groups that are there: the empty ones, which fill up the split, take no part. */
-/* Whole query groups of heads: at least a query, a key and a value each. */
+/* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
+   and a value). */
 static int mti_is_qkv(const mt_column_parallel_linear *layer, int64_t head_dim) {
     int64_t unit = layer->desc.unit;
     return head_dim > 0 && unit / head_dim >= 3 && unit % head_dim == 0;
@@ -717,7 +724,7 @@ MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear 
     first = qkv->weight->tp_rank * groups;
     s.batch = batch->sequences;
     s.seq = batch->seq;
-    s.groups = mt_max(0, mt_min(groups, qkv->desc.out_features / unit - first));
+    s.groups = mt_max(0, mt_min(groups, qkv->desc.out_features / unit - first)); /* without the empty groups */
     s.heads_per_group = unit / head_dim - 2;
     s.head_dim = head_dim;
     s.lengths = batch->lengths;
@@ -763,7 +770,8 @@ MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const cha
     return mt_create_end(params, mark, out, sizeof *out, status);
 }
 
-/* The queries and the keys of qkv [tokens, groups * unit], as the norm layers take them. Checks qkv. */
+/* Checks qkv [tokens, groups * unit], and makes the views of its queries and keys for the norm layers: *q [tokens *
+   groups, unit - 2 * head_dim] and *k [tokens * groups, head_dim]. */
 static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const mt_qk_norm *norm, const char *qkv_name,
                                    mt_tensor qkv, mt_tensor *q, mt_tensor *k) {
     int64_t groups, head_dim;
@@ -781,7 +789,8 @@ static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const 
     return MT_SUCCESS;
 }
 
-/* With saved, the norms read copies, which backward needs. */
+/* With saved, the norms read copies of the queries and keys. Backward needs the copies, because forward overwrites the
+   originals in qkv. */
 MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved) {
     mt_tensor q, k, q_in, k_in;
     MT_TRY(mti_qk_norm_views(ctx, "mt_qk_norm_forward", norm, "qkv", qkv, &q, &k));
@@ -807,7 +816,8 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
     return mt_norm_layer_backward(ctx, &norm->k, k, mt_none(), k, &saved->k);
 }
 
-/* The part of a rank's groups that is a virtual shard; `*first` is its first group on this rank. */
+/* Returns the desc of virtual shard number `shard` of this rank. groups is the number of this rank's groups, empty ones
+   included. *first is the first group of the shard, counted on this rank. */
 static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int64_t groups, int shard, int shards,
                                              int64_t *first) {
     int64_t each = groups / shards;
@@ -818,16 +828,16 @@ static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int
     return s;
 }
 
-/* Columns of a group in qkv, and in out. */
+/* The number of columns of a query group in qkv and in out. */
 static int64_t mti_qkv_width(const mt_attention_desc *s) { return (s->heads_per_group + 2) * s->head_dim; }
 static int64_t mti_out_width(const mt_attention_desc *s) { return s->heads_per_group * s->head_dim; }
 
-/* The columns of t that belong to the groups of desc from `first` on, `width` for each. */
+/* Returns the columns of t for desc->groups groups of `width` columns. first is the number of the first group. */
 static mt_tensor mti_attention_cols(const mt_attention_desc *desc, mt_tensor t, int64_t first, int64_t width) {
     return mt_tensor_cols(t, first * width, desc->groups * width);
 }
 
-/* Empty groups have zeros. */
+/* Writes zeros to the columns of the empty groups. In t they follow those of desc->groups groups of `width` columns. */
 static mt_status mti_attention_zero_rest(mt_context *ctx, const mt_attention_desc *desc, mt_tensor t, int64_t width) {
     int64_t used = desc->groups * width;
     return used == t.cols ? MT_SUCCESS : mt_fill(ctx, mt_tensor_cols(t, used, t.cols - used), 0.0f);
@@ -837,6 +847,8 @@ static mt_tensor mti_attention_lse(const mt_attention_desc *desc, mt_tensor lse,
     return mti_some_rows(lse, first * desc->heads_per_group, desc->groups * desc->heads_per_group);
 }
 
+/* Runs core attention on one virtual shard. desc and first are from mti_attention_shard; the tensors are those of the
+   whole rank. */
 static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
                                              mt_tensor qkv, mt_tensor out, mt_tensor lse) {
     size_t mark = mt_arena_mark(ctx);
@@ -851,6 +863,7 @@ static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention
     return MT_SUCCESS;
 }
 
+/* Checks desc, shards and two tensors: qkv and out, or dqkv and dout. They also have the columns of empty groups. */
 static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_attention_desc *desc, int shards,
                                 const char *qkv_name, mt_tensor qkv, const char *out_name, mt_tensor out) {
     int64_t groups, tokens;
@@ -870,7 +883,7 @@ static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_
     return mt_tensor_check(ctx, function, out_name, out, MT_ARG_FLOAT, tokens, out.cols);
 }
 
-/* The rows of lse are those of the groups that are there. */
+/* Checks lse, which has rows for the non-empty groups only. */
 static mt_status mti_core_check_lse(mt_context *ctx, const char *function, const mt_attention_desc *desc,
                                     mt_tensor lse) {
     return mt_tensor_check(ctx, function, "lse", lse, MT_ARG_F32, desc->groups * desc->heads_per_group,
@@ -943,7 +956,7 @@ static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_atte
                               mti_attention_cols(desc, dqkv, 0, a->qkv.desc.unit));
 }
 
-/* What core attention writes; no lse for inference. */
+/* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
 static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                     mt_self_attention_saved *saved, int training) {
     int64_t tokens = saved->qkv.rows;
@@ -953,6 +966,7 @@ static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a,
     return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, tokens, &saved->lse);
 }
 
+/* With recompute_core, only saved->qkv stays in the arena. */
 static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                        mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
     size_t mark;
@@ -971,6 +985,7 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     return MT_SUCCESS;
 }
 
+/* Checks the parameters, the batch and two activations: x and y, or dy and dx. For attention and the whole layer. */
 static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a,
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
                                  mt_tensor out) {
@@ -1082,6 +1097,7 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
 
 /* ---- >>layer ----------------------------------------------------------------------------------------------------- */
 
+/* Creates the norm NAME.SUFFIX with the features, kind and eps of the layer. */
 static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
                                 const mt_transformer_layer_desc *d, mt_norm_layer *out) {
     char full[MT_NAME_MAX];
@@ -1095,6 +1111,7 @@ static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *
     return mt_norm_layer_create(ctx, params, full, &n, out);
 }
 
+/* Creates the norms and blocks in the order of forward. mti_gpt_backward relies on this order in the registry. */
 static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name,
                                   const mt_transformer_layer_desc *d, mt_transformer_layer *out) {
     char full[MT_NAME_MAX];
@@ -1114,7 +1131,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     m.ffn = d->ffn;
     m.activation = d->activation;
     a.no_bias = m.no_bias = d->no_bias;
-    a.skip_bias_add = m.skip_bias_add = !d->no_bias; /* fused with dropout and residual */
+    a.skip_bias_add = m.skip_bias_add = !d->no_bias; /* the bias is added with dropout and residual */
     a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
     a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
     a.init_std = m.init_std = d->init_std;
@@ -1148,7 +1165,8 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     return mt_create_end(params, mark, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
 }
 
-/* The dropout of a sublayer's output, whose rows are tokens of the global batch. */
+/* Returns the dropout for a tensor [rows, hidden] whose rows are the tokens of the batch or, with sequence_parallel,
+   those of this tensor rank. */
 static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
                                   mt_comm *tp, int64_t rows, int64_t hidden) {
     mt_dropout d = mt_batch_dropout(batch, p, layer, site);
@@ -1157,14 +1175,14 @@ static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer,
     return d;
 }
 
-/* What a sublayer works with, collected once: 0 is attention, 1 the MLP. */
+/* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. */
 typedef struct mti_sublayer {
     const mt_transformer_layer *layer;
     const mt_batch *batch;
     const mt_norm_layer *norm;
-    const mt_param *bias; /* of the block's row-parallel linear, which leaves it to the sublayer */
+    const mt_param *bias; /* of the block's row-parallel layer, which has skip_bias_add; NULL: no bias */
     mt_dropout dropout;
-    int index;
+    int index; /* 0: attention; 1: MLP */
 } mti_sublayer;
 
 static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
@@ -1193,8 +1211,8 @@ static mt_status mti_sublayer_block_backward(mt_context *ctx, const mti_sublayer
     return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
 }
 
-/* y = residual + dropout(block(x) + bias); the block writes into y, so no buffer is needed between. Without y, the
-   layer's own, only what the MLP keeps is computed. */
+/* y = residual + dropout(block(x) + bias). The block writes its output to y, so no other buffer is needed. When y is
+   mt_none(), which is so only for the MLP, computes only the tensors that the MLP saves. */
 static mt_status mti_sublayer_add(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor residual, mt_tensor y,
                                   mt_transformer_layer_saved *saved) {
     if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
@@ -1206,6 +1224,7 @@ static mt_status mti_sublayer_add(mt_context *ctx, const mti_sublayer *h, mt_ten
                                   h->layer->desc.sequence_parallel, NULL);
 }
 
+/* Runs the norm, the block and the residual in the order of the placement (see mt_ln_placement). */
 static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
                                       mt_transformer_layer_saved *saved) {
     mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
@@ -1219,12 +1238,14 @@ static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt
     return mti_sublayer_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
 }
 
-/* The gradient of dropout(block + bias), for mt_sum_over_tokens. */
+/* The argument of mti_drop_rows. */
 typedef struct mti_drop_call {
     mt_dropout dropout;
     mt_tensor dy, dblock;
 } mti_drop_call;
 
+/* An operator for mt_sum_over_tokens: backward of dropout(block + bias) for some rows. Adds to dbias and, when p is not
+   0, writes dblock. */
 static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
                                mt_tensor none) {
     const mti_drop_call *c = (const mti_drop_call *)arg;
@@ -1236,7 +1257,8 @@ static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, 
                                         mt_tensor_rows(c->dblock, first, count), dbias);
 }
 
-/* The gradient of dropout(block + bias) with respect to block; dy itself when nothing is dropped. */
+/* Backward of dropout(block + bias): *dblock becomes the gradient of the block's output, which is dy itself without
+   dropout. Adds to the gradient of the bias. */
 static mt_status mti_sublayer_drop_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor *dblock) {
     mti_drop_call call;
     call.dropout = h->dropout;
@@ -1276,7 +1298,7 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
     return mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
-/* y is mt_none() where only `saved` is wanted. */
+/* When y is mt_none(), computes only the tensors of *saved. With MT_POST_LN y must not be mt_none(). */
 static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
                                    mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved) {
     mti_sublayer first = mti_sublayer_of(layer, batch, 0, x.rows, saved != NULL);
@@ -1301,7 +1323,8 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     return status;
 }
 
-/* What forward did not keep, from what it did. A second forward is not to be logged. */
+/* Runs forward again, and so computes all tensors of *saved from saved->x and saved->attention.batch. The hash log is
+   paused, because it has these tensors from the first forward. */
 static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer,
                                  mt_transformer_layer_saved *saved) {
     mt_batch batch = saved->attention.batch;
@@ -1386,6 +1409,8 @@ static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gp
 static int mti_gpt_is_first(const mt_gpt *gpt) { return gpt->grid->pp_rank == 0; }
 static int mti_gpt_is_last(const mt_gpt *gpt) { return gpt->grid->pp_rank + 1 == gpt->grid->pp_size; }
 
+/* Creates the token embedding, which is on the first stage and, for a tied head, also on the last one, and the learned
+   positions, which are on the first stage. */
 static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
     const mt_transformer_layer_desc *l = &gpt->desc.layer;
     mt_embedding_desc e;
@@ -1409,6 +1434,7 @@ static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *g
     return mt_params_add(ctx, params, &p, &gpt->positions);
 }
 
+/* Creates the layers of this stage. While it does, gpt->desc.layer is the desc of the current layer. */
 static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
     int64_t recomputed = gpt->desc.recompute_layers ? gpt->desc.recompute_layers : gpt->local_layers, i;
     mt_recompute recompute = gpt->desc.layer.recompute;
@@ -1489,7 +1515,7 @@ static mt_dropout mti_gpt_dropout(const mt_gpt *gpt, const mt_batch *batch, int6
                            gpt->desc.layer.sequence_parallel, gpt->grid->tp, rows, gpt->desc.layer.hidden);
 }
 
-/* Position of each of this rank's rows. */
+/* *out becomes an array in the arena with the position of each of this rank's rows in its sequence. */
 static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, int64_t rows,
                                    int32_t **out) {
     mt_tensor ids = mt_none();
@@ -1499,6 +1525,7 @@ static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_
     return mt_position_ids(ctx, first, batch->seq, *out, rows);
 }
 
+/* Computes x, the sum of token and position embedding with dropout. */
 static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor x, int training) {
     mt_dropout dropout = mti_gpt_dropout(gpt, batch, x.rows, training);
@@ -1515,19 +1542,22 @@ static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batc
                     : MT_SUCCESS;
 }
 
-/* Memory for the next activation: training keeps them all, and has no spare one. */
+/* *out becomes memory for the next activation or gradient [rows, hidden]: `spare`, a tensor that is no longer needed,
+   or new memory in the arena when spare is mt_none(). */
 static mt_status mti_gpt_room(mt_context *ctx, const mt_gpt *gpt, mt_tensor spare, int64_t rows, mt_tensor *out) {
     *out = spare;
     if (spare.data) return MT_SUCCESS;
     return mt_arena_tensor(ctx, gpt->layers[0].attention.qkv.weight->value.dtype, rows, gpt->desc.layer.hidden, out);
 }
 
-/* This rank's rows of a call, known to come out even. */
+/* Returns the number of this rank's rows of a batch that mti_gpt_call_check has accepted. */
 static int64_t mti_gpt_rows(const mt_gpt *gpt, const mt_batch *batch) {
     return batch->sequences * batch->seq / (gpt->desc.layer.sequence_parallel ? gpt->grid->tp_size : 1);
 }
 
-/* Embedding or input, layers, final norm: y [rows, hidden] is output, or in the arena. */
+/* Runs this stage without the head: the embedding (on the first stage; the others begin with `input`), the layers and
+   the final norm. *y [rows, hidden] is the result: `output`, or on the last stage a tensor in the arena. Inference
+   alternates between two tensors for the activations; training keeps all of them. */
 static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor input, mt_tensor output, mt_gpt_saved *saved, mt_tensor *y) {
     int64_t rows = mti_gpt_rows(gpt, batch), i;
@@ -1549,7 +1579,7 @@ static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     return mt_norm_layer_forward(ctx, &gpt->final_norm, x, *y, saved ? &saved->final_norm : NULL);
 }
 
-/* ids and the batch, before anything is computed or communicated. */
+/* Checks the model and the batch. */
 static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch) {
     int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -1560,7 +1590,8 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
                             batch->sequences * batch->seq, &rows);
 }
 
-/* input, output or their gradients: there, and of the right size, exactly where there is a stage on that side. */
+/* Checks the tensor t at the start (at_end 0: input, dinput) or at the end (at_end 1: output, doutput) of this stage. t
+   must be mt_none() where the pipeline begins or ends, and otherwise [rows, hidden]. */
 static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
                                   int at_end, const char *name, mt_tensor t) {
     int none = at_end ? mti_gpt_is_last(gpt) : mti_gpt_is_first(gpt);
@@ -1576,6 +1607,7 @@ static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const m
 
 static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
 
+/* Runs this stage and, on the last stage, the head and the loss. */
 static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                  const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
                                  mt_gpt_saved *saved) {
@@ -1615,7 +1647,7 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_gpt_forward_check(ctx, function, gpt, batch, ids, targets, input, output, loss, saved));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
-    MT_TRY(mt_layers_trust_ids(ctx, 1)); /* a check waits for a GPU */
+    MT_TRY(mt_layers_trust_ids(ctx, 1)); /* mti_gpt_forward_check has checked them, and each check waits for the GPU */
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, input, output, loss, saved);
     mt_layers_trust_ids(ctx, 0);
     if (status != MT_SUCCESS || !saved) {
@@ -1638,12 +1670,13 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     return mti_gpt_run_forward(ctx, "mt_gpt_forward", gpt, batch, ids, targets, mt_none(), mt_none(), loss, saved);
 }
 
-/* The gradient of the position table, for mt_sum_over_tokens. */
+/* The argument of mti_position_rows. */
 typedef struct mti_position_call {
     mt_tensor dx;
     int32_t *positions; /* of the rows of dx */
 } mti_position_call;
 
+/* An operator for mt_sum_over_tokens: adds the gradient of the position table for some rows of dx. */
 static mt_status mti_position_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
                                    mt_tensor none) {
     const mti_position_call *c = (const mti_position_call *)arg;
@@ -1651,7 +1684,7 @@ static mt_status mti_position_rows(mt_context *ctx, const void *arg, int64_t fir
     return mt_embedding_backward(ctx, mt_tensor_rows(c->dx, first, count), 0, c->positions + first, dtable);
 }
 
-/* dx is the gradient of the embedding's output; it is used up. */
+/* dx is the gradient of the embedding's output. The call overwrites it. */
 static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                         mt_tensor dx) {
     mt_dropout dropout = mti_gpt_dropout(gpt, batch, dx.rows, 1);
@@ -1666,10 +1699,11 @@ static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, cons
     return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
 }
 
-/* Of a layer that may have no bias. */
+/* Returns the last parameter of a layer that may have no bias. */
 static const mt_param *mti_last_of(const mt_param *weight, const mt_param *bias) { return bias ? bias : weight; }
 
-/* From the loss to the last layer's output: dy, in the arena. */
+/* Computes *dy, the gradient of the last layer's output, in the arena. saved->loss.logits has the gradient of the
+   logits. */
 static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved, mt_tensor *dy) {
     MT_TRY(mti_gpt_room(ctx, gpt, mt_none(), saved->head.x.rows, dy));
     MT_TRY(mt_hash_log_activation(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
@@ -1681,7 +1715,8 @@ static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const
     return mt_gradients_final(ctx, gpt->final_norm.weight, mti_last_of(gpt->final_norm.weight, gpt->final_norm.bias));
 }
 
-/* Each layer's gradients are final after its backward, but for those of an embedding, which the head may share. */
+/* Runs the backward of this stage. The gradients of a layer are final after its backward. Those of an embedding are
+   never declared final here: mt_sync_gradients sums them. */
 static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, mt_tensor doutput, mt_tensor dinput,
                                   const mt_gpt_saved *saved) {
     mt_tensor dy = doutput, next, spare = mt_none();
@@ -1731,7 +1766,7 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
     return mti_gpt_run_backward(ctx, "mt_gpt_backward", gpt, scale, mt_none(), mt_none(), saved);
 }
 
-/* The row of a sequence's last valid token. */
+/* *row becomes the row of the sequence's last valid token, or of its first token when its length is 0. */
 static mt_status mti_last_row(mt_context *ctx, const mt_batch *batch, int64_t sequence, int64_t *row) {
     int32_t length = (int32_t)batch->seq;
     if (batch->lengths) MT_TRY(mt_download(ctx, mt_tensor_make(batch->lengths + sequence, MT_I32, 1, 1), &length));
@@ -1739,7 +1774,7 @@ static mt_status mti_last_row(mt_context *ctx, const mt_batch *batch, int64_t se
     return MT_SUCCESS;
 }
 
-/* All rows of x, or the last valid row of every sequence when n says so. */
+/* *out becomes x when n is x.rows, and otherwise a copy of the rows of the n sequences' last valid tokens. */
 static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_tensor x, int64_t n, mt_tensor *out) {
     int64_t i, row = 0;
     *out = x;
@@ -1752,7 +1787,7 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
     return MT_SUCCESS;
 }
 
-/* On the last stage, from the output of the trunk. */
+/* Computes the logits from x, the output of mti_gpt_trunk on the last stage. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor x,
                                      mt_tensor logits) {
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
@@ -1760,7 +1795,7 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
     return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
 }
 
-/* From stage to stage, and the last one's logits to all of them. */
+/* Runs the stages one after the other. The last stage computes the logits and broadcasts them to the others. */
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor logits) {
     int stage = gpt->grid->pp_rank, stages = gpt->grid->pp_size;
@@ -1801,8 +1836,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 enum { MTI_GPT_FIELDS = 15 };
 
-/* All that changes what a GPT computes, but for max_seq, which rotary embedding may change. Sizes are at most what
-   mt_gpt_create takes. */
+/* The fields of the desc that determine the logits of a GPT, and max_seq. The limits are those of mt_gpt_create. */
 static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
     mt_transformer_layer_desc *l = &d->layer;
     const mt_field list[MTI_GPT_FIELDS] = {
@@ -1824,7 +1858,7 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
     memcpy(out, list, sizeof list);
 }
 
-/* With defaults put in, so that two descriptions of the same model are the same. */
+/* Returns the desc with its defaults filled in, so that equal models have equal descs. */
 static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     mt_gpt_desc d = *desc;
     if (!d.layer.kv_heads) d.layer.kv_heads = d.layer.heads;
@@ -1835,6 +1869,7 @@ static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     return d;
 }
 
+/* Returns 1 when the files have GPT-2's names and layouts: see mt_gpt_checkpoint_create. */
 static int mti_is_gpt2(const mt_gpt_desc *desc) {
     mt_gpt_desc d = mti_gpt_plain(desc);
     return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation <= MT_GELU_ERF &&
@@ -1842,10 +1877,13 @@ static int mti_is_gpt2(const mt_gpt_desc *desc) {
            !d.layer.no_bias && !d.untied_head;
 }
 
+/* Values of mt_tensor_layout.form. MATRIX: [out, in] as in the registry; VECTOR: one dimension; CONV1D: [in, out], as
+   in the Conv1D of transformers; QKV, in addition to one of these: [q | k | v] instead of query groups. */
 enum { MTI_FORM_MATRIX = 0, MTI_FORM_VECTOR = 1, MTI_FORM_CONV1D = 2, MTI_FORM_QKV = 4 };
 
 #define MTI_GPT2_COUNT(list) (int)(sizeof(list) / sizeof *(list))
 
+/* The names of a parameter in the registry and in GPT-2, without decoder.layers.N. and h.N. in mti_gpt2_layer. */
 typedef struct mti_gpt2_name {
     const char *ours, *theirs;
     int form;
@@ -1876,14 +1914,14 @@ static const mti_gpt2_name *mti_gpt2_find(const mti_gpt2_name *list, int count, 
     return NULL;
 }
 
-/* Before GPT-2's names in a file: in dialect 0, which is written, and in 1. NULL: the file has the registry's names,
-   as that of a model which GPT-2 cannot express always has. */
+/* Returns the prefix of GPT-2's names in a file: "transformer." in dialect 0, which save writes, and "" in dialect 1.
+   Returns NULL when the file has the registry's names: in dialect 2, and for a model that is no GPT-2. */
 static const char *mti_gpt2_prefix(const mt_gpt *gpt, int dialect) {
     if (!mti_is_gpt2(&gpt->desc)) return NULL;
     return dialect == 0 ? "transformer." : dialect == 1 ? "" : NULL;
 }
 
-/* What GPT-2 has no name for keeps its own. */
+/* Sets the name and shape that GPT-2 has for a parameter. A parameter that GPT-2 does not have keeps its own. */
 static void mti_gpt_layout(const void *model, const mt_param *p, int dialect, mt_tensor_layout *l) {
     static const char layers[] = "decoder.layers.";
     const char *prefix = mti_gpt2_prefix((const mt_gpt *)model, dialect);
@@ -1904,8 +1942,8 @@ static void mti_gpt_layout(const void *model, const mt_param *p, int dialect, mt
     l->shape[1] = l->form & MTI_FORM_CONV1D ? p->desc.rows : p->desc.cols;
 }
 
-/* In a file of GPT-2, but no parameter: the causal mask, as older versions of transformers stored it, and the head of a
-   model whose embeddings are tied. */
+/* Returns 1 for a tensor of a GPT-2 that is no parameter here: the causal mask, which older versions of transformers
+   store, and lm_head.weight, which is the tied embedding. */
 static int mti_gpt_ignores(const void *model, const char *name, int dialect) {
     const char *prefix = mti_gpt2_prefix((const mt_gpt *)model, dialect), *rest;
     size_t n = prefix ? strlen(prefix) : 0;
@@ -1915,7 +1953,7 @@ static int mti_gpt_ignores(const void *model, const char *name, int dialect) {
     return rest && (strcmp(rest, ".attn.bias") == 0 || strcmp(rest, ".attn.masked_bias") == 0);
 }
 
-/* y [cols, rows] = transposed x [rows, cols], in squares that stay in the cache. */
+/* y [cols, rows] = transpose of x [rows, cols], in blocks of 32 x 32, which fit into the cache. */
 static void mti_host_transpose(const float *x, int64_t rows, int64_t cols, float *y) {
     int64_t r, c, i, j;
     for (r = 0; r < rows; r += 32)
@@ -1930,7 +1968,7 @@ static void mti_swap(float **x, float **y) {
     *y = z;
 }
 
-/* Between the registry's layout of a tensor and GPT-2's: queries, keys and values apart, then transposed. */
+/* To the file: separates queries, keys and values, then transposes. From the file: the reverse, in reverse order. */
 static mt_status mti_gpt_convert(const void *model, const mt_param *p, const mt_tensor_layout *l, int to_file,
                                  float **x, float **spare) {
     const mt_transformer_layer_desc *d = &((const mt_gpt *)model)->desc.layer;
@@ -1955,16 +1993,17 @@ static mt_status mti_gpt_convert(const void *model, const mt_param *p, const mt_
     return MT_SUCCESS;
 }
 
+/* The values of activation_function in a config.json that are accepted. */
 static const struct {
     const char *name;
     mt_activation activation;
 } mti_gpt2_activations[] = {{"gelu_new", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH}, {"gelu", MT_GELU_ERF}};
 
-/* What of config.json decides what is computed; what is not there has the default of transformers' GPT2Config. */
+/* The members of config.json that determine the logits. Defaults are those of transformers' GPT2Config. */
 typedef struct mti_gpt2_config {
     int64_t vocab_size, n_positions, n_embd, n_layer, n_head, n_inner;
     double layer_norm_epsilon;
-    char model_type[64], activation_function[64]; /* cut off where they are longer than any that is known */
+    char model_type[64], activation_function[64]; /* truncated when longer; every accepted value fits */
     int scale_attn_weights, scale_attn_by_inverse_layer_idx, add_cross_attention, tie_word_embeddings;
 } mti_gpt2_config;
 
@@ -1988,7 +2027,7 @@ static void mti_config_fields(mti_gpt2_config *c, mt_field *out) {
     memcpy(out, list, sizeof list);
 }
 
-/* path: of the config.json, for sentences. */
+/* Writes *out. path is that of config.json, for messages. */
 static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti_gpt2_config *c, mt_gpt_desc *out) {
     size_t i = 0, n = sizeof mti_gpt2_activations / sizeof *mti_gpt2_activations;
     while (i < n && strcmp(c->activation_function, mti_gpt2_activations[i].name) != 0) i++;
@@ -2027,6 +2066,7 @@ static void mti_config_defaults(mti_gpt2_config *c) {
     *c = defaults;
 }
 
+/* Reads the desc from config.json. *exists is 0, and *out unchanged, when there is no such file. */
 static mt_status mti_config_read(mt_context *ctx, const char *directory, int *exists, mt_gpt_desc *out) {
     mt_field fields[MTI_CONFIG_FIELDS];
     mti_gpt2_config c;
@@ -2048,7 +2088,8 @@ static const char *mti_float_text(float x, char *text) {
     return text;
 }
 
-/* The text of a config.json. Special tokens are those of GPT-2 for its vocabulary, else there are none. */
+/* Writes the text of config.json. bos_token_id and eos_token_id are 50256 with GPT-2's vocabulary of 50257 tokens, and
+   null with any other. */
 static int mti_gpt_config(const void *model, char *text, size_t bytes) {
     mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
     char eps[MT_FIELD_TEXT_MAX], embedding[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX], hidden[MT_FIELD_TEXT_MAX];
@@ -2078,7 +2119,7 @@ static const char *mti_gpt_metadata(const void *model, int index, char *value) {
     return fields[index].name;
 }
 
-/* The description in the metadata of a file, when there is one. */
+/* Reads the desc from the metadata of a file. */
 static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *file, mt_gpt_desc *out) {
     mt_field fields[MTI_GPT_FIELDS];
     mti_gpt_fields(out, fields);
@@ -2088,7 +2129,8 @@ static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *fi
     return MT_SUCCESS;
 }
 
-/* Reads the metadata of a GPT, or config.json; *known: whether there was either. */
+/* Reads the desc from the metadata of the first file or, when the metadata has none, from config.json. *known is 0 when
+   neither has one. */
 static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
                                 mt_gpt_desc *out) {
     const mt_safetensors *first = mt_safetensors_set_file(files, 0);
@@ -2098,7 +2140,8 @@ static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt
     return mti_config_read(ctx, directory, known, out);
 }
 
-/* Whether files are of this GPT, and what names they have. */
+/* Returns MT_ERR_DATA when the files describe another GPT. *dialect becomes 0 for GPT-2's names with "transformer.", 1
+   for those without, and 2 for the registry's names. max_seq may differ with rotary, which has no table of weights. */
 static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
                                  const mt_safetensors_set *files, int *dialect) {
     const mt_gpt *gpt = (const mt_gpt *)model;
