@@ -1,10 +1,10 @@
-/* 01_mlp - drops a tensor-parallel MLP into a program that already owns its buffers and its loop.
+/* 01_mlp - puts a tensor-parallel MLP into a program that has its own buffers and its own loop.
 
    cc -O3 -march=native -I. examples/01_mlp.c -o 01_mlp -lm -lpthread && ./01_mlp
 
-   The program fits an MLP to a fixed function with plain gradient descent. What megatron.h adds is marked (1) to (5);
-   the buffers, the loss and the update stay the program's own. Run it with another number of ranks, ./01_mlp 4, and the
-   losses are the same: the model does not depend on the split. */
+   The program fits an MLP to a fixed function with plain gradient descent. The calls of megatron.h are marked (1) to
+   (5); the buffers, the loss and the update stay the program's own. On another number of ranks (./01_mlp 4) the losses
+   are the same up to rounding, because the model does not depend on the split. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -14,7 +14,7 @@
 
 enum { TOKENS = 256, HIDDEN = 64, STEPS = 200 };
 
-/* The program's own: data, loss, update. */
+/* What the program has without megatron.h: data, loss and update. */
 static void make_data(float *x, float *target) {
     for (int i = 0; i < TOKENS * HIDDEN; i++) {
         x[i] = sinf(0.37f * (float)i) + cosf(0.11f * (float)(i % 997));
@@ -51,7 +51,7 @@ static mt_status step(mt_context *ctx, mt_params *params, const mt_mlp *mlp, buf
     /* (4) forward on views of the program's buffers; every rank has the same x and gets the same y */
     MT_TRY(mt_mlp_forward(ctx, mlp, mt_tensor_f32(b->x, TOKENS, HIDDEN), mt_tensor_f32(b->y, TOKENS, HIDDEN), &saved));
     *loss = squared_error(b->y, b->target, b->dy);
-    /* (5) backward adds to the parameters' gradients and writes dx; what forward saved is released with the arena */
+    /* (5) backward adds to the gradients of the parameters and writes dx; then the tensors of saved are released */
     MT_TRY(
         mt_mlp_backward(ctx, mlp, mt_tensor_f32(b->dy, TOKENS, HIDDEN), mt_tensor_f32(b->dx, TOKENS, HIDDEN), &saved));
     mt_arena_release(ctx, mark);
@@ -72,17 +72,17 @@ static mt_status fit(mt_context *ctx, mt_params *params, const mt_mlp *mlp, int 
     return status;
 }
 
-/* Runs once per rank: here a thread. */
+/* Every rank, which is a thread here, runs this function. */
 static mt_status rank_main(mt_comm *world, void *user) {
     mt_context *ctx = NULL;
     mt_params *params = NULL;
     mt_grid grid = {0};
     mt_grid_desc shape = {.tp = mt_comm_size(world)};
-    mt_mlp_desc desc = {.hidden = HIDDEN}; /* ffn 4 x hidden, GeLU, bias */
+    mt_mlp_desc desc = {.hidden = HIDDEN}; /* the defaults: ffn = 4 * hidden, GeLU, biases */
     mt_mlp mlp;
     (void)user;
-    mt_status status = mt_context_create(world, NULL, &ctx);                 /* (1) CPU, defaults */
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (2) who splits with whom */
+    mt_status status = mt_context_create(world, NULL, &ctx);                 /* (1) on the CPU */
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (2) all ranks split the MLP */
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
     if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp); /* (3) this rank's shard */
     if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 1234);

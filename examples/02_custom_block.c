@@ -4,12 +4,13 @@
 
    The block computes
        y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(gelu(fc1(n))), n = norm(x).
-   Its branches read the same n, so they share one f, and their outputs are added, so they share one g. The block
-   therefore needs 2 all-reduces per step; the sequential layer of megatron.h needs 4. See docs/blocks.md.
+   Its branches read the same n, so they share one f (identity forward, all-reduce backward). Their outputs are added,
+   so they share one g (all-reduce forward, identity backward). The block therefore does 2 all-reduces of [tokens,
+   hidden] per step; the sequential layer of megatron.h does 4. See docs/blocks.md.
 
-   ./02_custom_block [RANKS] [bf16] [cuda] [invariant] [sequence_parallel] [hashes] trains it, by default on 2 ranks.
-   The losses on 1, 2 and 4 ranks are equal up to rounding; with `invariant` they have the same bits. `hashes` prints
-   the hash log of the last step.
+   ./02_custom_block [RANKS] [bf16] [cuda] [invariant] [sequence_parallel] [hashes] trains the block, by default on 2
+   ranks. The losses on 1, 2 and 4 ranks are equal up to rounding; with `invariant` they have the same bits. `hashes`
+   prints the hash log of the last step.
    For CUDA: nvcc -x cu -std=c++20 -O3 -I. examples/02_custom_block.c -o 02_custom_block -lcublasLt */
 
 #define MEGATRON_IMPLEMENTATION
@@ -42,6 +43,7 @@ typedef struct block_saved {
     mt_tensor h[3], core, lse; /* h: the outputs of block.in */
 } block_saved;
 
+/* sp = 1: sequence parallelism. The unit of gate and proj is a head, so they are split as the output of attention. */
 static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block *b) {
     mt_norm_layer_desc norm = {.features = HIDDEN, .sequence_parallel = sp};
     mt_norm_layer_desc per_head = {.features = HEAD, .kind = MT_RMS_NORM};
@@ -59,6 +61,7 @@ static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block 
     return mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->out[FC2]);
 }
 
+/* Computes y from x, and keeps in *s what backward needs. */
 static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_tensor y, block_saved *s) {
     const mt_batch batch = {.sequences = SEQUENCES, .seq = SEQ};
     mt_tensor n, z[2]; /* z: the inputs of block.out */
@@ -75,7 +78,7 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
     MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->out[PROJ].weight));
     MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
     MT_TRY(mt_column_parallel_activation_forward(ctx, &b->in[FC1], MT_GELU_TANH, s->h[FC1], z[FC2]));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, b->out, 2, z, y, s->out)); /* g: the one all-reduce */
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, b->out, 2, z, y, s->out)); /* g: the only all-reduce */
     return mt_add(ctx, x, y, y);
 }
 
@@ -90,7 +93,7 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
                                       dh[QKV]));
     MT_TRY(mt_qk_norm_backward(ctx, &b->qk_norm, dh[QKV], &s->qk_norm));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &b->in[FC1], MT_GELU_TANH, s->h[FC1], dz[FC2], dh[FC1]));
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, b->in, 3, dh, dx, &s->in)); /* f: the one all-reduce */
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, b->in, 3, dh, dx, &s->in)); /* f: the only all-reduce */
     return mt_norm_layer_backward(ctx, &b->norm, dx, dy, dx, &s->norm);
 }
 
@@ -102,13 +105,13 @@ typedef struct settings {
     float loss[STEPS];
 } settings;
 
-/* One step towards predicting each token's predecessor; a toy task that attention can solve and an MLP alone cannot. */
+/* One training step. The block learns to output the predecessor of each token; an MLP without attention cannot. */
 static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, mt_optimizer *adamw, const settings *s,
                             float *loss) {
     static const float scale = 1.0f / TOKENS;
     const mt_grid *grid = mt_params_grid(params);
     const int64_t rows = s->sequence_parallel ? TOKENS / grid->tp_size : TOKENS;
-    const int64_t first = s->sequence_parallel ? grid->tp_rank * rows : 0; /* of this rank's rows */
+    const int64_t first = s->sequence_parallel ? grid->tp_rank * rows : 0; /* this rank's first token */
     size_t mark = mt_arena_mark(ctx);
     mt_tensor x, y, dx, all, host_side;
     mt_arena_request memory[] = {{&x, s->dtype, rows, HIDDEN},
@@ -137,7 +140,7 @@ static mt_status train_step(mt_context *ctx, const block *b, mt_params *params, 
     MT_TRY(mt_convert(ctx, mt_tensor_rows(host_side, first, rows), y));
     MT_TRY(block_backward(ctx, b, y, dx, &saved));
     mt_arena_release(ctx, mark);
-    MT_TRY(mt_sync_gradients(ctx, params)); /* a rank saw only its heads, or its tokens */
+    MT_TRY(mt_sync_gradients(ctx, params)); /* sums the gains' gradients, which are of this rank's heads or tokens */
     return mt_optimizer_step(ctx, adamw, 3e-3f, 1);
 }
 
@@ -198,7 +201,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
-#ifndef CUSTOM_BLOCK_NO_MAIN /* tests/test_custom_block.c and test_cuda_custom_block.cu have their own */
+#ifndef CUSTOM_BLOCK_NO_MAIN /* tests/test_custom_block.c and test_cuda_custom_block.cu have their own main */
 int main(int argc, char **argv) {
     settings s;
     mt_launch_desc launch;

@@ -1,11 +1,10 @@
-/* 03_nccl - drops the MLP of 01_mlp.c into a CUDA program that already owns its GPUs' streams, buffers and NCCL
-   communicator.
+/* 03_nccl - puts the MLP of 01_mlp.c into a CUDA program that has its own streams, buffers and NCCL communicators.
 
    nvcc -O3 -I. examples/03_nccl.cu -o 03_nccl -lcublasLt -lnccl && ./03_nccl
 
-   The program has a thread for each GPU, ncclCommInitAll, kernels for its loss and its update. What megatron.h adds is
-   marked (1) to (6), in the same places as in 01_mlp.c, and works in the program's stream. ./03_nccl 2 takes two GPUs;
-   the losses are the same. */
+   The program has a thread for each GPU, calls ncclCommInitAll, and has kernels for its loss and its update. The calls
+   of megatron.h are marked (1) to (6); they work in the program's streams. The program uses all GPUs of the machine, or
+   as many as you say (./03_nccl 2). On any number of GPUs the losses are the same up to rounding. */
 
 #define MEGATRON_IMPLEMENTATION
 #define MT_USE_NCCL
@@ -20,7 +19,7 @@
 
 enum { TOKENS = 256, HIDDEN = 64, STEPS = 200 };
 
-/* The program's own: data, loss, update, and a GPU with its stream and communicator. */
+/* What the program has without megatron.h: data, loss, update, and GPUs with their streams and communicators. */
 static void make_data(float *x, float *target) {
     for (int i = 0; i < TOKENS * HIDDEN; i++) {
         x[i] = sinf(0.37f * (float)i) + cosf(0.11f * (float)(i % 997));
@@ -28,7 +27,7 @@ static void make_data(float *x, float *target) {
     }
 }
 
-/* One thread for a token. */
+/* One thread computes the loss and the gradient of one token. */
 static __global__ void squared_error(const float *y, const float *target, float *dy, float *loss) {
     int token = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     float sum = 0.0f;
@@ -79,7 +78,7 @@ static mt_status step(mt_context *ctx, mt_params *params, const mt_mlp *mlp, con
     /* (5) forward on views of the program's buffers; every rank has the same x and gets the same y */
     MT_TRY(mt_mlp_forward(ctx, mlp, mt_tensor_f32(g->x, TOKENS, HIDDEN), mt_tensor_f32(g->y, TOKENS, HIDDEN), &saved));
     squared_error<<<TOKENS / 64, 64, 0, g->stream>>>(g->y, g->target, g->dy, g->loss);
-    /* (6) backward adds to the parameters' gradients and writes dx */
+    /* (6) backward adds to the gradients of the parameters and writes dx */
     MT_TRY(
         mt_mlp_backward(ctx, mlp, mt_tensor_f32(g->dy, TOKENS, HIDDEN), mt_tensor_f32(g->dx, TOKENS, HIDDEN), &saved));
     mt_arena_release(ctx, mark);
@@ -91,7 +90,7 @@ static mt_status step(mt_context *ctx, mt_params *params, const mt_mlp *mlp, con
     return MT_SUCCESS;
 }
 
-/* Waits for the stream: mt_download says, too, when a peer is gone; cudaStreamSynchronize would wait for it. */
+/* mt_download waits for the stream. It returns an error when a peer is gone; cudaStreamSynchronize would not return. */
 static mt_status print_loss(mt_context *ctx, const gpu *g, int i) {
     std::vector<float> loss(TOKENS);
     double sum = 0;
@@ -109,7 +108,7 @@ static mt_status fit(mt_context *ctx, mt_params *params, const mt_mlp *mlp, cons
     return mt_context_synchronize(ctx);
 }
 
-/* A thread of the program. */
+/* Runs on a thread for each GPU. */
 static void worker(gpu *g, int *failed) {
     mt_context *ctx = NULL;
     mt_comm *world = NULL;
@@ -122,11 +121,12 @@ static void worker(gpu *g, int *failed) {
     where.device = MT_DEVICE_CUDA;
     where.ordinal = g->device;
     where.stream = g->stream;
-    desc.hidden = HIDDEN;                                     /* ffn 4 x hidden, GeLU, bias */
+    desc.hidden = HIDDEN;                                     /* the defaults: ffn = 4 * hidden, GeLU, biases */
     mt_status status = mt_context_create(NULL, &where, &ctx); /* (1) in the program's stream */
-    if (status == MT_SUCCESS) status = mt_comm_create_nccl(ctx, g->comm, 60.0, &world); /* (2) its communicator, 60 s */
+    /* (2) with the program's communicator; the timeout is 60 s */
+    if (status == MT_SUCCESS) status = mt_comm_create_nccl(ctx, g->comm, 60.0, &world);
     shape.tp = mt_comm_size(world);
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (3) who splits with whom */
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid); /* (3) all ranks split the MLP */
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
     if (status == MT_SUCCESS) status = mt_mlp_create(ctx, params, "mlp", &desc, &mlp); /* (4) this rank's shard */
     if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 1234);
@@ -140,8 +140,7 @@ static void worker(gpu *g, int *failed) {
     mt_params_destroy(params);
     mt_grid_destroy(&grid);
     mt_comm_destroy(world);
-    if (*failed) { /* a peer may be gone: the program aborts its communicator before anybody waits for the stream again
-                    */
+    if (*failed) { /* a peer may be gone: without the abort, mt_context_destroy would wait for it */
         ncclCommAbort(g->comm);
         g->comm = NULL;
     }

@@ -1,14 +1,16 @@
-/* 04_generate - loads a GPT from a checkpoint, on any number of tensor parallel ranks, and lets it write.
+/* 04_generate - loads a GPT from a checkpoint, on any number of tensor parallel ranks, and generates text.
 
    cc -O3 -march=native -I. examples/04_generate.c -o gen -lm -lpthread && ./gen tests/golden/gpt2_hf --ids 1,2,3
 
-   ./gen DIR --prompt "The "        DIR is what train_gpt --checkpoint wrote, or one step-N directory in it,
-   ./gen DIR --tp 4 --tokens 200    or a GPT-2 of Hugging Face (model.safetensors and config.json)
+   ./gen DIR --prompt "The "
+   ./gen DIR --tp 4 --tokens 200
 
-   A vocabulary of 256 is bytes: --prompt is text, and text comes out. Of any other, tokens go in and come out as
-   numbers; the tokenizer is not this program's business. --temperature 0 always takes the most probable token. The same
-   DIR, --seed and flags give the same tokens on every --tp, but for two that are equally probable to the last digits.
- */
+   DIR is the directory of train_gpt --checkpoint, or one of the step-N directories in it, or a GPT-2 of Hugging Face
+   (model.safetensors and config.json).
+   With a vocabulary of 256, a token is a byte: --prompt and the output are text. With any other vocabulary, --ids and
+   the output are numbers of tokens, because the program has no tokenizer.
+   --temperature 0 always takes the most probable token. The same DIR and flags give the same tokens with every --tp,
+   except where rounding decides between two tokens. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -22,8 +24,8 @@ typedef struct job {
     double tp, tokens, temperature, seed;
     char path[MT_PATH_MAX]; /* of the model */
     mt_gpt_desc gpt;
-    int32_t *history; /* the prompt, and how many tokens it has */
-    int64_t prompted;
+    int32_t *history; /* the tokens of the prompt */
+    int64_t prompted; /* their number */
 } job;
 
 static int is_text(const job *j) { return j->gpt.vocab == 256; }
@@ -34,7 +36,7 @@ static void print_token(const job *j, int32_t token) {
     else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
 }
 
-/* Draws from softmax(logits / temperature); every rank draws the same, since all have the same logits. */
+/* Draws token number n from softmax(logits / temperature). All ranks have the same logits, so they draw the same. */
 static int32_t draw_token(const job *j, const float *logits, int64_t n) {
     uint32_t counter[4] = {(uint32_t)n, 0, 0, 0}, key[2] = {(uint32_t)j->seed, 0}, random[4];
     int32_t vocab = (int32_t)j->gpt.vocab, best = 0, i;
@@ -50,7 +52,7 @@ static int32_t draw_token(const job *j, const float *logits, int64_t n) {
     return i;
 }
 
-/* One whole forward for each token, of the last max_seq tokens. */
+/* Generates j->tokens tokens after the prompt. Each takes a whole forward over the last max_seq tokens. */
 static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, int32_t *history, float *logits,
                           int speaks) {
     for (int64_t n = j->prompted; n < j->prompted + (int64_t)j->tokens; n++) {
@@ -70,7 +72,7 @@ static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, int3
     return MT_SUCCESS;
 }
 
-/* Its own copy of the history, and room for the logits. */
+/* Allocates a history for the prompt and the new tokens, and the logits, and generates. Rank 0 prints the tokens. */
 static mt_status speak(mt_context *ctx, const mt_gpt *gpt, const job *j, int speaks) {
     int64_t count = j->prompted + (int64_t)j->tokens;
     int32_t *history = (int32_t *)malloc((size_t)count * sizeof *history);
@@ -109,7 +111,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return status;
 }
 
-/* Which model it is, before any rank starts. */
+/* Finds the directory of the model (j->path) and reads its desc (j->gpt), before any rank starts. */
 static mt_status find_model(job *j) {
     mt_context *ctx;
     int64_t step = -1;
@@ -123,7 +125,7 @@ static mt_status find_model(job *j) {
     return status;
 }
 
-/* "1,2,3" */
+/* Reads numbers of tokens that are separated by commas. */
 static int read_ids(job *j, const char *text) {
     char *end;
     for (const char *at = text; *at; at = end + (*end == ',')) {
@@ -138,7 +140,7 @@ static int read_ids(job *j, const char *text) {
     return 1;
 }
 
-/* --ids, or --prompt; a newline where there is neither. */
+/* Reads the prompt from --ids or --prompt. Without either, the prompt is a newline. */
 static int read_prompt(job *j) {
     const char *text = j->ids ? j->ids : j->prompt ? j->prompt : "\n";
     j->history = (int32_t *)malloc((strlen(text) + 1) * sizeof *j->history);
