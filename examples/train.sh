@@ -1,6 +1,7 @@
 #!/bin/sh
-# Trains a small GPT on this machine: builds examples/train_gpt.c with one compiler line and runs it with the arguments given
-# here. A missing compiler or oneDNN (the fast GEMM) is installed first, where that is allowed.
+# Compiles examples/train_gpt.c and runs it with the arguments of this script: by default it trains a small GPT on 2 CPU
+# ranks. A missing C compiler or oneDNN (a fast GEMM) is installed first, when the script runs as root or sudo needs no
+# password.
 #
 #   sh examples/train.sh                    the full run
 #   sh examples/train.sh --steps 20         any option of train_gpt; --help lists them

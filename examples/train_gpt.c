@@ -4,24 +4,27 @@
    cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
    nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt             (several GPUs: -DMT_USE_NCCL -lnccl)
 
-   ./train_gpt                      the defaults: 2-way tensor parallel, about a minute on two cores, on this
-                                    project's own headers and README (run it from the checkout's root)
+   ./train_gpt                      the defaults: 2-way tensor parallel, one to three minutes on two cores, on the text
+                                    of this project's headers and README (run it in the root of the checkout)
    ./train_gpt --data FILE --tp 4 --dp 2 --steps 1000
    ./train_gpt --tp 2 --pp 2 --micro-batch 2   two pipeline stages, 8 micro-batches; --schedule gpipe instead of 1f1b
-   ./train_gpt --device cuda --dtype bf16      on GPUs: rank r on GPU r, or shared when there are more ranks than GPUs
-   torchrun --no-python --nproc-per-node 8 --nnodes 4 ... ./train_gpt --device cuda --tp 8 --dp 4
-   srun -n 32 ./train_gpt --device cuda --tp 8 --dp 4         ranks that are processes, over NCCL; see mt_world_from_env
-   mpicc -O3 -I. -DMT_USE_MPI examples/train_gpt.c -o train_gpt -lm -lpthread; mpirun -n 4 ./train_gpt --tp 2 --dp 2
-   ./train_gpt --checkpoint DIR --save-interval 100 --resume      goes on where it was stopped or killed, on any split
+   ./train_gpt --device cuda --dtype bf16      on GPUs: rank r is on GPU r; with more ranks than GPUs, ranks share them
+   ./train_gpt --checkpoint DIR --save-interval 100 --resume   continues a run that was stopped or killed, on any split
    ./train_gpt --init-from DIR ...  begins with the weights of a checkpoint, or of a GPT-2 of Hugging Face
    ./train_gpt --help               all flags
+
+   Ranks that are processes, on GPUs over NCCL, or on CPUs over MPI (see mt_world_from_env):
+   torchrun --no-python --nproc-per-node 8 --nnodes 4 ... ./train_gpt --device cuda --tp 8 --dp 4
+   srun -n 32 ./train_gpt --device cuda --tp 8 --dp 4
+   mpicc -O3 -I. -DMT_USE_MPI examples/train_gpt.c -o train_gpt -lm -lpthread; mpirun -n 4 ./train_gpt --tp 2 --dp 2
 
    FILE is any text (a token is a byte), or a token file of llm.c (.bin: a header of 1024 bytes, then uint16 tokens).
    Ranks that are processes compare their flags and their data before the first step. Each may have its own --log,
    --timeout and --no-pinning, and its own path to the same data.
-   Results go to stdout, errors to stderr. The loss does not depend on --tp, --dp, --pp, --micro-batch or
-   --sequence-parallel, to rounding; with --invariant 8 it does not to the last bit, and --hash-log FILE shows where two
-   runs part. */
+   Results go to stdout, errors to stderr.
+   Up to rounding, the loss does not depend on --tp, --dp, --pp, --micro-batch or --sequence-parallel. With --invariant
+   8 it has the same bits on 1, 2, 4 or 8 tensor ranks, 1, 2, 4 or 8 data ranks, and any number of stages. --hash-log
+   FILE writes a hash of each tensor: a diff of two such files shows the first tensor in which two runs differ. */
 
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L /* fileno, getline: a strict -std=c99 hides them */
@@ -46,7 +49,7 @@
 #define LLMC_MAGIC 20240520
 #define LLMC_HEADER_BYTES 1024
 #define EVAL_SEQUENCES 32
-#define SKIPPED_STEPS 10 /* in a row, after which there is no hope */
+#define SKIPPED_STEPS 10 /* a run ends after so many in a row, see skip_step */
 #define MAX_RANKS 1024
 
 /* ---- options: one table for parsing, ranges and --help ----------------------------------------------------------- */
@@ -64,8 +67,8 @@ typedef struct options {
 
 enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, CONFIG };
 
-/* The words of mt_dtype, mt_device, mt_recompute and mt_schedule that can be chosen, in their order; the
- * configurations. */
+/* The values of flags of the kinds DTYPE to CONFIG, in this order. The index of a value is its number in mt_dtype,
+   mt_device, mt_recompute or mt_schedule, or in the table of set_config. */
 static const char *const choices[][4] = {{"f32", "bf16", "f16"},
                                          {"cpu", "cuda"},
                                          {"none", "selective", "full"},
@@ -147,8 +150,8 @@ static const flag flags[] = {
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
 
-/* arXiv 1909.08053, table 1: the GPT-2 models of the scaling study, 8 sequences at a time on so many tensor parallel
-   GPUs, and each layer's activations recomputed (section 4.2), as 32 GB of memory ask for. */
+/* Sets the flags for a GPT-2 model of arXiv 1909.08053, table 1: its size, its number of tensor parallel ranks, and 8
+   sequences per step. All activations are recomputed (section 4.2), because the GPUs of the paper have 32 GB. */
 static void set_config(options *o) {
     static const struct {
         double hidden, heads, layers, tp;
@@ -174,7 +177,7 @@ static int parse_choice(const flag *f, const char *text, options *o) {
     return 0;
 }
 
-/* Numbers of flags are printed by %.15g: whole numbers as such. */
+/* Sets a flag. Messages print numbers with %.15g, which writes whole numbers without a point. */
 static int parse_value(const flag *f, const char *text, options *o) {
     char *end;
     double x;
@@ -220,12 +223,12 @@ static int parse_options(int argc, char **argv, options *o) {
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
         else if (!parse_value(f, optarg, o)) return 0;
     }
-    if (c != -1) return 0; /* getopt_long has said what is wrong */
+    if (c != -1) return 0; /* getopt_long has printed what is wrong */
     if (optind < argc) fprintf(stderr, "train_gpt: what is '%s'? Flags start with --, see --help\n", argv[optind]);
     return optind >= argc;
 }
 
-/* What the library cannot know: how the job is cut into batches. It checks the model itself. */
+/* Checks how the ranks divide a batch, and chooses the micro-batch. The library checks the model. */
 static int check_options(options *o, int64_t tokens, int text) {
     double per_rank = o->batch / o->dp;
     int chosen = o->invariant > 0 && o->micro_batch > 0;
@@ -272,6 +275,7 @@ typedef struct dataset {
     int text;             /* a token is a byte */
 } dataset;
 
+/* Appends the bytes of a file to bytes[*size]. */
 static int read_file(const char *path, unsigned char **bytes, size_t *size) {
     FILE *f = fopen(path, "rb");
     size_t room = *size + (1 << 16), got = 1;
@@ -293,12 +297,13 @@ static int read_file(const char *path, unsigned char **bytes, size_t *size) {
     return !failed;
 }
 
-/* Token t of the file: a byte, or a little-endian uint16 behind llm.c's header. */
+/* Returns token t of a file: a byte, or a little-endian uint16 after the header of llm.c. */
 static int32_t token_at(const unsigned char *bytes, int text, int64_t t) {
     const unsigned char *p = bytes + LLMC_HEADER_BYTES + 2 * t;
     return text ? bytes[t] : p[0] | p[1] << 8;
 }
 
+/* Checks the header of a token file of llm.c. *count becomes the number of tokens. */
 static int check_bin(const char *path, const unsigned char *bytes, size_t size, int64_t *count) {
     int32_t header[3] = {0};
     if (size >= LLMC_HEADER_BYTES) memcpy(header, bytes, sizeof header);
@@ -316,10 +321,11 @@ static int check_bin(const char *path, const unsigned char *bytes, size_t size, 
     return 1;
 }
 
-/* What there is to train on without --data. */
+/* The training text without --data. */
 static const char *const own_data[] = {"megatron.h", "mt_parallel.h", "mt_kernels.cuh", "mt_comm.h", "README.md"};
 #define OWN_DATA (sizeof own_data / sizeof *own_data)
 
+/* Reads the tokens, and divides them into training and validation. Sets o->vocab when it is 0. */
 static int load_data(options *o, dataset *d) {
     unsigned char *bytes = NULL;
     size_t size = 0, length = o->data ? strlen(o->data) : 0;
@@ -342,7 +348,8 @@ static int load_data(options *o, dataset *d) {
     return d->tokens != NULL;
 }
 
-/* Where sequence i of a step starts: drawn by its global index, so every split trains on the same sequences. */
+/* Returns the first token of sequence i of a step. It depends on the sequence's global index, so every split trains on
+   the same sequences. */
 static int64_t draw_start(const options *o, const dataset *d, int64_t step, int64_t i) {
     uint64_t n = (uint64_t)(step * (int64_t)o->batch + i), seed = (uint64_t)o->seed;
     uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x64617461, 0},
@@ -352,14 +359,16 @@ static int64_t draw_start(const options *o, const dataset *d, int64_t step, int6
     return (int64_t)(((uint64_t)r[0] << 32 | r[1]) % (uint64_t)(d->train - (int64_t)o->seq));
 }
 
-/* Validation sequences are spread evenly over the validation part. */
+/* Returns the first token of validation sequence i of `count`. The sequences are spread evenly over the validation part
+   and may overlap. */
 static int64_t eval_start(const options *o, const dataset *d, int64_t i, int64_t count) {
     return d->train + (d->count - d->train - (int64_t)o->seq - 1) * i / (count > 1 ? count - 1 : 1);
 }
 
-/* ---- files: a log is no file that this run reads, or writes something else to ------------------------------------ */
+/* ---- files: a log must not be another file that this run reads or writes ----------------------------------------- */
 
-/* A file that is not there yet: its folder and its name in it. Links that lead to nowhere yet are followed. */
+/* For a file that does not exist yet: finds its directory, and its name in there. Follows symbolic links to files that
+   do not exist yet. Returns 0 when there is no such directory. */
 static int find_place(const char *path, struct stat *folder, char name[MT_PATH_MAX]) {
     char at[MT_PATH_MAX], to[MT_PATH_MAX], *last;
     ssize_t n = 0;
@@ -367,7 +376,7 @@ static int find_place(const char *path, struct stat *folder, char name[MT_PATH_M
     while (length < (int)sizeof at && links++ < 16 && (n = readlink(at, to, sizeof to - 1)) > 0) {
         to[n] = 0;
         last = strrchr(at, '/');
-        last = last && to[0] != '/' ? last + 1 : at; /* the rest of the path, or all of it, is replaced */
+        last = last && to[0] != '/' ? last + 1 : at; /* a relative link replaces only the last component of the path */
         length = (int)(last - at) + snprintf(last, sizeof at - (size_t)(last - at), "%s", to);
     }
     if (length >= (int)sizeof at || n > 0) return 0;
@@ -377,7 +386,8 @@ static int find_place(const char *path, struct stat *folder, char name[MT_PATH_M
     return stat(last ? at : ".", folder) == 0;
 }
 
-/* By whatever names. Terminals, pipes and devices may be written to twice. */
+/* Returns 1 when two paths lead to the same regular file, which need not exist yet. Terminals, pipes and devices do not
+   count: they may be written to twice. */
 static int same_file(const char *a, const char *b) {
     char name_a[MT_PATH_MAX], name_b[MT_PATH_MAX];
     struct stat x, y;
@@ -386,14 +396,15 @@ static int same_file(const char *a, const char *b) {
     return same && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
-/* Whether the log of `flag` is another file than that of `other`; no path means that there is none. */
+/* Returns 1 when the file `log` of --flag is not the file `path` of `other`; otherwise prints a message and returns 0.
+   path may be NULL. */
 static int is_apart(const char *flag, const char *log, const char *other, const char *path) {
     if (!path || !same_file(log, path)) return 1;
     fprintf(stderr, "train_gpt: --%s %s is the same file as %s%s%s\n", flag, log, other, *other ? " " : "", path);
     return 0;
 }
 
-/* The same for the files of a checkpoint, or, in a directory of checkpoints, those of each of them. */
+/* The same for all files of a checkpoint (depth 0), or of a directory of checkpoints (depth 1). */
 static int is_apart_from(const char *flag, const char *log, const char *other, const char *directory, int depth) {
     DIR *d = directory ? opendir(directory) : NULL;
     const struct dirent *e;
@@ -423,7 +434,7 @@ static int is_log_apart(const options *o, const char *flag, const char *log) {
     return apart;
 }
 
-/* Before a log is opened, which empties it. */
+/* Must be called before the logs are opened, because this empties them. */
 static int check_logs(const options *o) {
     return is_log_apart(o, "log", o->log) && is_log_apart(o, "hash-log", o->hash_log) &&
            (!o->log || is_apart("log", o->log, "--hash-log", o->hash_log));
@@ -431,11 +442,11 @@ static int check_logs(const options *o) {
 
 /* ---- one rank ---------------------------------------------------------------------------------------------------- */
 
-/* What a rank of a pipeline stage needs. */
+/* What a rank of a pipeline stage needs, from plan_stage. */
 typedef struct needs {
     int64_t parameters;
-    size_t model, optimizer, activations, all,
-        arena; /* bytes; arena: activations, and what evaluation and sampling need */
+    /* bytes; activations: the arena of a training step; arena: also that of evaluation, sampling and saving */
+    size_t model, optimizer, activations, all, arena;
 } needs;
 
 typedef struct job {
@@ -444,9 +455,9 @@ typedef struct job {
     needs stages[MAX_RANKS];
     int64_t parameters;   /* of the whole model */
     mt_gpt_desc origin;   /* the model of --init-from or --resume; zeros: there is none */
-    FILE *log, *hash_log; /* of rank 0 */
-    mt_status planned;
-    int refused; /* a sentence has said why the run does not begin */
+    FILE *log, *hash_log; /* only rank 0 opens them */
+    mt_status planned;    /* the status of --dry-run */
+    int refused;          /* 1: the run does not begin, and rank 0 has printed why */
 } job;
 
 enum { GROUPS = 5 };
@@ -454,32 +465,34 @@ enum { GROUPS = 5 };
 typedef struct trainer {
     const struct job *job;
     mt_context *ctx;
-    mt_comm *comm; /* of all ranks: over NCCL, if it is built, when each has a GPU of its own */
+    mt_comm *comm; /* all ranks, from mt_comm_create_for */
     mt_grid grid;
     mt_params *params;
     mt_gpt gpt;
     mt_optimizer optimizer;
-    mt_loss_scaler scaler;            /* of f16; of the others it is and stays 1 */
-    mt_checkpoint *checkpoint;        /* NULL without --checkpoint and --init-from */
-    int64_t first_step;               /* of this run: 0, or where --resume goes on */
-    mt_hash_log *hashes;              /* NULL without --hash-log */
-    int64_t *starts;                  /* of a micro-batch's sequences in the data */
-    int32_t *staging, *ids, *targets; /* one micro-batch on the host; one for each slot on the device, twice */
-    mt_gpt_saved *saved;              /* one for each slot */
+    mt_loss_scaler scaler;     /* for f16; for other types the scale is always 1 */
+    mt_checkpoint *checkpoint; /* NULL without --checkpoint and --init-from */
+    int64_t first_step;        /* 0, or with --resume the step of the checkpoint */
+    mt_hash_log *hashes;       /* NULL without --hash-log */
+    int64_t *starts;           /* the first tokens of a micro-batch's sequences in the data */
+    /* staging: one micro-batch, on the host; ids, targets: one micro-batch for each slot, on the device */
+    int32_t *staging, *ids, *targets;
+    mt_gpt_saved *saved; /* one for each slot */
     mt_action *actions;
     int slots, max_actions;
-    mt_tensor losses, totals; /* [slots, tokens] of micro-batches; [micro-batches, 1] their sums */
+    mt_tensor losses, totals; /* losses [slots, tokens]; totals [micro-batches, 1]: the sum of each one's losses */
     int64_t micro_tokens;
     size_t model_bytes, optimizer_bytes;
-    int refused;               /* by --resume; rank 0 has said why */
-    int skipped;               /* steps in a row, without a smaller loss scale to try */
+    int refused;               /* 1: `refuse` was called, and rank 0 has printed why */
+    int skipped;               /* number of skipped steps in a row without a smaller loss scale */
     mt_ledger ledgers[GROUPS]; /* of the last step */
 } trainer;
 
 static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
 static int is_last_stage(const trainer *t) { return t->grid.pp_rank + 1 == t->grid.pp_size; }
 
-/* origin: whose positions and epsilon a model has that begins with its weights. */
+/* Returns the desc of the model. A model that begins with the weights of `origin` takes its norm_eps and, without
+   --max-seq, its positions. */
 static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
     int64_t positions = origin->max_seq > (int64_t)o->seq ? origin->max_seq : (int64_t)o->seq;
     mt_gpt_desc d = {.vocab = (int64_t)o->vocab,
@@ -503,7 +516,8 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
     return d;
 }
 
-/* What the micro-batches of a training step take, and those of an evaluation, of which each has a sequence at least. */
+/* Allocates what the micro-batches of a training step and of an evaluation need. The number of micro-batches is at most
+   the number of sequences. */
 static mt_status create_slots(trainer *t) {
     const options *o = &t->job->o;
     int64_t per_rank = (int64_t)(o->batch / o->dp / o->micro_batch), totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
@@ -526,8 +540,8 @@ static mt_status create_slots(trainer *t) {
     return MT_SUCCESS;
 }
 
-/* Flags of which each rank may have its own: what concerns its machine only, and a log, which rank 0 alone writes. Of
-   --data the tokens are compared, and of --config the flags that it sets. */
+/* Returns 1 for a flag that may differ between ranks: it concerns only the rank's machine, or a log that only rank 0
+   writes. Of --data the ranks compare the tokens, and of --config the flags that it sets. */
 static int may_differ(const flag *f) {
     static const char *const names[] = {"config", "data", "log", "timeout", "no-pinning", "dry-run", "help"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -537,14 +551,14 @@ static int may_differ(const flag *f) {
 
 enum { VALUE_BYTES = 64 };
 
-/* The value of a flag, in text where it is no text itself. */
+/* Returns the value of a flag as text. A number is written to `text`. */
 static const char *value_of(const flag *f, const options *o, char text[VALUE_BYTES]) {
     const char *at = (const char *)o + f->offset, *words = NULL;
     double x = 0;
     int i = 0;
     if (f->kind == TEXT) {
         memcpy(&words, at, sizeof words);
-        if (words && strcmp(f->name, "hash-log") == 0) return "given"; /* rank 0 alone writes it */
+        if (words && strcmp(f->name, "hash-log") == 0) return "given"; /* only rank 0 writes the file */
         return words ? words : "not given";
     }
     if (f->kind == WHOLE || f->kind == REAL) {
@@ -557,7 +571,7 @@ static const char *value_of(const flag *f, const options *o, char text[VALUE_BYT
     return f->kind == SWITCH ? (i ? "given" : "not given") : choices[f->kind - DTYPE][i];
 }
 
-/* Ranks that are processes have each been told what to do. */
+/* Compares the flags and the data of all ranks, because ranks that are processes have command lines of their own. */
 static mt_status compare_ranks(const trainer *t) {
     const job *j = t->job;
     char names[FLAGS + 1][32], values[FLAGS + 1][VALUE_BYTES];
@@ -575,6 +589,7 @@ static mt_status compare_ranks(const trainer *t) {
     return mt_comm_compare(t->ctx, t->comm, "train_gpt", 0, told, n);
 }
 
+/* Creates everything that a rank needs. device is MT_DEVICE_META for a plan. */
 static mt_status trainer_create(mt_comm *world, const job *job, mt_device device, trainer *t) {
     const options *o = &job->o;
     mt_context_desc where = {.arena_bytes = job->stages[mt_comm_rank(world) / (int)(o->tp * o->dp)].arena,
@@ -633,15 +648,15 @@ static void trainer_destroy(trainer *t) {
     free(t->staging);
 }
 
-/* Copies tokens [start + shift, + seq) of a micro-batch's sequences to the device. */
+/* Copies the tokens of a micro-batch to the device: seq tokens of each sequence, from number starts[...] + shift on. */
 static mt_status upload_tokens(trainer *t, int64_t sequences, int shift, int32_t *to) {
     int64_t seq = (int64_t)t->job->o.seq, tokens = sequences * seq;
     for (int64_t i = 0; i < tokens; i++) t->staging[i] = t->job->data.tokens[t->starts[i / seq] + shift + i % seq];
     return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, tokens));
 }
 
-/* Sequences [first, first + count) of a step (training) or of the validation set, of which there are `of`, into a slot.
-   Every stage of a pipeline has them. */
+/* Loads sequences [first, first + count) of a training step, or of the `of` sequences of the validation set, into a
+   slot. Every stage of a pipeline loads them. */
 static mt_status load_batch(trainer *t, int slot, int64_t step, int64_t first, int64_t count, int64_t of,
                             int training) {
     const options *o = &t->job->o;
@@ -653,18 +668,20 @@ static mt_status load_batch(trainer *t, int slot, int64_t step, int64_t first, i
     return upload_tokens(t, count, 1, t->targets + slot * t->micro_tokens);
 }
 
-/* One pass over sequences [first, end) of a step, or of the validation set, `micro` at a time. */
+/* A pass over sequences [first, end) of a training step, or of the `of` sequences of the validation set, in
+   micro-batches of `micro` sequences. */
 typedef struct pass {
     trainer *t;
     int64_t step, first, end, micro, of;
     int training;
 } pass;
 
+/* Returns the rows of an activation on this rank. */
 static int64_t rows_of(const options *o, int64_t sequences) {
     return sequences * (int64_t)o->seq / (o->sequence_parallel ? (int64_t)o->tp : 1);
 }
 
-/* The last micro-batch of an evaluation may be smaller than what travels. */
+/* The last micro-batch of an evaluation may have fewer rows than the tensors of the pipeline. */
 static mt_tensor some_rows(mt_tensor t, int64_t rows) { return t.data ? mt_tensor_rows(t, 0, rows) : t; }
 
 static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
@@ -694,7 +711,8 @@ static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_te
     return mt_accumulate_gradients(ctx, t->params);
 }
 
-/* This rank's part of `sequences` sequences, `micro` at a time; *loss is the mean over those of all data ranks. */
+/* Runs this data rank's part of `sequences` sequences, in micro-batches of `micro`. *loss becomes the mean loss of the
+   tokens of all data ranks. */
 static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
     int64_t ranks = t->grid.dp_size, first = sequences * t->grid.dp_rank / ranks;
     pass p = {t, step, first, sequences * (t->grid.dp_rank + 1) / ranks, micro, sequences, training};
@@ -712,13 +730,13 @@ static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int6
     MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
     MT_TRY(mt_all_reduce(t->ctx, t->grid.dp, total, total, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_broadcast(t->ctx, t->grid.pp, total, total, 1, MT_F32, t->grid.pp_size - 1)); /* who has it */
+    MT_TRY(mt_broadcast(t->ctx, t->grid.pp, total, total, 1, MT_F32, t->grid.pp_size - 1)); /* by the last stage */
     MT_TRY(mt_download(t->ctx, mt_tensor_rows(t->totals, 0, 1), loss));
     *loss /= (float)((double)sequences * t->job->o.seq);
     return MT_SUCCESS;
 }
 
-/* Some are missing on some ranks. */
+/* Returns communicator number i; NULL when this rank has no such group. */
 static mt_comm *group(const trainer *t, int i) {
     mt_comm *const all[GROUPS] = {t->grid.tp, t->grid.dp, t->grid.pp, t->grid.model, t->grid.embedding};
     return all[i];
@@ -733,7 +751,7 @@ static void ledgers_stop(trainer *t) {
 }
 
 typedef struct hash_writer {
-    FILE *file; /* NULL on all ranks but one */
+    FILE *file; /* NULL on all ranks except rank 0 */
     int64_t step;
 } hash_writer;
 
@@ -755,7 +773,7 @@ static mt_status log_gradients(trainer *t, float loss, float norm) {
     return mt_hash_log_value(t->ctx, t->hashes, "grad_norm", norm);
 }
 
-/* The names are those of torch.optim.AdamW's state. */
+/* Logs a state of the optimizer. The suffix is .master, or the name that torch.optim.AdamW has for the state. */
 static mt_status log_state(trainer *t, const mt_param *p, mt_optimizer_state state, const char *suffix) {
     size_t mark = mt_arena_mark(t->ctx);
     mt_tensor shard;
@@ -779,11 +797,11 @@ static mt_status log_weights(trainer *t, int64_t step) {
     return mt_hash_log_flush(t->ctx, t->hashes, write_hash, &writer);
 }
 
-/* Platforms differ in the sign of a NaN. */
+/* Returns x for printing. The sign of a NaN is removed, because platforms differ in it. */
 static double shown(float x) { return isnan(x) ? (double)NAN : (double)x; }
 
-/* A loss or a gradient that is not finite: parameters and optimizer stay as they are, on every rank, and the run goes
-   on; f16 with a smaller scale. Where there is none, so many in a row are its end. */
+/* Handles a loss or a gradient that is not finite. Parameters and optimizer stay unchanged on every rank, and the run
+   goes on, for f16 with a smaller loss scale. When there is no smaller scale, SKIPPED_STEPS steps in a row end it. */
 static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, float norm) {
     int speaks = mt_comm_rank(t->grid.world) == 0;
     if (speaks)
@@ -809,7 +827,7 @@ static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, flo
     MT_TRY(mt_sync_gradients(t->ctx, t->params));
     MT_TRY(mt_grad_norm(t->ctx, t->params, norm));
     ledgers_stop(t);
-    worst = isfinite(*loss) ? *norm : NAN; /* its gradient may still be finite */
+    worst = isfinite(*loss) ? *norm : NAN; /* the gradient of an infinite loss may be finite */
     unscale = mt_loss_scaler_update(&t->scaler, &worst);
     *norm /= scale;
     MT_TRY(log_gradients(t, *loss, *norm));
@@ -820,7 +838,8 @@ static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, flo
     return log_weights(t, step);
 }
 
-/* In micro-batches of a power of two, which every power of two of data ranks leaves whole. */
+/* Computes the validation loss. The micro-batch is a power of two, so that it divides the sequences of a data rank for
+   every number of data ranks that is a power of two. */
 static mt_status evaluate(trainer *t, float *loss) {
     const options *o = &t->job->o;
     int64_t most = (int64_t)fmin(o->micro_batch, EVAL_SEQUENCES / fmax(o->invariant_data, o->dp)), micro = 1;
@@ -832,8 +851,8 @@ static mt_status evaluate(trainer *t, float *loss) {
 
 enum { FIXED_LINES = 5 };
 
-/* A line for each of what decides the bits, and is no matter of the split; the library compares the models. The first
-   FIXED_LINES decide which tokens a step sees. */
+/* Writes a line for each flag that changes the bits of a run, except for those of the split, which may change, and
+   those of the model, which the library compares. The first FIXED_LINES are those that --resume must not change. */
 static void note_flags(const job *j, char *note) {
     const options *o = &j->o;
     snprintf(note, MT_NOTE_MAX,
@@ -845,7 +864,7 @@ static void note_flags(const job *j, char *note) {
              o->weight_decay, o->label_smoothing);
 }
 
-/* step: steps done, all of which are in the logs before they are in a checkpoint. */
+/* Saves a checkpoint after `step` steps. It flushes the logs first, so that they have all steps of the checkpoint. */
 static mt_status save(trainer *t, int64_t step) {
     mt_training_state state = {.step = step,
                                .seed = (uint64_t)t->job->o.seed,
@@ -859,7 +878,7 @@ static mt_status save(trainer *t, int64_t step) {
     return mt_checkpoint_save(t->ctx, t->checkpoint, &state);
 }
 
-/* Every rank knows, the first one says why. */
+/* Refuses the run. Every rank calls it; rank 0 prints why. */
 static mt_status refuse(trainer *t, const char *format, ...) {
     va_list args;
     t->refused = 1;
@@ -872,7 +891,7 @@ static mt_status refuse(trainer *t, const char *format, ...) {
     return MT_ERR_ARGUMENT;
 }
 
-/* Line by line: a difference is refused, or said. */
+/* Compares two notes line by line. Refuses a difference in the first FIXED_LINES lines, and prints any other one. */
 static mt_status compare_notes(trainer *t, const char *theirs, const char *ours) {
     int speaks = mt_comm_rank(t->grid.world) == 0;
     for (int line = 0; *theirs || *ours; line++) {
@@ -888,7 +907,7 @@ static mt_status compare_notes(trainer *t, const char *theirs, const char *ours)
     return MT_SUCCESS;
 }
 
-/* Where this run begins: with the newest checkpoint, with the weights of --init-from, or with random ones. */
+/* Loads the newest checkpoint or, without one, the weights of --init-from. Without both the weights stay random. */
 static mt_status load(trainer *t, int64_t newest) {
     const options *o = &t->job->o;
     mt_training_state state;
@@ -902,8 +921,8 @@ static mt_status load(trainer *t, int64_t newest) {
     return MT_SUCCESS;
 }
 
-/* A run that was killed has gone on behind its last checkpoint: lines of later steps, and one that is not whole, are
- * dropped. */
+/* Removes the lines of steps after `step` from a log, and a last line that is not complete. A run that was killed has
+   logged steps after its last checkpoint. */
 static mt_status cut_log(const char *path, FILE *file, int64_t step) {
     char *line = NULL;
     size_t room = 0;
@@ -911,7 +930,7 @@ static mt_status cut_log(const char *path, FILE *file, int64_t step) {
     off_t end = 0;
     struct stat info;
     FILE *read;
-    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) return MT_SUCCESS; /* a terminal, say */
+    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) return MT_SUCCESS; /* not a terminal */
     read = fopen(path, "r");
     while (read && (n = getline(&line, &room, read)) > 0 && line[n - 1] == '\n') {
         char *rest;
@@ -926,7 +945,8 @@ static mt_status cut_log(const char *path, FILE *file, int64_t step) {
     return MT_ERR_IO;
 }
 
-/* Before the first step: whether there can be checkpoints at all, and what is in the logs. */
+/* Prepares the first step: locks the directory of checkpoints, loads what the run begins with, and shortens the logs of
+   a run that is resumed. */
 static mt_status begin(trainer *t) {
     const options *o = &t->job->o;
     int64_t newest = -1;
@@ -995,8 +1015,8 @@ typedef struct progress {
     double start, last_print;
 } progress;
 
-/* One line of the log, and of the console about once a second. seconds: of the training step, without the validation.
- */
+/* Writes a line to the log and, about once a second, to stdout. seconds is the time of the training step, without
+   validation. */
 static void report(const trainer *t, progress *p, int64_t step, double seconds, float loss, float norm, float lr,
                    const float *val) {
     const options *o = &t->job->o;
@@ -1019,7 +1039,7 @@ static void report(const trainer *t, progress *p, int64_t step, double seconds, 
     fflush(stdout);
 }
 
-/* Draws from softmax(logits / temperature); every rank draws the same, since all have the same logits. */
+/* Draws token number n from softmax(logits / temperature). All ranks have the same logits, so they draw the same. */
 static int32_t draw_token(const options *o, const float *logits, uint64_t n) {
     uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x73616d70, 0}, key[2] = {(uint32_t)(uint64_t)o->seed, 0},
              r[4];
@@ -1040,8 +1060,8 @@ static void print_token(const dataset *d, int32_t token) {
     else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
 }
 
-/* The logits of the token after history [count]. Sequence parallelism wants a multiple of ranks, invariant mode the
-   same number of tokens on every split: the rest is padding. */
+/* Computes the logits of the token after history [count]. The sequence is padded: sequence parallelism needs a multiple
+   of the tensor ranks, and invariant mode the same number of tokens on every split. */
 static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, float *logits) {
     const options *o = &t->job->o;
     int64_t unit = (int64_t)fmax(o->invariant, o->sequence_parallel ? o->tp : 1), max = (int64_t)o->seq;
@@ -1058,11 +1078,11 @@ static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, 
     return mt_download(t->ctx, out, logits);
 }
 
-/* Generates o->sample tokens after those in history [count], one whole forward each. */
+/* Generates o->sample tokens after history [count]. Each takes a whole forward. */
 static mt_status generate(trainer *t, int32_t *history, int64_t count, float *logits) {
     const options *o = &t->job->o;
     size_t mark = mt_arena_mark(t->ctx);
-    if (mt_context_device(t->ctx) == MT_DEVICE_META) /* the longest context is the one that needs most */
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) /* the longest history needs the most memory */
         return next_logits(t, history, count + (int64_t)o->sample - 1, logits);
     for (int64_t n = 0; n < (int64_t)o->sample; n++, count++) {
         MT_TRY(next_logits(t, history, count, logits));
@@ -1073,6 +1093,7 @@ static mt_status generate(trainer *t, int32_t *history, int64_t count, float *lo
     return MT_SUCCESS;
 }
 
+/* Generates o->sample tokens after --prompt or, without it, after the start of the validation text. Rank 0 prints. */
 static mt_status sample(trainer *t) {
     const options *o = &t->job->o;
     const dataset *d = &t->job->data;
@@ -1083,7 +1104,7 @@ static mt_status sample(trainer *t) {
     float *logits;
     mt_status status;
     if (o->sample == 0 || t->grid.dp_rank != 0) return MT_SUCCESS;
-    /* padding reads past the end */
+    /* next_logits also reads padding after the last token */
     history =
         (int32_t *)calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
     logits = (float *)malloc((size_t)o->vocab * sizeof *logits);
@@ -1126,7 +1147,7 @@ static mt_status train(trainer *t) {
     return sample(t);
 }
 
-/* Parameters of this stage, but for the second copy of a shared embedding. */
+/* Returns the number of parameters of this stage, without the last stage's copy of a shared embedding. */
 static int64_t stage_parameters(const trainer *t) {
     int64_t n = mt_params_global_elements(t->params);
     for (int i = 0; t->grid.pp_rank > 0 && i < mt_params_count(t->params); i++) {
@@ -1136,7 +1157,7 @@ static int64_t stage_parameters(const trainer *t) {
     return n;
 }
 
-/* Runs one step of a stage on a device that computes nothing, to learn what a rank needs. */
+/* Runs one step of a stage on the meta device, which computes nothing, to measure the memory that a rank needs. */
 static mt_status plan_stage(job *job, int stage, trainer *t) {
     needs *n = &job->stages[stage];
     float loss = 0, norm = 0;
@@ -1154,7 +1175,7 @@ static mt_status plan_stage(job *job, int stage, trainer *t) {
     return MT_SUCCESS;
 }
 
-/* From the last stage to the first, which says it all. */
+/* Plans all stages, from the last to the first. When speaks is 1, prints the plan after the first stage. */
 static mt_status plan(job *job, int speaks) {
     mt_status status = MT_SUCCESS;
     for (int stage = (int)job->o.pp; status == MT_SUCCESS && stage-- > 0;) {
@@ -1177,14 +1198,14 @@ static mt_status plan(job *job, int speaks) {
     return status;
 }
 
-/* A file to write to, if there is to be one. */
+/* Opens a file. When path is NULL, *out is NULL. Returns 0 after an error. */
 static int open_file(const char *path, const char *mode, FILE **out) {
     *out = path ? fopen(path, mode) : NULL;
     if (path && !*out) fprintf(stderr, "train_gpt: cannot write %s: %s\n", path, strerror(errno));
     return !path || *out;
 }
 
-/* Whether everything that was written has arrived. */
+/* Closes a file, which may be NULL. Returns 0 when something could not be written. */
 static int close_file(const char *path, FILE *file) {
     int failed = file && ferror(file);
     if (file && fclose(file) != 0) failed = 1;
@@ -1207,31 +1228,30 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_status status;
     memset(&t, 0, sizeof t);
     status = trainer_create(world, j, (mt_device)j->o.device, &t);
-    if (status == MT_SUCCESS && mt_comm_rank(world) == 0)
-        status = open_logs(j); /* which no other rank looks at, be it a thread or a process */
+    if (status == MT_SUCCESS && mt_comm_rank(world) == 0) status = open_logs(j); /* only rank 0 uses them */
     if (status == MT_SUCCESS) status = train(&t);
     if (t.refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
-    if (t.refused) status = MT_SUCCESS; /* nothing went wrong that would have to be said once more, by each rank */
+    if (t.refused) status = MT_SUCCESS; /* rank 0 has printed why: the launcher must not report every rank */
     trainer_destroy(&t);
     return status;
 }
 
-/* A plan needs no peers: one rank makes it, however many were started. It has said by itself what is wrong. */
+/* Rank 0 plans alone, because a plan needs no communication. It has printed its errors, so every rank succeeds. */
 static mt_status dry_run(mt_comm *world, void *user) {
     job *j = (job *)user;
     if (mt_comm_rank(world) == 0) j->planned = plan(j, 1);
     return MT_SUCCESS;
 }
 
-/* A rank that is a thread hangs, in a file system say. Who writes to a stream has locked it, so that cannot be waited
- * for. */
+/* mt_launch calls this function when a rank's thread is stuck, for instance in a file system. The thread may hold the
+   lock of the log, so the log is flushed only when the lock is free. */
 static void leave(void *user) {
     FILE *log = ((job *)user)->log;
     if (log && ftrylockfile(log) == 0) fflush(log);
     _exit(1);
 }
 
-/* What is known of the model whose weights this run begins with; what is wrong with it is said when they are loaded. */
+/* Reads the desc of the model whose weights this run begins with. Its errors are ignored here: `load` reports them. */
 static mt_status find_origin(job *job) {
     const options *o = &job->o;
     const char *from = o->init_from;
@@ -1287,7 +1307,7 @@ int main(int argc, char **argv) {
                      .temperature = 0.7,
                      .timeout = 600}};
     mt_status status = MT_ERR_ARGUMENT;
-    setlocale(LC_NUMERIC, "C"); /* numbers have a point, in flags, logs and notes, whatever the process has set */
+    setlocale(LC_NUMERIC, "C"); /* flags, logs and notes have a decimal point in every locale */
     if (!parse_options(argc, argv, &job.o)) return 1;
     if (job.o.help) {
         print_help(&job.o);
