@@ -1,16 +1,16 @@
-/* bench - what the library does with a CPU: GEMM, layer, GPT-2 training step, collectives, memory. Not a test.
+/* bench - measures the library on a CPU: GEMM, layer, GPT-2 training step, collectives, memory. Not a test.
 
    cc -O3 -march=native -I. -DMT_USE_ONEDNN tests/bench/bench.c -o bench -ldnnl -lm -lpthread
    cc -O3 -march=native -I. -DMT_USE_CBLAS tests/bench/bench.c -o bench -lopenblas -lm -lpthread
    cc -O3 -march=native -I. tests/bench/bench.c -o bench -lm -lpthread
 
-   ./bench                 everything, some minutes; ./bench --help has the rest, tests/bench/README.md says what rows
-                           mean
+   ./bench                 measures everything, in some minutes; ./bench --help lists the flags
+   tests/bench/README.md explains the rows.
 
-   How it measures: two ranks, one thread each, pinned one per core. What is compared alternates (A B A B ...) in rounds
-   of one run, after a warm-up that touches all memory. Before each sample a fixed loop runs on the cores that take
-   part; a round in which it was more than 4 % slower than its best is discarded and taken again, up to a limit. Ratios
-   are medians of the ratios within rounds. */
+   How it measures: two ranks, one thread each, pinned one per core. The cases that are compared alternate (A B A B ...)
+   in rounds of one run, after a warm-up that touches all memory. Before each sample a fixed calibration loop runs on
+   the cores that take part. A round in which this loop was more than 4 % slower than its best time is discarded and
+   repeated, up to a limit. Ratios are medians of the ratios within rounds. */
 
 #define _GNU_SOURCE
 #define MEGATRON_IMPLEMENTATION
@@ -22,9 +22,9 @@
 
 #define HIDDEN 768
 #define HEADS 12
-#define TOKENS 1024 /* of the layer: one sequence */
+#define TOKENS 1024 /* one sequence */
 #define GPT_VOCAB 50257
-#define GPT_GIB 9.0 /* of memory that its three models want together */
+#define GPT_GIB 9.0 /* memory of the three models of item gpt2 together */
 
 #define RANKS 2
 #define MANY_RANKS 8
@@ -32,9 +32,9 @@
 #define MAX_CASES 32
 #define MAX_PARTS 40
 #define MAX_ROUNDS 101
-#define TRIES 3 /* rounds tried, as a multiple of rounds wanted */
-#define SLOW 1.04
-#define SHORTEST_SAMPLE 5e-3 /* seconds; what is shorter is repeated within a sample */
+#define TRIES 3              /* the limit of rounds, as a multiple of the rounds that are kept */
+#define SLOW 1.04            /* calibration time over its best, above which a round is discarded */
+#define SHORTEST_SAMPLE 5e-3 /* seconds; a shorter call is repeated within a sample */
 
 typedef struct options {
     int csv, quick, help;
@@ -83,8 +83,8 @@ static const char *number(char *out, size_t size, double x) {
     return out;
 }
 
-/* versus: what `ratio` compares with; NULL: with nothing. A name that begins with two spaces continues the row above.
- */
+/* Prints a row. versus names what `ratio` compares with; NULL: there is no ratio. A name that begins with two spaces
+   belongs to the row above. */
 static void row(const char *item, const char *name, stat3 s, const char *unit, double ratio, const char *versus) {
     static char above[64];
     char a[32], b[32], c[32];
@@ -112,14 +112,14 @@ typedef struct team {
     double best[MAX_RANKS], calibration[MAX_RANKS], elapsed[MAX_RANKS];
     double slowness[TRIES * MAX_ROUNDS];
     double seconds[TRIES * MAX_ROUNDS][MAX_CASES];
-    double parts[TRIES * MAX_ROUNDS][MAX_PARTS]; /* of the one case in a group that has parts */
+    double parts[TRIES * MAX_ROUNDS][MAX_PARTS]; /* of the case with parts, at most one in an item */
 } team;
 
 typedef struct worker {
     team *team;
     mt_comm *world;
     mt_context *ctx;
-    void *item;              /* what the cases of the current item work on */
+    void *item;              /* the data of the current item, for its cases */
     double parts[MAX_PARTS]; /* seconds */
 } worker;
 
@@ -128,8 +128,8 @@ typedef mt_status (*case_function)(worker *w, int arg);
 typedef struct bench_case {
     case_function run;
     int arg;
-    int alone; /* 1: rank 0 only, the others sleep */
-    int parts; /* the case leaves this many timings in worker.parts */
+    int alone; /* 1: only rank 0 runs it, and the others sleep */
+    int parts; /* number of timings that the case writes to worker.parts */
 } bench_case;
 
 static double now(void) {
@@ -141,7 +141,7 @@ static double now(void) {
 static int rank_of(const worker *w) { return mt_comm_rank(w->world); }
 static mt_status barrier(worker *w) { return mt_barrier(w->ctx, w->world); }
 
-/* Some milliseconds of multiply-adds in the L1 cache. */
+/* Runs the calibration loop, some milliseconds of multiply-adds in the L1 cache. Returns its seconds. */
 static double calibrate(void) {
     static const int passes = 8000;
     float x[4096];
@@ -164,8 +164,8 @@ static mt_status find_best(worker *w) {
     return barrier(w);
 }
 
-/* How much slower than its best the calibration loop was on the ranks that take part. Between two barriers, rank 0
- * only. */
+/* Returns the calibration time over its best, of the slowest of the ranks that take part. Rank 0 calls it between two
+   barriers. */
 static double slowness(team *t, int ranks) {
     double worst = 1;
     for (int r = 0; r < ranks && r < t->calibrators; r++) {
@@ -175,7 +175,8 @@ static double slowness(team *t, int ranks) {
     return worst;
 }
 
-/* One sample: the seconds of the slowest rank for one call. Results are rank 0's to read. */
+/* Takes one sample. *seconds becomes the time of one call on the slowest rank, and *slow the maximum of itself and the
+   slowness. Only rank 0 gets the results. */
 static mt_status take(worker *w, const bench_case *c, int reps, double *seconds, double *slow) {
     team *t = w->team;
     int rank = rank_of(w), ranks = c->alone ? 1 : t->size;
@@ -184,7 +185,7 @@ static mt_status take(worker *w, const bench_case *c, int reps, double *seconds,
     if (rank < ranks && rank < t->calibrators) t->calibration[rank] = calibrate();
     MT_TRY(barrier(w));
     if (rank == 0) *slow = fmax(*slow, slowness(t, ranks));
-    MT_TRY(barrier(w)); /* the first woke those that slept: from this one all leave together */
+    MT_TRY(barrier(w)); /* the first barrier wakes ranks that sleep; all leave the second one together */
     start = now();
     for (int i = 0; i < reps && rank < ranks; i++) MT_TRY(c->run(w, c->arg));
     t->elapsed[rank] = (now() - start) / reps;
@@ -193,11 +194,12 @@ static mt_status take(worker *w, const bench_case *c, int reps, double *seconds,
     return MT_SUCCESS;
 }
 
-/* Runs a case until it is warm, and chooses how often it repeats within a sample. *seconds: of one call, for rank 0. */
+/* Runs a case until it is warm, and chooses *reps, the number of calls in a sample. On rank 0, *seconds becomes the
+   time of one call. */
 static mt_status warm_up(worker *w, const bench_case *c, int *reps, double *seconds) {
     double slow = 1;
     MT_TRY(take(w, c, 1, seconds, &slow));
-    for (int tries = 1; tries <= 100; tries *= 10) { /* more calls, to see what one of a microsecond costs */
+    for (int tries = 1; tries <= 100; tries *= 10) { /* a call of a microsecond needs many calls to be timed */
         MT_TRY(take(w, c, tries, seconds, &slow));
         if (rank_of(w) == 0) *reps = *seconds < SHORTEST_SAMPLE ? (int)(SHORTEST_SAMPLE / *seconds) + 1 : 1;
         MT_TRY(barrier(w));
@@ -206,13 +208,14 @@ static mt_status warm_up(worker *w, const bench_case *c, int *reps, double *seco
     return barrier(w);
 }
 
+/* Warms up all cases, and chooses the number of rounds that fit into opt->seconds. */
 static mt_status plan_rounds(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     double total = 0, seconds = 0;
     int least = opt->quick ? 3 : 5, most = opt->quick ? 5 : MAX_ROUNDS;
     for (int i = 0; i < count; i++) {
         MT_TRY(warm_up(w, &cases[i], &t->reps[i], &seconds));
-        total += seconds * t->reps[i] + 4e-3; /* and the calibration */
+        total += seconds * t->reps[i] + 4e-3; /* about 4 ms for the calibration */
     }
     if (rank_of(w) == 0) {
         t->rounds = (int)fmin(most, fmax(least, opt->seconds / total));
@@ -221,7 +224,7 @@ static mt_status plan_rounds(worker *w, const bench_case *cases, int count) {
     return barrier(w);
 }
 
-/* Rank 0: clean rounds first, then, when the limit was reached, the least disturbed of the others. */
+/* Chooses the rounds to keep: the clean ones and, when the limit was reached, the least slow of the others. Rank 0. */
 static void choose_rounds(team *t) {
     int count = 0;
     for (int i = 0; i < t->tries && count < t->rounds; i++)
@@ -243,6 +246,7 @@ static int clean_rounds(const team *t) {
     return clean;
 }
 
+/* Takes one sample of each case. */
 static mt_status take_round(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     double slow = 1, seconds;
@@ -261,7 +265,8 @@ static mt_status take_round(worker *w, const bench_case *cases, int count) {
     return barrier(w);
 }
 
-/* Called by all ranks of the team with the same cases. Afterwards rank 0 reads the results with the functions below. */
+/* Measures the cases. All ranks of the team call it with the same cases. Rank 0 then reads the results with the
+   functions below. */
 static mt_status measure(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     MT_TRY(plan_rounds(w, cases, count));
@@ -273,28 +278,28 @@ static mt_status measure(worker *w, const bench_case *cases, int count) {
 
 static double taken(const team *t, int c, int round) { return t->seconds[t->kept[round]][c]; }
 
-/* factor * seconds of case c */
+/* Returns factor * seconds of case c. */
 static stat3 case_time(const team *t, int c, double factor) {
     double v[MAX_ROUNDS];
     for (int i = 0; i < t->rounds; i++) v[i] = factor * taken(t, c, i);
     return stat_of(v, t->rounds);
 }
 
-/* amount / seconds of case c */
+/* Returns amount / seconds of case c. */
 static stat3 case_rate(const team *t, int c, double amount) {
     double v[MAX_ROUNDS];
     for (int i = 0; i < t->rounds; i++) v[i] = amount / taken(t, c, i);
     return stat_of(v, t->rounds);
 }
 
-/* factor * seconds of a, for one of b */
+/* Returns the median of factor * seconds of case a / seconds of case b. */
 static double case_ratio(const team *t, int a, int b, double factor) {
     double v[MAX_ROUNDS];
     for (int i = 0; i < t->rounds; i++) v[i] = factor * taken(t, a, i) / taken(t, b, i);
     return stat_of(v, t->rounds).median;
 }
 
-/* factor * seconds of the parts for which chosen[p] is set, together */
+/* Returns factor * the sum of the seconds of the parts for which chosen[p] is set. */
 static stat3 part_time(const team *t, const int *chosen, int parts, double factor) {
     double v[MAX_ROUNDS];
     for (int i = 0; i < t->rounds; i++) {
@@ -305,15 +310,15 @@ static stat3 part_time(const team *t, const int *chosen, int parts, double facto
     return stat_of(v, t->rounds);
 }
 
-/* ---- a place to compute: this rank of a split, or rank 0 by itself ----------------------------------------------- */
+/* ---- a place to compute: this rank of a split, or rank 0 alone --------------------------------------------------- */
 
 typedef struct place {
-    mt_comm *solo; /* own group of one, or NULL */
+    mt_comm *solo; /* a group of this rank alone; NULL: the place uses the world */
     mt_context *ctx;
     mt_grid grid;
 } place;
 
-/* where: threads, arena and mode of the context */
+/* where is the desc of the context: threads, arena and invariant mode. */
 static mt_status place_create(worker *w, int tp, int data, mt_context_desc where, place *out) {
     mt_comm *world = w->world;
     mt_grid_desc shape = {.tp = tp, .dp = data};
@@ -332,8 +337,9 @@ static void place_destroy(place *p) {
     mt_comm_destroy(p->solo);
 }
 
-/* One parallel region of two OpenMP threads by this thread, in which they pin themselves to two cores: oneDNN's next
-   ones use the same threads. Without OpenMP nothing happens. The names are private and weak, as in mt_kernels.cuh. */
+/* pin_gemm_threads runs a parallel region of two OpenMP threads, in which they pin themselves to two cores. Later
+   parallel regions of oneDNN on this thread use the same threads. Without OpenMP it does nothing: the two functions of
+   libgomp are weak references, as in mt_kernels.cuh. */
 static void bench_gomp_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weakref("GOMP_parallel")));
 static int bench_omp_thread(void) __attribute__((weakref("omp_get_thread_num")));
 
@@ -363,8 +369,8 @@ static int pin_gemm_threads(void) {
 
 /* ---- the operators of one layer, one after the other ------------------------------------------------------------- */
 
-/* A layer's training step written out in the layer's order and with its shapes, so that every operator can be timed
-   where it stands, with the caches as the operator before left them. */
+/* The operators of a layer's forward and backward, in the layer's order and with its shapes. Each operator can thus be
+   timed with the caches as the operator before it leaves them. */
 
 enum { GEMM, ATTENTION, ALL_REDUCE, NORM, ACTIVATION, BIAS_DROPOUT, KINDS };
 static const char *const kind_names[KINDS] = {"GEMM", "attention",  "all-reduce",
@@ -375,7 +381,7 @@ struct ops;
 typedef struct op {
     const char *name;
     int kind;
-    double flops, bytes; /* of this rank; bytes: read and written, each tensor once */
+    double flops, bytes; /* of this rank; bytes: those read and written, counting each tensor once */
     mt_status (*run)(const struct ops *s, const struct op *o);
     mt_tensor a, b, c, d;
     mt_transpose trans_a, trans_b;
@@ -477,14 +483,15 @@ static void ops_add_forward(ops *s, const char *name, mt_tensor residual, mt_ten
     ops_view(s, name, BIAS_DROPOUT, op_add, 3 * bytes_of(y), y, residual, y, mt_none());
 }
 
-/* The gradient with respect to what came before dropout, and of the bias: without dropout only the bias'. */
+/* Adds the backward of dropout and bias; without dropout, that of the bias only. */
 static void ops_add_backward(ops *s, const char *name, mt_tensor dy) {
     if (s->dropout.p > 0.0f)
         ops_view(s, name, BIAS_DROPOUT, op_drop_backward, 2 * bytes_of(dy), dy, s->dblock, mt_none(), mt_none());
     else ops_view(s, name, BIAS_DROPOUT, op_bias_backward, bytes_of(dy), dy, s->dbias_h, mt_none(), mt_none());
 }
 
-/* 2 products forward and 4 backward (recomputation not counted) over the visible half of the scores. */
+/* Returns the floating-point operations of causal attention's forward: 2 products, over the visible half of the scores.
+   Backward has 4 products, not counting recomputation. */
 static double attention_flops(double sequences, double seq, double width) {
     return 2 * sequences * seq * (seq + 1) * width;
 }
@@ -531,7 +538,7 @@ static void ops_list_backward(ops *s) {
     ops_view(s, "norm 1 backward", NORM, op_norm_backward, 4 * bytes_of(s->x), s->x, s->stats1, s->dx1, s->dx);
 }
 
-/* A tensor of small random numbers. */
+/* Returns a tensor of small random numbers. Before s->memory is allocated, it only counts in s->used. */
 static mt_tensor ops_tensor(ops *s, int64_t rows, int64_t cols) {
     mt_tensor t = mt_tensor_f32(s->memory + s->used, rows, cols);
     mt_random at = {.seed = 7, .subsequence = s->used, .global_cols = cols};
@@ -571,6 +578,7 @@ static void ops_parameters(ops *s, int64_t split) {
     s->gfc2 = ops_tensor(s, HIDDEN, 4 * HIDDEN / split);
 }
 
+/* Creates the tensors and the list of operators for this rank of a split over `split` ranks. */
 static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
     void *memory;
     memset(s, 0, sizeof *s);
@@ -584,7 +592,7 @@ static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
                                   .head_dim = HIDDEN / HEADS,
                                   .dropout = s->dropout};
     s->desc.dropout.at.global_cols = HEADS;
-    ops_activations(s, split); /* counts */
+    ops_activations(s, split); /* counts the floats */
     ops_parameters(s, split);
     s->bytes = s->used * sizeof(float);
     MT_TRY(mt_context_alloc(s->place.ctx, s->bytes, &memory));
@@ -602,7 +610,8 @@ static void ops_destroy(ops *s) {
     place_destroy(&s->place);
 }
 
-/* All operators of one kind (all kinds for KINDS), each timed into seconds when that is not NULL. */
+/* Runs all operators of one kind, or of all kinds for KINDS. When seconds is not NULL, seconds[i] becomes the time of
+   operator i. */
 static mt_status ops_run(const ops *s, int kind, double *seconds) {
     double start = now(), end;
     for (int i = 0; i < s->count; i++) {
@@ -626,10 +635,9 @@ static double ops_flops(const ops *s, int kind) {
 /* ---- item gemm --------------------------------------------------------------------------------------------------- */
 
 typedef struct gemm_item {
-    ops one, two; /* at TP=1 (rank 0 only) and at TP=2 */
-    int index[MAX_PARTS],
-        count; /* of the GEMMs in two.list; in one.list the same GEMM is the same number among GEMMs */
-    int index_one[MAX_PARTS];
+    ops one, two;                /* at TP=1 (only rank 0 runs it) and at TP=2 */
+    int index[MAX_PARTS], count; /* the places of the GEMMs in two.list, and their number */
+    int index_one[MAX_PARTS];    /* the places of the same GEMMs in one.list */
 } gemm_item;
 
 static int gemm_indices(const ops *s, int *index) {
@@ -761,7 +769,7 @@ static double layer_flops(void) {
 enum { GEMMS_1, GEMMS_2, LAYER_1, LAYER_1_THREADS_2, LAYER_1_DROPOUT, LAYER_2, LAYER_2_DROPOUT, REPLAY_2, LAYER_CASES };
 
 typedef struct layer_item {
-    gemm_item gemms; /* first: run_gemms_one and run_gemms_two look for it here */
+    gemm_item gemms; /* must be the first member: run_gemms_one and run_gemms_two use the item as a gemm_item */
     one_layer layers[LAYER_CASES];
     int pinned;
     double faults;
@@ -799,7 +807,7 @@ static long minor_faults(void) {
     return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_minflt : 0;
 }
 
-/* Page faults and all-reduces of one step at TP=2, after all the others. */
+/* Counts the page faults and all-reduces of one step at TP=2, after the timed steps. */
 static mt_status layer_count(worker *w) {
     enum { STEPS = 4 };
     layer_item *l = w->item;
@@ -1084,7 +1092,7 @@ typedef struct gpt_model {
     mt_gpt_saved saved;
     mt_optimizer optimizer;
     mt_tensor loss;
-    int64_t first, count, micro; /* this rank's sequences, and those of a micro-batch */
+    int64_t first, count, micro; /* this rank's first sequence and number of sequences; sequences of a micro-batch */
     uint64_t step;
     const int32_t *tokens;
     int created;
@@ -1093,7 +1101,7 @@ typedef struct gpt_model {
 #define GPT_TOKENS 4096                    /* enough for every size */
 static int32_t gpt_tokens[GPT_TOKENS + 1]; /* below every vocabulary; set by main */
 
-/* The model in an already made place (CPU or meta). */
+/* Creates the model in m->place, whose context is on the CPU or the meta device. */
 static mt_status gpt_build(gpt_model *m, const gpt_size *size) {
     mt_gpt_desc d = {.vocab = size->vocab,
                      .layers = size->layers,
@@ -1145,7 +1153,7 @@ static mt_status gpt_step(gpt_model *m) {
     return mt_optimizer_step(ctx, &m->optimizer, 1e-4f, mt_clip_coefficient(norm, 1.0f));
 }
 
-/* One step on the meta device tells the arena that a rank of this split needs. */
+/* Runs one step on the meta device. *arena becomes the arena that a rank of this split needs, in bytes. */
 static mt_status gpt_plan(int tp, int data, int invariant, const gpt_size *size, size_t *arena) {
     gpt_model m = {0};
     mt_context_desc where = {.device = MT_DEVICE_META, .invariant = invariant};
@@ -1227,9 +1235,9 @@ static double free_gib(void) {
     return kib / (1 << 20);
 }
 
-static double free_gib_at_start; /* by main, so that all ranks decide alike */
+static double free_gib_at_start; /* set by main, so that all ranks decide alike */
 
-/* Says so when there is too little memory for GPT-2. */
+/* Returns 1 when there is enough memory for GPT-2; otherwise prints that `what` is left out. */
 static int fits(const worker *w, const char *what) {
     if (free_gib_at_start >= GPT_GIB) return 1;
     if (rank_of(w) == 0)
@@ -1249,9 +1257,10 @@ static mt_status item_gpt(worker *w) {
 
 /* ---- item invariant: what invariant mode costs ------------------------------------------------------------------- */
 
-/* A model for 8 shards, and one whose micro-batches are as small as they get. */
+/* A GPT of 17M parameters that 8 virtual shards divide without padding. */
 static const gpt_size gpt_of_8_heads = {4, 512, 8, 8192, 256, 256, 8};
 
+/* A model in both modes. */
 typedef struct price {
     const char *name;
     const gpt_size *size;
@@ -1354,7 +1363,7 @@ static mt_status run_memcpy(worker *w, int arg) {
     return MT_SUCCESS;
 }
 
-/* Zeros: sums of sums of them stay finite. */
+/* Allocates the buffers. They are zero, so that repeated sums stay finite. */
 static mt_status transfer_buffers(worker *w, size_t bytes, transfer_item *x) {
     void *a, *b;
     MT_TRY(mt_context_alloc(w->ctx, bytes, &a));
@@ -1422,12 +1431,12 @@ enum {
 
 typedef struct bandwidth_item {
     mt_tensor x, y, z, r, stats, vector, grads, scales; /* [tokens, hidden], vectors, scales and their gradients */
-    mt_tensor h, act, dh, zero; /* [tokens, ffn]; a bias that leaves h as it is, call after call */
+    mt_tensor h, act, dh, zero; /* [tokens, ffn]; a bias of zeros, so that repeated calls do not change h */
     mt_tensor logits, scalars, lse;
     mt_tensor p, g, m, v;
     int32_t targets[CE_TOKENS];
     char *from, *to;
-    double bytes[BW_CASES]; /* read and written, each tensor once */
+    double bytes[BW_CASES]; /* read and written, counting each tensor once */
 } bandwidth_item;
 
 static const char *const bandwidth_names[BW_CASES] = {"layer norm",
@@ -1499,7 +1508,7 @@ static void bandwidth_bytes(bandwidth_item *b) {
     memcpy(b->bytes, bytes, sizeof bytes);
 }
 
-/* All from the arena, with small random numbers; moments of AdamW must not be negative. */
+/* Allocates the tensors in the arena, with small random numbers. AdamW's second moment must not be negative. */
 static mt_status bandwidth_tensors(worker *w, bandwidth_item *b) {
     const struct {
         mt_tensor *t;
@@ -1559,7 +1568,7 @@ static mt_status item_bandwidth(worker *w) {
     return MT_SUCCESS;
 }
 
-/* ---- item memory: on the meta device, so that it needs none ------------------------------------------------------ */
+/* ---- item memory: on the meta device, which allocates nothing ---------------------------------------------------- */
 
 static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_parallel, double *bytes) {
     mt_params *params = NULL;
@@ -1575,7 +1584,7 @@ static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_par
     MT_KEEP(status, mt_transformer_layer_create(ctx, params, "layer", &d, &layer));
     MT_KEEP(status, mt_params_init(ctx, params, 1));
     MT_KEEP(status, mt_arena_tensor(ctx, MT_F32, rows, HIDDEN, &y));
-    mark = mt_arena_mark(ctx); /* x belongs to the layer's memory: its norm wants it again */
+    mark = mt_arena_mark(ctx); /* x counts as memory of the layer, because backward reads it */
     MT_KEEP(status, mt_arena_tensor(ctx, MT_F32, rows, HIDDEN, &x));
     MT_KEEP(status, mt_transformer_layer_forward(ctx, &layer, &batch, x, y, &saved));
     *bytes = (double)(mt_arena_mark(ctx) - mark);
@@ -1600,9 +1609,10 @@ static mt_status memory_of(int split, int sequence_parallel, double *bytes) {
     return status;
 }
 
-/* Bytes per value kept: input, two norm outputs, middle (16), qkv and attention's output (16), both inner of the MLP
-   (32). by_heads: attention is split by whole heads, of which HEADS = 12 gives 8 ranks 2 each (and two ranks none),
-   not 1.5. */
+/* Returns the bytes that a layer keeps. With 4 bytes for each value, these are per token and per feature of hidden: 16
+   for the input, the outputs of both norms and the activation between the sublayers; 16 for qkv and the output of
+   attention; 32 for the two inner activations of the MLP. by_heads = 1: attention is split by whole heads. On 8 ranks,
+   HEADS = 12 gives 2 heads to each rank (and none to the last two), not 1.5. */
 static double memory_formula(int split, int sequence_parallel, int by_heads) {
     double share = by_heads ? (double)((HEADS + split - 1) / split) / HEADS : 1.0 / split;
     return (double)TOKENS * HIDDEN * (16.0 / (sequence_parallel ? split : 1) + 16 * share + 32.0 / split);
@@ -1727,7 +1737,7 @@ static void print_help(void) {
            "  --only ITEM  one of gemm layer composed breakdown gpt2 collectives bandwidth memory\n");
 }
 
-/* libgomp, asked to bind threads, binds the first one when it is loaded, and every rank would inherit that one core. */
+/* When libgomp is told to bind threads, it binds the first thread as it is loaded. All ranks would inherit its core. */
 static int bound_by_openmp(void) {
     int asked = getenv("OMP_PROC_BIND") || getenv("OMP_PLACES") || getenv("GOMP_CPU_AFFINITY");
     if (team_core_count >= RANKS || !asked) return 0;

@@ -1,13 +1,14 @@
-/* bench_cuda - what the library does with a GPU: memory-bound operators, GEMM, attention, layers. Not a test.
+/* bench_cuda - measures the library on a GPU: memory-bound operators, GEMM, attention, layers. Not a test.
 
    nvcc -O3 -std=c++17 -I. tests/bench/bench_cuda.cu -o bench_cuda -lcublasLt && ./bench_cuda
 
-   ./bench_cuda     everything, some minutes; ./bench_cuda --help has the rest, tests/bench/README.md says what rows
-                    mean
+   ./bench_cuda     measures everything, in some minutes; ./bench_cuda --help lists the flags
+   tests/bench/README.md explains the rows.
 
-   Limits are measured first, on the same GPU: a large copy, a large bf16 GEMM. Each figure is the median of samples
-   taken with CUDA events around repeated calls, after a warm-up. A ratio compares with its limit: for memory-bound
-   operators with a copy of as many bytes whose samples alternate with theirs. Exits with 77 when there is no GPU. */
+   It first measures the limits of the same GPU: a large copy and a large bf16 GEMM. Each figure is the median of samples
+   between CUDA events around repeated calls, after a warm-up. A ratio compares a figure with its limit. For a
+   memory-bound operator this is a copy of as many bytes, whose samples alternate with the operator's. The exit status
+   is 77 when there is no GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -24,7 +25,7 @@
 #define NO_GPU 77
 
 static struct options {
-    int csv, samples, tiny; /* tiny: shapes so small that they only show that everything runs */
+    int csv, samples, tiny; /* tiny: small shapes, which only show that everything runs */
     std::string only;
 } opt = {0, 15, 0, ""};
 
@@ -59,10 +60,11 @@ struct timing {
 
 static timing timing_of(std::vector<double> samples) {
     std::sort(samples.begin(), samples.end());
-    for (double &s : samples) s = std::max(s, 1e-9); /* a clock that stands still */
+    for (double &s : samples) s = std::max(s, 1e-9); /* no division by 0 when the clock stands still */
     return {samples[samples.size() / 2], samples.front(), samples.back()};
 }
 
+/* Returns the seconds of one call of f, from one sample of `reps` calls. */
 static double sample(const work &f, int reps) {
     static cudaEvent_t begin, end;
     float ms = 0;
@@ -76,7 +78,7 @@ static double sample(const work &f, int reps) {
     return ms * 1e-3 / reps;
 }
 
-/* Calls in a sample, so that it takes 5 ms at least; the first ones warm up. */
+/* Warms f up, and returns the number of calls with which a sample takes at least 5 ms. */
 static int calls_of(const work &f) {
     f();
     double once = sample(f, 3);
@@ -90,7 +92,7 @@ static timing measure(const work &f) {
     return timing_of(samples);
 }
 
-/* f and g alternate; *ratio: median of g's time over f's, pair by pair. */
+/* Measures f. Samples of f and g alternate; *ratio becomes the median of the time of g over that of f, pair by pair. */
 static timing measure_beside(const work &f, const work &g, double *ratio) {
     int f_reps = calls_of(f), g_reps = calls_of(g);
     std::vector<double> samples, ratios;
@@ -108,7 +110,7 @@ static bool wanted(const char *item, const char *title) {
     return true;
 }
 
-/* amount: floating-point operations or bytes of a call, in the unit's prefix */
+/* Prints a row. amount is the number of floating-point operations or bytes of a call, in the unit's prefix. */
 static void row(const char *item, const std::string &name, timing t, double amount, const char *unit, double ratio,
                 const char *versus) {
     double rate = amount / t.median, low = amount / t.high, high = amount / t.low;
@@ -135,7 +137,7 @@ static mt_tensor noise(mt_dtype dtype, int64_t rows, int64_t cols, float std = 1
 
 static double bytes(mt_tensor t) { return (double)t.rows * (double)t.cols * (double)mt_dtype_size(t.dtype); }
 
-static size_t other_arena;          /* bytes, of a second context */
+static size_t other_arena;          /* bytes of the arena of a second context */
 static double copy_rate, gemm_rate; /* the limits: bytes, floating-point operations per second */
 
 /* ---- limits ------------------------------------------------------------------------------------------------------ */
@@ -160,7 +162,7 @@ static void item_limits() {
 
 /* ---- memory-bound operators -------------------------------------------------------------------------------------- */
 
-/* Each tensor is larger than any cache. moved: bytes read and written, each tensor once. */
+/* moved is the number of bytes read and written, counting each tensor once. Each tensor is larger than the caches. */
 static void memory_row(const std::string &name, double moved, const work &f) {
     size_t mark = mt_arena_mark(ctx);
     void *from, *to;
@@ -215,7 +217,7 @@ static void memory_of_type(mt_dtype dtype) {
     mt_arena_release(ctx, mark);
 }
 
-/* Turns the queries and keys of MHA, two thirds of qkv. */
+/* Rotary embedding reads and writes the queries and keys, which are two thirds of qkv with MHA. */
 static void memory_of_rotary(mt_dtype dtype) {
     int64_t tokens = opt.tiny ? 9 : 16384, h = opt.tiny ? 40 : 4096, dim = opt.tiny ? 20 : 128,
             seq = opt.tiny ? 9 : 2048;
@@ -230,7 +232,8 @@ static void memory_of_rotary(mt_dtype dtype) {
     mt_arena_release(ctx, mark);
 }
 
-/* Ids as frequent as words, the k-th most frequent one 1 / k as much as the first; *distinct: how many there are. */
+/* Returns ids with the frequencies of words: the k-th most frequent id is 1 / k as frequent as the first (Zipf).
+   *distinct becomes the number of different ids. */
 static int32_t *zipf_ids(int64_t vocab, int64_t tokens, size_t *distinct) {
     std::vector<int32_t> ids;
     uint64_t state = 1;
@@ -297,7 +300,7 @@ struct shape {
     int64_t hidden, heads, seq, sequences;
 };
 
-/* The paper's layers (arXiv 1909.08053, table 1) at 8 sequences of 1024 tokens, and today's. */
+/* The layers of arXiv 1909.08053, table 1, with 8 sequences of 1024 tokens, and larger ones. */
 static const shape shapes[] = {{"1.2B of the paper", 1536, 16, 1024, 8}, {"2.5B of the paper", 1920, 20, 1024, 8},
                                {"4.2B of the paper", 2304, 24, 1024, 8}, {"8.3B of the paper", 3072, 32, 1024, 8},
                                {"h 4096, s 2048", 4096, 32, 2048, 4},    {"h 4096, s 8192", 4096, 32, 8192, 1},
@@ -308,7 +311,8 @@ static std::vector<shape> the_shapes() {
     return std::vector<shape>(std::begin(shapes), std::end(shapes));
 }
 
-/* The fastest of what cuBLASLt offers for C = op(A) op(B), asked for here by itself. Seconds. */
+/* Returns the seconds of the fastest of the algorithms that cuBLASLt's heuristic offers for C = op(A) op(B) + beta C. It
+   calls cuBLASLt itself, not mt_gemm. */
 static double best_algorithm(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_tensor b, float beta, mt_tensor c) {
     cublasLtHandle_t lt;
     cublasLtMatmulDesc_t desc;
@@ -386,7 +390,8 @@ static void item_gemm() {
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* Two products of 2 s s d for each head forward, five backward; half of them when causal. */
+/* For each head, forward has two products of 2 seq^2 head_dim operations, and backward has five. A causal mask halves
+   them. */
 static void attention_rows(int64_t seq, int64_t head_dim, mt_mask mask) {
     int64_t sequences = opt.tiny ? 1 : 16384 / seq, heads = opt.tiny ? 2 : 2048 / head_dim;
     size_t mark = mt_arena_mark(ctx);
@@ -419,8 +424,8 @@ static void item_attention() {
 
 /* ---- layers ------------------------------------------------------------------------------------------------------ */
 
-/* GFLOP as in bench.c: 72 tokens h^2 of GEMMs and the causal half of attention's products; recomputation does not
- * count. */
+/* Operations are counted as in bench.c: 72 tokens hidden^2 for the GEMMs, and the causal half of attention's products.
+   Recomputation does not count. */
 static void layer_row(const shape &s, const std::string &how) {
     size_t mark = mt_arena_mark(ctx);
     mt_params *params;
@@ -454,7 +459,7 @@ static void layer_row(const shape &s, const std::string &how) {
     mt_arena_release(ctx, mark);
 }
 
-/* The same in a context of its own, on the same stream, whose epilogues are not separate. */
+/* The same in another context on the same stream, with another option for epilogues. */
 static void layer_row_with(const shape &s, mt_epilogue epilogue, const std::string &how) {
     mt_context *separate = ctx, *other = NULL;
     mt_context_desc where;
@@ -477,7 +482,7 @@ static void item_layer() {
     if (!wanted("layer", "one pre-LN GPT layer, bf16, one rank, no dropout")) return;
     for (const shape &s : the_shapes()) {
         layer_row(s, "");
-        if (!opt.tiny && (s.hidden < 3072 || s.hidden > 4096 || s.seq > 2048)) continue; /* two of them are enough */
+        if (!opt.tiny && (s.hidden < 3072 || s.hidden > 4096 || s.seq > 2048)) continue; /* two shapes are enough */
         layer_row_with(s, MT_EPILOGUE_FUSED, ", epilogues fused");
         layer_row_with(s, MT_EPILOGUE_MEASURED, ", epilogues measured");
     }

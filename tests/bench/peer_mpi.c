@@ -1,11 +1,10 @@
-/* peer_mpi - all-reduce between processes, by MPI and by megatron.h over MPI: the former to compare with the
-   "collectives" rows of bench.c, too.
+/* peer_mpi - measures the all-reduce between processes: that of MPI, and that of megatron.h over MPI.
 
    mpicc -O3 -march=native -I. tests/bench/peer_mpi.c -o peer_mpi -lm -lpthread && mpirun -n 2 --bind-to core ./peer_mpi
 
-   Prints name,median,min,max,unit and, for megatron.h, the median of its ratios to MPI within rounds: a round takes a
-   sample of either. A sample is the time of the slowest rank; the ranks start it together. Buffers are allocated and
-   touched once. */
+   Prints lines name,median,min,max,unit and, for megatron.h, the median of the ratios of its time to that of MPI within
+   rounds. A round takes one sample of each. A sample is the time of the slowest rank; the ranks start it together.
+   Buffers are allocated and touched once. The figures of MPI also compare with the rows "collectives" of bench.c. */
 
 #define MT_USE_MPI
 #define MEGATRON_IMPLEMENTATION
@@ -25,6 +24,7 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* Returns the microseconds of one all-reduce on the slowest rank: ours, or that of MPI. */
 static double sample(bench *b, size_t count, int ours) {
     double start, mine, slowest;
     MPI_Barrier(MPI_COMM_WORLD);
