@@ -1,10 +1,11 @@
 #!/bin/sh
-# Compares the speed of this tree with that of another revision, in one run: the benchmark of both, in turns.
+# Compares the speed of this tree with that of another revision: runs the benchmarks of both in turns.
 #
-#   sh tests/bench/against.sh REVISION [ROUNDS [ITEM...]]      5 rounds of: layer collectives
+#   sh tests/bench/against.sh REVISION [ROUNDS [ITEM...]]      default: 5 rounds of the items layer and collectives
 #
-# Each tree's tests/bench/bench.c is built with its own headers and the same flags. For each row it prints the median of
-# the ratios new / old of the rounds, their smallest and largest, and the median times. Less than 1 is faster.
+# Each tree's tests/bench/bench.c is built with its own headers and the same flags. For each row the script prints the
+# median, smallest and largest of the rounds' ratios new / old, and the median figures. A ratio below 1 means that this
+# tree is faster.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -34,7 +35,8 @@ while [ $round -lt "$rounds" ]; do
         done
     done
 done >>"$build/rows.csv"
-# item,name,median,... of both, by round. Only times and rates that both have are compared; a rate counts as its inverse.
+# A line is TREE,ROUND, and then a row of --csv. Only rows that both trees have are compared. The ratio of a rate is
+# inverted, so that below 1 always means faster.
 python3 - "$build/rows.csv" <<'END'
 import csv, statistics, sys
 rows = {}

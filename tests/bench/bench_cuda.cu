@@ -5,8 +5,8 @@
    ./bench_cuda     measures everything, in some minutes; ./bench_cuda --help lists the flags
    tests/bench/README.md explains the rows.
 
-   It first measures the limits of the same GPU: a large copy and a large bf16 GEMM. Each figure is the median of samples
-   between CUDA events around repeated calls, after a warm-up. A ratio compares a figure with its limit. For a
+   It first measures the limits of the same GPU: a large copy and a large bf16 GEMM. Each figure is the median of
+   samples between CUDA events around repeated calls, after a warm-up. A ratio compares a figure with its limit. For a
    memory-bound operator this is a copy of as many bytes, whose samples alternate with the operator's. The exit status
    is 77 when there is no GPU. */
 
@@ -311,8 +311,8 @@ static std::vector<shape> the_shapes() {
     return std::vector<shape>(std::begin(shapes), std::end(shapes));
 }
 
-/* Returns the seconds of the fastest of the algorithms that cuBLASLt's heuristic offers for C = op(A) op(B) + beta C. It
-   calls cuBLASLt itself, not mt_gemm. */
+/* Returns the seconds of the fastest of the algorithms that cuBLASLt's heuristic offers for C = op(A) op(B) + beta C.
+   It calls cuBLASLt itself, not mt_gemm. */
 static double best_algorithm(mt_transpose ta, mt_transpose tb, mt_tensor a, mt_tensor b, float beta, mt_tensor c) {
     cublasLtHandle_t lt;
     cublasLtMatmulDesc_t desc;

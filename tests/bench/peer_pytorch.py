@@ -1,25 +1,26 @@
-"""The shapes of the project's benchmark, in PyTorch on CPUs, tuned as well as PyTorch can be.
+"""The shapes of bench.c in PyTorch on a CPU, with the settings that make PyTorch fastest.
 
     python tests/bench/peer_pytorch.py            some minutes
     python tests/bench/peer_pytorch.py --quick    a few iterations of each, for a look
 
 1. One pre-LN GPT layer, forward and backward (gradients of its input and of all weights): hidden
    768, 12 heads, one sequence of 1024 tokens, float32, no dropout, scaled_dot_product_attention.
-   With 1 thread, with 2 threads, and split over 2 processes of 1 thread (Megatron's f and g over
-   gloo), with the time that its 4 all-reduces take, waiting for the other process included.
+   It runs with 1 thread, with 2 threads, and split over 2 processes of 1 thread (Megatron's f and
+   g over gloo). For the split layer, also the time of its 4 all-reduces, which includes waiting for
+   the other process.
 2. One GPT-2 124M training step: 4 sequences of 64 tokens, vocabulary padded to 50304, tied head,
    fused AdamW; 2 threads.
 3. One all-reduce of 3 MB between 2 processes over gloo.
-4. The GEMM of the layer's first MLP product, so that one sees which rate the library reached.
+4. The GEMM of the layer's first MLP product, which shows the rate that PyTorch's BLAS reaches.
 
-Every measurement is a process of its own, started by this one with the environment that makes
-PyTorch fast: the allocator keeps its memory, OpenMP threads are pinned one per core, OpenBLAS takes
-its AVX-512 kernels, and MKL, which takes slower kernels on AMD processors, is told that it runs on
-an Intel one where a C compiler is there to build the one-line library for that and where it helps.
-Processes that form a group are pinned one per core and talk through 127.0.0.1.
+This process starts each measurement in a process of its own, with this environment: the allocator
+keeps its memory, OpenMP threads are pinned one per core, and OpenBLAS uses its AVX-512 kernels. MKL
+uses slower kernels on AMD processors. A preloaded library of one line, built with a C compiler,
+makes MKL use its Intel kernels when they are faster. Processes that form a group are pinned one per
+core and communicate through 127.0.0.1.
 
-Prints a table, then a line "name,value,unit" per figure. Medians; the table has the 10th and 90th
-percentile too. Exits with 77 when PyTorch is not installed.
+Prints a table of medians and of 10th and 90th percentiles, then a line "name,value,unit" for the
+median of each figure. Exits with 77 when PyTorch is not installed.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def summary(seconds):
 
 
 def repeat(step, iterations, warmup):
-    """Seconds of each of `iterations` calls of step, after `warmup` calls that do not count."""
+    """Returns the seconds of each of `iterations` calls of step, after `warmup` other calls."""
     for _ in range(warmup):
         step()
     seconds = []
@@ -70,7 +71,7 @@ def repeat(step, iterations, warmup):
 
 
 def tensor_parallel_regions(dist, clock):
-    """Megatron's conjugates f and g; clock[0] collects the seconds inside all-reduces."""
+    """Returns Megatron's conjugates f and g. clock[0] adds up the seconds inside all-reduces."""
     import torch
 
     def all_reduce(x):
@@ -116,7 +117,7 @@ def make_layer_weights(split):
 
 
 def layer_forward(w, x, split=1, f=None, g=None):
-    """x [sequences, seq, HIDDEN]; with g the row-parallel products' biases are added after it."""
+    """x is [sequences, seq, HIDDEN]. With g, row-parallel layers add their biases after it."""
     import torch.nn.functional as F
     b, s, _ = x.shape
     n = F.layer_norm(x, (HIDDEN,), *w["ln1"])
@@ -213,8 +214,8 @@ def run_part(args):
     if args.world > 1:
         import torch.distributed as dist
         dist.barrier()
-        time.sleep(0.5)  # let the other process leave the barrier, too
-        os._exit(0)  # destroying a gloo group can hang when the process with the store is gone first
+        time.sleep(0.5)  # the other process must leave the barrier, too
+        os._exit(0)  # destroying a gloo group can hang when the process with the store exits first
 
 
 # ---- the parent ----------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def start(part, cores, iterations, threads=1, rank=0, world=1, port=0):
 
 
 def measure(part, cores, iterations, threads=1, world=1):
-    """The result of rank 0; each of several processes gets one core and one thread."""
+    """Returns the result of rank 0. Each of several processes gets one core and one thread."""
     if world == 1:
         processes = [start(part, cores[:threads], iterations, threads)]
     else:
@@ -274,7 +275,7 @@ def describe(torch):
 
 
 def choose_mkl_kernels(torch, folder, core, iterations):
-    """Sets TUNING so that MKL takes its Intel kernels on an AMD processor, if that is faster."""
+    """Sets TUNING so that MKL uses its Intel kernels on an AMD processor, if they are faster."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if "AMD" not in processor_name() or not torch.backends.mkl.is_available() or not compiler:
         return
@@ -292,7 +293,7 @@ def choose_mkl_kernels(torch, folder, core, iterations):
 
 
 def take_measurements(cores, quick):
-    """Rows (name, text, summary in seconds, unit) and GEMM rates (name, text, GFLOP/s)."""
+    """Returns rows (name, text, summary in seconds, unit) and GEMM rates (name, text, GFLOP/s)."""
     few, many = (5, 30) if quick else (40, 400)
     flops = 2 * TOKENS * HIDDEN * 4 * HIDDEN
     rows, rates = [], []

@@ -3,10 +3,10 @@
     python tests/bench/peer_pytorch_cuda.py            some minutes
     python tests/bench/peer_pytorch_cuda.py --quick    fewer samples
 
-One pre-LN GPT layer, forward and backward (gradients of its input and of all weights), no dropout, causal
-scaled_dot_product_attention restricted to the flash backend, weights in bfloat16 and their gradients accumulated by autograd.
-Prints a line "layer,name,TFLOP/s,us" per shape; medians of samples between CUDA events. Exits with 77 when PyTorch or a GPU
-is not there.
+It runs one pre-LN GPT layer, forward and backward (gradients of its input and of all weights), without dropout.
+Attention is causal scaled_dot_product_attention, restricted to the flash backend. Weights are bfloat16, and autograd
+accumulates their gradients. For each shape it prints a line "layer,name,TFLOP/s,us" with medians of samples between
+CUDA events. Exits with 77 when PyTorch or a GPU is missing.
 """
 
 import argparse
