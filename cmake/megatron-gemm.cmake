@@ -1,16 +1,17 @@
-# Which GEMM library programs that include megatron.h are built with. Read by CMakeLists.txt and, once installed, by
-# find_package(megatron): the choice is made where the program is built, not where the headers were installed.
+# Chooses the GEMM library of programs that include megatron.h. CMakeLists.txt reads this file and, after installation,
+# find_package(megatron) does: the choice is made when a program is built, not when the headers are installed.
 #
 #   MEGATRON_GEMM    auto (oneDNN, else CBLAS, else the built-in loop) | onednn | cblas | builtin
 #
-# Sets MEGATRON_GEMMS (those found, best first) and MEGATRON_GEMM_CHOSEN; megatron_use_gemm applies one to a target.
-# Libraries are linked by path, not through imported targets: those would not be visible to a project that adds this one.
+# Sets MEGATRON_GEMMS (the libraries that were found, best first) and MEGATRON_GEMM_CHOSEN. megatron_use_gemm applies a
+# library to a target. Libraries are linked by path, because imported targets would not be visible to a project that
+# adds this one.
 
 set(MEGATRON_GEMM auto CACHE STRING "GEMM library: auto, onednn, cblas or builtin")
 set_property(CACHE MEGATRON_GEMM PROPERTY STRINGS auto onednn cblas builtin)
 
-# By header and library, without oneDNN's own CMake package: that one searches for OpenCL in every project. An oneDNN of
-# one's own is found through CMAKE_PREFIX_PATH, dnnl_ROOT, or dnnl_DIR (PREFIX/lib/cmake/dnnl).
+# oneDNN is found by its header and its library. Its own CMake package is not used, because it searches for OpenCL in
+# every project. To choose an installation, set CMAKE_PREFIX_PATH, dnnl_ROOT or dnnl_DIR (PREFIX/lib/cmake/dnnl).
 set(mt_onednn_hints ${dnnl_ROOT} $ENV{dnnl_ROOT})
 if(dnnl_DIR)
     get_filename_component(mt_onednn_prefix "${dnnl_DIR}/../../.." ABSOLUTE)
@@ -40,7 +41,7 @@ else()
         "On Debian and Ubuntu, onednn is libdnnl-dev and cblas is libopenblas-dev.")
 endif()
 
-# scope is PRIVATE or INTERFACE
+# Compiles and links TARGET with a GEMM library. SCOPE is PRIVATE or INTERFACE.
 function(megatron_use_gemm target scope gemm)
     if(gemm STREQUAL "onednn")
         target_compile_definitions(${target} ${scope} MT_USE_ONEDNN)

@@ -1,6 +1,6 @@
-/* What a program may have defined before it includes megatron.h: macros of system headers, of windows.h, X11 and
-   termios, of its own. tgmath.h and complex.h are included beside this. The others are not everywhere, so that their
-   macros are written out. */
+/* Macros that a program may have defined before it includes megatron.h: those of system headers, windows.h, X11 and
+   termios, and its own. The test includes tgmath.h and complex.h themselves. Other headers are not on every machine, so
+   this file defines their macros. */
 #ifndef TESTS_PACKAGE_MACROS_H
 #define TESTS_PACKAGE_MACROS_H
 
@@ -10,7 +10,7 @@
 #include <string.h>
 #include <time.h>
 
-/* functions and members that become macros with arguments */
+/* macros with arguments, named like functions and members */
 #define min(a, b) ((a) < (b) ? (a) : (b))
 #define max(a, b) ((a) > (b) ? (a) : (b))
 #define abs(x) ((x) < 0 ? -(x) : (x))
@@ -29,7 +29,7 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-/* words that become numbers or nothing */
+/* macros without arguments */
 #ifndef I
 #define I 1
 #endif

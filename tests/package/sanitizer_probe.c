@@ -1,4 +1,5 @@
-/* A program with an overflow and a race when BAD is 1: tests/CMakeLists.txt tries whether a sanitizer finds them. */
+/* When BAD is 1, this program has a heap overflow and a data race. With it tests/CMakeLists.txt checks that a sanitizer
+   works on this machine. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -13,7 +14,7 @@ static void *work(void *x) {
 int main(int argc, char **argv) {
     pthread_t thread;
     char *allocated = (char *)malloc((size_t)argc);
-    volatile char *memory = allocated; /* or the optimizer removes the fault */
+    volatile char *memory = allocated; /* without volatile, the optimizer removes the overflow */
     (void)argv;
     pthread_create(&thread, NULL, work, NULL);
     work(NULL);

@@ -1,5 +1,5 @@
-/* An exception leaves the function of a single rank, by mt_launch and by mt_world_from_env. It reaches their caller,
-   and what they have made is freed, which LeakSanitizer checks at the end. */
+/* An exception leaves the function of a single rank, which mt_launch and mt_world_from_env run. It must reach their
+   caller, and they must free what they allocated: LeakSanitizer checks this at the end. */
 #include <megatron.h>
 #include <stdlib.h>
 

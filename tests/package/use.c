@@ -1,4 +1,4 @@
-/* A program that has megatron.h's implementation in another file: two ranks sum a vector. C99 and C++11. */
+/* Two ranks sum a vector. The implementation of megatron.h is in another file of the program. C99 and C++11. */
 #include <megatron.h>
 #include <stdio.h>
 #include <string.h>
