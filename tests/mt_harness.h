@@ -1,13 +1,12 @@
 /* mt_harness.h - the harness of the test programs: a list of cases, assertions, and one line per case. C and C++.
 
-   The names and the output are those of CMocka (https://cmocka.org), of which the tests use this part. Assertions
-   belong to the thread that runs the case. The environment variable MT_TEST_CASE chooses the cases whose name contains
-   it:
+   It implements the part of CMocka (https://cmocka.org) that the tests use, with the same names and output. Only the
+   thread that runs a case may use assertions. MT_TEST_CASE selects the cases whose name contains its value:
 
        MT_TEST_CASE=split build/tests/test_comm
 
-   A case that takes longer than a second says so. The exit status is 0, 1 after a failure, and 77 when every case was
-   skipped. */
+   For a case that takes longer than a second, the program prints the time. The exit status is 0 when all cases passed,
+   1 after a failure, and 77 when every case was skipped. */
 
 #ifndef MT_HARNESS_H
 #define MT_HARNESS_H
@@ -30,7 +29,7 @@ struct CMUnitTest {
 
 enum { CM_FAILED = 1, CM_SKIPPED = 2 };
 
-/* One test program is one translation unit, so this is the only copy. */
+/* A test program is one translation unit, so there is only one copy of the static variable. */
 static jmp_buf *cm_jump_(void) {
     static jmp_buf jump;
     return &jump;
@@ -63,6 +62,7 @@ static inline int cm_call_(const struct CMUnitTest *test, void **state) {
     return how;
 }
 
+/* Runs a case with its fixtures. Returns 0, CM_FAILED or CM_SKIPPED. */
 static inline int cm_run_(const struct CMUnitTest *test, void *group_state) {
     void *state = test->initial_state ? test->initial_state : group_state;
     double start = cm_seconds_(), seconds;
@@ -84,6 +84,7 @@ static inline int cm_chosen_(const struct CMUnitTest *test) {
     return !pattern || strstr(test->name, pattern) != NULL;
 }
 
+/* Runs the selected cases. Returns the exit status of the program. */
 static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CMFixtureFunction setup,
                                 CMFixtureFunction teardown) {
     void *state = NULL;

@@ -1,6 +1,6 @@
-/* mt_reference.h - what the operator tests compare with: guarded matrices, and plain double-precision references
-   written from the definitions (nothing here shares a formula's organisation with mt_kernels.cuh). Include after
-   mt_kernels.cuh and mt_test.h. For the main thread only. */
+/* mt_reference.h - what the operator tests compare with: guarded matrices, and references in double precision. The
+   references follow the mathematical definitions, and not the way in which mt_kernels.cuh computes them. Include it
+   after mt_kernels.cuh and mt_test.h. For the main thread only. */
 
 #ifndef MT_REFERENCE_H
 #define MT_REFERENCE_H
@@ -10,12 +10,14 @@
 /* ---- memory that the test owns ---------------------------------------------------------------------------------- */
 
 #define REF_OWNED 512
-#define REF_GUARD 0x7fc12345u /* a NaN where an operator has no business: read, it spreads; written, it is missed */
+/* A NaN, in memory that operators must not touch. When an operator reads it, the NaN shows in the result; when an
+   operator writes there, ref_check_guards finds that it is gone. */
+#define REF_GUARD 0x7fc12345u
 
 typedef struct ref_block {
     unsigned char *data;
     size_t bytes;
-    mt_tensor view; /* rows == 0 for what is no matrix */
+    mt_tensor view; /* of a matrix; otherwise view.rows is 0 */
 } ref_block;
 
 typedef struct ref_state {
@@ -27,7 +29,7 @@ typedef struct ref_state {
 
 static ref_state ref;
 
-/* Exactly as many bytes as asked for, so that the sanitizers see every step outside. */
+/* Allocates exactly `bytes` bytes, so that a sanitizer detects every access outside. ref_release frees them. */
 static inline void *ref_bytes(size_t bytes) {
     void *data = malloc(bytes ? bytes : 1);
     assert_non_null(data);
@@ -46,7 +48,7 @@ static inline double *ref_doubles(size_t n) {
 
 static inline float *ref_row(mt_tensor t, int64_t i) { return (float *)t.data + i * (t.ld ? t.ld : t.cols); }
 
-/* [rows, cols] of guards, ld = cols + pad; nothing behind the last row's last column. */
+/* Returns a matrix [rows, cols] of guards with ld = cols + pad. Its memory ends with the last column of the last row. */
 static inline mt_tensor ref_guarded(int64_t rows, int64_t cols, int64_t pad) {
     int64_t ld = cols + pad, n = rows > 0 && cols > 0 ? (rows - 1) * ld + cols : 0, i;
     uint32_t guard = REF_GUARD;
@@ -96,7 +98,7 @@ static inline double *ref_values(mt_tensor t) {
     return x;
 }
 
-/* No operator wrote between the rows of any guarded matrix. */
+/* Checks that no operator wrote between the rows of a guarded matrix. */
 static inline void ref_check_guards(void) {
     uint32_t guard = REF_GUARD;
     int b;
@@ -144,7 +146,7 @@ static inline int ref_teardown(void **state) {
 
 #define REF_TEST(f) cmocka_unit_test_setup_teardown(f, ref_setup, ref_teardown)
 
-/* |got - want| <= absolute + relative |want|, for every element; NaN never passes, infinities must be equal. */
+/* Checks that |got - want| <= absolute + relative |want| for every element. NaN fails, and infinities must be equal. */
 static inline void ref_close_at(mt_tensor got, const double *want, double absolute, double relative, const char *what,
                                 int line) {
     int64_t i, j;
@@ -159,7 +161,8 @@ static inline void ref_close_at(mt_tensor got, const double *want, double absolu
 }
 #define ASSERT_CLOSE(got, want, absolute, relative) ref_close_at(got, want, absolute, relative, #got, __LINE__)
 
-/* Refused with this status and a sentence that has these words; nothing that the test owns changed; no arena kept. */
+/* Checks that a call returns the expected error, with these words in its message, changes no memory of the test, and
+   leaves nothing in the arena. */
 #define ASSERT_REFUSED(expected, words, call)                                                                          \
     do {                                                                                                               \
         uint64_t hash_ = ref_hash();                                                                                   \
@@ -174,8 +177,8 @@ static inline void ref_close_at(mt_tensor got, const double *want, double absolu
 
 /* ---- derivatives ------------------------------------------------------------------------------------------------ */
 
-/* Central differences of a double-precision objective: off by h^2 / 6 of the third derivative and 1e-16 / h of
-   rounding, so about 1e-8 where values are of order one. */
+/* Central differences of an objective in double precision. Their error is h^2 / 6 times the third derivative, plus a
+   rounding error of 1e-16 / h. For values of order one this is about 1e-8. */
 typedef double (*ref_objective)(const double *x, const void *user);
 
 static inline double *ref_gradient(ref_objective f, const void *user, double *x, size_t n) {
@@ -200,7 +203,7 @@ static inline double ref_dot(const double *a, const double *b, size_t n) {
     return s;
 }
 
-/* base + add, for what accumulates. */
+/* Returns base + add, for operators that add to their output. */
 static inline double *ref_plus(const double *base, const double *add, size_t n) {
     double *s = ref_doubles(n);
     size_t i;
@@ -218,7 +221,7 @@ static inline double ref_activation(mt_activation kind, double x) {
     return x / (1 + exp(-x));
 }
 
-/* Random123's philox4x32-10, one 32-bit word after the other. */
+/* philox4x32-10 of Random123, word by word. */
 static inline void ref_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
     uint32_t c[4] = {counter[0], counter[1], counter[2], counter[3]}, k[2] = {key[0], key[1]};
     int r;
@@ -252,7 +255,7 @@ static inline uint64_t ref_element(mt_random at, int64_t i, int64_t j) {
     return (uint64_t)((at.first_row + i) * at.global_cols + at.first_col + j);
 }
 
-/* 0 or 1 / (1 - p) */
+/* Returns the factor of dropout for element e: 0 or 1 / (1 - p). */
 static inline double ref_keep(mt_dropout d, uint64_t e) {
     if (d.p == 0.0f) return 1.0;
     return (double)ref_word(d.at, e) < (double)d.p * 4294967296.0 ? 0.0 : 1.0 / (1.0 - (double)d.p);
@@ -275,13 +278,14 @@ static inline int ref_sees(const mt_attention_desc *s, int64_t b, int64_t i, int
     return s->mask == MT_MASK_BIDIRECTIONAL || j <= i;
 }
 
-/* Column of head a's query (part 0), its group's key (1) or value (2). */
+/* Returns the first column of the query of head a (part 0), or of the key (1) or value (2) of its group. */
 static inline int64_t ref_col(const mt_attention_desc *s, int64_t a, int part) {
     int64_t g = a / s->heads_per_group, first = g * (s->heads_per_group + 2);
     return (part == 0 ? first + a % s->heads_per_group : first + s->heads_per_group + part - 1) * s->head_dim;
 }
 
-/* Probabilities of query i of head a of sequence b, before dropout, into p [seq]; returns log of the sum. */
+/* Writes the probabilities, before dropout, of query i of head a of sequence b to p [seq]. Returns the log of the sum
+   of the exponentials. */
 static inline double ref_probabilities(const mt_attention_desc *s, const double *qkv, int64_t b, int64_t a, int64_t i,
                                        double *p) {
     double scale = s->scale != 0.0f ? (double)s->scale : 1 / sqrt((double)s->head_dim), top = -INFINITY, sum = 0;
@@ -324,7 +328,7 @@ static inline void ref_attention_forward(const mt_attention_desc *s, const doubl
     free(p);
 }
 
-/* The chain rule by hand, from probabilities; checked against finite differences of the forward on small shapes. */
+/* Applies the chain rule to the probabilities. A test checks it against finite differences of the forward. */
 static inline void ref_attention_backward(const ref_attention *r, const double *qkv, double *dqkv) {
     const mt_attention_desc *s = &r->s;
     int64_t b, a, i, j, d, h = ref_heads(s), w = ref_qkv_cols(s), n = s->head_dim;

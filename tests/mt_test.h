@@ -1,7 +1,6 @@
-/* mt_test.h - what the test programs share: the harness, a status check, a small generator, and a place where ranks
-   report.
+/* mt_test.h - what the test programs share: the harness, checks of statuses, a random generator, and test_run.
 
-   Assertions belong to the main thread: inside a rank use CHECK and return the status, assert outside.      */
+   Only the main thread may use assertions. Inside a rank use CHECK, return the status, and assert it outside. */
 
 #ifndef MT_TEST_H
 #define MT_TEST_H
@@ -14,7 +13,7 @@
 
 #include "mt_harness.h"
 
-/* A sanitizer looks at every kind of step, but does not need many of them: tests that compare numbers take fewer. */
+/* SANITIZED is 1 under a sanitizer. Tests then run fewer steps, because a sanitizer needs only one of each kind. */
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
 #define SANITIZED 1
@@ -26,17 +25,19 @@
 #define SANITIZED 0
 #endif
 
-/* A quick run takes every test case, and a fixed sample of the products in it (types x splits x options).
-   MT_TEST_ALL=1, which tests/run.sh --all sets, takes them whole. A sanitizer always samples. */
+/* Returns 1 when a test runs all combinations of types, splits and options: MT_TEST_ALL=1, which tests/run.sh --all
+   sets. Otherwise, and always under a sanitizer, it runs a fixed sample of them. */
 static inline int test_all(void) {
     const char *all = getenv("MT_TEST_ALL");
     return !SANITIZED && all && strcmp(all, "1") == 0;
 }
 
-/* Whether number i of a product is in the sample of one in `of`. A prime reaches every entry of the inner lists. */
+/* Returns 1 when combination number i runs: all of them, or one in `of`. With a prime as `of`, the sample has every
+   entry of the inner lists of which the combinations are made. */
 static inline int test_takes(size_t i, size_t of) { return test_all() || i % of == 0; }
 
-/* Main thread: fails the test, with the sentence of ctx (may be NULL), unless status is the expected one. */
+/* Main thread: fails the test unless the call returns the expected status. Prints the message of ctx, which may be
+   NULL. */
 #define ASSERT_STATUS(ctx, expected, call)                                                                             \
     do {                                                                                                               \
         mt_status got_ = (call);                                                                                       \
@@ -45,7 +46,7 @@ static inline int test_takes(size_t i, size_t of) { return test_all() || i % of 
                      (ctx) ? mt_last_error(ctx) : "");                                                                 \
     } while (0)
 
-/* Inside a rank: says where, and returns MT_ERR_DATA from the rank's function (or a status-returning helper). */
+/* Inside a rank: when the condition is false, prints the place, and returns MT_ERR_DATA from the calling function. */
 #define CHECK(condition)                                                                                               \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \
@@ -54,7 +55,7 @@ static inline int test_takes(size_t i, size_t of) { return test_all() || i % of 
         }                                                                                                              \
     } while (0)
 
-/* Whether the text holds every word of "a|b|c". */
+/* Returns 1 when the text contains every word of "a|b|c". */
 static inline int test_has_words(const char *text, const char *words) {
     char list[512], *word, *rest = NULL;
     snprintf(list, sizeof list, "%s", words);
@@ -63,7 +64,7 @@ static inline int test_has_words(const char *text, const char *words) {
     return 1;
 }
 
-/* splitmix64: small, and the same everywhere. */
+/* splitmix64: a small generator with the same numbers on every platform. */
 static inline uint64_t test_random(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -73,13 +74,13 @@ static inline uint64_t test_random(uint64_t *state) {
 
 static inline size_t test_below(uint64_t *state, size_t n) { return (size_t)(test_random(state) % n); }
 
-/* In (-1, 1), with a full mantissa, so that the order of additions shows. */
+/* Returns a number in (-1, 1) with a full mantissa, so that the order of additions changes the bits of a sum. */
 static inline float test_float(uint64_t *state) {
     return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);
 }
 
-/* mt_launch, or the same between processes: see tests/mpi/over_mpi.h. bytes: of what user points to, if ranks write
- * there. */
+/* Runs f on threads (mt_launch), or with MT_TEST_OVER_MPI on processes (see tests/mpi/over_mpi.h). bytes is the size of
+   *user when ranks write to it. */
 #if defined(MT_TEST_OVER_MPI)
 #define TEST_OVER_MPI 1
 #include "mpi/over_mpi.h"

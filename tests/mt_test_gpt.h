@@ -1,5 +1,5 @@
-/* mt_test_gpt.h - what test_mixed_precision.c and test_cuda_gpt.cu share: a small GPT, trained for a few steps on any
-   device, in any type and on any grid, and what rank 0 found. C and C++. Include it after the implementation of
+/* mt_test_gpt.h - what the tests that train a GPT share: a small GPT, trained for a few steps on any device, in any
+   type and on any grid, and the result of its training. C and C++. Include it after the implementation of
    megatron.h. */
 
 #ifndef MT_TEST_GPT_H
@@ -18,37 +18,39 @@
 #define GPT_MAX_FLOATS (1 << 19)
 #define GPT_LR 1e-2f
 
-/* Loss and norm of every step (NaN is a skipped one), and at the end all parameters and what the optimizer keeps of
- * them. */
+/* The result of a run: loss and gradient norm of every step (the norm of a skipped step is NaN), and the parameters and
+   their masters after the last step. */
 typedef struct gpt_result {
     float loss[GPT_STEPS], norm[GPT_STEPS], weights[GPT_MAX_FLOATS], masters[GPT_MAX_FLOATS];
     int64_t count, steps; /* of weights; of the optimizer */
     mt_loss_scaler scaler;
-    size_t arena_peak;     /* of rank 0; from here on it depends on the split */
+    size_t arena_peak;     /* of rank 0; this member and those after it depend on the split */
     size_t stage_peaks[8]; /* of tensor and data rank 0 */
 } gpt_result;
 
-#define GPT_SAME_BYTES offsetof(gpt_result, arena_peak) /* of which invariant mode makes the same on every split */
+/* The bytes of a gpt_result that are the same on every split in invariant mode. */
+#define GPT_SAME_BYTES offsetof(gpt_result, arena_peak)
 
 typedef struct gpt_run {
     mt_device device;
     mt_dtype dtype;
     int tp, data, sequence_parallel, invariant;
-    int llama; /* 0: like GPT-2; 1: like Llama, all that is different; 2: like GPT-2, norms behind the residuals; 3:
-                  like GPT-2, residuals behind the norms */
-    int stochastic;
-    float loss_scale; /* to begin with; 0: none */
-    int first_step;   /* which dropout begins with */
+    /* 0: like GPT-2; 1: like Llama (RMSNorm, SwiGLU, rotary, GQA, no biases, untied head); 2: like GPT-2 with
+       MT_POST_LN; 3: like GPT-2 with MT_RESIDUAL_POST_LN */
+    int llama;
+    int stochastic;   /* 1: stochastic rounding of the parameters */
+    float loss_scale; /* the initial loss scale; 0: none */
+    int first_step;   /* the number of the first step, for dropout */
     gpt_result *out;
     mt_epilogue epilogue;
     mt_device planned;
     int no_overlap, overlap_chunks;
     int64_t ffn; /* 0: 44 */
-    int wide;    /* 1: heads of 64 features, as tensor cores want them */
+    int wide;    /* 1: heads of 64 features, for attention on tensor cores */
     mt_recompute recompute;
     mt_data_parallel_desc share;
-    int begins; /* 1: gradients are summed while the last backward goes on */
-    float clip; /* 0: to 1 */
+    int begins; /* 1: mt_sync_gradients_begin before the backward of the last micro-batch */
+    float clip; /* gradient norm to clip to; 0: 1 */
     float weight_decay;
     int pipeline; /* stages; 0: 1 */
     mt_schedule schedule;
@@ -58,22 +60,23 @@ typedef struct gpt_run {
 /* One rank. */
 typedef struct gpt_worker {
     const gpt_run *r;
-    mt_comm *world, *comm; /* the launcher's; over NCCL where that is built */
+    mt_comm *world, *comm; /* that of the launcher; that of mt_comm_create_for */
     mt_grid grid;
     mt_context *ctx;
     mt_params *params;
     mt_gpt gpt;
-    mt_gpt_saved saved[GPT_BATCH]; /* one for each micro-batch in flight, as are ids and losses */
+    mt_gpt_saved saved[GPT_BATCH]; /* one for each slot */
     mt_optimizer optimizer;
     mt_loss_scaler scaler;
-    int32_t *ids; /* ids and targets of a sequence, on the device */
-    mt_tensor losses, totals;
+    int32_t *ids;             /* for each slot the ids and targets of a sequence, on the device */
+    mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
-    float *spoil, bad; /* CPU: a gradient that becomes `bad` in the next step, or NULL */
+    float *spoil, bad; /* CPU: a gradient that is set to `bad` before the next backward; NULL: none */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput);
 } gpt_worker;
 
+/* Returns the desc of the model. */
 static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     mt_gpt_desc d;
     memset(&d, 0, sizeof d);
@@ -114,7 +117,7 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     return batch;
 }
 
-/* A micro-batch is a sequence. */
+/* The forward of a micro-batch, which is one sequence. */
 static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
                                     mt_tensor output) {
     gpt_worker *w = (gpt_worker *)user;
@@ -122,7 +125,7 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
     mt_batch batch = gpt_batch_of(w, sequence);
     mt_tensor loss = mt_tensor_rows(w->losses, a->slot, 1);
     int32_t ids[GPT_SEQ + 1], *on_device = w->ids + 2 * GPT_SEQ * a->slot;
-    uint64_t seed = (uint64_t)sequence; /* the same text in every step: what training has gained shows in the loss */
+    uint64_t seed = (uint64_t)sequence; /* each step has the same text, so that the loss falls */
     ids[0] = (int32_t)(sequence % GPT_VOCAB);
     for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % GPT_VOCAB;
     MT_TRY(mt_upload(ctx, ids, mt_tensor_make(on_device, MT_I32, 1, GPT_SEQ)));
@@ -147,7 +150,7 @@ static inline mt_status gpt_backward(mt_context *ctx, void *user, const mt_actio
     return gpt_backward_of(w, a->slot, doutput, dinput);
 }
 
-/* A micro-batch by itself, without a pipeline. */
+/* Forward and backward of micro-batch n without a pipeline. */
 static inline mt_status gpt_micro_batch(gpt_worker *w, int n, int last) {
     size_t mark = mt_arena_mark(w->ctx);
     mt_action a;
@@ -177,6 +180,7 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
 }
 
+/* Computes the loss and the gradients of a step on all ranks. */
 static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
     mt_comm *pipeline = w->grid.pp;
     void *total;
@@ -199,9 +203,10 @@ static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, floa
     return MT_SUCCESS;
 }
 
-/* A wider model learns as steadily at a lower rate. */
+/* The wide model needs a lower learning rate for a steady training. */
 static inline float gpt_lr(const gpt_run *r) { return r->wide ? GPT_LR / 10 : GPT_LR; }
 
+/* Runs a training step. Rank 0 keeps its loss and norm. */
 static inline mt_status gpt_step(gpt_worker *w, int step) {
     float loss, norm, unscale = 1.0f;
     MT_TRY(gpt_gradients(w, w->r->first_step + step, &loss, &norm));
@@ -215,13 +220,14 @@ static inline mt_status gpt_step(gpt_worker *w, int step) {
     return mt_optimizer_step(w->ctx, &w->optimizer, gpt_lr(w->r), unscale);
 }
 
-/* Floats of the parameters of this stage, but for a second copy of a shared embedding. */
+/* Returns 1 for the last stage's copy of a shared embedding. */
 static inline int gpt_is_copy(const gpt_worker *w, const mt_param *p) {
     return w->grid.pp_rank > 0 && p->desc.shared_embedding;
 }
 
-/* Ranks are threads of one process: each stage puts its own behind those of the stages before. The first stage has rank
- * 0. */
+/* Copies the parameters and masters of all stages to the result, in the order of the stages. Ranks are threads of one
+   process, so each stage writes its own part. A stage receives the number of floats before its part from the previous
+   stage. */
 static inline mt_status gpt_keep_weights(gpt_worker *w) {
     gpt_result *all = (gpt_result *)malloc(sizeof *all);
     int64_t n = 0, first = 0;
@@ -356,23 +362,26 @@ static inline void gpt_execute(gpt_run r, gpt_result *out) {
     gpt_launch(&r, gpt_rank, &r);
 }
 
-/* The relative error of one rounding to nearest, at most. */
+/* Returns the largest relative error of one rounding to nearest. */
 static inline double gpt_roundoff(mt_dtype dtype) { return dtype == MT_BF16 ? ldexp(1, -8) : ldexp(1, -11); }
 
-/* The relative error of a logit, or of a gradient, of a model in a 16-bit type. A number on its way through the model
-   is rounded about ten times in each layer (two norms, QKV, attention, projection, two residuals, the MLP's three),
-   three times around them, and as often on the way back: 46 times. Roundings are independent and of random sign. */
+/* Returns the relative error of a logit, or of a gradient, of a model in a 16-bit type. In forward a number is rounded
+   about ten times in each of the two layers (two norms, QKV, attention, projection, two residuals, three in the MLP)
+   and three times outside of them. Backward has as many roundings, so there are 46. They are independent and of random
+   sign. */
 #define GPT_ROUNDINGS 46.0
 static inline double gpt_half_error(mt_dtype dtype) { return sqrt(GPT_ROUNDINGS) * gpt_roundoff(dtype); }
 
-/* Whether the losses of two runs differ by no more than a relative error e in logits and gradients explains:
-   - a loss is off by e times its logits, which begin with 0.02 sqrt(hidden) < 0.12 and have grown by what training has
-   gained;
-   - a step gains lr |g|_1, of which an error e in g takes a part e at most: all of them, e times what training has
-   gained;
-   - AdamW's steps are nearly lr sign(g), and the error turns the sign of e / pi of the elements (of normally
-   distributed ones those smaller than their error). They move 2 lr too far, which for the next batch's gradient g' is a
-   random sum, 2 lr sqrt(e / pi) |g'|, after n steps sqrt(n) of that; twice the standard deviation is allowed. */
+/* Checks that the losses of two runs differ by no more than a relative error e of logits and gradients can cause.
+   `gained` is how much the loss has fallen. The limit is the sum of three terms:
+   - e (0.12 + gained): a loss is off by e times its logits, which begin with 0.02 sqrt(hidden) < 0.12 and grow by what
+     the loss has gained;
+   - e gained: a step lowers the loss by lr |g|_1, and an error e in g changes this by at most a part e. This adds up to
+     e gained over all steps;
+   - 4 lr sqrt(n e / pi) |g| after n steps: a step of AdamW is nearly lr sign(g). The error changes the sign of a part
+     e / pi of the elements (those smaller than their error, when g is normally distributed), and these are off by 2 lr.
+     With the gradient g of the next batch, this changes the loss by a random sum. Its standard deviation is
+     2 lr sqrt(e / pi) |g| after one step, and sqrt(n) times as much after n steps. The limit is twice that. */
 static inline void gpt_assert_near(const gpt_run *r, const gpt_result *want, const gpt_result *got, double e) {
     double norm = 0, worst = 0;
     for (int i = 0; i < GPT_STEPS; i++) {

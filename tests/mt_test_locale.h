@@ -1,4 +1,4 @@
-/* mt_test_locale.h - a locale in which the decimal point is a comma, for tests of what prints and reads numbers. */
+/* mt_test_locale.h - a locale with a comma as decimal point, for tests of code that prints and reads numbers. */
 
 #ifndef MT_TEST_LOCALE_H
 #define MT_TEST_LOCALE_H
@@ -16,8 +16,8 @@ static inline int test_find_comma_locale(void) {
     return 0;
 }
 
-/* Sets one that is installed, or makes one. 0: neither is possible here (Debian's package locales is missing).
-   setlocale(LC_NUMERIC, "C") ends it. */
+/* Sets such a locale: an installed one, or one that it creates. Returns 0 when neither is possible (Debian's package
+   locales is missing). setlocale(LC_NUMERIC, "C") sets the default again. */
 static inline int test_comma_locale(void) {
     char folder[64], command[320];
     int found = test_find_comma_locale();

@@ -1,6 +1,6 @@
-/* mt_test_ranks.h - what test_parallel.c and test_blocks.c share: a rank with its grid, context and registry, a
-   launch that fails the test, comparisons that say where, and refusals with the words their sentence must hold.
-   Include it after the implementation of megatron.h. */
+/* mt_test_ranks.h - what the tests of mt_parallel.h and megatron.h share: a rank with its grid, context and registry, a
+   launch that fails the test when a rank fails, comparisons that print the element that differs, and checks of calls
+   that must be refused. Include it after the implementation of megatron.h. */
 
 #ifndef MT_TEST_RANKS_H
 #define MT_TEST_RANKS_H
@@ -11,7 +11,7 @@
 
 #define TEST_MEMORY_MAX 256
 
-/* memory: what test_floats handed out. It is not the arena's, so that a sanitizer sees its ends. */
+/* memory has the allocations of test_floats, which are not in the arena: a sanitizer detects an access outside them. */
 typedef struct test_rank {
     mt_comm *world;
     mt_grid grid;
@@ -42,7 +42,7 @@ static inline void test_rank_close(test_rank *r) {
     mt_grid_destroy(&r->grid);
 }
 
-/* Another, empty registry on the same grid and context. */
+/* Replaces the registry by an empty one on the same grid and context. */
 static inline mt_status test_rank_renew(test_rank *r) {
     test_rank_free_memory(r);
     mt_params_destroy(r->params);
@@ -50,7 +50,7 @@ static inline mt_status test_rank_renew(test_rank *r) {
     return mt_params_create(r->ctx, &r->grid, &r->params);
 }
 
-/* n floats set to value, freed with the rank. */
+/* Returns n floats with the value `value`. test_rank_close frees them. */
 static inline float *test_floats(test_rank *r, int64_t n, float value) {
     float *x = (float *)malloc((size_t)(n > 0 ? n : 1) * sizeof *x);
     if (!x || r->memory_count == TEST_MEMORY_MAX) abort();
@@ -63,7 +63,7 @@ static inline mt_tensor test_tensor(test_rank *r, int64_t rows, int64_t cols, fl
     return mt_tensor_f32(test_floats(r, rows * cols, value), rows, cols);
 }
 
-/* The same n numbers in (-scale, scale) for the same seed, whoever asks. */
+/* Returns n numbers in (-scale, scale), which depend only on the seed. */
 static inline float *test_noise(test_rank *r, int64_t n, uint64_t seed, float scale) {
     float *x = test_floats(r, n, 0.0f);
     for (int64_t i = 0; i < n; i++) x[i] = scale * test_float(&seed);
@@ -72,9 +72,9 @@ static inline float *test_noise(test_rank *r, int64_t n, uint64_t seed, float sc
 
 static inline int64_t test_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Where element `local` of rank's share of a dimension of n features lies in the whole; -1 for padding. Written from
-   the description of mt_param_desc, not from the library: n is `parts` equal blocks of units that stay together, and a
-   rank has the same number of units of each block. */
+/* Returns the global index of element `local` of the rank's share of a dimension of n features, or -1 for padding. This
+   follows the description of mt_param_desc, not the library's code: n is `parts` equal blocks of units, a unit is not
+   divided, and each rank has the same number of units of each block. */
 static inline int64_t test_global(int64_t n, int64_t parts, int64_t unit, int ranks, int rank, int64_t local) {
     int64_t units = n / parts / unit, share = test_ceil(units, ranks) * unit;
     int64_t within = rank * share + local % share;
@@ -85,7 +85,7 @@ static inline int64_t test_local(int64_t n, int64_t parts, int64_t unit, int ran
     return parts * test_ceil(n / parts / unit, ranks) * unit;
 }
 
-/* Inside a rank: |got - want| <= tolerance everywhere, which NaN is not. */
+/* Inside a rank: checks that |got - want| <= tolerance for every element. NaN fails. */
 static inline mt_status test_near(const char *what, const float *got, const double *want, int64_t n, double tolerance) {
     int64_t worst = -1;
     double most = tolerance;
@@ -110,22 +110,22 @@ static inline mt_status test_near_f32(const char *what, const float *got, const 
     return MT_SUCCESS;
 }
 
-/* A seed of its own for each name (FNV-1a). */
+/* Returns a seed that depends on the name (FNV-1a). */
 static inline uint64_t test_name_seed(const char *name) {
     uint64_t seed = 14695981039346656037u;
     for (; *name; name++) seed = (seed ^ (unsigned char)*name) * 1099511628211u;
     return seed;
 }
 
-/* Main thread: f on `ranks` threads; any rank's error fails the test (the sentence is on stderr). */
+/* Main thread: runs f on `ranks` threads. The error of any rank fails the test; its message is on stderr. */
 static inline void test_launch(int ranks, mt_rank_function f, void *user) {
     mt_launch_desc d = {.ranks = ranks, .no_pinning = 1, .timeout_s = 60.0};
     mt_status status = mt_launch(&d, f, user);
     if (status != MT_SUCCESS) fail_msg("%d ranks: %s", ranks, mt_status_name(status));
 }
 
-/* A rank of a world that exists on paper only: enough to create things and to have calls refused, and on the meta
-   device to do anything. A world of one rank is real on a real device. */
+/* Opens a rank of a meta communicator, which cannot communicate. This is enough for create functions and for calls that
+   are refused, and for all calls on the meta device. A world of one rank on a CPU or a GPU is a real one. */
 static inline void test_paper_rank(int ranks, int rank, mt_grid_desc shape, const mt_context_desc *where,
                                    test_rank *out) {
     int real = ranks == 1 && !(where && where->device == MT_DEVICE_META);
@@ -141,7 +141,7 @@ static inline void test_paper_rank_close(test_rank *r) {
     mt_comm_destroy(world);
 }
 
-/* Main thread: the call was refused with this status, and the sentence holds every word of "a|b|c". */
+/* Main thread: checks that a call returned the expected error, and that its message contains every word of "a|b|c". */
 static inline void test_refused(mt_context *ctx, mt_status got, mt_status expected, const char *call, const char *words,
                                 const char *file, int line) {
     if (got != expected)
@@ -149,13 +149,13 @@ static inline void test_refused(mt_context *ctx, mt_status got, mt_status expect
                  mt_last_error(ctx));
     if (!test_has_words(mt_last_error(ctx), words))
         fail_msg("%s:%d: %s: '%s' is not all in '%s'", file, line, call, words, mt_last_error(ctx));
-    *(char *)mt_last_error(ctx) = 0; /* or an old sentence could be taken for a new one */
+    *(char *)mt_last_error(ctx) = 0; /* a later check must not find this message */
 }
 
 #define REFUSED(ctx, expected, words, ...)                                                                             \
     test_refused(ctx, (__VA_ARGS__), expected, #__VA_ARGS__, words, __FILE__, __LINE__)
 
-/* Main thread: every element is still `value`. */
+/* Main thread: checks that every element is still `value`. */
 static inline void test_untouched(const char *what, const float *x, int64_t n, float value) {
     for (int64_t i = 0; i < n; i++)
         if (memcmp(&x[i], &value, sizeof value) != 0)

@@ -1,13 +1,13 @@
-/* mt_test_resume.h - what test_checkpoint.c and test_cuda_checkpoint.cu share: the GPT of mt_test_gpt.h, saved in the
-   middle of its training, and another one that loads that and trains the rest. C and C++. Include it after
-   mt_test_gpt.h. */
+/* mt_test_resume.h - what test_checkpoint.c and test_cuda_checkpoint.cu share: a run that trains the GPT of
+   mt_test_gpt.h and saves a checkpoint in the middle, and a run that loads this checkpoint and trains the rest. C and
+   C++. Include it after mt_test_gpt.h. */
 
 #ifndef MT_TEST_RESUME_H
 #define MT_TEST_RESUME_H
 
 #define RESUME_AT (GPT_STEPS / 2)
 
-/* All steps, and a checkpoint in the middle; or the rest of them, after loading that one. */
+/* resumes = 0: all steps, with a checkpoint in the middle; 1: loads this checkpoint and runs the rest of the steps. */
 typedef struct half_run {
     gpt_run run;
     const char *directory;
@@ -43,7 +43,7 @@ static inline mt_status half_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Main thread: what `before` was trained to, `after` is, when it loads in the middle. */
+/* Main thread: checks that `after`, which loads the checkpoint of `before`, ends with the same bits as `before`. */
 static inline void resume_same_bits(gpt_run before, gpt_run after, const char *directory) {
     static gpt_result whole, rest;
     half_run h;
