@@ -48,7 +48,7 @@ static inline double *ref_doubles(size_t n) {
 
 static inline float *ref_row(mt_tensor t, int64_t i) { return (float *)t.data + i * (t.ld ? t.ld : t.cols); }
 
-/* Returns a matrix [rows, cols] of guards with ld = cols + pad. Its memory ends with the last column of the last row. */
+/* Returns a matrix [rows, cols] of guards, ld = cols + pad. Its memory ends with the last element of the last row. */
 static inline mt_tensor ref_guarded(int64_t rows, int64_t cols, int64_t pad) {
     int64_t ld = cols + pad, n = rows > 0 && cols > 0 ? (rows - 1) * ld + cols : 0, i;
     uint32_t guard = REF_GUARD;
