@@ -597,7 +597,7 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     memset(&d, 0, sizeof d);
     if (!batch) return d;
     d.at.seed = batch->seed;
-    d.at.subsequence = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site; /* 44, 18 and 2 bits */
+    d.at.subsequence = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site; /* bits: 44, 18 and 2 */
     d.p = p;
     return d;
 }
@@ -1869,7 +1869,7 @@ static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     return d;
 }
 
-/* Returns 1 when the files have GPT-2's names and layouts: see mt_gpt_checkpoint_create. */
+/* Returns 1 when the model is a GPT-2, as the comment of mt_gpt_checkpoint_create defines it. */
 static int mti_is_gpt2(const mt_gpt_desc *desc) {
     mt_gpt_desc d = mti_gpt_plain(desc);
     return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation <= MT_GELU_ERF &&
@@ -2141,7 +2141,7 @@ static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt
 }
 
 /* Returns MT_ERR_DATA when the files describe another GPT. *dialect becomes 0 for GPT-2's names with "transformer.", 1
-   for those without, and 2 for the registry's names. max_seq may differ with rotary, which has no table of weights. */
+   for those without, and 2 for the registry's names. With rotary max_seq may differ, as no weight depends on it. */
 static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
                                  const mt_safetensors_set *files, int *dialect) {
     const mt_gpt *gpt = (const mt_gpt *)model;

@@ -852,7 +852,7 @@ static mt_status evaluate(trainer *t, float *loss) {
 enum { FIXED_LINES = 5 };
 
 /* Writes a line for each flag that changes the bits of a run, except for those of the split, which may change, and
-   those of the model, which the library compares. The first FIXED_LINES are those that --resume must not change. */
+   those of the model, which the library compares. The first FIXED_LINES lines must be the same with --resume. */
 static void note_flags(const job *j, char *note) {
     const options *o = &j->o;
     snprintf(note, MT_NOTE_MAX,
@@ -930,7 +930,7 @@ static mt_status cut_log(const char *path, FILE *file, int64_t step) {
     off_t end = 0;
     struct stat info;
     FILE *read;
-    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) return MT_SUCCESS; /* not a terminal */
+    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) return MT_SUCCESS; /* e.g. a terminal */
     read = fopen(path, "r");
     while (read && (n = getline(&line, &room, read)) > 0 && line[n - 1] == '\n') {
         char *rest;
@@ -1231,7 +1231,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) status = open_logs(j); /* only rank 0 uses them */
     if (status == MT_SUCCESS) status = train(&t);
     if (t.refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
-    if (t.refused) status = MT_SUCCESS; /* rank 0 has printed why: the launcher must not report every rank */
+    if (t.refused) status = MT_SUCCESS; /* rank 0 has printed why: the launcher must not report it again */
     trainer_destroy(&t);
     return status;
 }
