@@ -2038,8 +2038,8 @@ static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti
         return mt_fail(
             ctx, MT_ERR_DATA,
             "%s: activation_function '%s', scale_attn_weights %d, "
-            "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 that is "
-            "not built here",
+            "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 with "
+            "these settings is not supported",
             path, c->activation_function, c->scale_attn_weights, c->scale_attn_by_inverse_layer_idx,
             c->add_cross_attention, c->tie_word_embeddings);
     if (!c->n_inner && c->n_embd > INT32_MAX / 4)

@@ -83,7 +83,7 @@ MT_API int mt_version(void);
     X(MT_ERR_UNSUPPORTED, -4, "not built or not supported")                                                            \
     X(MT_ERR_MEMORY, -5, "out of memory")                                                                              \
     X(MT_ERR_DATA, -6, "data out of range")                                                                            \
-    X(MT_ERR_MISMATCH, -7, "ranks called, or were told, different things")                                             \
+    X(MT_ERR_MISMATCH, -7, "ranks made different calls, or have different settings")                                   \
     X(MT_ERR_TIMEOUT, -8, "a rank did not arrive in time")                                                             \
     X(MT_ERR_PEER, -9, "a peer rank is gone or failed")                                                                \
     X(MT_ERR_IO, -10, "input/output error")                                                                            \
@@ -1306,7 +1306,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
     *out = NULL;
-    if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes cannot be had", bytes);
+    if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes are too many", bytes);
     if (ctx->device == MT_DEVICE_META) {
         *out = mti_meta_address(ctx->allocated);
     } else {
@@ -2113,7 +2113,7 @@ static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
         for (before = 0; before < r && !mti_same_call(mti_slot_of(g, before), mti_slot_of(g, r)); before++) continue;
         if (before < r) continue;
         if (said == 4) {
-            mti_say(text, ", and others called yet other things");
+            mti_say(text, ", and other ranks made other calls");
             return;
         }
         if (said++) mti_say(text, ", ");
@@ -2303,7 +2303,7 @@ static mt_status mti_broken_now(mt_context *ctx, mt_comm *comm) {
 
 static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     return mti_refuse(ctx, comm, MT_ERR_PEER,
-                      "%s on \"%s\" (%d ranks): rank %d comes after this communicator broke: %s",
+                      "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed: %s",
                       mti_call_name(call->kind), comm->name, comm->size, comm->rank, comm->group->text);
 }
 
@@ -2832,7 +2832,8 @@ static mt_status mti_check_dtype(mt_context *ctx, mt_comm *comm, const mti_call 
     const char *name = mti_call_name(call->kind);
     if (call->kind == MT_BARRIER) return MT_SUCCESS;
     if (mt_dtype_size(call->dtype) == 0)
-        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: dtype is %d, which is no mt_dtype", name, (int)call->dtype);
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: dtype is %d, which is not an mt_dtype", name,
+                          (int)call->dtype);
     if (!mti_reduces(call)) return MT_SUCCESS;
     if (call->dtype == MT_U8)
         return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: u8 moves but does not reduce; use f32 or i32", name);
@@ -2896,9 +2897,10 @@ static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_cal
     if (send == recv && (call->kind == MT_ALL_REDUCE || call->kind == MT_BROADCAST || self)) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER && send == recv + block) return MT_SUCCESS;
     if (call->kind == MT_REDUCE_SCATTER && recv == send + block) return MT_SUCCESS;
-    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
-                      "mt_%s: sendbuf %p (%zu bytes) and recvbuf %p (%zu bytes) overlap in another way than in place",
-                      mti_call_name(call->kind), call->send, sent, call->recv, received);
+    return mti_refuse(
+        ctx, comm, MT_ERR_ARGUMENT,
+        "mt_%s: sendbuf %p (%zu bytes) and recvbuf %p (%zu bytes) overlap, but not as in an in-place call",
+        mti_call_name(call->kind), call->send, sent, call->recv, received);
 }
 
 static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name) {
@@ -3878,7 +3880,7 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
                           mti_call_name(call->kind), comm->name, comm->size);
     if (comm->nccl.broken)
         return mti_refuse(
-            ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d comes after this communicator broke with %s",
+            ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
     MT_TRY(mt_cuda_enter(ctx));
     comm->nccl.last = *call;
@@ -4133,7 +4135,7 @@ static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_com
 static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
     (void)out;
     return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
-                      "mt_comm_create_for: \"%s\" is no communicator of a launcher or of threads", world->name);
+                      "mt_comm_create_for: \"%s\" is not a communicator of a launcher or of threads", world->name);
 }
 
 static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out) {
@@ -5331,10 +5333,10 @@ MT_API const char *mt_f32_digits(float x, char text[32]) {
 static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
     MT_TRY(mti_check_home(ctx, comm, name));
     if (mt_dtype_size(t.dtype) == 0)
-        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: the dtype of %s is %d, which is no mt_dtype", name, what,
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: the dtype of %s is %d, which is not an mt_dtype", name, what,
                           (int)t.dtype);
     if (t.rows < 0 || t.cols < 0 || (t.cols > 0 && t.rows > INT64_MAX / 8 / t.cols))
-        return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s is [%lld, %lld], which is no shape", name, what,
+        return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s is [%lld, %lld], which is not a valid shape", name, what,
                           (long long)t.rows, (long long)t.cols);
     if (mt_tensor_ld(t) != t.cols && t.rows > 1)
         return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s [%lld, %lld] must be contiguous, but its ld is %lld",

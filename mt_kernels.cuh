@@ -563,8 +563,8 @@ static int mti_is_empty(mt_tensor t) { return t.rows == 0 || t.cols == 0; }
 static mt_status mti_expect_view(mt_context *ctx, const char *where, const char *name, mt_tensor t) {
     int64_t ld = mt_tensor_ld(t);
     if (t.rows < 0 || t.cols < 0 || ld < t.cols || mt_size_mul(mt_size_mul(t.rows, ld), 8) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is no shape", where, name,
-                       (long long)t.rows, (long long)t.cols, (long long)t.ld);
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is not a valid shape", where,
+                       name, (long long)t.rows, (long long)t.cols, (long long)t.ld);
     MT_TRY(mti_expect_dtype(ctx, where, name, t.dtype));
     if (!t.data && t.rows > 0 && t.cols > 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld] but its data is NULL", where, name,
@@ -2622,7 +2622,7 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
     if (status != MT_SUCCESS || (*made == 0 && g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT)) {
         mti_lt_forget(&fresh);
         if (status != MT_SUCCESS) return status;
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt knows no way to multiply %lld x %lld x %lld",
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt has no algorithm to multiply %lld x %lld x %lld",
                        (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
     }
     *out = mti_lt_place(lt);
@@ -3981,8 +3981,8 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
         mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
         mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is no "
-                       "shape",
+                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is not a "
+                       "valid shape",
                        where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
                        (long long)s->heads_per_group, (long long)s->head_dim);
     return MT_SUCCESS;

@@ -1262,14 +1262,13 @@ static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3
     int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
     int64_t model = (int64_t)tp * pipeline;
     if (desc->tp < 0 || desc->dp < 0 || desc->pp < 0 || world < 1) {
-        snprintf(text, text_bytes, "mt_grid: tensor %d, data %d, pipeline %d on %d ranks: sizes must not be negative",
-                 desc->tp, desc->dp, desc->pp, world);
+        snprintf(text, text_bytes, "mt_grid: tp %d, dp %d, pp %d on %d ranks: sizes must not be negative", desc->tp,
+                 desc->dp, desc->pp, world);
         return MT_ERR_ARGUMENT;
     }
     if (!data && world % model == 0) data = (int)(world / model);
     if (!data || model > world || model * data != world) {
-        snprintf(text, text_bytes, "mt_grid: tensor %d x data %d x pipeline %d does not make %d ranks", tp, data,
-                 pipeline, world);
+        snprintf(text, text_bytes, "mt_grid: tp %d x dp %d x pp %d is not %d ranks", tp, data, pipeline, world);
         return MT_ERR_SHAPE;
     }
     sizes[0] = tp;
@@ -1767,7 +1766,8 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
                        (long long)parts, MTI_PARAM_PARTS);
     if (parts < 1 || unit < 1 || n % parts != 0 || n / parts % unit != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: %lld features of '%s' are not %lld parts of units of %lld",
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "mt_params_add: %lld features of '%s' cannot be split into %lld parts of whole units of %lld",
                        (long long)n, d->name, (long long)parts, (long long)unit);
     if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has parts %lld and unit %lld, but is not split",
@@ -3042,7 +3042,7 @@ static mt_status mti_shared_columns(mt_context *ctx, const char *function, const
         if (layers[i].desc.gather_output || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
             layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s' and '%s' must have one sequence_parallel, one registry, and no gather_output",
+                           "%s: '%s' and '%s' must have the same sequence_parallel and registry, and no gather_output",
                            function, layers[0].name, layers[i].name);
     }
     return MT_SUCCESS;
@@ -3396,7 +3396,7 @@ static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt
         if (!layers[i].desc.input_is_parallel || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
             layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s' and '%s' must have one sequence_parallel, one registry, and input_is_parallel",
+                           "%s: '%s' and '%s' must have the same sequence_parallel and registry, and input_is_parallel",
                            function, layers[0].name, layers[i].name);
     }
     return MT_SUCCESS;
@@ -3467,8 +3467,8 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
     MT_TRY(mti_row_backward_check(ctx, function, layer, dy, mt_none(), saved));
     if (!before || !layer->desc.input_is_parallel || before->desc.gather_output)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' needs input_is_parallel and the layer before, without gather_output", function,
-                       layer->name);
+                       "%s: '%s' needs input_is_parallel, and the layer before it must not have gather_output",
+                       function, layer->name);
     MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved->x", saved->x));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
     mark = mt_arena_mark(ctx);
@@ -4033,7 +4033,7 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!first || !last || !first->registry || first->registry != last->registry || first->index > last->index)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' to '%s' are no parameters of one registry, in its order",
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' to '%s' are not parameters of one registry, in its order",
                        function, first ? first->name : "(NULL)", last ? last->name : "(NULL)");
     params = first->registry;
     MT_TRY(mti_params_ready(ctx, params, function));
@@ -4688,7 +4688,7 @@ static int mti_pipeline_has_forward(const mt_action *actions, const mt_action *b
 static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_action *actions, int count, int i,
                                       int first) {
     const mt_action *a = &actions[i];
-    if (a->kind < MT_FORWARD || a->kind > MT_SEND_BACKWARD_RECV_FORWARD) return "there is no such kind";
+    if (a->kind < MT_FORWARD || a->kind > MT_SEND_BACKWARD_RECV_FORWARD) return "its kind is not an mt_action_kind";
     if (a->slot < 0 || a->recv_slot < 0 || a->slot >= count || a->recv_slot >= count)
         return "slots must not be negative, and fewer than there are actions";
     if (a->kind == MT_FORWARD && first && a->slot != 0) return "the first forward must be in slot 0";
@@ -5346,7 +5346,7 @@ static mt_status mti_directory_sync(mt_context *ctx, const char *path) {
     int fd = mti_open(path, O_RDONLY), error = fd < 0 ? errno : mti_fsync(fd);
     if (fd >= 0) close(fd);
     if (fd >= 0 && error == EINVAL) return MT_SUCCESS; /* this file system does not synchronise directories */
-    return error ? mti_io_error(ctx, path, "bring the directory to the disk", error) : MT_SUCCESS;
+    return error ? mti_io_error(ctx, path, "sync the directory", error) : MT_SUCCESS;
 }
 
 /* Creates a directory and synchronises its parent. */
@@ -5585,10 +5585,10 @@ static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_data);
     for (i = 0; i < s->count; end += s->tensors[i++].bytes)
         if (s->tensors[i].data != end)
-            return mt_fail(ctx, MT_ERR_DATA,
-                           "%s: '%.100s' begins at %lld of the data, and what is before it ends at %lld", s->path,
-                           s->tensors[i].name, (long long)((const unsigned char *)s->tensors[i].data - s->data),
-                           (long long)(end - s->data));
+            return mt_fail(
+                ctx, MT_ERR_DATA, "%s: '%.100s' begins at byte %lld of the data, but the tensor before it ends at %lld",
+                s->path, s->tensors[i].name, (long long)((const unsigned char *)s->tensors[i].data - s->data),
+                (long long)(end - s->data));
     if (end != s->data + s->data_bytes)
         return mt_fail(ctx, MT_ERR_DATA, "%s: its tensors have %lld bytes, its data %lld", s->path,
                        (long long)(end - s->data), (long long)s->data_bytes);
@@ -5611,7 +5611,7 @@ static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
     void *memory;
     mti_json j;
     mt_status status;
-    if (size < 8) return mt_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are no safetensors file", s->path, size);
+    if (size < 8) return mt_fail(ctx, MT_ERR_DATA, "%s: %zu bytes are not a safetensors file", s->path, size);
     MT_TRY(mti_mapped_read(ctx, s->path, &s->map, 0, sizeof header, &header));
     if (header > MTI_HEADER_MAX || header > size - 8)
         return mt_fail(ctx, MT_ERR_DATA,
@@ -6343,8 +6343,8 @@ static mt_status mti_checkpoint_fields(mt_context *ctx, mt_checkpoint *c, const 
     for (i = 0; i < c->field_count; i++) {
         const mt_field *f = &c->fields[i];
         if (mti_field_is_taken(c, f->name, i))
-            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: field %d: there is another '%.100s'", i,
-                           f->name);
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "mt_checkpoint_create: field %d: another field is also called '%.100s'", i, f->name);
     }
     return MT_SUCCESS;
 }
@@ -6358,7 +6358,8 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, function));
     if (!desc || !desc->directory || !desc->directory[0] || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "there is no directory" : "out is NULL");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                       out ? "desc or desc->directory is NULL or empty" : "out is NULL");
     *out = NULL;
     if (desc->keep < 0 || strlen(desc->directory) > MT_PATH_MAX - 128)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
@@ -6657,8 +6658,8 @@ static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_par
     MT_TRY(mti_put_header(ctx, c, part, state, &c->file));
     header = (uint64_t)c->file.bytes;
     if (header > MTI_HEADER_MAX)
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes, at most %d are read", directory, name,
-                       (unsigned long long)header, MTI_HEADER_MAX);
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes; at most %d are allowed", directory,
+                       name, (unsigned long long)header, MTI_HEADER_MAX);
     MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
     mti_file_put(&c->file, &header, sizeof header);
     return mti_put_header(ctx, c, part, state, &c->file);
@@ -7045,7 +7046,7 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
                     MT_TRY(mti_part_layout(ctx, c, part, c->params->list[i], what, &l));
                     ours = strcmp(l.name, name) == 0;
                 }
-            if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is no parameter of this model", b->path, name);
+            if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not a parameter of this model", b->path, name);
         }
     return MT_SUCCESS;
 }
@@ -7255,7 +7256,7 @@ static mt_status mti_load_check(mt_context *ctx, const char *function, const mt_
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!c || !argument) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, c ? name : "checkpoint");
     if (mt_context_has_data(ctx)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory for what is in the files", function);
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: MT_DEVICE_META has no memory to load files into", function);
 }
 
 MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, int64_t step,

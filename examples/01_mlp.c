@@ -100,7 +100,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
 int main(int argc, char **argv) {
     mt_launch_desc launch = {.ranks = argc > 1 ? atoi(argv[1]) : 2};
     if (launch.ranks < 1) {
-        fprintf(stderr, "01_mlp: '%s' is no number of ranks\n", argv[1]);
+        fprintf(stderr, "01_mlp: '%s' is not a number of ranks\n", argv[1]);
         return 1;
     }
     return mt_launch(&launch, rank_main, NULL) == MT_SUCCESS ? 0 : 1;

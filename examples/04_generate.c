@@ -146,7 +146,8 @@ static int read_prompt(job *j) {
     j->history = (int32_t *)malloc((strlen(text) + 1) * sizeof *j->history);
     if (!j->history) return 0;
     if (!j->ids && !is_text(j)) {
-        fprintf(stderr, "04_generate: a vocabulary of %lld is no bytes: give --ids 1,2,3\n", (long long)j->gpt.vocab);
+        fprintf(stderr, "04_generate: a vocabulary of %lld is not bytes; give the prompt with --ids 1,2,3\n",
+                (long long)j->gpt.vocab);
         return 0;
     }
     if (j->ids && !read_ids(j, text)) return 0;
@@ -174,7 +175,7 @@ static int parse(int argc, char **argv, job *j) {
         else if (strcmp(name, "--tokens") == 0) ok = read_number(name, value, 0, 1 << 20, &j->tokens);
         else if (strcmp(name, "--temperature") == 0) ok = read_number(name, value, 0, 100, &j->temperature);
         else if (strcmp(name, "--seed") == 0) ok = read_number(name, value, 0, 4294967295.0, &j->seed);
-        else ok = fprintf(stderr, "04_generate: what is '%s'?\n", name) < 0;
+        else ok = fprintf(stderr, "04_generate: unknown flag '%s'\n", name) < 0;
         if (!ok) return 0;
     }
     if (j->directory) return 1;

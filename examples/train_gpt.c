@@ -92,57 +92,60 @@ static const flag flags[] = {
     {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations; f16 scales the loss"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"},
-    {"bucket-mb", REAL, AT(bucket_mb), 0, 1e6, "MB of gradients summed over them in one call (0: 160, or 4 for each)"},
+    {"bucket-mb", REAL, AT(bucket_mb), 0, 1e6,
+     "MB of gradients that one collective sums over data parallel ranks (0: 160, or 4 x --dp)"},
     {"use-distributed-optimizer", SWITCH, AT(distributed_optimizer), 0, 1,
-     "each of them keeps a share of its state (ZeRO-1)"},
+     "each data parallel rank keeps a share of the optimizer's state (ZeRO-1)"},
     {"pp", WHOLE, AT(pp), 1, MAX_RANKS, "pipeline stages, which share the layers evenly"},
-    {"schedule", SCHEDULE, AT(schedule), 0, 1, "1f1b or gpipe, of the micro-batches in the pipeline"},
+    {"schedule", SCHEDULE, AT(schedule), 0, 1, "1f1b or gpipe: the order of micro-batches in the pipeline"},
     {"layers", WHOLE, AT(layers), 1, 1024, "transformer layers"},
     {"hidden", WHOLE, AT(hidden), 1, 65536, "hidden size"},
     {"heads", WHOLE, AT(heads), 1, 1024, "attention heads"},
-    {"kv-heads", WHOLE, AT(kv_heads), 0, 1024, "key/value heads (0: as heads)"},
+    {"kv-heads", WHOLE, AT(kv_heads), 0, 1024, "key/value heads (0: as many as --heads)"},
     {"ffn", WHOLE, AT(ffn), 0, 1 << 20, "inner width of the MLP (0: 4 x hidden)"},
     {"seq", WHOLE, AT(seq), 1, 1 << 20, "tokens per sequence"},
     {"max-seq", WHOLE, AT(max_seq), 0, 1 << 20,
-     "positions the model has (0: those of --init-from or --resume, or --seq)"},
+     "positions of the model (0: as in --init-from or --resume, otherwise --seq)"},
     {"batch", WHOLE, AT(batch), 1, 1 << 20, "sequences per step, over all ranks"},
     {"micro-batch", WHOLE, AT(micro_batch), 0, 1 << 20,
-     "sequences per forward on a rank (0: all of the rank's; with --pp, 1)"},
+     "sequences per forward on a rank (0: all sequences of the rank; with --pp, 1)"},
     {"recompute", RECOMPUTE, AT(recompute), 0, 2,
-     "none, selective (core attention) or full, in the backward of every layer"},
-    {"invariant", WHOLE, AT(invariant), 0, 1024, "same bits on every split up to so many tensor ranks (0: off)"},
-    {"invariant-data", WHOLE, AT(invariant_data), 0, 1024, "and up to so many data ranks (0: as --invariant)"},
+     "none, selective (core attention) or full: what the backward of a layer recomputes"},
+    {"invariant", WHOLE, AT(invariant), 0, 1024,
+     "same bits on every split, for at most this number of tensor parallel ranks (0: off)"},
+    {"invariant-data", WHOLE, AT(invariant_data), 0, 1024, "the same for data parallel ranks (0: as --invariant)"},
     {"steps", WHOLE, AT(steps), 1, 1e9, "optimizer steps"},
     {"lr", REAL, AT(lr), 0, 1e3, "peak learning rate"},
     {"min-lr", REAL, AT(min_lr), 0, 1e3, "learning rate at the end of the cosine"},
     {"warmup", WHOLE, AT(warmup), 0, 1e9, "steps of linear warm-up"},
-    {"seed", WHOLE, AT(seed), 0, 9e15, "of weights, batches and dropout"},
-    {"dropout", REAL, AT(dropout), 0, 0.999, "of embedding, attention and residuals"},
+    {"seed", WHOLE, AT(seed), 0, 9e15, "seed of weights, batches and dropout"},
+    {"dropout", REAL, AT(dropout), 0, 0.999, "dropout probability of embedding, attention and residuals"},
     {"clip", REAL, AT(clip), 0, 1e9, "gradient norm to clip to (0: off)"},
-    {"weight-decay", REAL, AT(weight_decay), 0, 1e3, "AdamW, on matrices only"},
-    {"label-smoothing", REAL, AT(label_smoothing), 0, 0.999, "of the loss"},
+    {"weight-decay", REAL, AT(weight_decay), 0, 1e3, "weight decay of AdamW, on matrices only"},
+    {"label-smoothing", REAL, AT(label_smoothing), 0, 0.999, "label smoothing of the loss"},
     {"vocab", WHOLE, AT(vocab), 0, 1 << 20, "vocabulary (0: 256 for text, 50257 for .bin)"},
     {"eval-interval", WHOLE, AT(eval_interval), 0, 1e9, "steps between validation losses (0: never)"},
     {"sample", WHOLE, AT(sample), 0, 1 << 20, "tokens to generate at the end"},
     {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue; default: from the validation text"},
-    {"temperature", REAL, AT(temperature), 1e-3, 100, "of the sampling"},
-    {"log", TEXT, AT(log), 0, 0, "FILE.csv to write step,loss,grad_norm,tokens_per_s,lr,val_loss to"},
-    {"hash-log", TEXT, AT(hash_log), 0, 0, "FILE to write step, tensor, hash to, for every tensor of every step"},
-    {"checkpoint", TEXT, AT(checkpoint), 0, 0, "DIR of the run's checkpoints: one at the end, the newest two are kept"},
+    {"temperature", REAL, AT(temperature), 1e-3, 100, "temperature of --sample"},
+    {"log", TEXT, AT(log), 0, 0, "FILE.csv: write step,loss,grad_norm,tokens_per_s,lr,val_loss"},
+    {"hash-log", TEXT, AT(hash_log), 0, 0, "FILE: write step, name and hash of every tensor of every step"},
+    {"checkpoint", TEXT, AT(checkpoint), 0, 0,
+     "DIR of the run's checkpoints: one is saved at the end, the newest two are kept"},
     {"save-interval", WHOLE, AT(save_interval), 0, 1e9, "steps between checkpoints (0: only at the end)"},
     {"resume", SWITCH, AT(resume), 0, 1,
-     "go on from the newest checkpoint, if there is one, and in the logs behind its step;\n"
-     "                              data, --seq, --batch, --seed and --dtype must be its own, other flags may change"},
+     "continue from the newest checkpoint, if there is one; logs continue after its step.\n"
+     "                              Data, --seq, --batch, --seed and --dtype must not change; other flags may"},
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of a checkpoint, or of a GPT-2 of Hugging Face, to begin with its weights"},
-    {"threads", WHOLE, AT(threads), 1, 1024, "of the GEMM library on each rank"},
+     "DIR of a checkpoint, or of a GPT-2 of Hugging Face, with the initial weights"},
+    {"threads", WHOLE, AT(threads), 1, 1024, "threads of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
-    {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine that others use too"},
+    {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"},
     {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
     {"swiglu", SWITCH, AT(swiglu), 0, 1, "SwiGLU instead of GeLU"},
     {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
-    {"untied", SWITCH, AT(untied), 0, 1, "an output head of its own"},
+    {"untied", SWITCH, AT(untied), 0, 1, "an output head with its own weight"},
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };
@@ -224,7 +227,8 @@ static int parse_options(int argc, char **argv, options *o) {
         else if (!parse_value(f, optarg, o)) return 0;
     }
     if (c != -1) return 0; /* getopt_long has printed what is wrong */
-    if (optind < argc) fprintf(stderr, "train_gpt: what is '%s'? Flags start with --, see --help\n", argv[optind]);
+    if (optind < argc)
+        fprintf(stderr, "train_gpt: unexpected argument '%s'; flags start with --, see --help\n", argv[optind]);
     return optind >= argc;
 }
 
@@ -308,7 +312,8 @@ static int check_bin(const char *path, const unsigned char *bytes, size_t size, 
     int32_t header[3] = {0};
     if (size >= LLMC_HEADER_BYTES) memcpy(header, bytes, sizeof header);
     if (header[0] != LLMC_MAGIC || header[1] != 1) {
-        fprintf(stderr, "train_gpt: %s is no llm.c token file: magic %d, version %d; expected %d, 1 (uint16 tokens)\n",
+        fprintf(stderr,
+                "train_gpt: %s is not a token file of llm.c: magic %d, version %d; expected %d, 1 (uint16 tokens)\n",
                 path, (int)header[0], (int)header[1], LLMC_MAGIC);
         return 0;
     }

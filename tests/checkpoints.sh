@@ -198,7 +198,7 @@ refusals() {
     refused "usage: 04_generate DIR" &&
         refused "nonexistent: has neither model.safetensors nor its index" "$build/nonexistent" &&
         refused "empty: has neither model.safetensors nor its index" "$build/empty" &&
-        refused "vocabulary of 61 is no bytes: give --ids" tests/golden/gpt2_hf --prompt a &&
+        refused "vocabulary of 61 is not bytes; give the prompt with --ids" tests/golden/gpt2_hf --prompt a &&
         refused "ids 1,61: expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,61 &&
         refused "expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,-1 &&
         refused "expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,x &&
@@ -206,7 +206,7 @@ refusals() {
         refused "cannot be split over 5 tensor ranks" tests/golden/gpt2_hf --ids 1 --tp 5 &&
         refused "tp 0: expected a number" tests/golden/gpt2_hf --ids 1 --tp 0 &&
         refused "tokens 2000000: expected a number from 0 to 1048576" tests/golden/gpt2_hf --tokens 2000000 &&
-        refused "what is '--nonsense'" tests/golden/gpt2_hf --nonsense 1
+        refused "unknown flag '--nonsense'" tests/golden/gpt2_hf --nonsense 1
 }
 
 generating() {

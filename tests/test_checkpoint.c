@@ -1473,7 +1473,7 @@ static void small_models(void **state) {
         shell("rm '%s'", in_scratch("w/model.safetensors"));
     }
     shell("cp '%s' '%s'", in_scratch("w/step-00000003/model.safetensors"), in_scratch("w"));
-    snprintf(words, sizeof words, "%s", "'a \"b\"' is no parameter");
+    snprintf(words, sizeof words, "%s", "'a \"b\"' is not a parameter");
     test_launch(2, small_rank, words);
     forget("w");
 }

@@ -608,7 +608,7 @@ static mt_status suffer_on(job *j, mt_context *ctx, mt_comm *all, mt_comm *part,
     snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(ctx));
     if (status == MT_SUCCESS) return status;
     CHECK(mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM) == MT_ERR_PEER);
-    CHECK(strstr(mt_last_error(ctx), "comes after this communicator broke"));
+    CHECK(strstr(mt_last_error(ctx), "calls after this communicator failed"));
     if (f->in_group == 2) CHECK(mt_barrier(ctx, all) == MT_ERR_PEER);
     CHECK(mt_context_synchronize(ctx) == (j->how == FROM_CALLER && f->in_group != 1 ? MT_ERR_TIMEOUT : MT_SUCCESS));
     return status;

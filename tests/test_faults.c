@@ -231,7 +231,7 @@ static void test_comes_late(void **state) {
     assert_int_equal(f.status[0], MT_ERR_TIMEOUT);
     assert_int_equal(f.status[1], MT_ERR_TIMEOUT);
     assert_int_equal(f.status[2], MT_ERR_PEER);
-    assert_said(f.text[2], "rank 2 comes after this communicator broke");
+    assert_said(f.text[2], "rank 2 calls after this communicator failed");
     assert_said(f.text[2], "waited 0.50 s for rank 2");
     assert_true(f.seconds[2] < 0.45); /* at once */
 }
@@ -510,7 +510,7 @@ static void check_region_arguments(void) {
     REFUSED(MT_ERR_DTYPE, "u8", mt_copy_to_tensor_region_backward(C, W, t));
     t = x;
     t.rows = -3;
-    REFUSED(MT_ERR_SHAPE, "[-3, 4], which is no shape", mt_copy_to_tensor_region_backward(C, W, t));
+    REFUSED(MT_ERR_SHAPE, "[-3, 4], which is not a valid shape", mt_copy_to_tensor_region_backward(C, W, t));
     t = x;
     t.data = NULL;
     REFUSED(MT_ERR_ARGUMENT, "the data of x [3, 4] is NULL", mt_gather_from_tensor_region(C, W, t, y));

@@ -269,7 +269,7 @@ static void test_launch_does_not_wait_in_silence(void **state) {
     assert_non_null(strstr(l->line[1], "rank 2 of 3: MT_ERR_"));
     assert_non_null(strstr(l->line[1], ": barrier on \"world\""));
     assert_string_equal(l->line[2], "rank 1 of 3: has not returned from its function, mt_launch waits for it");
-    assert_non_null(strstr(l->line[3], "rank 1 of 3: MT_ERR_PEER: barrier on \"world\" (3 ranks): rank 1 comes after"));
+    assert_non_null(strstr(l->line[3], "rank 1 of 3: MT_ERR_PEER: barrier on \"world\" (3 ranks): rank 1 calls after"));
 }
 
 static void give_up(void *user) {

@@ -148,14 +148,14 @@ static void test_grids_that_do_not_fit(void **state) {
         mt_grid_desc desc;
         mt_status status;
         const char *words[3];
-    } bad[] = {{{3, 0, 0}, MT_ERR_SHAPE, {"tensor 3", "8 ranks", ""}},
-               {{2, 2, 0}, MT_ERR_SHAPE, {"tensor 2", "data 2", "8 ranks"}},
-               {{2, 2, 3}, MT_ERR_SHAPE, {"pipeline 3", "data 2", "8 ranks"}},
-               {{16, 0, 0}, MT_ERR_SHAPE, {"tensor 16", "8 ranks", ""}},
-               {{2, 16, 0}, MT_ERR_SHAPE, {"data 16", "", ""}},
-               {{-2, 0, 0}, MT_ERR_ARGUMENT, {"tensor -2", "negative", ""}},
-               {{2, -1, 0}, MT_ERR_ARGUMENT, {"data -1", "", ""}},
-               {{2, 0, -4}, MT_ERR_ARGUMENT, {"pipeline -4", "", ""}},
+    } bad[] = {{{3, 0, 0}, MT_ERR_SHAPE, {"tp 3", "8 ranks", ""}},
+               {{2, 2, 0}, MT_ERR_SHAPE, {"tp 2", "dp 2", "8 ranks"}},
+               {{2, 2, 3}, MT_ERR_SHAPE, {"pp 3", "dp 2", "8 ranks"}},
+               {{16, 0, 0}, MT_ERR_SHAPE, {"tp 16", "8 ranks", ""}},
+               {{2, 16, 0}, MT_ERR_SHAPE, {"dp 16", "", ""}},
+               {{-2, 0, 0}, MT_ERR_ARGUMENT, {"tp -2", "negative", ""}},
+               {{2, -1, 0}, MT_ERR_ARGUMENT, {"dp -1", "", ""}},
+               {{2, 0, -4}, MT_ERR_ARGUMENT, {"pp -4", "", ""}},
                {{INT_MAX, INT_MAX, INT_MAX}, MT_ERR_SHAPE, {"2147483647", "8 ranks", ""}}};
     mt_comm *world = NULL;
     mt_grid grid;

@@ -336,7 +336,7 @@ static void other_models(void **state) {
     refused((job){.from = 2}, MT_ERR_IO, "step-00000002: has neither model.safetensors nor its index");
     refused((job){.middle = 16}, MT_ERR_DATA, "'first.weight' has shape [20, 12], this model's has [16, 12]");
     refused((job){.second = "last"}, MT_ERR_DATA, "model.safetensors: has no tensor 'last.weight'");
-    refused((job){.one_layer = 1}, MT_ERR_DATA, "'second.bias' is no parameter of this model");
+    refused((job){.one_layer = 1}, MT_ERR_DATA, "'second.bias' is not a parameter of this model");
     memset(&other, 0, sizeof other);
     other.n = fresh;
     other.n.width = 21;
@@ -481,7 +481,8 @@ static void arguments(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
         f.name = taken[i].name;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0: there is another", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0: another field is also called",
+                mt_checkpoint_create(r.ctx, r.params, &c, &out));
     }
     f.name = NULL;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 ()", mt_checkpoint_create(r.ctx, r.params, &c, &out));
@@ -493,7 +494,8 @@ static void arguments(void **state) {
     f.kind = MT_FIELD_I64, f.value = NULL;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 (my)", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.fields = two, c.field_count = 2;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 1: there is another 'my'", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 1: another field is also called 'my'",
+            mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.field_count = 0;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is 0", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.fields = NULL, c.model = &f;

@@ -187,10 +187,10 @@ static void bad_data(void **state) {
     expect("{" T("a", "F32", "[1]", "[0,4]") "}", 3, "truncated");
     expect("{" T("a", "F32", "[1]", "[0,4]") "}", 5, "4 bytes, its data 5");
     expect("{}", 1, "0 bytes, its data 1");
-    expect("{" T("a", "F32", "[1]", "[4,8]") "}", 8, "begins at 4");
-    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[8,12]") "}", 12, "'b' begins at 8");
-    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[2,6]") "}", 6, "'b' begins at 2");
-    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[0,4]") "}", 4, "begins at 0");
+    expect("{" T("a", "F32", "[1]", "[4,8]") "}", 8, "begins at byte 4");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[8,12]") "}", 12, "'b' begins at byte 8");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[2,6]") "}", 6, "'b' begins at byte 2");
+    expect("{" T("a", "F32", "[1]", "[0,4]") "," T("b", "F32", "[1]", "[0,4]") "}", 4, "begins at byte 0");
     expect("{" T("a", "F32", "[1]", "[0,4]") "," T("a", "F32", "[1]", "[4,8]") "}", 8, "'a' is given twice");
     expect("{" T("a", "F4", "[3]", "[0,1]") "}", 1, "12 bits");
     expect("{" T("a", "F32", "[4294967296,4294967296]", "[0,0]") "}", 0, "overflows");
@@ -213,7 +213,7 @@ static void bad_files(void **state) {
     (void)state;
     for (size_t n = 0; n < 8; n++) {
         const char *file = write_file(lies, n);
-        REFUSED(ctx, MT_ERR_DATA, "/file|no safetensors file", mt_safetensors_open(ctx, file, &s));
+        REFUSED(ctx, MT_ERR_DATA, "/file|not a safetensors file", mt_safetensors_open(ctx, file, &s));
         assert_null(s);
     }
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {

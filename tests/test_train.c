@@ -564,7 +564,7 @@ static void test_bad_files(void **state) {
     }
     write_bytes("header.bin", "abc", 3);
     snprintf(words, sizeof words, SMALL "--data %s", in_scratch("header.bin"));
-    expect_error(words, "no llm.c token file");
+    expect_error(words, "not a token file of llm.c");
     write_bytes("empty.txt", "", 0);
     snprintf(words, sizeof words, SMALL "--data %s", in_scratch("empty.txt"));
     expect_error(words, "the data has 0 tokens, too few for --seq 8");
@@ -892,7 +892,7 @@ static void test_absurd_flags(void **state) {
         {"--no-such-flag", "no-such-flag"},
         {"--tp", "requires an argument"},
         {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},
-        {"stray", "what is 'stray'?"},
+        {"stray", "unexpected argument 'stray'"},
         {"--log /nonexistent/log.csv --steps 1", "cannot write /nonexistent/log.csv"},
         {"--lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 --seq 8 --batch 2", "not finite"},
     };
