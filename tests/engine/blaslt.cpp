@@ -1,21 +1,19 @@
-// blaslt.cpp - stand-in for cuBLASLt: the library's own prototypes, executed on the CPU through runtime.h.  Test-only.
+// blaslt.cpp - stand-in for cuBLASLt: the library's own prototypes, executed on the CPU through runtime.h. Test-only.
 //
 // It computes what cuBLASLt computes (fp32 accumulation, host alpha and beta, the epilogues below) and refuses what
-// cuBLASLt refuses; where it is not known whether the library accepts something, this one does not.
+// cuBLASLt refuses. Where it is not known whether cuBLASLt accepts a combination, the stand-in refuses it.
 //
-//   Types       A and B: f32, bf16 or f16, both the same.  C and D: the type of A, or f32; both the same.
+//   Types       A and B: f32, bf16 or f16, both the same. C and D: the type of A, or f32; both the same.
 //   Compute     CUBLAS_COMPUTE_32F, _32F_PEDANTIC, and for f32 matrices _32F_FAST_TF32 (inputs rounded to 10 bits).
 //   Epilogues   DEFAULT, RELU, BIAS, RELU_BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU, DGELU_BGRAD, BGRADA,
-//   BGRADB;
-//               all but DEFAULT only with four column-major matrices.
-//   Algorithms  four, with different orders of summation, alignments and workspaces; some in two tiles that round
-//   alike.  The
-//               heuristic's order depends on the problem, so that a program whose result must not depend on the shape
-//               cannot take what comes first.  How long each takes, and whether it fails, is up to the test
-//                                              (gemm_time, gemm_fail).
-//   Workspace   all that is given is overwritten with NaN, also when the algorithm needs none.
+//               BGRADB. All except DEFAULT need four column-major matrices.
+//   Algorithms  Four, with different orders of summation, alignments and workspaces. Some have two tiles with equal
+//               rounding. The order of the heuristic's results depends on the problem, so a program whose result must
+//               not depend on the shape cannot take the first one. Tests set how long each algorithm takes and whether it
+//               fails (gemm_time, gemm_fail).
+//   Workspace   The first MiB is overwritten with NaN, also when the algorithm needs no workspace.
 //
-// MTE_BLASLT_LOG=1 in the environment prints why a call was refused.  What is not modelled is reported.
+// MTE_BLASLT_LOG=1 in the environment prints why a call was refused. Features that are not modelled are reported.
 #include "runtime.h"
 
 #include <cublasLt.h>
@@ -42,8 +40,8 @@ namespace {
 
 constexpr uint32_t kHandleMagic = 0x6c744831, kLayoutMagic = 0x6c744c31, kDescMagic = 0x6c744431;
 constexpr uint32_t kPreferenceMagic = 0x6c745031, kAlgorithmMagic = 0x6c744131;
-constexpr size_t kVectorAlignment = 16;     // of the auxiliary matrix
-constexpr size_t kWorkspaceAlignment = 256; // of the workspace
+constexpr size_t kVectorAlignment = 16;     // required alignment of the auxiliary matrix, in bytes
+constexpr size_t kWorkspaceAlignment = 256; // required alignment of the workspace, in bytes
 constexpr int kBatchLimit = 65535;
 
 cublasStatus_t refuse(cublasStatus_t status, const char *why) {
@@ -84,7 +82,7 @@ float to_tf32(float value) {
 }
 
 // ---- descriptors and their attributes -------------------------------------------------------------------------------
-// They live inside the library's own opaque structs, which a caller may also place himself (cublasLtMatmulDescInit).
+// They are stored in the library's own opaque structs, which a caller may also allocate (cublasLtMatmulDescInit).
 
 struct Layout {
     uint32_t magic;
@@ -189,7 +187,7 @@ template <size_t N> const Field *find(const Field (&fields)[N], int attribute) {
     return nullptr;
 }
 
-// All attributes that are not modelled have the default 0, which may be set.
+// Attributes that are not modelled accept only 0, their default value.
 cublasStatus_t set_unmodelled(const Field &field, const void *value, const char *object) {
     const unsigned char *bytes = static_cast<const unsigned char *>(value);
     if (std::all_of(bytes, bytes + field.size, [](unsigned char b) { return b == 0; })) return CUBLAS_STATUS_SUCCESS;
@@ -197,7 +195,7 @@ cublasStatus_t set_unmodelled(const Field &field, const void *value, const char 
     return unsupported("attribute not modelled");
 }
 
-// The library looks at the attribute and the size only; values are judged when they are used.
+// As in the library, setting an attribute checks only its name and size. Values are checked when they are used.
 cublasStatus_t set_field(void *object, const Field *field, const void *value, size_t size, const char *name) {
     if (!object) return invalid("null descriptor");
     if (!field) return invalid("unknown attribute");
@@ -237,7 +235,7 @@ template <class Opaque, class T> cublasStatus_t create(Opaque **out, const T &va
     return place(*out, sizeof **out, value);
 }
 
-// Destroying NULL succeeds, as the library does; destroying what is none, or twice, is reported.
+// Destroying NULL succeeds, as in the library. Destroying twice, or something that is no descriptor, is reported.
 template <class T, class Opaque> cublasStatus_t destroy(Opaque *object, uint32_t magic, const char *what) {
     if (!object) return CUBLAS_STATUS_SUCCESS;
     T *real = view<T>(object, magic);
@@ -275,7 +273,7 @@ Preference new_preference() {
     return preference;
 }
 
-// ---- what is asked for, and whether it can be done ------------------------------------------------------------------
+// ---- the problem, and whether it is supported -----------------------------------------------------------------------
 
 struct Epilogue {
     bool known = true, bias = false, relu = false, gelu = false, write_aux = false, dgelu = false;
@@ -391,7 +389,7 @@ cublasStatus_t check_epilogue(const Problem &p) {
     const Epilogue &e = p.epilogue;
     if (!e.known) return unsupported("epilogue not modelled");
     if (e.plain()) return CUBLAS_STATUS_SUCCESS;
-    // Known of BIAS and RELU_BIAS, which the library refuses then; taken to hold for every epilogue.
+    // cuBLASLt is known to refuse BIAS and RELU_BIAS here; the stand-in refuses every epilogue.
     if (any_row_order(p)) return unsupported("an epilogue on a row-major matrix");
     if (e.uses_bias() && p.bias_type() != p.d.type) return unsupported("bias type is not the type of D");
     if (e.uses_bias() && reinterpret_cast<uintptr_t>(p.desc.bias) % element_size(p.d.type) != 0)
@@ -399,7 +397,7 @@ cublasStatus_t check_epilogue(const Problem &p) {
     if (e.bias && p.d.batch > 1 && p.desc.bias_stride != 0 && p.desc.bias_stride < p.bias_length())
         return invalid("bias vectors of the batch overlap");
     if (e.sums() && p.d.batch > 1) return unsupported("bias gradient of a batch");
-    // The sums run along k, which must be the slow dimension in memory: the only forms in known use.
+    // BGRADA and BGRADB sum along k. Only forms in which k is the slow dimension in memory are known to be in use.
     if (e.sum_a && p.desc.trans_a != CUBLAS_OP_N) return unsupported("BGRADA with a transposed A");
     if (e.sum_b && p.desc.trans_b != CUBLAS_OP_T) return unsupported("BGRADB without a transposed B");
     return e.uses_aux() ? check_aux(p) : CUBLAS_STATUS_SUCCESS;
@@ -444,13 +442,13 @@ enum { kForward, kInterleaved, kSplit, kBackward, kAlgorithms };
 constexpr uint64_t kFma = CUBLASLT_NUMERICAL_IMPL_FLAGS_FMA, kHmma = CUBLASLT_NUMERICAL_IMPL_FLAGS_HMMA;
 
 struct Traits {
-    size_t alignment; // of pointers, leading dimensions and batch strides, in bytes, if more than an element
+    size_t alignment; // of pointers, leading dimensions and batch strides, in bytes; at least the size of an element
     uint64_t implementation;
 };
 
 const Traits traits[kAlgorithms] = {{1, kFma}, {16, kHmma}, {16, kHmma}, {8, kFma}};
 
-// The content of a cublasLtMatmulAlgo_t: plain data, good for every problem of the same types.
+// The content of a cublasLtMatmulAlgo_t: plain data, valid for every problem of the same types.
 struct Algorithm {
     uint32_t magic;
     int32_t id, splits;
@@ -535,7 +533,7 @@ uint64_t mix(uint64_t hash, uint64_t value) {
     return hash ^ (hash >> 29);
 }
 
-// Stands for the estimated time: it depends on everything about the problem.
+// Stands for the estimated time. It depends on all properties of the problem.
 uint64_t cost(const Problem &p, const Algorithm &algorithm) {
     uint64_t hash = mix(types_of(p), p.desc.epilogue);
     for (uint64_t fact : {p.m, p.n, p.k, static_cast<uint64_t>(p.d.batch), static_cast<uint64_t>(p.desc.trans_a)})
@@ -574,7 +572,7 @@ cublasLtMatmulHeuristicResult_t result_of(const Problem &p, const Algorithm &alg
     return result;
 }
 
-// The inner product of length k, in the order of the algorithm.
+// The inner product of length k: one function for each order of summation. dot() selects by algorithm.
 float dot_range(const float *x, const float *y, size_t begin, size_t end) {
     float sum = 0.0f;
     for (size_t i = begin; i < end; i++) sum += x[i] * y[i];
@@ -624,7 +622,8 @@ struct Run {
     size_t workspace_bytes;
 };
 
-// The library may write all of its workspace. The beginning stands for it: two products that share it meet there.
+// The part of the workspace that is written. The library may write all of it; the first MiB is enough for the checker
+// to find two products that share a workspace.
 size_t touched(const Run &r) { return std::min(r.workspace_bytes, static_cast<size_t>(1) << 20); }
 
 Layout aux_layout(const Problem &p) {
@@ -641,7 +640,8 @@ Layout bias_layout(const Problem &p) {
     return layout;
 }
 
-// Announces what is touched and nothing between: the gaps that a leading dimension leaves belong to others.
+// Tells the checker which elements are accessed. The gaps between columns (ld > rows) are left out: other data may lie
+// there.
 bool announce(const Layout &l, const void *base, bool write, const char *what) {
     const size_t size = element_size(l.type);
     const size_t total = static_cast<size_t>((l.batch - 1) * l.stride + span(l)) * size;
@@ -679,7 +679,7 @@ bool announce_all(const Run &r) {
     return good;
 }
 
-// op(A) as rows of k floats, or op(B) as columns of k floats; k counts the rows of the stored matrix, or its columns.
+// Packs op(A) as rows of k floats, or op(B) as columns of k floats. k_is_row: k counts the rows of the stored matrix.
 std::vector<float> gather(const Problem &p, const Layout &l, const void *base, int batch, bool k_is_row) {
     const uint64_t outer = k_is_row ? l.cols : l.rows;
     std::vector<float> packed(outer * p.k);
@@ -701,7 +701,7 @@ float gelu_slope(float x) {
     return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * kGeluScale * (1.0f + 3.0f * kGeluCubic * x * x);
 }
 
-// One element of D from its inner product; returns the value before it is rounded to the type of D.
+// Computes one element of D from its inner product. Returns the value before it is rounded to the type of D.
 float finish(const Run &r, int batch, uint64_t row, uint64_t col, float product) {
     const Problem &p = r.p;
     const Epilogue &e = p.epilogue;
@@ -718,7 +718,7 @@ float finish(const Run &r, int batch, uint64_t row, uint64_t col, float product)
     return x;
 }
 
-// The gradient of a bias as a sum over k of an operand.
+// Stores a bias gradient: the sum of an operand over k.
 void store_sums(const Run &r, const std::vector<float> &operand) {
     const std::vector<float> ones(r.p.k, 1.0f);
     for (int64_t i = 0; i < r.p.bias_length(); i++) {
@@ -743,7 +743,7 @@ void multiply(const Run &r, int batch) {
     if (p.epilogue.sum_b) store_sums(r, b);
 }
 
-// What tests want to know of the products that ran, and say of their time.
+// What tests can query about the products that ran, and the functions that they set.
 std::function<double(const GemmCall &)> time_of_gemm;
 std::function<bool(const GemmCall &)> gemm_fails;
 GemmCall last_gemm = {-1, 0, 0, 0};
@@ -770,7 +770,7 @@ bool overlap(const Layout &l, const void *base, const Layout &other, const void 
     return p < q + other_bytes && q < p + bytes;
 }
 
-// C may be D, in the same layout, and may otherwise not touch it.
+// C may be the same matrix as D, with the same layout. Any other overlap with D is an error.
 cublasStatus_t check_aliases(const Run &r) {
     if (overlap(r.p.d, r.d, r.p.a, r.a) || overlap(r.p.d, r.d, r.p.b, r.b)) {
         report("cublasLtMatmul: D overlaps A or B");
@@ -800,7 +800,7 @@ cublasStatus_t check_pointers(const Run &r) {
     return check_aliases(r);
 }
 
-// Without an algorithm the library asks its own heuristic, which may not use a workspace then.
+// algo == NULL: takes the heuristic's first algorithm that needs no workspace, as the library does.
 cublasStatus_t choose(const cublasLtMatmulAlgo_t *algo, Run *r) {
     if (algo) return unpack(algo, &r->algorithm) ? check_algorithm(r->p, r->algorithm) : invalid("not an algorithm");
     Preference preference = new_preference();
@@ -846,7 +846,7 @@ const char *status_string(cublasStatus_t status) {
     }
 }
 
-// The configuration of an algorithm, as attributes.
+// The configuration of an algorithm as attributes.
 const Field config_fields[] = {
     FIELD(CUBLASLT_ALGO_CONFIG_ID, Algorithm, id),
     FIELD(CUBLASLT_ALGO_CONFIG_TILE_ID, Algorithm, tile),
@@ -859,7 +859,7 @@ const Field config_fields[] = {
     {CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, kNotModelled, 2},
 };
 
-// Capabilities are computed, not stored: the answer and its size.
+// Computes a capability of an algorithm and the size of the answer.
 bool capability(const Algorithm &algorithm, int attribute, uint64_t *value, size_t *size) {
     *size = 4;
     switch (attribute) {
@@ -1096,7 +1096,7 @@ cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDe
     status = check_algorithm(p, algorithm);
     const Alignments best = {256, 256, 256, 256, alignment_of(p.desc.bias)};
     if (status == CUBLAS_STATUS_SUCCESS && !aligned_for(p, algorithm, best)) status = unsupported("strides misaligned");
-    const cublasLtMatmulAlgo_t kept = result->algo; // the caller's, never updated
+    const cublasLtMatmulAlgo_t kept = result->algo; // result->algo belongs to the caller and is not changed
     *result = result_of(p, algorithm);
     result->algo = kept;
     result->state = status;

@@ -1,15 +1,15 @@
 #!/bin/sh
-# Builds the engine's own test in several variants; programs go to MTE_BUILD_DIR (default: build/engine).
+# Builds the engine's own test (test_engine) in several variants. Programs go to MTE_BUILD_DIR (default: build/engine).
 #
 #   sh tests/engine/build.sh [VARIANT...]
 #
 #   fast      -O2
 #   asan      AddressSanitizer and UndefinedBehaviorSanitizer
 #   checked   the checker of check.cpp
-#   ucontext  as fast, fibers by ucontext instead of our own context switch
+#   ucontext  as fast, with fibers by ucontext instead of the engine's own context switch
 #
-# CUDA's headers are looked for in $CUDA_HOME, /usr/local/cuda and the nvidia packages of Python; without them the
-# exit status is 77.  Environment: CXX (c++).
+# CUDA's headers are looked for in $CUDA_HOME, in /usr/local/cuda and in the nvidia packages of Python. Without them the
+# exit status is 77. Environment: CXX (c++).
 set -eu
 cd "$(dirname "$0")"
 build=${MTE_BUILD_DIR:-../../build/engine}
@@ -21,7 +21,7 @@ for where in sys.path:
     for folder in glob.glob(where + "/nvidia/*/include"): print(folder)' 2>/dev/null || true
 }
 
-# One folder where all headers are, or the folders of Python's packages, which hold a part each.
+# Prints -isystem options: one folder with all headers, or the folders of the Python packages, each with some of them.
 cuda_flags() {
     for folder in "${CUDA_HOME:-/nowhere}/include" /usr/local/cuda/include; do
         if [ -f "$folder/cuda_runtime.h" ]; then
@@ -46,13 +46,13 @@ fi
 
 warnings="-Wall -Wextra -Werror"
 
-# What a kernel copies with memcpy, the checker has to see; with gcc engine.h does this.
+# Makes the checker see what a kernel copies with memcpy (clang; for gcc, engine.h does this).
 show_copies() {
     if ! command -v objcopy >/dev/null; then return; fi
     for name in memcpy memmove memset; do objcopy --redefine-sym "$name=__tsan_$name" "$1"; done
 }
 
-# variant "flags of everything" "flags of kernels" "flags of the linker"
+# build_variant NAME "flags of all files" "flags of kernels" "flags of the linker"
 build_variant() {
     folder=$build/$1
     mkdir -p "$folder"

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Builds the stand-ins for CUDA's libraries with their test, and runs it under every schedule of streams:
+# Builds the stand-ins for CUDA's libraries with their test, and runs the test under every schedule of streams:
 #
 #   sh tests/engine/build_standins.sh [FLAGS...]      FLAGS go to the compiler, for example -fsanitize=address,undefined
 #
-# Needs a C++17 compiler and CUDA's headers; no GPU, none of CUDA's libraries. With -DMTE_CHECK reads of unwritten memory and
-# races between streams are found as well. Environment: CXX, CUDA_HOME, MT_BUILD_DIR (build), MTE_SCHEDULES ("eager lazy
-# random greedy"). The last line is "N passed, N failed, N skipped", of all schedules together.
+# Needs a C++17 compiler and CUDA's headers, but no GPU and none of CUDA's libraries. -DMTE_CHECK in FLAGS also finds
+# reads of unwritten memory and races between streams. Environment: CXX, CUDA_HOME, MT_BUILD_DIR (build), MTE_SCHEDULES
+# ("eager lazy random greedy"). The last line is "N passed, N failed, N skipped", the sum over all schedules.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 cxx=${CXX:-g++}
@@ -47,7 +47,7 @@ for schedule in ${MTE_SCHEDULES:-eager lazy random greedy}; do
     code=$?
     cat "$out/log.$schedule"
     [ "$code" -eq 0 ] || { cat "$out/errors.$schedule"; status=1; }
-    # A run that died has no closing line.
+    # A run that crashed has no closing line.
     tail -n 1 "$out/log.$schedule" | grep ' passed, ' >>"$log" || { echo "0 passed, 1 failed, 0 skipped" >>"$log"; status=1; }
 done
 awk '{ p += $1; f += $3; s += $5 } END { printf "%d passed, %d failed, %d skipped\n", p, f, s }' "$log"

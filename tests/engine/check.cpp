@@ -1,14 +1,13 @@
 // check.cpp - the checker: races, reads of unwritten memory, accesses out of bounds.
 //
-// Kernels are compiled with -fsanitize=thread but linked against the hooks below instead of the sanitizer's library,
-// so every load and store of a kernel comes here.  A shadow cell for every 4 bytes of device and shared memory keeps
-// the last accesses; an access that conflicts with one of these, and is not ordered after it by a barrier,
-// __syncwarp, __threadfence with atomics, or stream order, is reported.  Since this asks for order and not for
-// timing, one schedule is enough to find a race.
+// Kernels are compiled with -fsanitize=thread, but linked against the hooks below instead of the sanitizer's library,
+// so every load and store of a kernel calls a hook. A shadow cell for every 4 bytes of device and shared memory keeps
+// the last accesses. An access is reported when it conflicts with one of these and is not ordered after it by a
+// barrier, __syncwarp, __threadfence with atomics, or stream order. The checker tests the order, not the timing, so one
+// schedule is enough to find a race.
 //
-// Build everything with -DMTE_CHECK, the kernels with -fsanitize=thread in addition; link without it.  With gcc, a
-// store
-// `*p = f()` of a structure that f returns is seen only when f is inlined; clang needs the objcopy of build.sh.
+// Build all files with -DMTE_CHECK, and the kernels with -fsanitize=thread in addition; link without it. With gcc, a
+// store `*p = f()` of a structure that f returns is seen only when f is inlined. clang needs the objcopy of build.sh.
 
 #include "core.h"
 
@@ -40,13 +39,13 @@ namespace mte {
 enum : uint8_t { is_atomic = 1, is_write = 2, is_pending = 4, is_whole = 8 };
 
 struct Record {
-    uint32_t operation; // 0: none
+    uint32_t operation; // id; 0: the record is empty
     uint32_t block;
     uint16_t thread;
     uint16_t barrier_epoch;
     uint16_t warp_epoch;
     uint8_t flags;
-    uint8_t bytes; // mask of those in the cell
+    uint8_t bytes; // mask of the accessed bytes of the cell
 };
 
 static constexpr size_t cell_bytes = 4;
@@ -56,11 +55,11 @@ struct Cell {
     Record reads[2];
 };
 
-// The shadow of one range.  Pages come into being when they are touched.
+// The shadow of one memory range. The system allocates its pages when they are first touched.
 struct Shadow {
     char *base = nullptr;
     Cell *cells = nullptr;
-    uint8_t *written = nullptr; // per cell, a mask of its bytes
+    uint8_t *written = nullptr; // for each cell, a mask of the bytes that have been written
 
     void make(char *range, size_t bytes) {
         base = range;
@@ -81,7 +80,7 @@ struct Shadow {
 static Shadow device_shadow;
 static Shadow shared_shadow;
 
-// Device memory is never used twice, so its shadow is fresh.
+// Device memory is never reused, so the shadow of a new allocation is still empty.
 void checker_device_new(const void *, size_t) {
     if (!device_shadow.base) device_shadow.make(device_range(), device_range_bytes);
 }
@@ -91,41 +90,42 @@ template <class T> static void give_back(T *first, T *last) {
     if (to > from) madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
 }
 
-// Its shadow is sixteen times as large.
+// Returns the shadow of a freed allocation to the system: it is sixteen times as large as the allocation.
 void checker_device_gone(const void *p, size_t bytes) {
     const size_t first = (size_t)((const char *)p - device_shadow.base) / cell_bytes, last = first + bytes / cell_bytes;
     give_back(device_shadow.cells + first, device_shadow.cells + last);
     give_back(device_shadow.written + first, device_shadow.written + last);
 }
 
-// Records of earlier blocks need no clearing: shared memory ignores those of other blocks.
+// Only the `written` masks are cleared. conflict() ignores the records of other blocks in shared memory.
 void checker_shared_new(const void *p, size_t bytes) {
     if (!shared_shadow.base) shared_shadow.make(shared_arena(), shared_arena_bytes);
     size_t first = (size_t)((const char *)p - shared_shadow.base) / cell_bytes;
     memset(shared_shadow.written + first, 0, (bytes + cell_bytes - 1) / cell_bytes);
 }
 
-// ---- order between blocks: __threadfence(), then an atomic; an atomic on the same address, later -------------------
+// ---- order between blocks: a __threadfence() and an atomic, then in another block an atomic on the same address -----
 
 struct Release {
     const void *address;
-    unsigned order; // among the releases at this address
+    unsigned order; // number of the release at this address
     uint16_t thread;
     uint16_t barrier_epoch;
 };
 
 struct Acquire {
     const void *address;
-    unsigned order; // the last release that it saw
+    unsigned order; // number of the last release that the atomic saw
     uint16_t thread;
     uint16_t barrier_epoch;
 };
 
-static std::unordered_map<uint32_t, std::vector<Release>> releases; // by block
+static std::unordered_map<uint32_t, std::vector<Release>> releases; // key: block
 static std::unordered_map<const void *, unsigned> release_counts;
-static std::vector<Acquire> acquires; // of the running block
+static std::vector<Acquire> acquires; // those of the running block
 
-static thread_local bool running_grid; // on this host thread; others execute instrumented host code meanwhile
+// true on the host thread that runs a grid; other host threads may execute instrumented host code meanwhile
+static thread_local bool running_grid;
 
 void checker_grid_begins() {
     running_grid = true;
@@ -170,7 +170,7 @@ static bool operation_ordered(uint32_t earlier) {
     return cached_answer = operation_before(earlier);
 }
 
-// Why `now` may not happen at the same address, unordered, as `earlier`; NULL if there is no reason.
+// Returns the reason why `now` conflicts with `earlier`: the same address, no order between them. NULL: no conflict.
 static const char *conflict(const Record &earlier, const Record &now, bool shared) {
     if (!earlier.operation || !(earlier.bytes & now.bytes)) return nullptr;
     if (!((earlier.flags | now.flags) & is_write)) return nullptr;
@@ -219,7 +219,7 @@ static std::string describe_record(const Record *r) {
     return text;
 }
 
-// Each place in the code once per kind.  `code` is the address to give to addr2line.
+// Reports each kind of error once per place in the code. `code` is an address for addr2line.
 static void complain(const Here &here, const char *kind, const Record *earlier) {
     static std::set<std::pair<const void *, std::string>> *told = new std::set<std::pair<const void *, std::string>>;
     if (!told->insert({here.code, kind}).second) return;
@@ -241,7 +241,8 @@ static bool same_epoch(const Record &a, const Record &b) {
     return a.operation == b.operation && a.block == b.block && a.barrier_epoch == b.barrier_epoch;
 }
 
-// Keeps the record in one of two slots: with its own kind, else where nothing of value is lost.
+// Stores `now` in one of the two slots. A slot with a record of the same origin takes the bytes of `now`. Otherwise
+// `now` replaces slot 0, or slot 1 if slot 0 is of the same epoch and `now` does not overwrite all its bytes.
 static void keep(Record slots[2], const Record &now) {
     for (int i = 0; i < 2; i++)
         if (same_origin(slots[i], now)) {
@@ -273,7 +274,8 @@ static void check_conflicts(const Cell &cell, const Record &now, bool shared, co
 
 static void keep_write(Cell *cell, const Record &now) {
     bool covers = now.bytes == 0xf && !(now.flags & is_atomic);
-    if (covers) memset(static_cast<void *>(cell), 0, sizeof *cell); // whoever is ordered after this is after those, too
+    // an access that is ordered after this write is also ordered after the older ones
+    if (covers) memset(static_cast<void *>(cell), 0, sizeof *cell);
     keep(cell->writes, now);
 }
 
@@ -320,12 +322,12 @@ static bool kernel_may_touch(const void *p, size_t bytes) {
     const Launch *launch = running_launch();
     const char *call = static_cast<const char *>(launch->call.get());
     if (c >= call && c < call + launch->call_bytes) return true;
-    if (c >= &__executable_start && c < &_end) return true; // constants
+    if (c >= &__executable_start && c < &_end) return true; // constants of the program
     return host_pinned(p, bytes);
 }
 
 static const char *device_fault(const void *p, size_t bytes) {
-    static const Allocation *recent; // most accesses are near the one before
+    static const Allocation *recent; // cache: most accesses are to the same allocation as the one before
     const char *c = static_cast<const char *>(p);
     bool known = recent && recent->live && c >= recent->begin && c + bytes <= recent->begin + recent->bytes;
     if (!known) {
@@ -419,7 +421,7 @@ extern "C" void *__tsan_memset(void *to, int value, unsigned long bytes) {
     return memset(to, value, bytes);
 }
 
-// Host code next to the kernels may use C or C++ atomics.
+// Host code in the same file as kernels may use C or C++ atomics.
 #define ATOMIC_OPERATION(T, bits, name)                                                                                \
     extern "C" T __tsan_atomic##bits##_fetch_##name(volatile T *p, T value, int) {                                     \
         return __atomic_fetch_##name(p, value, __ATOMIC_SEQ_CST);                                                      \

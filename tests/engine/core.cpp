@@ -1,8 +1,8 @@
 // core.cpp - runs one kernel: a fiber per CUDA thread, barriers, warp collectives, cp.async, shared memory.
 //
-// Everything here runs with the engine's lock held, so one kernel runs at a time.  Fibers switch at barriers and
-// collectives only; which thread continues there is the run queue's choice (MTE_THREADS).  Blocks run one after the
-// other, in an order chosen by MTE_BLOCKS.
+// All functions run with the engine's lock held, so one kernel runs at a time. Fibers switch only at barriers, at
+// collectives and in __nanosleep; the run queue selects the thread that continues (MTE_THREADS). Blocks run one after
+// the other, in the order that MTE_BLOCKS selects.
 
 #include "core.h"
 
@@ -36,7 +36,7 @@ const Launch *running_launch() { return running; }
 
 static int error_count;
 
-// A test program whose engine reported something fails, whatever the program itself thinks.
+// Ends the program with status 97 after the engine has reported an error, even if the test program itself passed.
 static void exit_with_failure() {
     fprintf(stderr, "ENGINE: %d error%s reported\n", error_count, error_count == 1 ? "" : "s");
     fflush(nullptr);
@@ -81,7 +81,7 @@ static const char *state_name(State state) {
 
 static bool same_place(Where a, Where b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
 
-// Where the threads of the block are, one line for each group of neighbours.
+// Prints where the threads of the block are, one line for each run of consecutive threads in the same state and place.
 static void print_threads() {
     const Thread *previous = nullptr;
     int lines_left = 12;
@@ -102,7 +102,7 @@ static void print_threads() {
 // ---- fibers --------------------------------------------------------------------------------------------------------
 
 struct Fiber {
-    void *stack_pointer; // while it is suspended (with ucontext: its ucontext_t)
+    void *stack_pointer; // valid while the fiber is suspended (with ucontext: points to its ucontext_t)
     const void *stack_low;
     size_t stack_bytes;
     void *asan_fake_stack;
@@ -137,11 +137,11 @@ static void prepare_scheduler() {
 
 #else
 
-// Saves the registers that a called function must keep, and the stack pointer; loads those of the other fiber.
+// Pushes the callee-saved registers, stores the stack pointer in *save, and continues with the stack `load`.
 extern "C" void mte_switch_stack(void **save, void *load);
 
 #if defined(__x86_64__)
-static constexpr int entry_word = 6; // of the saved words: where the final `ret` goes
+static constexpr int entry_word = 6; // index of the return address among the saved words
 __asm__(".text\n"
         ".globl mte_switch_stack\n"
         ".type mte_switch_stack, @function\n"
@@ -163,7 +163,7 @@ __asm__(".text\n"
         "ret\n"
         ".size mte_switch_stack, .-mte_switch_stack\n");
 #else
-static constexpr int entry_word = 11; // x30
+static constexpr int entry_word = 11; // index of x30 (the return address) among the saved words
 __asm__(".text\n"
         ".globl mte_switch_stack\n"
         ".type mte_switch_stack, %function\n"
@@ -199,11 +199,12 @@ __asm__(".text\n"
 
 static void switch_stack(void **save, void *load) { mte_switch_stack(save, load); }
 
-// Builds the stack that switch_stack would have left behind just before entering `entry`.
+// Builds the stack that switch_stack would leave behind just before it enters `entry`.
 static void prepare_stack(Fiber *fiber, void (*entry)()) {
-    size_t color = (size_t)(fiber - fibers) % 61 * 64; // stack tops at equal distances would share few cache sets
+    // offset of the stack top: tops at equal distances would share few cache sets
+    size_t color = (size_t)(fiber - fibers) % 61 * 64;
     uintptr_t top = (uintptr_t)fiber->stack_low + fiber->stack_bytes - color;
-    void **words = reinterpret_cast<void **>(top - 32 * sizeof(void *)); // a multiple of 16: both ABIs want it so
+    void **words = reinterpret_cast<void **>(top - 32 * sizeof(void *)); // a multiple of 16, as both ABIs require
     memset(words, 0, 32 * sizeof(void *));
     words[entry_word] = reinterpret_cast<void *>(entry);
     fiber->stack_pointer = words;
@@ -213,7 +214,7 @@ static void prepare_scheduler() {}
 
 #endif
 
-// AddressSanitizer has to know of every change of stacks; `leaving` fibers never come back.
+// Switches stacks, and tells AddressSanitizer. `leaving`: `from` is never resumed.
 static void switch_fiber(Fiber *from, Fiber *to, bool leaving) {
 #ifdef MTE_ASAN
     __sanitizer_start_switch_fiber(leaving ? nullptr : &from->asan_fake_stack, to->stack_low, to->stack_bytes);
@@ -268,7 +269,8 @@ static void free_all_fibers() {
     for (Fiber &fiber : fibers) free_fibers[free_fiber_count++] = &fiber;
 }
 
-// A fiber ends in the middle of fiber_entry(), which leaves its marks in the sanitizer's memory.
+// Clears AddressSanitizer's marks near the stack top. A fiber ends in the middle of fiber_entry(), which leaves the
+// marks of its frame behind.
 static void clean_stack_top(const Fiber *fiber) {
     constexpr size_t top_bytes = 8192;
     ASAN_UNPOISON_MEMORY_REGION((const char *)fiber->stack_low + stack_bytes - top_bytes, top_bytes);
@@ -322,7 +324,7 @@ static Thread *next_thread() {
     return &threads[queue_pop()];
 }
 
-// Lets the next runnable thread run; returns when the caller's turn has come again.
+// Runs the next runnable thread. Returns when the calling thread is selected again.
 static void run_next() {
     Thread *self = current;
     Thread *next = next_thread();
@@ -341,7 +343,8 @@ static void wake(Thread *t) {
     if (t != current) queue_push(t->linear);
 }
 
-// After the last thread to arrive has woken the others: in all orders but the plain one these may go first.
+// Called by the last thread to arrive, after it has woken the others. With fifo it continues itself; with the other
+// orders another thread may run first.
 static void go_on() {
     if (config().threads != Order::fifo) yield();
 }
@@ -384,7 +387,7 @@ int barrier(int predicate, Where where) {
 
 // ---- warp collectives ----------------------------------------------------------------------------------------------
 
-// The lanes that have to arrive: an exited lane, and one that the block does not have, are not waited for.
+// Returns the lanes of `mask` that must arrive: those that exist in the block and have not exited.
 static unsigned lanes_needed(const Warp *warp, unsigned mask) { return mask & warp->present & ~warp->exited; }
 
 static void check_agreement(const Warp *warp, unsigned group) {
@@ -402,7 +405,7 @@ static void check_agreement(const Warp *warp, unsigned group) {
     }
 }
 
-// Completes the collective that a lane with this mask waits in, if everybody has arrived.
+// Completes the collective in which a lane with this mask waits, if all its lanes have arrived.
 static bool try_complete(Warp *warp, unsigned mask) {
     unsigned group = lanes_needed(warp, mask);
     if (!group || (warp->waiting & group) != group) return false;
@@ -481,7 +484,8 @@ static void load_element(Warp *warp, unsigned matrix, unsigned row, unsigned col
     memcpy(to, static_cast<const char *>(p) + 2 * column, 2);
 }
 
-// Register m of lane l: two neighbours of matrix m, in row l / 4 at columns 2 (l % 4); transposed: the other way round.
+// Register m of lane l receives two adjacent elements of matrix m: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1. The
+// transposed form swaps rows and columns.
 static void load_matrices(Warp *warp, bool transposed) {
     for (unsigned lane = 0; lane < warp_lanes; lane++)
         for (unsigned matrix = 0; matrix < 4; matrix++) {
@@ -526,7 +530,7 @@ struct MmaTile {
     float d[16][8];
 };
 
-// Where the PTX manual has the elements of a lane: group = lane / 4, pair = 2 (lane % 4).
+// Copies the elements of one lane to the places that the PTX manual gives for mma.m16n8k16.
 static void gather_lane(MmaTile *tile, const MmaOperands *operands, unsigned lane, Decode decode) {
     unsigned group = lane / 4;
     unsigned pair = 2 * (lane % 4);
@@ -581,7 +585,7 @@ static void check_copy(const void *destination, const void *source, int source_b
         fail("cp.async source: %p + %d is not inside a device allocation", source, source_bytes);
 }
 
-// The hardware may move the data at any time up to the wait; MTE_CP chooses.
+// Starts a cp.async. The hardware may move the data at any time until the wait; MTE_CP selects the time.
 void copy_async(void *destination, const void *source, int source_bytes) {
     check_copy(destination, source, source_bytes);
     PendingCopy copy = {static_cast<char *>(destination), static_cast<const char *>(source), source_bytes,
@@ -617,8 +621,8 @@ static constexpr size_t shared_red_zone = 64;
 static constexpr unsigned char unwritten = 0xff; // a NaN in every floating-point type
 
 static char *arena;
-static size_t arena_used;   // up to here, red zones included
-static size_t shared_bytes; // of the arrays
+static size_t arena_used;   // end of the last array, red zones included
+static size_t shared_bytes; // sum of the sizes of all arrays
 static std::vector<SharedArray> arrays;
 
 char *shared_arena() {
@@ -668,7 +672,7 @@ bool in_shared_array(const void *p, size_t bytes) {
     return false;
 }
 
-// What AddressSanitizer sees at once, other builds find when the block has ended.
+// Checks the red zones after a block has ended. With AddressSanitizer this is not needed: it reports the write itself.
 static void check_shared_red_zones() {
 #ifndef MTE_ASAN
     for (const SharedArray &array : arrays)
@@ -693,7 +697,7 @@ static void begin_shared_memory() {
 
 // ---- blocks --------------------------------------------------------------------------------------------------------
 
-// The others may have waited for this thread only.
+// Marks a thread as exited, and completes the collectives and the barrier that waited only for this thread.
 static void leave(Thread *t) {
     t->state = State::exited;
     t->warp->exited |= 1u << t->lane;
@@ -714,7 +718,7 @@ static void note_scheduler_stack() {
 #endif
 }
 
-// Executes one thread after the other, as long as the next one needs a fiber.
+// Runs one thread after the other on this fiber, until the next thread already has a fiber of its own.
 static void fiber_entry() {
     note_scheduler_stack();
     Fiber *self = current->fiber;
@@ -785,7 +789,7 @@ static std::vector<unsigned> block_order(size_t blocks) {
     return order;
 }
 
-// Fibers that were given up have left their marks in the sanitizer's memory.
+// Clears AddressSanitizer's marks on all stacks. Fibers that a failed kernel abandoned have left marks behind.
 static void clean_stacks() {
     for (const Fiber &fiber : fibers)
         ASAN_UNPOISON_MEMORY_REGION((const char *)fiber.stack_low + guard_bytes, stack_bytes - guard_bytes);

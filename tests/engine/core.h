@@ -1,5 +1,5 @@
-// core.h - what the parts of the engine know of each other: threads, warps and blocks of the running kernel, shared
-// memory, the running stream operation, and the hooks of the checker.  engine.h is the header for kernels.
+// core.h - interfaces between the parts of the engine: threads, warps and blocks of the running kernel, shared memory,
+// the running stream operation, and the hooks of the checker. Kernels include engine.h instead.
 #ifndef MTE_CORE_H
 #define MTE_CORE_H
 
@@ -36,7 +36,7 @@ struct Where {
     const char *file;
     int line;
 
-    // As a default argument: the place of the call.
+    // For use as a default argument: returns the place of the call.
     static Where here(const char *file = __builtin_FILE(), int line = __builtin_LINE()) { return Where{file, line}; }
 };
 
@@ -47,7 +47,7 @@ constexpr unsigned max_block_threads = 1024;
 
 struct Warp;
 
-// Completes a collective of the lanes in `group`, which have all arrived.
+// Completes a collective for the lanes in the mask `group`. All of them have arrived.
 typedef void (*Collective)(Warp *warp, unsigned group);
 
 enum class State { runnable, at_barrier, in_collective, exited };
@@ -67,10 +67,10 @@ struct Thread {
     unsigned lane;
     Warp *warp;
     State state;
-    bool fenced;  // has called __threadfence()
-    Fiber *fiber; // NULL: has not started yet
+    bool fenced;  // the thread has called __threadfence()
+    Fiber *fiber; // NULL before the thread has started
 
-    // where and what it waits for
+    // The barrier or collective in which the thread waits.
     Where where;
     Collective collective;
     unsigned mask;
@@ -85,7 +85,7 @@ struct Warp {
     unsigned present;
     unsigned exited;
     unsigned waiting; // lanes inside a collective
-    uint16_t epoch;   // counts __syncwarp
+    uint16_t epoch;   // number of __syncwarp calls so far
 };
 
 struct Block {
@@ -95,11 +95,11 @@ struct Block {
     unsigned linear;
     unsigned threads;
     unsigned live;
-    uint16_t epoch; // counts barriers
+    uint16_t epoch; // number of barriers so far
     unsigned arrived;
     Where barrier;
-    int barrier_count;  // of true predicates, so far
-    int barrier_result; // of the last complete barrier
+    int barrier_count;  // arrived threads whose predicate is true
+    int barrier_result; // barrier_count of the last complete barrier
     void *dynamic_shared;
     Warp warps[max_block_threads / warp_lanes];
 };
@@ -112,7 +112,7 @@ void collective(Collective complete, unsigned mask, void *operands, Where where)
 void yield();
 void fence();
 
-// Reports, ends the running kernel and makes the device unusable (cudaErrorLaunchFailure).
+// Reports an error, ends the running kernel and makes the device unusable (cudaErrorLaunchFailure).
 #if defined(__GNUC__)
 __attribute__((format(printf, 1, 2)))
 #endif
@@ -128,7 +128,7 @@ struct Launch {
     size_t call_bytes;
 };
 
-// Runs all blocks, one after the other; false when the kernel was ended by fail().
+// Runs all blocks, one after the other. Returns false when fail() ended the kernel.
 bool run_grid(const Launch &launch);
 const Launch *running_launch();
 
@@ -168,10 +168,12 @@ void copy_wait(int groups_left);
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 constexpr size_t shared_arena_bytes = 320 << 10;
-constexpr size_t shared_per_block = 48 << 10;        // without asking for more
-constexpr size_t shared_per_block_optin = 227 << 10; // with cudaFuncSetAttribute
+// the limit of static arrays, and of dynamic shared memory without cudaFuncSetAttribute
+constexpr size_t shared_per_block = 48 << 10;
+constexpr size_t shared_per_block_optin = 227 << 10; // the limit after cudaFuncSetAttribute
 
-// The array declared at the site that `key` stands for; the first thread that comes along allocates it.
+// Returns the array declared at the site with the address `key`. The first thread of a block that calls this allocates
+// the array.
 void *shared_array(const void *key, size_t bytes, size_t alignment, const char *name);
 bool in_shared_array(const void *p, size_t bytes);
 char *shared_arena();
@@ -191,12 +193,12 @@ struct Config {
     Schedule streams;
     bool protect;
     int devices;
-    size_t memory; // bytes of a device
+    size_t memory; // bytes per device
     int patience;  // seconds
 };
 
-const Config &config();            // read from the environment once
-uint64_t random_below(uint64_t n); // seeded by MTE_SEED
+const Config &config();            // reads the environment at the first call
+uint64_t random_below(uint64_t n); // random number generator, seeded with MTE_SEED
 
 // ---- device memory and stream operations (runtime.cpp) -------------------------------------------------------------
 
@@ -211,16 +213,16 @@ struct Allocation {
 
 char *device_range();
 bool in_device_range(const void *p);
-const Allocation *find_allocation(const void *p); // the last one that begins at or before p, or NULL
+const Allocation *find_allocation(const void *p); // the last allocation that begins at or before p, or NULL
 bool host_pinned(const void *p, size_t bytes);
 bool reachable(const Allocation &allocation, int device);
 
-uint32_t operation_id(); // of the running operation; 0: none
-int operation_device();  // of the running operation; -1: of several
+uint32_t operation_id(); // id of the running operation; 0: none is running
+int operation_device();  // device of the running operation; -1: none is running, or it has several devices
 const char *operation_label(uint32_t id);
-bool operation_before(uint32_t id); // is it ordered before the running one?
+bool operation_before(uint32_t id); // true if the operation is ordered before the running one
 
-// `pointers`: those among the arguments, to be checked.
+// Enqueues a kernel. `pointers` are the pointers among its arguments, which are checked when it runs.
 void launch(const void *function, Launch launch, cudaStream_t stream, std::vector<const void *> pointers);
 
 // ---- the checker (check.cpp) ---------------------------------------------------------------------------------------

@@ -1,27 +1,27 @@
-// engine.h - lets g++ and clang++ compile CUDA kernels as C++ that runs on the CPU, one fiber per CUDA thread.
-// Test-only; force-included (-include tests/engine/engine.h) before the library's own headers:
+// engine.h - compiles CUDA kernels as C++ that runs on the CPU, with one fiber per CUDA thread. Test-only. g++ and
+// clang++ include this file before the source (-include), so that it also precedes the library's headers:
 //
 //     g++ -x c++ -std=c++17 -isystem /usr/local/cuda/include -include tests/engine/engine.h -c file.cu
 //     link with core.cpp runtime.cpp check.cpp (and blaslt.cpp nccl.cpp where needed) -lpthread
 //
-// Kernels are ordinary CUDA C++ with three rules: launch with MT_LAUNCH_KERNEL, declare shared memory with MT_SHARED or
-// MT_DYN_SHARED, and use one wrapper function per PTX instruction.  Not there: cooperative groups, __activemask,
-// textures, and blocks that wait for other blocks (blocks run one after the other).
+// Kernels are ordinary CUDA C++ with three rules: launch them with MT_LAUNCH_KERNEL, declare shared memory with
+// MT_SHARED or MT_DYN_SHARED, and use one wrapper function per PTX instruction. Not supported: cooperative groups,
+// __activemask, textures, and blocks that wait for other blocks (blocks run one after the other).
 //
-// Kernels and stream operations run in one of the orders that CUDA permits, chosen by the environment:
+// Environment variables select the order of kernels and stream operations, among the orders that CUDA permits:
 //
-//     MTE_THREADS   fifo (default), lifo, random      which thread of a block goes on
-//     MTE_BLOCKS    fifo (default), lifo, random      in which order blocks run
-//     MTE_CP        late (default), early, random     when cp.async moves its data (with check.cpp: late)
-//     MTE_STREAMS   eager (default): at once; lazy: only what somebody waits for; greedy: what nobody waits for
-//                   comes first; random
-//     MTE_SEED      of everything random (0)
+//     MTE_THREADS   which thread of a block runs next: fifo (default), lifo, random
+//     MTE_BLOCKS    the order in which blocks run: fifo (default), lifo, random
+//     MTE_CP        when cp.async moves its data: late (default), early, random; always late with check.cpp
+//     MTE_STREAMS   when an operation runs: eager (default): as soon as it can; lazy: only when the host waits for it;
+//                   greedy: while the host waits, operations that it does not wait for run first; random
+//     MTE_SEED      seed of all random choices (0)
 //     MTE_PROTECT   1: host code that touches device memory crashes (0)
-//     MTE_DEVICES   how many there are (8)
-//     MTE_MEMORY    MiB each of them has (4096)
-//     MTE_PATIENCE  seconds without any progress that count as a deadlock (10)
+//     MTE_DEVICES   number of devices (8)
+//     MTE_MEMORY    memory of each device in MiB (4096)
+//     MTE_PATIENCE  seconds without progress after which the engine reports a deadlock (10)
 //
-// What is wrong is reported as a line "ENGINE: ..." on stderr; a program with such a report exits with 97.
+// The engine reports each error as a line "ENGINE: ..." on stderr. A program with such a report exits with status 97.
 #ifndef MTE_ENGINE_H
 #define MTE_ENGINE_H
 
@@ -38,9 +38,9 @@
 
 #include <cuda_runtime.h>
 
-// gcc's -fsanitize=thread, which check.cpp builds on, overlooks `*p = f()` where f returns a structure and is not
-// inlined. So the conversions of cuda_bf16.h and cuda_fp16.h, which are `static __attribute__((unused))` for gcc, are
-// inlined.
+// gcc's -fsanitize=thread, on which check.cpp builds, does not instrument `*p = f()` where f returns a structure and is
+// not inlined. cuda_bf16.h and cuda_fp16.h declare their conversions `static __attribute__((unused))` for gcc; this
+// macro makes them always_inline.
 #define unused unused, always_inline
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -48,8 +48,8 @@
 
 #include "core.h"
 
-// A kernel may call these, or copy a structure with them; check.cpp has to see it.  clang does not take it from here:
-// its objects want `objcopy --redefine-sym memcpy=__tsan_memcpy`, and so on, see build.sh.
+// A kernel may call memcpy, memmove or memset, or copy a structure with them. These directives redirect the calls to
+// check.cpp. clang ignores such directives: build.sh renames the symbols of its objects with objcopy.
 #if defined(MTE_CHECK) && !defined(__clang__)
 __asm__(".set memcpy, __tsan_memcpy\n.set memmove, __tsan_memmove\n.set memset, __tsan_memset");
 #endif
@@ -120,7 +120,8 @@ void launch_kernel(const char *name, void (*kernel)(P...), dim3 grid, dim3 threa
 
 // ---- barriers, warp collectives ------------------------------------------------------------------------------------
 
-// ptxas knows barriers by their place, so does the engine: functions take the caller's place as a default argument.
+// ptxas identifies a barrier by its place in the code, and so does the engine: each function takes the caller's place
+// as a default argument.
 #define MTE_PLACE ::mte::Where where = ::mte::Where::here()
 
 inline void __syncthreads(MTE_PLACE) { ::mte::barrier(0, where); }
@@ -256,7 +257,7 @@ constexpr bool has_atomics =
     std::is_same_v<T, unsigned long long> || std::is_same_v<T, long long> || std::is_same_v<T, __half> ||
     std::is_same_v<T, __half2> || std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __nv_bfloat162>;
 
-// Fibers switch at collectives only, so reading, changing and writing is atomic.
+// Fibers switch only at barriers and collectives, so this read, update and write are atomic.
 template <class F, class T> MTE_NOT_CHECKED inline T atomic_update(T *p, T operand) {
     static_assert(has_atomics<T>, "CUDA has no atomics on this type");
     access(current, p, sizeof(T), Access::atomic, __builtin_return_address(0));
@@ -331,7 +332,7 @@ inline unsigned reverse_bits(unsigned x) {
 
 } // namespace mte
 
-// CUDA's, for two numbers of one type.
+// CUDA's min and max, for two numbers of one type.
 template <class T> inline T min(T a, T b) {
     static_assert(std::is_arithmetic_v<T>, "min is for numbers");
     return b < a ? b : a;
@@ -341,7 +342,8 @@ template <class T> inline T max(T a, T b) {
     return a < b ? b : a;
 }
 
-// Macros, because the C library declares some of these names.  Fast-math intrinsics compute the exact function.
+// These are macros because the C library declares some of the names. The fast-math intrinsics compute the exact
+// function.
 #define __expf(x) ::expf(x)
 #define __exp10f(x) ::exp10f(x)
 #define __logf(x) ::logf(x)
@@ -389,7 +391,7 @@ template <class T> inline T max(T a, T b) {
 
 // ---- one wrapper per PTX instruction -------------------------------------------------------------------------------
 
-// cp.async.cg.shared.global 16 bytes, of which source_bytes are read and the rest is zero.
+// cp.async.cg.shared.global: copies source_bytes bytes and fills the rest of the 16 bytes with zeros.
 inline void mti_cp_async16(void *shared_destination, const void *global_source, int source_bytes) {
     ::mte::copy_async(shared_destination, global_source, source_bytes);
 }

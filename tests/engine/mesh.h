@@ -1,10 +1,11 @@
-// mesh.h - TCP connections between all ranks of a job, for the stand-in of NCCL when ranks are processes.  Test-only.
+// mesh.h - TCP connections between all ranks of a job, for the stand-in of NCCL when ranks are processes. Test-only.
 //
-// Rank 0 listens where everybody was told to; the others connect to it, say where they listen themselves, and learn
-// where the others do.  Then every rank is connected to every other.  One thread for each mesh does all of that, sends
-// what is queued and hands on what comes, all without ever blocking: a peer that is stopped costs memory, not the lock.
+// Rank 0 listens at the address that all ranks were given. Each other rank connects to rank 0, sends its own listening
+// address, and receives the addresses of all ranks. Then every rank connects to every other rank. One thread per mesh
+// sets up the connections, sends queued messages and delivers received ones. It never blocks on a peer while it holds
+// the lock: messages to a stopped peer stay queued in memory.
 //
-// Hooks are called by that thread, with the engine's lock held.
+// This thread calls the hooks, with the engine's lock held.
 #ifndef MTE_MESH_H
 #define MTE_MESH_H
 
@@ -32,23 +33,25 @@ namespace mte {
 
 enum class MessageKind : uint32_t { call, data, round, bye };
 
-// What a rank tells the others; the fields that a kind does not need are 0.
+// A message from one rank to another. Fields that a kind does not need are 0.
 struct Message {
     MessageKind what;
-    int32_t rank;            // of the sender in the communicator
-    uint64_t clique, number; // the communicator; its collective, round or, of data, the call it belongs to
-    uint64_t serial;         // of the call
+    int32_t rank; // rank of the sender in the communicator
+    // id of the communicator; number of its collective or round (MessageKind::data: of the call that the data belongs
+    // to)
+    uint64_t clique, number;
+    uint64_t serial; // number of the call
     uint64_t count;
     int32_t kind, type, op, root;
     int32_t color, key;
-    uint64_t bytes; // that follow
+    uint64_t bytes; // size of the payload that follows the message
 };
 
-// A rank of the job, as it introduces itself; all of one size, so that it can be sent as it is.
+// How a rank introduces itself. The struct has a fixed size and is sent as raw bytes.
 struct Introduction {
     int32_t rank, device;
-    uint32_t address, port; // in network order; the address as rank 0 sees it
-    char host[64];          // on whose GPUs the device counts
+    uint32_t address, port; // in network order; the address is the one that rank 0 sees
+    char host[64];          // name of the host that `device` belongs to
 };
 
 class Mesh : public std::enable_shared_from_this<Mesh> {
@@ -60,9 +63,9 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         std::function<void(int, const std::string &)> lost;
     };
 
-    int users = 1; // communicators
+    int users = 1; // number of communicators that use the mesh
 
-    // place: "host:port".  Returns null, and why, when it is no such thing.
+    // Starts connecting. `place` is "host:port". Returns NULL if `place` cannot be resolved.
     static std::shared_ptr<Mesh> start(const std::string &place, int ranks, const Introduction &self,
                                        const Hooks &hooks) {
         std::shared_ptr<Mesh> mesh(new Mesh(ranks, self, hooks));
@@ -71,7 +74,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         return mesh;
     }
 
-    // Lock held.
+    // Queues a message. Call with the lock held.
     void send(int to, const Message &message, const std::vector<unsigned char> &payload) {
         Peer &peer = peers_[static_cast<size_t>(to)];
         if (peer.fd < 0) return;
@@ -80,7 +83,8 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         wake();
     }
 
-    // Lock held, or not.  Orderly: what is queued still goes out, and peers know that this is no accident.
+    // Closes the connections; call with or without the lock held. With `orderly`, queued messages are still sent, and
+    // peers learn that this rank left on purpose.
     void close(bool orderly) {
         Guard guard;
         const Message bye = {MessageKind::bye, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
@@ -89,7 +93,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         wake();
     }
 
-    // Lock not held: until everything has gone out, for at most some seconds.
+    // Waits up to 5 seconds until close() is complete. Call without the lock held.
     void wait_closed() {
         for (int i = 0; i < 5000; i++) {
             {
@@ -118,7 +122,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
 
     int ranks_, listener_ = -1, bell_[2] = {-1, -1}, closing_ = kOpen;
     bool closed_ = false;
-    std::string why_; // the beginning failed
+    std::string why_; // why the connections could not be set up
     Introduction self_;
     Hooks hooks_;
     sockaddr_in place_ = {};
@@ -133,7 +137,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
     }
 
     void wake() {
-        if (write(bell_[1], "", 1) < 0) return; // full: it is awake
+        if (write(bell_[1], "", 1) < 0) return; // A full pipe needs no further byte: the thread is awake.
     }
 
     bool resolve(const std::string &place) {
@@ -158,7 +162,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         return false;
     }
 
-    // ---- the beginning: one connection after the other, none waited for longer than the mesh lives ------------------
+    // ---- setting up: one connection after the other; no wait outlives the mesh --------------------------------------
 
     bool wait_readable(int fd) {
         pollfd one = {fd, POLLIN, 0};
@@ -181,7 +185,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
                                         : -1;
     }
 
-    // Whoever is to listen there may not have started yet.
+    // Retries until the peer listens, which may not have started yet.
     int connect_to(const sockaddr_in &where) {
         while (!gives_up()) {
             const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -203,7 +207,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         return true;
     }
 
-    bool write_all(int fd, const void *from, size_t bytes) { // little enough for the system's buffer
+    bool write_all(int fd, const void *from, size_t bytes) { // the data fits into the system's buffer
         return ::send(fd, from, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes) || fail("send");
     }
 
@@ -220,7 +224,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         all_[static_cast<size_t>(who.rank)] = who;
     }
 
-    // Takes the connections of `expected` ranks, each of which introduces itself.
+    // Accepts the connections of `expected` ranks, each of which introduces itself.
     bool take_connections(int expected) {
         for (int i = 0; i < expected; i++) {
             sockaddr_in from = {};
@@ -278,7 +282,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         return true;
     }
 
-    // ---- afterwards -------------------------------------------------------------------------------------------------
+    // ---- the connected mesh -----------------------------------------------------------------------------------------
 
     void lose(int rank) {
         Peer &peer = peers_[static_cast<size_t>(rank)];

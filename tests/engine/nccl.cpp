@@ -1,27 +1,29 @@
-// nccl.cpp - stand-in for NCCL: the library's own prototypes, executed on the CPU through runtime.h.  Test-only.
+// nccl.cpp - stand-in for NCCL: the library's own prototypes, executed on the CPU through runtime.h. Test-only.
 //
-// Ranks are threads of one process, or one thread that uses groups; each has its own device.  With
-// NCCL_COMM_ID=host:port in the environment of ncclGetUniqueId they may be processes, too, also on several machines
-// (see "ranks in other processes").
+// Ranks are threads of one process, or one thread that uses groups; each rank has its own device. If
+// NCCL_COMM_ID=host:port is in the environment of ncclGetUniqueId, ranks may also be processes, on one machine or
+// several (see "ranks in other processes").
 //
 //   Types       int8, uint8, int32, uint32, int64, uint64, float16, bfloat16, float32, float64
-//   Order       a sum rounds at each hop, along a ring whose start and direction depend on the element's chunk; the
-//               size of a chunk depends on the count.  An average multiplies by 1/n first (integers: divides last).
-//   Groups      nest; calls of one communicator in one group run in any order among themselves; every send is a
-//               rendezvous with its receive, nothing is buffered.
-//   blocking=0  a call returns ncclInProgress, and what it enqueues reaches the stream only when
-//               ncclCommGetAsyncError has been asked twice, as a busy helper thread may do.
-//   Mismatches  calls that do not fit together are reported with both calls; the outputs are filled with 0xff bytes.
-//   Handles     of a non-blocking split or window are filled in when ncclCommGetAsyncError says that it is done.
-//   Windows     symmetric: buffers in them lie at the same offset on every rank, or in none of them on any rank.
-//   Abort       releases the streams of this rank only, as in the library; peers wait until they abort themselves.
-//   Processes   one that dies, or has aborted all of its communicators, closes its connections: ncclCommGetAsyncError
-//               says ncclRemoteError to the others.  One that is stopped is not noticed.  A device is one of a host,
-//               whose name NCCL_HOSTID can change.  Only with MTE_STREAMS=eager.
+//   Order       A sum rounds at each hop along a ring. The start and the direction of the ring depend on the element's
+//               chunk; the size of a chunk depends on the count. An average multiplies each input by 1/n first
+//               (integers: divides the sum).
+//   Groups      Groups nest. Calls of one communicator in one group run in any order among themselves. Every send is a
+//               rendezvous with its receive: nothing is buffered.
+//   blocking=0  A call returns ncclInProgress. Its operations reach the stream when ncclCommGetAsyncError is called the
+//               second time, as if the helper thread had been busy.
+//   Mismatches  Calls that do not match are reported with both calls, and the outputs are filled with 0xff bytes.
+//   Handles     A non-blocking split or window registration sets the caller's handle when ncclCommGetAsyncError returns
+//               success.
+//   Windows     Symmetric: either each rank's buffer lies in a window, at the same offset, or no rank's buffer does.
+//   Abort       Releases the streams of this rank only, as in the library. Peers wait until they abort themselves.
+//   Processes   A process that dies, or has aborted all its communicators, closes its connections: the other ranks get
+//               ncclRemoteError from ncclCommGetAsyncError. A stopped process is not noticed. A device belongs to a
+//               host; NCCL_HOSTID changes the name of the host. Only with MTE_STREAMS=eager.
 //
-// Faults, also set by functions that a test declares (see below), named by device since that is one rank in all of its
-// communicators:
-//   MTE_NCCL_SILENT=device:calls         after so many calls this rank enqueues but never arrives
+// Faults. The environment sets them, or a test through the functions below. They select a rank by its device, because
+// the device is the same in all communicators:
+//   MTE_NCCL_SILENT=device:calls         after this number of calls the rank enqueues operations that never arrive
 //   MTE_NCCL_ERROR=device:calls:result   the same, and ncclCommGetAsyncError returns the result
 #include "mesh.h"
 #include "runtime.h"
@@ -54,15 +56,16 @@ struct Node;
 struct Round;
 } // namespace
 
-// For tests: declare them extern.  A device of -1 is nobody; `after` counts the calls from now on.
+// For tests, which declare these functions extern. The device -1 selects no rank. `after` counts the calls from now on.
 void nccl_silence(int device, int after);
 void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_fail(ncclComm_t comm, ncclResult_t result);
 void nccl_reset_faults();
-void nccl_set_version(int version); // what ncclGetVersion says; 0: that of the header
+void nccl_set_version(int version); // sets what ncclGetVersion returns; 0: the version of the header
 
 struct NcclCounts {
-    int created, alive, registered, windows; // communicators ever and now; registrations now, and windows among them
+    // communicators created so far, and alive now; registrations now, including windows; windows now
+    int created, alive, registered, windows;
 };
 NcclCounts nccl_counts();
 } // namespace mte
@@ -76,21 +79,23 @@ struct ncclComm {
     int rank = 0, device = 0;
     bool blocking = true, finalized = false, aborted = false;
     ncclResult_t state = ncclInProgress;
-    int polls = 0;                               // answers of "in progress" still to give
-    std::vector<std::function<void()>> deferred; // what the helper thread of a non-blocking communicator has yet to do
-    size_t operations = 0, rounds = 0;           // collectives on the stream, and among hosts, so far
-    cudaStream_t order = nullptr;                // one group of calls after the other
+    // calls of ncclCommGetAsyncError until one of them ends "in progress" and runs `deferred`
+    int polls = 0;
+    // what the helper thread of a non-blocking communicator has still to do
+    std::vector<std::function<void()>> deferred;
+    size_t operations = 0, rounds = 0; // numbers of collectives and of rounds so far
+    cudaStream_t order = nullptr;      // its operations order one group of calls after the other
     cudaEvent_t event = nullptr;
     std::vector<cudaStream_t> idle, streams;
     std::vector<std::shared_ptr<mte::Node>> pending;
-    std::shared_ptr<mte::Round> round;          // the last one it takes part in
-    std::vector<std::function<void()>> handles; // to be filled in when the caller's question is answered with success
+    std::shared_ptr<mte::Round> round;          // the last round of this rank
+    std::vector<std::function<void()>> handles; // set the caller's handles when ncclCommGetAsyncError returns success
     std::set<void *> registrations;
     std::set<ncclWindow_vidmem *> windows;
-    bool remote = false;             // stands for a rank of another process
-    std::string host, trouble;       // where the device is; what an error of the connection was
-    std::shared_ptr<mte::Mesh> mesh; // to the other processes
-    uint64_t serial = 0;             // calls so far
+    bool remote = false;             // true: represents a rank of another process
+    std::string host, trouble;       // host of the device; message of a connection error
+    std::shared_ptr<mte::Mesh> mesh; // connections to the other processes; null: all ranks are threads
+    uint64_t serial = 0;             // number of calls so far
 };
 
 struct ncclWindow_vidmem {
@@ -118,10 +123,10 @@ struct Call {
     size_t count;
     ncclDataType_t type;
     ncclRedOp_t op;
-    int root; // or the peer of a send or receive
+    int root; // root, or the peer of a send or receive
     cudaStream_t stream;
-    bool remote = false;                  // of another process, whose pointers mean nothing here,
-    std::vector<unsigned char> data = {}; // but which has sent what it reads
+    bool remote = false;                  // true: a call of another process, whose pointers are not valid here
+    std::vector<unsigned char> data = {}; // the input that this process has sent
 
     bool pairwise() const { return kind == kSend || kind == kReceive; }
     bool reduces() const { return kind == kAllReduce || kind == kReduceScatter || kind == kReduce; }
@@ -163,7 +168,7 @@ refuse(ncclResult_t result, const char *format, ...) {
 }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
-// Number<T> widens an element to what it is computed in, and rounds back.
+// Number<T> converts an element to the type in which sums are computed, and rounds the result back.
 
 template <class T> struct Number {
     using Wide = T;
@@ -219,7 +224,7 @@ template <class T> T after_sum(T x, ncclRedOp_t op, int ranks) {
     return x;
 }
 
-// Element `at` of `total` as a ring computes it: which rank begins, and which way round, depends on the chunk.
+// Reduces element `at` of `total` as a ring does. The first rank and the direction depend on the chunk of the element.
 template <class T> T reduce_element(const std::vector<const T *> &inputs, size_t at, size_t total, ncclRedOp_t op) {
     const int ranks = static_cast<int>(inputs.size());
     const size_t chunks = 2 * inputs.size(), length = (total + chunks - 1) / chunks, chunk = at / length;
@@ -261,10 +266,10 @@ Bytes reduce(const std::vector<Bytes> &inputs, size_t total, ncclDataType_t type
 }
 
 // ---- operations on streams ------------------------------------------------------------------------------------------
-// A group of calls of one rank is a node: its user streams wait for everything in it.  Each call is a leg on a stream
-// of its own, which meets the legs of the other ranks in an op (a collective, or one send with one receive).  A leg
-// joins the node's finish once all ranks are known to come, so that an abort can put an idle stream into its place
-// instead.
+// The calls that one rank makes in one group are a node: its user streams wait for all of them. Each call is a leg on
+// its own stream. There it meets the legs of the other ranks in an op, which is a collective or a send with its
+// receive. A leg enters the node's rendezvous `finish` only when all ranks have called. Until then, an abort can use an
+// idle stream in place of the leg's.
 
 struct Op;
 
@@ -283,13 +288,13 @@ struct Node {
 
 struct Op {
     Clique *clique = nullptr;
-    size_t number = 0, entered = 0; // how many streams have been sent to the meeting
+    size_t number = 0, entered = 0; // streams that have entered `meeting`
     bool pairwise = false, broken = false, mismatched = false;
     Rendezvous *meeting = nullptr;
-    std::vector<Call> calls; // by rank; of a pair, the send and the receive
-    std::vector<int> ranks;  // who came, in the order of arrival
-    std::vector<Leg *> legs; // valid until all ranks came
-    std::vector<std::pair<ncclComm *, std::unique_ptr<Leg>>> remote_legs; // as long as the op lives
+    std::vector<Call> calls; // index: rank, or 0 for the send and 1 for the receive of a pair
+    std::vector<int> ranks;  // in order of arrival
+    std::vector<Leg *> legs; // valid until all ranks have called
+    std::vector<std::pair<ncclComm *, std::unique_ptr<Leg>>> remote_legs; // owned until the op ends
     std::thread::id thread;
     uint64_t group = 0;
 
@@ -301,16 +306,18 @@ struct Clique {
     bool settled = false, broken = false;
     size_t left = 0;
     std::vector<ncclComm *> members;
-    std::map<size_t, std::shared_ptr<Op>> open;                           // collectives that some rank has yet to call
-    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Op>>> pairs; // unmatched, by source and destination
+    // collectives that some rank has not yet called
+    std::map<size_t, std::shared_ptr<Op>> open;
+    // unmatched sends or receives; key: source and destination
+    std::map<std::pair<int, int>, std::deque<std::shared_ptr<Op>>> pairs;
     std::map<size_t, std::shared_ptr<Round>> rounds;
-    // of ranks in other processes:
+    // The fields below are used when ranks are processes.
     std::shared_ptr<Mesh> mesh;
     uint64_t id = 0;
-    int here = 0;            // the only rank of this process
-    std::vector<int> places; // of the ranks in the mesh
+    int here = 0;            // the rank of this process
+    std::vector<int> places; // ranks of the members in the mesh
     std::map<std::pair<int, uint64_t>, std::pair<std::shared_ptr<Op>, Leg *>>
-        announced; // by rank and serial: data to come
+        announced; // calls whose data has not arrived yet; key: rank and serial
 };
 
 struct Faults {
@@ -333,7 +340,7 @@ void read_faults() {
     faults.error = static_cast<ncclResult_t>(result);
 }
 
-// Is this call of the rank one that never arrives?
+// Returns true if this call is to be lost (see Faults).
 bool loses_call(ncclComm &comm) {
     read_faults();
     if (comm.device == faults.error_device && faults.error_after-- <= 0) {
@@ -399,7 +406,7 @@ bool touch(Range range, ncclDataType_t type, bool write, Kind kind) {
     return false;
 }
 
-// In place means one exact position; everything else that overlaps is undefined.
+// Returns true if the buffers are in place in NCCL's sense: at one exact position. Any other overlap is undefined.
 bool in_place(const Call &c, size_t rank) {
     const char *send = static_cast<const char *>(c.send);
     const char *recv = static_cast<const char *>(c.recv);
@@ -417,7 +424,7 @@ void check_overlap(const Op &op, size_t rank) {
     report("NCCL: %s of rank %zu: the buffers overlap without being in place", kind_names[op.calls[rank].kind], rank);
 }
 
-// The window of a rank that a buffer lies in, or null.
+// Returns the window that contains a buffer of a rank, or null.
 const ncclWindow_vidmem *window_of(const Op &op, size_t rank, Range range) {
     const uintptr_t p = reinterpret_cast<uintptr_t>(range.p);
     for (const ncclWindow_vidmem *w : op.clique->members[rank]->windows) {
@@ -427,9 +434,9 @@ const ncclWindow_vidmem *window_of(const Op &op, size_t rank, Range range) {
     return nullptr;
 }
 
-// A rank computes a peer's address from its own offset.
+// Reports buffers at different window offsets: a rank computes the address of a peer's buffer from its own offset.
 void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
-    if (op.clique->mesh) return; // those of other processes are not known
+    if (op.clique->mesh) return; // the windows of other processes are unknown
     const Range first = range_of(op, 0);
     const ncclWindow_vidmem *const window = window_of(op, 0, first);
     const Call &call = op.calls[0];
@@ -439,7 +446,7 @@ void check_windows(const Op &op, Range (*range_of)(const Op &, size_t)) {
         const ncclWindow_vidmem *const other = window_of(op, rank, range);
         if (!window != !other) report("NCCL: %s: a buffer lies in a window on some ranks only", kind_names[call.kind]);
         if (!window || !other) continue;
-        // of a reduce-scatter or all-gather in place, a part's offset includes the rank's block
+        // For an in-place reduce-scatter or all-gather, the offset of the part includes the rank's block.
         const Range in = input_of(op, rank), out = output_of(op, rank);
         const bool part =
             (call.kind == kAllGather && range.p == in.p) || (call.kind == kReduceScatter && range.p == out.p);
@@ -529,7 +536,7 @@ void release(Leg &leg, cudaStream_t stream) {
 
 thread_local uint64_t current_group = 0;
 
-// One thread that drives several ranks needs a group: outside of one, the first call may wait for the second.
+// Reports a thread that calls an operation for several ranks without a group: the first call may wait for the second.
 void check_threads(Op &op, const ncclComm &comm, Kind kind) {
     if (op.ranks.empty()) {
         op.thread = std::this_thread::get_id();
@@ -546,8 +553,8 @@ void enter_meeting(Op &op, Leg &leg) {
     enqueue_rendezvous(leg.stream, op.meeting);
 }
 
-// The last to come lets all legs into their nodes' finish.  A broken op no longer meets: its late ranks wait for an
-// abort.
+// Adds a rank to an op. The last rank releases all legs into the `finish` of their nodes. A broken op has no meeting
+// any more: ranks that arrive late wait for an abort.
 void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call &call, size_t part) {
     leg.op = op;
     if (op->broken) return;
@@ -555,7 +562,7 @@ void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call 
     op->calls[part] = call;
     op->ranks.push_back(comm.rank);
     op->legs.push_back(&leg);
-    if (!comm.remote) enter_meeting(*op, leg); // the others when their data has come
+    if (!comm.remote) enter_meeting(*op, leg); // a remote rank enters when its data has arrived
     if (op->ranks.size() < op->expected()) return;
     for (Leg *each : op->legs)
         if (!each->released) release(*each, each->stream);
@@ -581,14 +588,14 @@ void join_collective(ncclComm &comm, Leg &leg, const Call &call, size_t number) 
     arrive(op, comm, leg, call, static_cast<size_t>(comm.rank));
 }
 
-// Sends and receives between two ranks match in the order in which they are called.
+// Matches sends and receives between two ranks in the order of the calls.
 void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
     Clique &clique = *comm.clique;
     const bool sends = call.kind == kSend;
     const std::pair<int, int> key = sends ? std::make_pair(comm.rank, call.root) : std::make_pair(call.root, comm.rank);
     const size_t mine = sends ? 0 : 1;
     std::deque<std::shared_ptr<Op>> &queue = clique.pairs[key];
-    // What waits in the queue is all sends or all receives; a broken op keeps its place until its peer came.
+    // The queue contains only sends or only receives. A broken op stays in the queue until its peer has called.
     if (queue.empty() || queue.front()->calls[1 - mine].count == SIZE_MAX) {
         queue.push_back(new_op(clique, 2, comm.operations, call.kind));
         queue.back()->calls[1 - mine].count = SIZE_MAX;
@@ -603,15 +610,16 @@ void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
 }
 
 // ---- ranks in other processes ---------------------------------------------------------------------------------------
-// Each of them is here a communicator that does what its process tells: a message when it makes a call, with which the
-// call joins its op; another one, with what the call reads, when its stream has got there, with which it enters the
-// meeting.  So every process runs every op, on all inputs, for the outputs of its own rank.
+// A local ncclComm with `remote` set represents each rank of another process. Its process sends two messages per call:
+// one when it makes the call, with which the call joins its op, and one with the input data when its stream reaches the
+// operation, with which it enters the meeting. So every process runs every op on all inputs, and writes the outputs of
+// its own rank.
 
 void tell(const Clique &clique, int rank, const Message &message, const Bytes &payload) {
     if (rank != clique.here) clique.mesh->send(clique.places[static_cast<size_t>(rank)], message, payload);
 }
 
-// Whom a call concerns: one peer, or all.
+// Sends a message to the ranks that a call concerns: one peer, or all ranks.
 void tell_peers(const Clique &clique, const Call &call, const Message &message, const Bytes &payload) {
     for (int rank = 0; rank < clique.size; rank++)
         if (!call.pairwise() || rank == call.root) tell(clique, rank, message, payload);
@@ -640,7 +648,7 @@ void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
     tell_peers(*clique, call, message, {});
     message.what = MessageKind::data;
     enqueue(leg.stream, "what a rank sends to other processes", [clique, call, message]() mutable {
-        if (has_left(*clique)) return; // aborted in the meantime
+        if (has_left(*clique)) return; // the communicator was aborted in the meantime
         const Range in = input_of(call, static_cast<size_t>(message.rank), static_cast<size_t>(clique->size));
         const unsigned char *p = static_cast<const unsigned char *>(in.p);
         Bytes payload;
@@ -689,8 +697,8 @@ void finished(const std::shared_ptr<Node> &node) {
     comm.pending.erase(std::remove(comm.pending.begin(), comm.pending.end(), node), comm.pending.end());
 }
 
-// The node begins after all user streams and after what the communicator did before; returns a CUDA error if the
-// streams are not of this device.
+// Orders the node after all user streams and after the communicator's previous node. Returns a CUDA error if a stream
+// belongs to another device.
 cudaError_t begin(ncclComm &comm, Node &node, const std::vector<cudaStream_t> &users) {
     cudaError_t error = cudaSuccess;
     for (cudaStream_t user : users) {
@@ -703,7 +711,7 @@ cudaError_t begin(ncclComm &comm, Node &node, const std::vector<cudaStream_t> &u
     return error;
 }
 
-// Puts the calls that one group made on one communicator onto the streams.  Lock held.
+// Puts the calls of one group on one communicator onto the streams. Call with the lock held.
 ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
     DeviceScope scope(comm.device);
     std::vector<cudaStream_t> users;
@@ -732,9 +740,9 @@ ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
 
 // ---- communicators --------------------------------------------------------------------------------------------------
 
-// All communicators that ever were: a stale handle is recognised by its magic.
+// All communicators ever created. A destroyed one remains, so that its `magic` reveals a stale handle.
 std::vector<std::unique_ptr<ncclComm>> all_comms;
-std::map<std::string, std::shared_ptr<Clique>> lobby; // by unique id; null once it was used
+std::map<std::string, std::shared_ptr<Clique>> lobby; // key: unique id; the value is null until the first rank joins
 uint64_t next_id = 0;
 
 ncclResult_t check_comm(const ncclComm *comm, const char *function) {
@@ -780,7 +788,8 @@ bool shares_device(const Clique &clique, const ncclComm &comm) {
     return false;
 }
 
-// Every rank is there: the ranks that share a device fail, and the others lose their peers.
+// Completes the creation when every rank has joined. Ranks that share a device fail with ncclInvalidUsage, and then the
+// others with ncclRemoteError.
 void settle(Clique &clique) {
     const auto shared = [&](const ncclComm *comm) { return shares_device(clique, *comm); };
     const bool good = std::none_of(clique.members.begin(), clique.members.end(), shared);
@@ -835,7 +844,7 @@ ncclResult_t enter_lobby(ncclComm &comm, int ranks, const ncclUniqueId &id, int 
     return ncclSuccess;
 }
 
-// ---- rounds: what all ranks of a communicator do together on the host -----------------------------------------------
+// ---- rounds: calls that all ranks of a communicator make together on the host ---------------------------------------
 
 enum RoundKind { kSplitRound, kWindowRound };
 const char *const round_names[] = {"ncclCommSplit", "ncclCommWindowRegister"};
@@ -858,7 +867,7 @@ uint64_t child_id(uint64_t parent, uint64_t number, int color) {
 
 void open_clique(const std::shared_ptr<Clique> &clique);
 
-// Of a split between processes: the one that this process is in, if any.
+// Connects the children of a split between processes. Only a child that contains this process is opened.
 void connect_children(const Clique &parent, uint64_t number, const std::map<int, std::shared_ptr<Clique>> &cliques,
                       const std::vector<Entry> &entries) {
     for (const Entry &entry : entries)
@@ -933,7 +942,7 @@ std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &
 
 // ---- ranks in other processes, continued ----------------------------------------------------------------------------
 
-// By mesh and id: the communicators that are there, and what came before they were.
+// Communicators between processes, and messages that arrived before their communicator existed. Key: mesh and id.
 std::map<std::pair<Mesh *, uint64_t>, std::shared_ptr<Clique>> cliques_between;
 std::map<std::pair<Mesh *, uint64_t>, std::vector<std::pair<Message, Bytes>>> early;
 
@@ -986,7 +995,7 @@ void break_connection(ncclComm &comm, ncclResult_t result, const std::string &wh
     notify();
 }
 
-// Every communicator that the lost process is in.
+// Fails every communicator that contains the lost process.
 void lose_peer(Mesh *mesh, int place, const std::string &why) {
     for (const auto &item : cliques_between) {
         const std::vector<int> &places = item.second->places;
@@ -995,7 +1004,7 @@ void lose_peer(Mesh *mesh, int place, const std::string &why) {
     }
 }
 
-// Everybody is connected: the communicator of this process gets its peers.
+// Creates the peers of this process's communicator when all processes are connected.
 void form_root(ncclComm &comm, const std::vector<Introduction> &all) {
     if (comm.magic != kCommMagic) return;
     const std::shared_ptr<Clique> clique = std::make_shared<Clique>();
@@ -1040,10 +1049,10 @@ ncclResult_t enter_mesh(ncclComm &comm, int ranks, const std::string &place, int
 
 // ---- groups ---------------------------------------------------------------------------------------------------------
 
-// Something on the host that a group waits for: the rest of a clique, or of a round.
+// A host-side task that a group waits for: the creation of a communicator, or a round.
 struct Job {
-    ncclComm *comm;   // whose state is the result; may be null
-    ncclComm **place; // cleared if that is an error
+    ncclComm *comm;   // the state of this communicator is the result; may be null
+    ncclComm **place; // set to null if the result is an error
     std::shared_ptr<Round> round;
     bool blocking;
 
@@ -1067,7 +1076,7 @@ void group_start() { group.depth++; }
 
 void leave(ncclComm &comm);
 
-// Waits with the lock held.
+// Waits until the job is done. Call with the lock held.
 ncclResult_t wait_for(const Job &job) {
     while (!job.done()) wait_for_change();
     if (!job.comm || job.comm->state == ncclSuccess) return ncclSuccess;
@@ -1090,7 +1099,7 @@ ncclResult_t finish_jobs(const std::vector<Job> &jobs) {
     return result;
 }
 
-// A send to oneself must have its receive in the same group.
+// A send to the own rank must have its receive in the same group.
 bool self_pairs_match(const ncclComm &comm, const std::vector<Call> &calls) {
     std::vector<size_t> sent, received;
     for (const Call &call : calls) {
@@ -1149,7 +1158,7 @@ ncclResult_t group_end() {
     return launch_all(now.calls);
 }
 
-// A failed call in a group fails the group, which then does nothing.
+// Records a failed call. It fails the whole group, which then executes nothing.
 ncclResult_t note(ncclResult_t result) {
     if (group.depth > 0 && result != ncclSuccess && group.error == ncclSuccess) group.error = result;
     return result;
@@ -1163,7 +1172,8 @@ ncclResult_t add_job(const Job &job) {
     return finish_jobs({job});
 }
 
-// A buffer belongs to the device of its rank; that it is device memory at all is checked when the operation runs.
+// Returns true if a buffer belongs to a device other than the rank's. Whether a buffer is device memory at all is
+// checked when the operation runs.
 bool of_other_device(const ncclComm &comm, const void *buffer) {
     cudaPointerAttributes attributes = {};
     if (!buffer || cudaPointerGetAttributes(&attributes, buffer) != cudaSuccess) return false;
@@ -1201,7 +1211,7 @@ ncclResult_t check_and_add(ncclComm *comm, const Call &call) {
     Guard guard;
     ncclResult_t result = check_ready(comm, kind_names[call.kind]);
     if (result == ncclSuccess) result = check_call(*comm, call);
-    // The library discards empty collectives, without a word to the other ranks.
+    // The library drops a collective of 0 elements without telling the other ranks.
     if (result == ncclSuccess && (call.count > 0 || call.pairwise())) group.calls.push_back({comm, call});
     return note(result);
 }
@@ -1221,7 +1231,7 @@ void run_deferred(ncclComm &comm) {
     for (const std::function<void()> &each : work) each();
 }
 
-// Waits for what was enqueued.  Lock not held: the stream's operations run here.
+// Waits until all enqueued operations have run. Call without the lock held: they run inside cudaStreamSynchronize.
 ncclResult_t flush(ncclComm &comm) {
     {
         Guard guard;
@@ -1263,7 +1273,8 @@ void leave(ncclComm &comm) {
     for (ncclComm *member : clique.members) free_streams(*member);
 }
 
-// An operation that can no longer happen gets the streams it lacks, so that the streams inside drain.
+// Ends an operation that can no longer run: idle streams take the places of the missing ranks, so that the streams that
+// have entered can continue.
 void break_op(ncclComm &comm, const std::shared_ptr<Op> &op) {
     if (op->broken) return;
     op->broken = true;
@@ -1280,17 +1291,17 @@ void abort_nodes(ncclComm &comm) {
         }
 }
 
-// What a non-blocking communicator waits for besides its helper thread.
+// Returns true if nothing but the helper thread delays a non-blocking communicator.
 bool others_came(const ncclComm &comm) {
     if (!comm.clique || !comm.clique->settled) return false;
     if (comm.round && !comm.round->done) return false;
     return !comm.finalized || cudaStreamQuery(comm.order) == cudaSuccess;
 }
 
-// Memory that ncclMemAlloc gave: what the caller has, and what cudaMalloc gave for it.
+// Memory from ncclMemAlloc. Key: the aligned pointer; value: its size, and the pointer from cudaMalloc.
 std::map<char *, std::pair<size_t, void *>> memory;
 
-// Is any of it still registered with a communicator?
+// Returns true if a registration or a window begins in [p, p + bytes).
 bool still_registered(const char *p, size_t bytes) {
     const auto within = [&](const void *q) { return q >= p && q < p + bytes; };
     for (const auto &comm : all_comms) {
@@ -1438,7 +1449,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     Guard guard;
     memset(id, 0, sizeof *id);
     if (const char *const place =
-            getenv("NCCL_COMM_ID")) { // of ranks that may be in other processes: all make the same
+            getenv("NCCL_COMM_ID")) { // the same id for all ranks, which may be in other processes
         snprintf(id->internal, sizeof id->internal, "%s%s", id_of_environment.c_str(), place);
         return ncclSuccess;
     }
@@ -1491,8 +1502,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
     return add_job(Job{child, child ? out : nullptr, round, child ? child->blocking : comm->blocking});
 }
 
-// Asking is what makes a non-blocking communicator proceed here: "in progress" once more, then what was put off
-// happens.
+// This call drives a non-blocking communicator: the first call still returns ncclInProgress, and the second runs the
+// deferred work.
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     Guard guard;
     const ncclResult_t result = check_comm(comm, "ncclCommGetAsyncError");

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Tests the engine: builds test_engine in every variant, runs all cases under many schedules, and checks for every
-# planted bug that each build which claims to see it does see it under at least one schedule.
+# Tests the engine: builds test_engine in every variant, runs all its cases under many schedules, and checks that each
+# planted bug is seen by every build that claims to see it, under at least one schedule.
 #
 #   sh tests/engine/run.sh [VARIANT...]        (variants and environment: see build.sh)
 set -u
@@ -17,7 +17,7 @@ finish() {
     if [ "$failed" = 0 ]; then exit 0; else exit 1; fi
 }
 
-# What a planted bug is tried with, one after the other, until it is noticed.
+# The schedules under which a planted bug runs, one after the other, until it is seen.
 bug_schedules='MTE_STREAMS=eager
 MTE_STREAMS=lazy
 MTE_STREAMS=greedy
@@ -25,8 +25,9 @@ MTE_THREADS=lifo
 MTE_PROTECT=1
 MTE_THREADS=random,MTE_STREAMS=random,MTE_BLOCKS=random,MTE_SEED=1'
 
-# Every order of threads with every order of streams; blocks, cp.async and protection take turns.
-# The checker wants its copies late; it and the sanitizers are slow and have less to gain from schedules.
+# Prints the schedules of a variant: every order of threads with every order of streams and blocks. cp.async and
+# protection alternate. The checker needs late copies. The checker and the sanitizers are slow and depend less on the
+# schedule, so they run a quarter of the schedules.
 schedules() {
     number=0
     for threads in fifo lifo random; do
@@ -50,7 +51,7 @@ run_with() {
     timeout 120 env MTE_PATIENCE=1 $settings "$@" >"$log" 2>&1
 }
 
-# The cases as they should be, under every schedule of the variant.
+# Runs all cases without bugs, under every schedule of the variant.
 test_variant() {
     count=0
     begin=$(date +%s)
@@ -66,7 +67,7 @@ test_variant() {
     passed=$((passed + 1))
 }
 
-# Sets `how`: the first schedule that shows the bug to the variant, or nothing.
+# Sets `how` to the first schedule under which the variant sees the bug, or to nothing.
 find_bug() {
     how=
     for schedule in $bug_schedules; do
@@ -78,7 +79,7 @@ find_bug() {
 
 claims() { case " $2 " in *" $1 "*) true ;; *) false ;; esac; }
 
-# bug "variants that claim to see it"
+# test_bug BUG "variants that claim to see it"
 test_bug() {
     seen=
     missed=
@@ -99,7 +100,7 @@ test_bug() {
     fi
 }
 
-# ucontext differs from fast in the fibers only: its bugs need no test of their own.
+# ucontext differs from fast only in the fibers: it is not tested with the bugs.
 all_variants=${*:-fast asan checked ucontext}
 variants=
 for variant in $all_variants; do

@@ -1,6 +1,6 @@
 // runtime.cpp - a CUDA runtime without a GPU: device memory, streams, events, copies, devices.
 //
-// Prototypes come from the real cuda_runtime_api.h.  Sections: >>config >>lock >>memory >>order >>schedule >>enqueue
+// Prototypes come from the real cuda_runtime_api.h. Sections: >>config >>lock >>memory >>order >>schedule >>enqueue
 // >>api-device >>api-memory >>api-copy >>api-stream >>api-event >>api-error
 
 #include "core.h"
@@ -26,7 +26,8 @@
 
 namespace mte {
 
-constexpr int kElsewhere = 64; // the device of a stream of another process, after all that are here
+// device number of all streams that stand for other processes; greater than every real device number
+constexpr int kElsewhere = 64;
 
 // ---- >>config ------------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ static int environment_choice(const char *name, std::initializer_list<const char
 static CopyTime copy_time() {
     CopyTime chosen = static_cast<CopyTime>(environment_choice("MTE_CP", {"late", "early", "random"}));
 #ifdef MTE_CHECK
-    chosen = CopyTime::late; // so that the checker sees everything that touches a copy's destination before the wait
+    chosen = CopyTime::late; // so that the checker sees all accesses to a copy's destination before the wait
 #endif
     return chosen;
 }
@@ -89,7 +90,7 @@ uint64_t random_below(uint64_t n) {
 
 // ---- >>lock --------------------------------------------------------------------------------------------------------
 
-// Recursive, and wait_for_change() can let go of it however often it is held.
+// The lock is recursive. wait_for_change() releases it at any depth.
 struct Lock {
     std::mutex mutex;
     std::condition_variable changed;
@@ -133,8 +134,8 @@ void wait_for_change() {
 
 // ---- >>memory ------------------------------------------------------------------------------------------------------
 
-// Device memory of all devices is cut from one reserved range, front to back, and not used twice: a freed allocation
-// stays behind as 0xff.  Only when many bytes have been freed does the oldest give its pages back.
+// The memory of all devices is cut from one reserved range, front to back, and never reused. A freed allocation stays
+// mapped, filled with 0xff. When more than quarantine_bytes have been freed, the oldest allocations return their pages.
 
 static constexpr size_t red_zone = 256;
 static constexpr size_t granule = 256;
@@ -195,7 +196,7 @@ bool in_device_range(const void *p) {
     return range && (const char *)p >= range && (const char *)p < range + device_range_bytes;
 }
 
-// While one of these lives, device memory can be touched, whatever MTE_PROTECT says.
+// Device memory is accessible to the host while an object of this type exists, also with MTE_PROTECT=1.
 struct Unprotected {
     static int depth;
     Unprotected() {
@@ -242,7 +243,7 @@ bool host_pinned(const void *p, size_t bytes) {
     return (const char *)p + bytes <= found->first + found->second;
 }
 
-// What is wrong with using [p, p + bytes) on the device, or NULL.
+// Returns why [p, p + bytes) may not be used on the device, or NULL if it may.
 static const char *fault(const void *p, size_t bytes, int device) {
     if (!in_device_range(p)) return host_pinned(p, bytes) ? nullptr : "is not device memory";
     const Allocation *a = find_allocation(p);
@@ -262,7 +263,7 @@ void check_global(const void *p, size_t bytes, int alignment, const char *what) 
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Takes the range up to `end` into use; `begin` and `bytes` are the allocation inside it.
+// Marks the range up to `end` as used and fills it with 0xff. [begin, begin + bytes) is the allocation inside it.
 static void fill_new(char *begin, size_t bytes, size_t end) {
     Memory &m = memory();
     size_t offset = (size_t)(begin - m.range);
@@ -319,11 +320,11 @@ static bool device_release(void *p) {
 
 #ifdef MTE_ASAN
 
-static void check_red_zones() {} // AddressSanitizer sees a write into a red zone when it happens
+static void check_red_zones() {} // AddressSanitizer reports a write into a red zone when it happens
 
 #else
 
-// The first byte near an allocation that is not as it was left, as an offset from its begin.
+// Finds a byte in the red zones of an allocation that has changed. *offset is its distance from the allocation's begin.
 static bool red_zone_damage(const Allocation &a, long *offset) {
     for (size_t i = 0; i < red_zone; i++) {
         *offset = -(long)i - 1;
@@ -334,7 +335,7 @@ static bool red_zone_damage(const Allocation &a, long *offset) {
     return false;
 }
 
-// Finds writes into red zones when the host synchronises.
+// Reports writes into red zones. Called when the host synchronises.
 static void check_red_zones() {
     Unprotected unprotected;
     for (auto &entry : memory().allocations) {
@@ -349,9 +350,9 @@ static void check_red_zones() {
 
 #endif
 
-// ---- >>order: operations, and which of them is ordered before which ------------------------------------------------
+// ---- >>order: operations, and how they are ordered ------------------------------------------------------------------
 
-// An operation's clock says, for every stream, up to which operation of it everything is ordered before this one.
+// A vector clock. Element i is the sequence number of the last operation of stream i that is ordered before this one.
 typedef std::vector<uint32_t> Clock;
 
 struct Stream;
@@ -359,11 +360,12 @@ struct Stream;
 struct Operation {
     uint32_t id;
     Stream *stream;
-    uint32_t sequence; // within the stream, from 1
+    uint32_t sequence; // position within the stream, from 1
     std::function<void()> work;
-    bool host_work; // a cudaLaunchHostFunc
+    bool host_work; // true for a cudaLaunchHostFunc
     bool done = false;
-    std::vector<std::shared_ptr<Operation>> after; // must be done before: event waits, the legacy default stream
+    // operations that must be done first: event waits, the legacy default stream
+    std::vector<std::shared_ptr<Operation>> after;
     Rendezvous *rendezvous = nullptr;
     Clock clock;
 };
@@ -372,21 +374,21 @@ typedef std::shared_ptr<Operation> OperationRef;
 struct Stream {
     unsigned index;
     int device;
-    bool blocking; // takes part in the ordering of the legacy default stream
+    bool blocking; // true: ordered with the legacy default stream
     bool is_default;
     bool destroyed = false;
     int priority = 0;
     uint32_t sequence = 0;
     std::deque<OperationRef> queue;
-    std::vector<OperationRef> waits; // of the next operation
+    std::vector<OperationRef> waits; // events that the next operation waits for
     OperationRef last;
-    Clock clock; // of what has run
+    Clock clock; // clock of the last operation that ran
 };
 
 struct Event {
     OperationRef recorded;
     int device;
-    std::shared_ptr<double> seconds; // when it was reached
+    std::shared_ptr<double> seconds; // time at which the record ran
 };
 
 struct Rendezvous {
@@ -396,7 +398,7 @@ struct Rendezvous {
     std::vector<OperationRef> participants;
 };
 
-// What stays known of an operation after it has run.
+// What the engine still knows about an operation after it has run.
 struct Past {
     unsigned stream;
     uint32_t sequence;
@@ -405,14 +407,16 @@ struct Past {
 
 struct Queues {
     std::vector<std::unique_ptr<Stream>> all;
-    std::vector<Stream *> streams; // those that are alive or have work
+    std::vector<Stream *> streams; // streams that are not destroyed, or still have operations
     std::set<const void *> handles;
     std::set<const void *> events;
     Stream *default_streams[kElsewhere] = {};
-    Clock gone[kElsewhere + 1]; // of destroyed streams, by device
-    std::vector<Past> past;     // by id - 1
+    Clock gone[kElsewhere + 1]; // clocks of destroyed streams, by device
+    std::vector<Past> past;     // index: id - 1
     Operation *running = nullptr;
-    Clock host; // what the host has waited for; all host threads share it, so it may know too much, never too little
+    // The operations that the host has waited for. All host threads share this clock, so the checker may miss a race of
+    // two host threads, but never reports a false one.
+    Clock host;
     cudaError_t sticky = cudaSuccess;
 };
 static Queues &queues() {
@@ -494,7 +498,7 @@ static void set_clocks(const std::vector<OperationRef> &group) {
     for (const OperationRef &o : group) o->clock = clock;
 }
 
-// A destroyed stream with nothing left to do.
+// Removes a destroyed stream whose queue is empty.
 static void forget(Stream *s) {
     Queues &q = queues();
     q.streams.erase(std::find(q.streams.begin(), q.streams.end(), s));
@@ -532,7 +536,7 @@ static void run(OperationRef o) {
     notify();
 }
 
-// The operations that have to run before `target` can be done, itself included.
+// Ids of the operations that must run before `target` is done, including `target`.
 typedef std::unordered_set<uint32_t> Needed;
 
 static Needed needed_for(const OperationRef &target) {
@@ -559,7 +563,7 @@ static OperationRef pick(const std::vector<OperationRef> &candidates) {
     return candidates[first ? 0 : random_below(candidates.size())];
 }
 
-// The next operation to run while somebody waits for what is in `needed`.
+// Selects the next operation to run while a host thread waits for the operations in `needed`.
 static OperationRef choose(const Needed &needed) {
     std::vector<OperationRef> all = ready_operations();
     std::vector<OperationRef> wanted;
@@ -602,7 +606,7 @@ static void wait_for_device(int device) {
     join(queues().host, queues().gone[device]);
 }
 
-// What runs on its own when something was enqueued.
+// Runs operations after one was enqueued: all that are ready (eager), up to two (random), or none.
 static void run_some() {
     bool eager = config().streams == Schedule::eager;
     uint64_t steps = eager ? UINT64_MAX : config().streams == Schedule::random ? random_below(3) : 0;
@@ -641,7 +645,8 @@ static Stream *stream_of(cudaStream_t handle) {
     return nullptr;
 }
 
-// The legacy default stream and the blocking streams of its device wait for each other.
+// Orders an operation with the legacy default stream: this stream and the blocking streams of its device wait for each
+// other.
 static void wait_legacy(Operation &o) {
     Stream *s = o.stream;
     if (!s->blocking) return;
@@ -694,7 +699,7 @@ void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous) {
 
 static thread_local cudaError_t last_error;
 
-// What a test asked for: the calling thread's call of `name` that comes after so many others of it fails.
+// Set by cuda_fail_after: the calling thread's call of `name` fails after `after` more calls.
 struct Injected {
     const char *name;
     int after;
@@ -711,7 +716,7 @@ static bool is_injected() {
     return true;
 }
 
-// An error that ended a kernel stays: every later call returns it.
+// Returns `error`, an injected error, or the error that ended a kernel: that one is returned by every later call.
 static cudaError_t result(cudaError_t error) {
     if (error == cudaSuccess && is_injected()) error = injected.error;
     if (queues().sticky != cudaSuccess) error = queues().sticky;
@@ -719,7 +724,7 @@ static cudaError_t result(cudaError_t error) {
     return error;
 }
 
-// Guards an API call.  CUDA forbids its own functions inside a host function.
+// Constructed by every API call: takes the lock, and reports calls inside a host function, which CUDA forbids.
 struct Call {
     Guard guard;
     explicit Call(const char *name) {
@@ -732,7 +737,7 @@ struct Call {
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
 struct FunctionLimits {
-    std::map<std::pair<const void *, int>, size_t> dynamic_shared; // by function and device
+    std::map<std::pair<const void *, int>, size_t> dynamic_shared; // key: function and device
 };
 static FunctionLimits &function_limits() {
     static FunctionLimits *limits = new FunctionLimits;
@@ -1061,7 +1066,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
 
 // ---- >>api-copy ----------------------------------------------------------------------------------------------------
 
-// Rows of `width` bytes; a plain copy has one row.
+// A copy of `height` rows of `width` bytes. A plain copy has one row.
 struct Copy {
     char *destination;
     size_t destination_pitch;
@@ -1071,7 +1076,7 @@ struct Copy {
     size_t height;
 };
 
-// The end of a copy that lies on a device must be valid there; copies may cross devices.
+// Checks one end of a copy if it is device memory. A copy may have its ends on different devices.
 static bool copy_end_valid(const char *p, size_t pitch, const Copy &copy, const char *what) {
     if (!in_device_range(p)) return true;
     size_t bytes = pitch * (copy.height - 1) + copy.width;
@@ -1112,7 +1117,7 @@ static const char *copy_label(const Copy &copy) {
     return from_device ? "copy device to host" : "copy host to host";
 }
 
-// Pageable host memory is read before the call returns.
+// Copies pageable host memory to a buffer now, because CUDA reads it before the call returns.
 static std::function<void()> staged(Copy copy) {
     auto stage = std::make_shared<std::vector<char>>(copy.width * copy.height);
     for (size_t row = 0; row < copy.height; row++)
@@ -1153,7 +1158,7 @@ cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes,
     return copy_asynchronously(plain_copy(destination, source, bytes), kind, stream, false);
 }
 
-// A copy within device memory does not wait, as in CUDA.
+// A copy within device memory does not make the host wait, as in CUDA.
 cudaError_t cudaMemcpy(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind) {
     Call call("cudaMemcpy");
     bool wait = !in_device_range(destination) || !in_device_range(source);
@@ -1234,7 +1239,7 @@ cudaStream_t stream_elsewhere() {
 }
 } // namespace mte
 
-// What is still in the stream will run; the handle is dead at once.
+// Operations that are still in the stream will run. The handle is invalid at once.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     Call call("cudaStreamDestroy");
     Stream *s = stream_of(stream);
@@ -1267,7 +1272,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return result(cudaSuccess);
 }
 
-// Asks for progress, but never sees it at once.
+// Answers a query from the state before the call, then runs one operation so that polling makes progress.
 static cudaError_t query(const OperationRef &o) {
     if (!o || o->done) {
         if (o) join(queues().host, o->clock);
@@ -1308,7 +1313,8 @@ cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device) {
     return result(cudaSuccess);
 }
 
-// Nothing is recorded; but what a capture forbids, waiting, is found.
+// Returns the state that set_capturing set. Nothing is recorded; the engine only reports calls that wait, which a
+// capture forbids.
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
     Guard guard;
     *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -1352,7 +1358,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return result(cudaSuccess);
 }
 
-static double spent = 0.0; // by operations that were told to take long
+static double spent = 0.0; // seconds that spend() has added
 
 void mte::spend(double seconds) {
     Guard guard;
@@ -1379,7 +1385,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaEventRecordWithFlags(event, stream, 0);
 }
 
-// Waits for the record that is the last one now; without any, for nothing.
+// Waits for the last record of the event before this call. An event without a record orders nothing.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     Call call("cudaStreamWaitEvent");
     Event *e = event_of(event);

@@ -1,8 +1,8 @@
 // runtime.h - what the stand-ins for CUDA's libraries (cudart, cuBLASLt, NCCL) share: one lock, device work queues,
-// checks of device memory.  Test-only.
+// checks of device memory. Test-only.
 //
-// Every stream is a queue of operations that run on the host thread that waits for them or enqueues them.  Which
-// operation runs next, and when, is chosen by MTE_STREAMS among all orders that CUDA permits.
+// Every stream is a queue of operations. A host thread runs them when it enqueues an operation or waits for one.
+// MTE_STREAMS selects which operation runs next, among all orders that CUDA permits.
 #ifndef MTE_RUNTIME_H
 #define MTE_RUNTIME_H
 
@@ -26,38 +26,40 @@ struct Guard {
     Guard &operator=(const Guard &) = delete;
 };
 
-// Called with the lock held (once): releases it until somebody called notify().  Gives up loudly, by abort(), after
-// 10 seconds in which nothing changed.
+// Call with the lock held. Releases the lock until another thread calls notify(). When nothing changes for MTE_PATIENCE
+// seconds, reports a deadlock and calls abort().
 void wait_for_change();
 void notify();
 
-// Appends an operation to a stream; call with the lock held.  `work` runs later, with the lock held, on any host
-// thread.  `label` must stay valid for ever (a string literal).
+// Appends an operation to a stream. Call with the lock held. `work` runs later, with the lock held, on any host thread.
+// `label` must stay valid until the program ends (a string literal).
 void enqueue(cudaStream_t stream, const char *label, std::function<void()> work);
 
-// An operation of `ranks` streams.  `work` runs once, when every participant has been enqueued and has reached the
-// head of its stream.  The runtime frees the rendezvous after it ran.
+// An operation of `ranks` streams. `work` runs once, when every participant has been enqueued and has reached the head
+// of its stream. The runtime then frees the rendezvous.
 Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> work);
 void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous);
 
-// A stream of a device of another process, for its part of a rendezvous: nothing that waits for a device waits for it.
+// Creates a stream that stands for a device of another process in a rendezvous. No call that waits for a device waits
+// for this stream.
 cudaStream_t stream_elsewhere();
 
-// Does [p, p + bytes) lie inside one live device allocation?
+// Returns true if [p, p + bytes) lies inside one live device allocation.
 bool device_valid(const void *p, size_t bytes);
-// Reports when it does not, or when p is not a multiple of `alignment`.
+// Reports an error if [p, p + bytes) is not memory that the running operation may use, or if p is not a multiple of
+// `alignment`.
 void check_global(const void *p, size_t bytes, int alignment, const char *what);
-// Tells the checker that the running operation reads or writes a whole range of device memory.
+// Tells the checker that the running operation reads or writes the whole range [p, p + bytes) of device memory.
 void access_range(const void *p, size_t bytes, bool write);
 
-// The operation that runs takes that much longer, by the clock of cudaEventElapsedTime.
+// Adds `seconds` to the clock of cudaEventElapsedTime, as if the running operation took that much longer.
 void spend(double seconds);
 
-// For tests: whether streams say that they are being captured.
+// For tests: sets whether cudaStreamIsCapturing says that streams are being captured.
 void set_capturing(bool on);
 
-// For tests: how long a product takes, as cudaEventElapsedTime sees it (by default no time at all), the last one that
-// ran, and how many did.
+// For tests. gemm_time sets the duration of each matrix product as cudaEventElapsedTime measures it (default 0).
+// gemm_last returns the product that ran last, gemm_count how many have run.
 struct GemmCall {
     int id, splits, tile;
     unsigned epilogue;
@@ -65,15 +67,15 @@ struct GemmCall {
 void gemm_time(std::function<double(const GemmCall &)> seconds);
 GemmCall gemm_last();
 long gemm_count();
-// Which products fail when they are called, and how often the heuristic was asked.
+// For tests. gemm_fail selects products whose call fails. gemm_choices returns how often the heuristic was called.
 void gemm_fail(std::function<bool(const GemmCall &)> which);
 long gemm_choices();
 
-// Makes a call of this thread return an error: the one of `name` ("cudaMemcpyAsync"; "a kernel launch") that comes
-// after so many others of it.  Copies are done all the same, a kernel is not.
+// Makes a call of this thread return `error`. `name` selects the function ("cudaMemcpyAsync"; "a kernel launch"), and
+// `after` is the number of its calls that succeed before. A failing copy is done all the same, a failing launch is not.
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 
-// Counts an error and prints "ENGINE: ..." to stderr.
+// Counts an error and prints it as "ENGINE: ..." to stderr.
 #if defined(__GNUC__)
 __attribute__((format(printf, 1, 2)))
 #endif

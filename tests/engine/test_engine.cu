@@ -1,10 +1,11 @@
-// test_engine.cu - tests of the engine itself.
+// test_engine.cu - tests the engine: small kernels and host programs against results computed on the host, and planted
+// bugs that the engine must report.
 //
-//     test_engine               every case as it should be: must pass under every schedule, in every build
-//     test_engine --bug NAME    the case with its bug planted: must not exit with 0 in the builds that claim to see it
-//     test_engine --list        the bugs, and the builds that claim to see each
+//     test_engine               every case without its bug: must pass under every schedule, in every build
+//     test_engine --bug NAME    the case with its bug planted: must fail in the builds that claim to see the bug
+//     test_engine --list        the bugs, and for each the builds that claim to see it
 //
-// A case is a function of `bug`: with false it has to succeed, so what is caught is the bug and nothing else.
+// A case is a function of `bug`. It must succeed with bug == false, so a failure with bug == true is due to the bug.
 
 #include "core.h"
 
@@ -66,7 +67,7 @@ template <class T> struct Pinned {
     ~Pinned() { cudaFreeHost(p); }
 };
 
-// Small integers: sums of their products are exact in every order.
+// Small integers: sums of their products are exact in every order of summation.
 static std::vector<float> numbers(size_t n, int seed = 0) {
     std::vector<float> v(n);
     for (size_t i = 0; i < n; i++) v[i] = (float)((int)(i * 7 + (size_t)seed * 3) % 9 - 4);
@@ -119,7 +120,7 @@ static bool missing_syncthreads(bool bug) {
 
 static bool wrong_shuffle_mask(bool bug) { return row_sums_case(64, 77, false, bug ? 0x0000ffffu : 0xffffffffu); }
 
-// Every lane writes and reads what its neighbour wrote.
+// Every lane writes a word and reads the word that its neighbour wrote. The bug: no __syncwarp between them.
 __global__ static void rotate_in_warp(float *out, const float *in, bool bug) {
     MT_SHARED(float, s, 64);
     s[threadIdx.x] = in[threadIdx.x];
@@ -137,7 +138,7 @@ static bool missing_syncwarp(bool bug) {
     return true;
 }
 
-// One barrier too few between two uses of the same shared array.
+// The bug: no barrier between two uses of the same shared array.
 __global__ static void prefix_sums(float *out, const float *in, bool bug) {
     MT_SHARED(float, s, 128);
     unsigned i = threadIdx.x;
@@ -163,7 +164,7 @@ static bool shared_reused_too_early(bool bug) {
     return true;
 }
 
-// A tile of odd size; with the bug, threads outside of the matrix write nothing and yet are read.
+// Transposes in tiles of odd pitch. The bug: threads outside the matrix do not write their element, but it is read.
 __global__ static void transpose(float *out, const float *in, int rows, int columns, bool bug) {
     MT_SHARED(float, tile, 16 * 17);
     unsigned tx = threadIdx.x;
@@ -233,7 +234,7 @@ static bool dynamic_shared_case(unsigned count, int attribute_device, int launch
 static bool too_much_shared_memory(bool bug) { return dynamic_shared_case(25000, bug ? -1 : 0, 0); }
 static bool shared_limit_of_another_device(bool bug) { return dynamic_shared_case(20000, bug ? 0 : 1, 1); }
 
-// Threads may leave before a barrier, but not go to another one.
+// Threads may exit before a barrier. The bug: they wait at another barrier instead.
 __global__ static void half_barrier(float *out, bool bug) {
     MT_SHARED(float, s, 64);
     if (threadIdx.x >= 64 && !bug) return;
@@ -319,8 +320,8 @@ static void launch_scale(float *out, const float *in, float factor, int n, cudaS
     MT_LAUNCH_KERNEL(scale, blocks_for((size_t)n, 64), 64, 0, stream, out, in, factor, n);
 }
 
-// Four at a time.  UndefinedBehaviorSanitizer looks at members only when clang compiles (gcc: at copies of float4,
-// too).
+// Scales four floats at a time. clang's UndefinedBehaviorSanitizer checks each access to a member; gcc's also checks
+// copies of a float4.
 __global__ static void scale_vectors(float *out, const float *in, int n, int vectors) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < vectors) {
@@ -368,7 +369,7 @@ static bool race_between_blocks(bool bug) {
     return launched();
 }
 
-// The block that comes last adds up what all blocks have left.
+// Each block stores a partial sum; the last block to arrive adds all of them.
 __global__ static void sum_by_last_block(float *total, float *partial, unsigned *arrived, const float *in, bool bug) {
     MT_SHARED(unsigned, ticket, 1);
     float sum = warp_sum(in[blockIdx.x * 32 + threadIdx.x], 0xffffffffu);
@@ -429,7 +430,7 @@ static bool all_atomics_case(bool) {
     return launched();
 }
 
-// Stores that a sanitizer may overlook: what a function returns, a structure, and memcpy.
+// Stores that a sanitizer may miss: the result of a function, a structure, and memcpy.
 __global__ static void store_everyhow(__nv_bfloat16 *b, __half *h, float4 *v, float4 *w, const float4 *in, int n) {
     for (int i = 0; i < n; i++) b[i] = __float2bfloat16_rn(in[i].x);
     for (int i = 0; i < n; i++) h[i] = __float2half_rn(in[i].y);
@@ -478,7 +479,7 @@ struct TwoPointers {
     const float *in;
 };
 
-// Pointers inside a structure are seen by nobody but the one who uses them.
+// The engine cannot check pointers inside a structure at the launch, only when they are used.
 __global__ static void scale_struct(TwoPointers p, int n) {
     if ((int)threadIdx.x < n) p.out[threadIdx.x] = 2.0f * p.in[threadIdx.x];
 }
@@ -535,8 +536,8 @@ static bool missing_peer_access(bool bug) {
 
 // ---- cp.async, ldmatrix, mma ---------------------------------------------------------------------------------------
 
-// c[m, n] = a[m, k] b, where b is [n, k], or [k, n] when Transposed.  A block of two warps computes 32 x 16, in steps
-// of 16 along k, with two buffers: while one is multiplied, the other is filled.
+// c[m, n] = a[m, k] b, where b is [n, k], or [k, n] when Transposed. A block of two warps computes 32 x 16, in steps of
+// 16 along k, with two buffers: one is filled while the other is multiplied.
 
 enum { tile_m = 32, tile_n = 16, tile_k = 16, pitch = 24 };
 
@@ -545,7 +546,7 @@ __device__ static void mma(float *d, const uint32_t *a, const uint32_t *b, __nv_
 }
 __device__ static void mma(float *d, const uint32_t *a, const uint32_t *b, __half) { mti_mma_16816_f16(d, a, b); }
 
-// Eight elements; outside of the matrix, zeros.
+// Copies eight elements; writes zeros outside the matrix.
 template <class T> __device__ void fetch(T *to, const T *matrix, int row, int column, int rows, int columns) {
     bool inside = row < rows && column < columns;
     mti_cp_async16(to, inside ? matrix + (size_t)row * (size_t)columns + column : matrix, inside ? 16 : 0);
@@ -678,7 +679,7 @@ static bool ldmatrix_without_all_lanes(bool bug) {
 
 // ---- streams, events, copies ---------------------------------------------------------------------------------------
 
-// One stream produces, another one consumes.
+// One stream produces, the other consumes.
 static bool two_streams(bool wait, bool record_on_producer) {
     const int n = 200;
     std::vector<float> x = numbers(n);
@@ -703,7 +704,7 @@ static bool two_streams(bool wait, bool record_on_producer) {
 static bool missing_stream_wait(bool bug) { return two_streams(!bug, true); }
 static bool event_on_the_wrong_stream(bool bug) { return two_streams(true, !bug); }
 
-// The default stream and blocking streams are ordered, nonblocking ones are not.
+// The default stream is ordered with blocking streams, but not with non-blocking ones.
 static bool default_stream_does_not_order(bool bug) {
     const int n = 50;
     Buffer<float> in(numbers(n));
@@ -837,7 +838,7 @@ static bool looks_like_sm_90(bool) {
     return true;
 }
 
-// Two ranks, each a host thread with a device and a stream, add up their vectors in one operation.
+// Two ranks, which are host threads with a device and a stream each, add their vectors in one operation.
 struct SumOfRanks {
     mte::Rendezvous *rendezvous = nullptr;
     std::array<float *, 2> vectors = {};
@@ -891,7 +892,7 @@ static bool rank_does_not_come(bool bug) {
 struct Case {
     const char *name;
     bool (*run)(bool bug);
-    const char *seen_by; // the builds that claim to see the bug; NULL: there is none to plant
+    const char *seen_by; // builds that claim to see the bug; NULL: the case has no bug
 };
 
 #define EVERY "fast asan checked"

@@ -1,7 +1,8 @@
-// test_standins.cpp - the stand-ins for cuBLASLt and NCCL against double precision, and what they refuse.
+// test_standins.cpp - tests the stand-ins for cuBLASLt and NCCL: their results against double precision, and that they
+// refuse or report wrong calls.
 //
-// Run by build_standins.sh.  One line per case; the last line is "N passed, N failed, N skipped".  A case fails when a
-// CHECK does, or when the engine reports an error that the case does not expect.
+// build_standins.sh runs it. It prints one line per case; the last line is "N passed, N failed, N skipped". A case
+// fails when a CHECK fails, or when the engine reports an error that the case does not expect.
 #include "runtime.h"
 
 #include <cublasLt.h>
@@ -76,7 +77,7 @@ void run_case(const std::string &name, const std::function<void()> &body) {
     conclude(name);
 }
 
-// A case that has to report at least once, which is then not held against it.
+// A case in which the engine must report at least one error. This error does not make the program fail.
 void run_reporting_case(const std::string &name, const std::function<void()> &body) {
     failures = 0;
     skip_reason = nullptr;
@@ -123,7 +124,7 @@ void put(void *base, cudaDataType_t type, size_t at, double value) {
 
 constexpr unsigned char kGap = 0x5a;
 
-// A matrix on the device with its copy on the host, random, with gaps between its columns (or rows).
+// A random matrix on the device with its copy on the host, with gaps between its columns (or rows).
 struct Matrix {
     cudaDataType_t type;
     size_t rows, cols, ld, batch, stride;
@@ -188,7 +189,7 @@ struct Shape {
     bool dgelu() const { return (epilogue & 64) != 0; }
 };
 
-// Everything that one multiplication needs; the tests of refusals break one piece of it.
+// Everything that one multiplication needs. A test of a refusal makes one part of it wrong.
 struct Gemm {
     Shape s;
     cublasLtHandle_t handle = nullptr;
@@ -281,7 +282,8 @@ bool near(double got, double expected, double tolerance) {
     return fabs(got - expected) <= tolerance * (1 + fabs(expected));
 }
 
-// One element in double precision: what goes into the auxiliary matrix, and what goes into D.
+// Computes one element in double precision: *before goes into the auxiliary matrix, the result after the epilogue into
+// D.
 void expected_element(const Gemm &g, const Matrix &aux, size_t z, size_t i, size_t j, double *before, double *after) {
     const Shape &s = g.s;
     double x = 0;
@@ -445,7 +447,7 @@ void test_algorithms() {
             CHECK(bits == bits_of(g, copy));
             different.insert(bits);
         }
-        CHECK(different.size() == 5); // three of them in two tiles, which round alike
+        CHECK(different.size() == 5); // three of the algorithms have two tiles that round alike
     });
     run_case("cublasLt the heuristic's first choice depends on the shape", [] {
         std::set<int32_t> first;
@@ -563,7 +565,7 @@ void refused(const char *what, cublasStatus_t expected, const Shape &shape, cons
     });
 }
 
-// The heuristic finds an algorithm; the call itself is what is refused.
+// The heuristic finds an algorithm, but the call is refused.
 void refused_later(const char *what, cublasStatus_t expected, const Shape &shape,
                    const std::function<void(Gemm &)> &spoil) {
     run_case(std::string("cublasLt refuses ") + what, [&] {
@@ -906,7 +908,7 @@ void test_collectives() {
 
 // ---- NCCL: orders, groups, pairs ------------------------------------------------------------------------------------
 
-// The order of a sum: the same bits on all ranks and again, but not those of the ranks in order.
+// A sum has the same bits on all ranks and in every run, but not the bits of a sum in the order of the ranks.
 void check_sum_order() {
     const int size = 4;
     const size_t count = 256;
@@ -945,7 +947,7 @@ void check_ring(const Rank &r) {
     CHECK(same_bits(in.read(r.stream), inputs<float>(previous, count)));
 }
 
-// Rank 1 receives and sends in one group; its receive must not wait for its send.
+// Rank 1 receives and sends in one group. Its receive must not wait for its send.
 void check_chain(const Rank &r) {
     const size_t count = 5;
     Buffer<float> one(inputs<float>(r.rank, count)), two(inputs<float>(r.rank, count));
@@ -966,7 +968,7 @@ void check_chain(const Rank &r) {
     }
 }
 
-// Several messages between two ranks match in order; a message to oneself needs its receive in the same group.
+// Several messages between two ranks match in order. A message to the own rank needs its receive in the same group.
 void check_messages(const Rank &r) {
     const size_t count = 3;
     Buffer<float> out(inputs<float>(r.rank, 4 * count)), in(4 * count);
@@ -1016,7 +1018,7 @@ void check_one_thread(int size) {
     CHECK(cudaSetDevice(0) == cudaSuccess);
 }
 
-// Rows and columns of a 2 x 2 grid, used in one group and on two streams.
+// A 2 x 2 grid: its row and column communicators are used in one group and on two streams.
 void check_split(const Rank &r) {
     ncclComm_t row = nullptr, column = nullptr, nobody = r.comm;
     cudaStream_t other;
@@ -1057,7 +1059,8 @@ void test_groups() {
 
 // ---- NCCL: non-blocking, refusals, faults ---------------------------------------------------------------------------
 
-// Asks until the communicator is no longer busy; returns its state and how often it was busy.
+// Calls ncclCommGetAsyncError until the communicator is no longer busy. Returns its state; *busy is how often it was
+// busy.
 ncclResult_t settle(ncclComm_t comm, int *busy) {
     ncclResult_t state = ncclInProgress;
     for (*busy = 0; *busy < 100000; ++*busy) {
@@ -1077,7 +1080,7 @@ void check_non_blocking(Rank &r) {
     CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclInvalidArgument);
     CHECK(settle(r.comm, &busy) == ncclSuccess && busy > 0);
     CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclInProgress);
-    // Not enqueued yet: the stream is idle and the data what they were.
+    // The call is not enqueued yet: the stream is idle and the data unchanged.
     CHECK(same_bits(buffer.read(r.stream), inputs<float>(r.rank, 8)));
     CHECK(settle(r.comm, &busy) == ncclSuccess && busy > 0);
     CHECK(same_bits(buffer.read(r.stream), all_reduced<float>(r.size, 8, ncclSum, false)));
@@ -1179,7 +1182,7 @@ struct Steps {
     }
 };
 
-// Ranks 0 and 1 call, rank 2 does not; each abort frees its own rank only, memory included.
+// Ranks 0 and 1 call, rank 2 does not. Each abort frees only its own rank, including its memory.
 void check_abort() {
     Steps steps;
     on_ranks(3, [&](Rank &r) {
@@ -1216,7 +1219,7 @@ void check_abort_of_messages() {
     });
 }
 
-// Rank 1 is silent after one call: it and its peer wait until they abort.
+// Rank 1 is silent after one call. Rank 1 and its peer wait until they abort.
 void check_silence() {
     if (!enough_devices(2)) return;
     mte::nccl_silence(1, 1);
@@ -1251,7 +1254,7 @@ void check_async_error() {
     mte::nccl_reset_faults();
 }
 
-// A peer that never joins: the survivor sees "in progress" until it gives up.
+// A peer never joins. The other rank sees "in progress" until it gives up.
 void check_init_abort() {
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -1288,7 +1291,7 @@ void test_states() {
     });
 }
 
-// Buffers of a sum inside windows, `shift` floats from each other on rank 1.
+// Reductions of buffers in symmetric windows. The buffer of rank 1 lies `shift` floats further than that of rank 0.
 void check_window_offsets(int shift) {
     on_ranks(2, [shift](Rank &r) {
         void *memory = nullptr;
@@ -1298,7 +1301,7 @@ void check_window_offsets(int shift) {
         CHECK(ncclCommWindowRegister(r.comm, memory, 8192, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
         float *const x = static_cast<float *>(memory) + 8 + r.rank * shift;
         CHECK(ncclAllReduce(x, x, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
-        // a part in place is at the offset of its rank
+        // In place, the part of a rank lies at the offset of its block.
         float *const whole = static_cast<float *>(memory) + 512 + r.rank * shift;
         CHECK(ncclAllGather(whole + 8 * r.rank, whole, 8, ncclFloat, r.comm, r.stream) == ncclSuccess);
         CHECK(ncclReduceScatter(whole, whole + 8 * r.rank, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
@@ -1342,7 +1345,7 @@ void test_windows() {
     });
 }
 
-// What the ranks call together but not alike.
+// Calls that all ranks make together, but with different arguments.
 void test_mismatches() {
     using Body = std::function<ncclResult_t(const Rank &, float *, float *)>;
     const auto mismatch = [](const char *what, const Body &body) {
@@ -1412,7 +1415,7 @@ void test_mismatches() {
 
 #ifdef MTE_CHECK
 
-// In a process of its own: the checker reports each kind of finding of whole operations once.
+// Runs in a process of its own, because the checker reports each kind of error of whole operations only once.
 void run_reporting_child(const std::string &name, const std::function<void()> &body) {
     failures = 0;
     skip_reason = nullptr;
@@ -1427,7 +1430,7 @@ void run_reporting_child(const std::string &name, const std::function<void()> &b
     conclude(name);
 }
 
-// A product on one stream, reduced on another, with or without the event between them.
+// A product on one stream is reduced on another stream, with or without an event between them.
 void check_order(Rank &r, bool wait) {
     cudaStream_t other;
     cudaEvent_t event;
@@ -1492,6 +1495,6 @@ int main() {
     test_order();
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     fflush(nullptr);
-    // Not through exit(), where the engine turns every reported error into a failure: here many are meant.
+    // _Exit, because exit() would turn every reported error into a failure, and many errors here are intended.
     _Exit(failed ? 1 : 0);
 }
