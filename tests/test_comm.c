@@ -1,5 +1,5 @@
-/* test_comm.c - contexts, communicators, collectives and conjugates when nothing goes wrong. Everything that a
-   collective delivers is compared bit for bit with a reference computed from the definition. */
+/* test_comm.c - tests contexts, communicators, collectives and the conjugate functions of mt_comm.h, without faults.
+   Every result of a collective is compared bit for bit with a reference computed from the definition. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -12,7 +12,7 @@ static mt_context_desc small(void) {
     return d;
 }
 
-/* bytes: of user, where ranks write there */
+/* `bytes` is the size of `user` if the ranks write there, else 0. */
 static mt_status run_ranks_with(int ranks, mt_rank_function f, void *user, size_t bytes) {
     mt_launch_desc d;
     memset(&d, 0, sizeof d);
@@ -25,7 +25,7 @@ static mt_status run_ranks(int ranks, mt_rank_function f, void *user) { return r
 
 /* ---- reference --------------------------------------------------------------------------------------------------- */
 
-/* The i-th element of rank's input in experiment `salt`. */
+/* Element i of a rank's input in experiment `salt`. */
 static uint64_t word(uint64_t salt, int rank, size_t i) {
     uint64_t state = salt * 1000003u + (uint64_t)rank * 0x123456789u + (uint64_t)i * 0x9e3779b9u;
     return test_random(&state);
@@ -36,7 +36,7 @@ static float word_f32(uint64_t salt, int rank, size_t i) {
     return test_float(&state);
 }
 
-/* test_kernels_16bit.c compares the library's conversions with the definition of both formats. */
+/* Uses the library's conversion, which test_kernels_16bit.c compares with the definition of both formats. */
 static uint16_t to_half(mt_dtype dtype, float x) {
     uint16_t h;
     mt_f32_to_16bit(dtype, &x, &h, 1);
@@ -57,7 +57,7 @@ static void fill(void *buf, mt_dtype dtype, uint64_t salt, int rank, size_t n) {
     }
 }
 
-/* Is got[0, n) the elements [first, first + n) of rank's input? */
+/* Returns 1 if got[0, n) are elements [first, first + n) of a rank's input. */
 static int is_input(const void *got, mt_dtype dtype, uint64_t salt, int rank, size_t first, size_t n) {
     size_t i;
     for (i = 0; i < n; i++) {
@@ -71,7 +71,7 @@ static int is_input(const void *got, mt_dtype dtype, uint64_t salt, int rank, si
     return 1;
 }
 
-/* ((0+1)+(2+3))+..., split at the largest power of two below the number of ranks. */
+/* Sums in the library's order: ((0+1)+(2+3))+..., split at the largest power of two below the number of ranks. */
 static int halve(int ranks) {
     int half = 1;
     while (2 * half < ranks) half *= 2;
@@ -109,7 +109,8 @@ static int is_reduced(const void *got, mt_dtype dtype, uint64_t salt, int ranks,
     for (i = 0; i < n; i++) {
         float f = dtype == MT_I32 ? 0 : tree_f32(dtype, salt, 0, ranks, first + i, op);
         if (dtype == MT_F32 && memcmp((const float *)got + i, &f, 4)) return 0;
-        if (mt_dtype_is_16bit(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0; /* rounded once */
+        /* the sum is rounded once */
+        if (mt_dtype_is_16bit(dtype) && ((const uint16_t *)got)[i] != to_half(dtype, f)) return 0;
         if (dtype == MT_I32 && ((const uint32_t *)got)[i] != tree_i32(salt, ranks, first + i, op)) return 0;
     }
     return 1;
@@ -125,7 +126,7 @@ static const int sizes[] = {1, 2, 3, 4, 8};
 typedef struct experiment {
     mt_context *ctx;
     mt_comm *comm;
-    void *a, *b; /* room for ranks * count elements each */
+    void *a, *b; /* ranks * count elements each */
     size_t count, element;
     mt_dtype dtype;
     int in_place, rank, ranks;
@@ -195,7 +196,8 @@ static mt_status sweep_rank(mt_comm *world, void *user) {
     MT_TRY(mt_context_create(world, &d, &e.ctx));
     for (c = 0; c < COUNTOF(counts) - !test_all(); c++) {
         e.count = counts[c];
-        e.a = malloc(4 * counts[c] * (size_t)e.ranks + 4); /* exactly as large, so that ASan sees the ends */
+        /* of the exact size, so that AddressSanitizer sees an access beyond the end */
+        e.a = malloc(4 * counts[c] * (size_t)e.ranks + 4);
         e.b = malloc(4 * counts[c] * (size_t)e.ranks + 4);
         for (t = 0; t < COUNTOF(dtypes) && status == MT_SUCCESS; t++) {
             e.dtype = dtypes[t];
@@ -238,10 +240,10 @@ static mt_status order_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Inputs whose sum depends on the order. */
+/* Inputs whose sum depends on the order of the additions. */
 static void test_tree_order(void **state) {
     const float x[8] = {1, 1e8f, -1e8f, 1,
-                        3, 0.5f, -2,    0.25f}; /* halves of equal size give other sums of 3, 5, 6 and 7 */
+                        3, 0.5f, -2,    0.25f}; /* a split into equal halves gives other sums for 3, 5, 6 and 7 ranks */
     float want[9];
     volatile float v01 = x[0] + x[1], v23 = x[2] + x[3], v45 = x[4] + x[5], v67 = x[6] + x[7], v0123 = v01 + v23,
                    v4567 = v45 + v67, v012 = v01 + x[2], v456 = v45 + x[6];
@@ -254,7 +256,7 @@ static void test_tree_order(void **state) {
     want[6] = v0123 + v45;
     want[7] = v0123 + v456;
     want[8] = v0123 + v4567;
-    assert_true(want[4] != ((x[0] + x[1]) + x[2]) + x[3]); /* the inputs do tell orders apart */
+    assert_true(want[4] != ((x[0] + x[1]) + x[2]) + x[3]); /* the inputs distinguish the orders */
     for (n = 2; n <= 8; n++) {
         order_case o;
         memset(&o, 0, sizeof o);
@@ -360,7 +362,7 @@ static void test_meta(void **state) {
     assert_int_equal(mt_comm_rank(comm), 1);
     assert_true(mt_comm_is_meta(comm));
     ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 1 << 20, 1 << 12, &x)); /* 16 GiB of nothing */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 1 << 20, 1 << 12, &x)); /* 16 GiB, not allocated */
     ASSERT_STATUS(ctx, MT_SUCCESS, everything_once(ctx, comm, x.data, (char *)x.data + 4096));
     l = mt_comm_ledger(comm);
     assert_int_equal(l.calls[MT_ALL_REDUCE], 2);
@@ -379,7 +381,7 @@ static void test_meta(void **state) {
     mt_comm_destroy(comm);
 }
 
-/* A meta context on a real communicator of one rank: allowed, touches nothing. */
+/* A meta context works on a real communicator of one rank and accesses no data. */
 static void test_meta_alone(void **state) {
     mt_context_desc d = small();
     mt_context *ctx;
@@ -405,7 +407,8 @@ static mt_status in_group(mt_context *ctx, mt_comm *group, int member) {
     return MT_SUCCESS;
 }
 
-/* 8 ranks as a grid of 4 x 2, then reversed, then one that only some ranks get, then a split of a split. */
+/* Splits 8 ranks into a 4 x 2 grid, then in reverse order, then into a group of some ranks only, then splits a
+   group. */
 static mt_status split_body(mt_context *ctx, mt_comm *world, mt_comm **g) {
     int rank = mt_comm_rank(world), size = mt_comm_size(world);
     int value = rank, all[8], i;
@@ -425,7 +428,7 @@ static mt_status split_body(mt_context *ctx, mt_comm *world, mt_comm **g) {
         CHECK(mt_comm_size(g[3]) == 3 && mt_comm_rank(g[3]) == rank - 5);
         MT_TRY(in_group(ctx, g[3], rank));
     }
-    MT_TRY(mt_comm_split(g[1], mt_comm_rank(g[1]), 0, &g[4])); /* everybody alone */
+    MT_TRY(mt_comm_split(g[1], mt_comm_rank(g[1]), 0, &g[4])); /* one group per rank */
     CHECK(mt_comm_size(g[4]) == 1);
     MT_TRY(mt_all_reduce(ctx, g[4], &value, &value, 1, MT_I32, MT_SUM));
     CHECK(value == rank && mt_comm_ledger(g[4]).calls[MT_ALL_REDUCE] == 0);
@@ -442,7 +445,8 @@ static mt_status split_rank(mt_comm *world, void *user) {
     int i, leak = user != NULL;
     MT_TRY(mt_context_create(world, &d, &ctx));
     status = split_body(ctx, world, g);
-    for (i = 0; !leak && i < 6; i++) mt_comm_destroy(g[(i + mt_comm_rank(world)) % 6]); /* in any order */
+    /* in a different order on each rank */
+    for (i = 0; !leak && i < 6; i++) mt_comm_destroy(g[(i + mt_comm_rank(world)) % 6]);
     mt_context_destroy(ctx);
     return status;
 }
@@ -451,10 +455,11 @@ static void test_split(void **state) {
     int leak = 1;
     (void)state;
     assert_int_equal(run_ranks(8, split_rank, NULL), MT_SUCCESS);
-    assert_int_equal(run_ranks(8, split_rank, &leak), MT_SUCCESS); /* the launcher frees what is left */
+    /* the launcher frees communicators that the ranks leave */
+    assert_int_equal(run_ranks(8, split_rank, &leak), MT_SUCCESS);
 }
 
-/* Threads without GPUs of their own: the same group once more. */
+/* Without GPUs, mt_comm_create_for returns a communicator of the same group. */
 static mt_status create_for_rank(mt_comm *world, void *user) {
     mt_context_desc d = small();
     mt_context *ctx;
@@ -485,7 +490,7 @@ static void test_create_for(void **state) {
     assert_int_equal(run_ranks(3, create_for_rank, NULL), MT_SUCCESS);
 }
 
-/* A C compiler builds no NCCL, and says how to. */
+/* A C compiler builds no NCCL. The error message says how to build it. */
 static void test_nccl_is_not_built(void **state) {
     mt_context_desc d = small();
     mt_context *ctx;
@@ -526,7 +531,7 @@ static void test_names(void **state) {
 static mt_status ring_body(mt_context *ctx, mt_comm *world, size_t count, float *a, float *b) {
     int n = mt_comm_size(world), rank = mt_comm_rank(world), next = (rank + 1) % n, last = (rank + n - 1) % n, k;
     fill(a, MT_F32, count, rank, count);
-    for (k = 1; k <= n; k++) { /* after n steps everybody has its own back */
+    for (k = 1; k <= n; k++) { /* after n steps every rank has its own data again */
         MT_TRY(mt_send_recv(ctx, world, a, count, next, b, count, last, MT_F32));
         CHECK(is_input(b, MT_F32, count, (rank + n * 2 - k) % n, 0, count));
         if (count) memcpy(a, b, count * 4);
@@ -534,7 +539,7 @@ static mt_status ring_body(mt_context *ctx, mt_comm *world, size_t count, float 
     return MT_SUCCESS;
 }
 
-/* A pipeline: rank r receives from r - 1, sends to r + 1; the ends have no neighbour. */
+/* A pipeline: rank r receives from r - 1 and sends to r + 1. The first and the last rank have one neighbour each. */
 static mt_status pipe_body(mt_context *ctx, mt_comm *world, size_t count, float *a, float *b) {
     int n = mt_comm_size(world), rank = mt_comm_rank(world), k;
     for (k = 0; k < 5; k++) {
@@ -611,7 +616,8 @@ static double dot(const float *a, const float *b, size_t n) {
     return sum;
 }
 
-/* Sum over ranks of a double, through i32 all_gather of its bytes: exact, and not what is under test. */
+/* Sums a double over the ranks. It gathers the bytes with mt_all_gather (MT_I32), which is exact and not the call under
+   test. */
 static mt_status total(mt_context *ctx, mt_comm *comm, double mine, double *sum) {
     double all[8];
     int r;
@@ -620,8 +626,8 @@ static mt_status total(mt_context *ctx, mt_comm *comm, double mine, double *sum)
     return MT_SUCCESS;
 }
 
-/* <f(x), y> = <x, f*(y)>, summed over ranks where a tensor is split or partial (weight 1), taken once where it is the
-   same on every rank (weight 1 / size). Integers make it exact. */
+/* Checks <f(x), y> = <x, f*(y)>, summed over the ranks. A tensor that is split or partial has weight 1; a tensor that
+   is the same on every rank has weight 1 / size. Integers make the sums exact. */
 static mt_status adjoint(mt_context *ctx, mt_comm *comm, region f, region back, int64_t xr, int64_t xc, int x_same,
                          int64_t yr, int64_t yc, int y_same) {
     float x[TOKENS * WIDTH], y[TOKENS * WIDTH], fx[TOKENS * WIDTH], by[TOKENS * WIDTH];
@@ -677,7 +683,8 @@ static mt_status conjugate_adjoints(mt_context *ctx, mt_comm *comm) {
                    TOKENS / n, WIDTH, 0);
 }
 
-/* In chunks of 3, 1 and the remaining rows: the values of the whole calls, and one call each in the ledger. */
+/* Chunks of 3 rows, 1 row and the remaining rows give the values of the whole calls. Each chunk counts as one call in
+   the ledger. */
 static mt_status in_chunks(mt_context *ctx, mt_comm *comm) {
     static const int64_t first[] = {0, 3, 4, 9};
     int size = mt_comm_size(comm), i;
@@ -742,7 +749,7 @@ static void test_conjugates(void **state) {
     for (i = 0; i < COUNTOF(sizes); i++) assert_int_equal(run_ranks(sizes[i], conjugate_rank, NULL), MT_SUCCESS);
 }
 
-/* In place, alone: nothing moves, nothing is counted, the arena is not used. */
+/* With one rank and in place, nothing is moved or counted, and the arena is not used. */
 static void test_conjugates_alone(void **state) {
     mt_context_desc d = small();
     mt_context *ctx;
@@ -833,7 +840,8 @@ static void test_allocator(void **state) {
     assert_int_equal(c.blocks, 0);
 }
 
-/* What a slot's end sees: its number in memory, in which order, and a context that still works. */
+/* Records what the end function of a slot sees: its number (read from its memory), the order of the calls, and whether
+   the context still works. */
 static int ended[4];
 
 static void end_slot(mt_context *ctx, void *memory) {
@@ -906,7 +914,7 @@ static void test_version(void **state) {
     mt_comm_destroy(comm);
 }
 
-/* What operators and layers get from a context. */
+/* The services of a context for operators and layers. */
 static void test_services(void **state) {
     logged log = {0, ""};
     mt_context_desc d = small();
@@ -996,7 +1004,7 @@ static void test_context_arguments(void **state) {
     assert_string_equal(log.last, mt_comm_last_error(comm));
     d = small();
     d.device = MT_DEVICE_META;
-    d.planned = MT_DEVICE_META; /* is none that can be planned for */
+    d.planned = MT_DEVICE_META; /* a meta device cannot be planned for */
     ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "device 2"));
     d = small();
@@ -1085,7 +1093,8 @@ static void test_launch(void **state) {
     memset(&roll, 0, sizeof roll);
     memset(&d, 0, sizeof d);
     assert_int_equal(mt_launch(NULL, here_rank, &roll), MT_SUCCESS);
-    assert_true(pthread_equal(roll.thread[0], pthread_self())); /* one rank: the caller's thread, not pinned */
+    /* with one rank, the caller's thread runs it and is not pinned */
+    assert_true(pthread_equal(roll.thread[0], pthread_self()));
     assert_int_equal(roll.cores[0], cores);
     d.ranks = 8;
     assert_int_equal(mt_launch(&d, here_rank, &roll), MT_SUCCESS);
@@ -1106,14 +1115,14 @@ static void test_launch(void **state) {
     assert_int_equal(mti_allowed_cores(NULL, 0), cores);
 }
 
-/* ---- what ranks were told ---------------------------------------------------------------------------------------- */
+/* ---- comparing the arguments of ranks ---------------------------------------------------------------------------- */
 
 #define TOLD_RANKS 8
 
 typedef struct told {
-    int ranks, groups; /* rank r is of group r % groups */
-    int odd;           /* this rank has been told something else; -1: none has */
-    int kind;          /* what, see told_settings */
+    int ranks, groups; /* rank r is in group r % groups */
+    int odd;           /* rank with a different value; -1: none */
+    int kind;          /* what differs, see told_settings */
     mt_status status[TOLD_RANKS];
     char text[TOLD_RANKS][MT_ERROR_BYTES];
 } told;
@@ -1151,13 +1160,13 @@ static mt_status told_rank(mt_comm *world, void *user) {
     CHECK(mt_context_allocated(ctx) == 0);
     if (t->odd < 0 && t->ranks > 1) CHECK(mt_comm_ledger(world).bytes[MT_ALL_GATHER] == 16 * (uint64_t)t->ranks);
     if (t->odd < 0) CHECK(mt_comm_ledger(world).calls[MT_ALL_GATHER] == (t->ranks > 1));
-    MT_TRY(mt_all_reduce(ctx, world, &x, &x, 1, MT_F32, MT_SUM)); /* it can go on */
+    MT_TRY(mt_all_reduce(ctx, world, &x, &x, 1, MT_F32, MT_SUM)); /* the communicator still works */
     CHECK(x == (float)t->ranks);
     mt_context_destroy(ctx);
     return MT_SUCCESS;
 }
 
-/* words: all are in every rank's sentence; NULL: nothing differs. */
+/* words: every rank's message contains all of them; NULL: nothing differs. */
 static void told_expect(int ranks, int groups, int odd, int kind, const char *words) {
     static told t;
     int r;
@@ -1180,7 +1189,7 @@ static void test_compare(void **state) {
     (void)state;
     for (i = 0; i < COUNTOF(counts); i++) told_expect(counts[i], 1, -1, OTHER_VALUE, NULL);
     told_expect(8, 2, -1, OTHER_VALUE, NULL);
-    told_expect(8, 8, 3, OTHER_VALUE, NULL); /* each by itself: what differs is nobody's business */
+    told_expect(8, 8, 3, OTHER_VALUE, NULL); /* each rank is alone in its group: differences are allowed */
     told_expect(2, 1, 1, OTHER_VALUE, "told: --data is one on rank 0, but two on rank 1 of \"world\" (2 ranks)");
     told_expect(2, 1, 0, OTHER_VALUE, "told: --data is two on rank 0, but one on rank 1 of");
     told_expect(8, 1, 2, OTHER_VALUE, "--data is one on ranks 0, 1, 3, 4, 5, 6, 7, but two on rank 2 of");
@@ -1207,7 +1216,7 @@ static void test_compare_arguments(void **state) {
     assert_int_equal(mt_comm_compare(ctx, comm, "x", 0, NULL, 1), MT_ERR_ARGUMENT);
     assert_int_equal(mt_comm_compare(ctx, comm, "x", 0, list, -1), MT_ERR_ARGUMENT);
     assert_int_equal(mt_comm_compare(ctx, comm, "x", 0, list, 2), MT_ERR_ARGUMENT);
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_compare(ctx, comm, "x", 0, list, 1)); /* nobody is there */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_compare(ctx, comm, "x", 0, list, 1)); /* one rank: nothing to compare */
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_compare(ctx, comm, "x", 0, NULL, 0));
     assert_int_equal(mt_comm_ledger(comm).calls[MT_ALL_GATHER], 0);
     mt_context_destroy(ctx);

@@ -1,11 +1,11 @@
-/* test_comm_stress.c - 8 ranks, mostly on fewer cores: 10,000 random calls of every kind, type, operation and size,
-   in the world and in groups that come and go, in place and not, at odd addresses. Every result is compared bit for
-   bit with what each rank computes by itself from the definition: inputs come from a counter-based generator, so that
-   all know those of all. Nothing else may have been written.
+/* test_comm_stress.c - 8 ranks, usually on fewer cores, make 20,000 random calls: every kind, type, operation and
+   size, in the world and in groups that are created and destroyed, in place and not, at odd addresses. Every result
+   is compared bit for bit with a reference that each rank computes from the definition; a counter-based generator
+   gives every rank the inputs of all ranks. Bytes beside the buffers must stay unchanged.
 
-   All ranks draw the same numbers, so they agree on what comes next; a second generator, different on every rank, makes
-   them arrive in a different order each time. MT_TEST_SEED=n in the environment gives another run, MT_TEST_STEPS=n its
-   length.  */
+   All ranks draw the same numbers, so they agree on the next call. A second generator, different on each rank, makes
+   them arrive in a different order each time. Environment: MT_TEST_SEED=n selects another run, MT_TEST_STEPS=n its
+   length. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -15,12 +15,12 @@
 
 #define RANKS 8
 #define SLOTS 8
-#define STEPS 20000      /* of which a rank is in more than 10,000, in a group of two or more */
-#define MAX_BYTES 110000 /* of one rank's part */
-#define EDGE 64          /* bytes beside a buffer that must stay as they are */
+#define STEPS 20000      /* each rank takes part in more than 10,000 of them in a group of two or more */
+#define MAX_BYTES 110000 /* largest part of one rank */
+#define EDGE 64          /* bytes beside a buffer that must stay unchanged */
 #define BUFFER_BYTES ((size_t)MAX_BYTES * RANKS + 4 * EDGE)
 
-/* A group this rank is in, and who is in it: the world ranks of its ranks. size 0: this rank is in none. */
+/* A group that this rank is in, and the world ranks of its members. size 0: this rank is not in a group. */
 typedef struct group {
     mt_comm *comm;
     int rank, size, member[RANKS];
@@ -28,7 +28,7 @@ typedef struct group {
 
 typedef struct rank_state {
     mt_context *ctx;
-    group groups[SLOTS]; /* the first is the world */
+    group groups[SLOTS]; /* groups[0] is the world */
     uint64_t shared, own;
     unsigned char *a, *b;
 } rank_state;
@@ -49,7 +49,7 @@ static uint64_t number(uint64_t salt, int world_rank, size_t i) {
     return test_random(&state);
 }
 
-/* The nearest number with `bits` bits after the leading one, and exponents from `lowest` on; ties to even. */
+/* The nearest number with `bits` bits after the leading one and an exponent of at least `lowest`; ties to even. */
 static double round_to(double x, int bits, int lowest) {
     int exponent = x == 0 ? lowest : ilogb(x) < lowest ? lowest : ilogb(x);
     return nearbyint(ldexp(x, bits - exponent)) * ldexp(1, exponent - bits);
@@ -75,7 +75,7 @@ static double from_half(mt_dtype dtype, uint16_t h) {
     return (h >> 15 ? -1 : 1) * (exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24));
 }
 
-/* Element i of what a world rank puts in. */
+/* Element i of the input of a world rank. */
 static void put(const call *c, int world_rank, size_t i, void *out) {
     uint64_t state = number(c->salt, world_rank, i);
     int32_t whole = (int32_t)(state >> 13);
@@ -98,7 +98,7 @@ static float float_in(const call *c, int world_rank, size_t i) {
     return (float)from_half(c->dtype, h);
 }
 
-/* ((0+1)+(2+3))+..., the larger power of two on the left */
+/* Sums in the library's order: ((0+1)+(2+3))+..., with the larger power of two on the left. */
 static float float_tree(const call *c, int first, int ranks, size_t i) {
     int half = 1;
     float x, y;
@@ -130,7 +130,7 @@ static void reduced(const call *c, size_t i, void *out) {
     else memcpy(out, &h, sizeof h);
 }
 
-/* ---- buffers: EDGE bytes, a few elements so that the address is odd, the data, EDGE bytes ------------------------ */
+/* ---- buffers: EDGE bytes, some elements that make the address odd, the data, EDGE bytes -------------------------- */
 
 static unsigned char *place(unsigned char *buffer, const call *c, size_t bytes, int shift) {
     unsigned char *data = buffer + EDGE + (c->salt >> shift) % 16 * c->element;
@@ -142,7 +142,8 @@ static void fill(const call *c, unsigned char *to, int world_rank, size_t n) {
     for (size_t i = 0; i < n; i++) put(c, world_rank, i, to + i * c->element);
 }
 
-/* Elements [0, n) at x are [first, first + n) of what a rank put in; with world_rank -1, of the reduction. */
+/* Checks that elements [0, n) at x are elements [first, first + n) of a rank's input, or of the reduction if world_rank
+   is -1. */
 static mt_status holds(const call *c, const unsigned char *x, int world_rank, size_t first, size_t n) {
     unsigned char want[4];
     for (size_t i = 0; i < n; i++) {
@@ -153,7 +154,7 @@ static mt_status holds(const call *c, const unsigned char *x, int world_rank, si
     return MT_SUCCESS;
 }
 
-/* Nobody wrote beside [data, data + bytes). */
+/* Checks that the bytes beside [data, data + bytes) are unchanged. */
 static mt_status edges(const unsigned char *buffer, const unsigned char *data, size_t bytes) {
     for (const unsigned char *p = buffer; p < data; p++) CHECK(*p == 0xa5);
     for (size_t i = 0; i < EDGE; i++) CHECK(data[bytes + i] == 0xa5);
@@ -209,7 +210,7 @@ static mt_status broadcast(rank_state *s, const call *c) {
     return edges(c->in_place ? s->a : s->b, recv, bytes);
 }
 
-/* All at once, in a ring, or along a line, whose ends have nobody on one side. */
+/* All ranks exchange data in a ring, or along a line whose ends have only one neighbour. */
 static mt_status send_recv(rank_state *s, const call *c) {
     size_t bytes = c->count * c->element;
     unsigned char *send = place(s->a, c, bytes, 0), *recv = place(s->b, c, bytes, 4);
@@ -218,7 +219,7 @@ static mt_status send_recv(rank_state *s, const call *c) {
     int to = (rank + shift) % size, from = (rank + size - shift) % size;
     if (line && rank == size - 1) to = -1;
     if (line && rank == 0) from = -1;
-    if (to == rank && c->in_place) recv = send; /* to itself */
+    if (to == rank && c->in_place) recv = send; /* a message to the own rank */
     fill(c, send, c->g->member[rank], c->count);
     MT_TRY(mt_send_recv(s->ctx, c->g->comm, send, to < 0 ? 99 : c->count, to, recv, from < 0 ? 99 : c->count, from,
                         c->dtype));
@@ -228,7 +229,7 @@ static mt_status send_recv(rank_state *s, const call *c) {
     return edges(s->b, recv == send ? s->b + EDGE : recv, recv == send ? 0 : bytes);
 }
 
-/* One random pair talks, the others go on to the next step. */
+/* One random pair exchanges a message; the other ranks continue with the next step. */
 static mt_status message(rank_state *s, const call *c) {
     size_t bytes = c->count * c->element;
     unsigned char *data = place(s->a, c, bytes, 0);
@@ -259,7 +260,7 @@ static mt_status one_call(rank_state *s, const call *c, int kind) {
 
 /* ---- groups ------------------------------------------------------------------------------------------------------ */
 
-/* What a world rank says in a split: a part of a grid, or at random, or not at all. */
+/* The color of a world rank in a split: a part of a grid, a random color, or none. */
 static int color_of(uint64_t salt, int world_rank) {
     int size = 1 << (salt >> 8) % 4;
     if (salt % 4 == 0) return world_rank / size;
@@ -271,7 +272,7 @@ static int key_of(uint64_t salt, int world_rank) {
     return salt >> 16 & 1 ? 0 : (int)(number(salt, world_rank, 1) % 5) - 2;
 }
 
-/* Those of the parent with this rank's color, by key, then by their rank in the parent. */
+/* The expected group: the parent's ranks with this rank's color, ordered by key, then by their rank in the parent. */
 static void expect_group(const group *parent, uint64_t salt, group *out) {
     int me = parent->member[parent->rank], color = color_of(salt, me);
     out->size = 0;
@@ -285,7 +286,8 @@ static void expect_group(const group *parent, uint64_t salt, group *out) {
 }
 
 static mt_status regroup(rank_state *s, uint64_t salt) {
-    const group *parent = &s->groups[salt >> 41 & 1 ? 0 : (salt >> 20) % SLOTS]; /* or they would all be small soon */
+    /* often the world: otherwise all groups would soon be small */
+    const group *parent = &s->groups[salt >> 41 & 1 ? 0 : (salt >> 20) % SLOTS];
     group *slot = &s->groups[1 + (salt >> 24) % (SLOTS - 1)], made;
     int me = s->groups[0].rank;
     memset(&made, 0, sizeof made);
@@ -296,14 +298,14 @@ static mt_status regroup(rank_state *s, uint64_t salt) {
     CHECK((made.size > 0) == (made.comm != NULL));
     CHECK(!made.comm || (mt_comm_rank(made.comm) == made.rank && mt_comm_size(made.comm) == made.size));
     if (salt >> 40 & 7 && slot->comm != s->groups[0].comm)
-        mt_comm_destroy(slot->comm); /* else it is left to the launcher */
+        mt_comm_destroy(slot->comm); /* some communicators are left to the launcher */
     *slot = made;
     return MT_SUCCESS;
 }
 
 /* ---- steps ------------------------------------------------------------------------------------------------------- */
 
-/* Mostly little, at times at the borders of what the library cuts into pieces, seldom much. */
+/* Mostly small counts, some near the sizes at which the library splits messages, few large ones. */
 static size_t random_count(uint64_t *state, size_t element) {
     static const size_t borders[] = {16, 64, 256, 512, 1024, 4096, 8192};
     uint64_t r = test_random(state);
@@ -327,7 +329,7 @@ static mt_status one_step(rank_state *s) {
     call c;
     memset(&c, 0, sizeof c);
     c.g = &s->groups[slot];
-    c.dtype = (mt_dtype)((how >> 16) % (reduces ? 4 : 5)); /* MT_U8, the last, does not reduce */
+    c.dtype = (mt_dtype)((how >> 16) % (reduces ? 4 : 5)); /* MT_U8, the last type, has no reductions */
     c.op = how >> 24 & 1 ? MT_SUM : MT_MAX;
     c.in_place = (int)(how >> 25 & 1);
     c.element = mt_dtype_size(c.dtype);
@@ -358,7 +360,7 @@ static mt_status stress_rank(mt_comm *world, void *user) {
     s.groups[0].rank = mt_comm_rank(world);
     s.groups[0].size = RANKS;
     for (i = 0; i < RANKS; i++) s.groups[0].member[i] = i;
-    for (i = 1; i < SLOTS; i++) s.groups[i] = s.groups[0]; /* until a split puts another one there */
+    for (i = 1; i < SLOTS; i++) s.groups[i] = s.groups[0]; /* until a split replaces it */
     MT_TRY(mt_context_create(world, &d, &s.ctx));
     status = mt_arena_alloc(s.ctx, BUFFER_BYTES, (void **)&s.a);
     MT_KEEP(status, mt_arena_alloc(s.ctx, BUFFER_BYTES, (void **)&s.b));
@@ -390,14 +392,14 @@ static void test_stress(void **state) {
     run(0, 120, from_environment("MT_TEST_SEED", 20240607), (int)from_environment("MT_TEST_STEPS", STEPS));
 }
 
-/* Many short lives of a group: start, a few steps, the end, with peers still on their way out. */
+/* Launches many groups for a few steps each, so that a group ends while some ranks are still leaving. */
 static void test_short_lives(void **state) {
     int i;
     (void)state;
     for (i = 0; i < 60; i++) run(1, 60, 20240607 + (uint64_t)i, i % 7);
 }
 
-/* This test's own arithmetic, at places where it is easy to be wrong. */
+/* Tests this file's own rounding, at known hard cases. */
 static void test_halves(void **state) {
     static const struct {
         mt_dtype dtype;

@@ -1,4 +1,5 @@
-/* test_gemm.c - every form of mt_gemm against a triple loop in double precision. Build it once per GEMM library. */
+/* test_gemm.c - tests every form of mt_gemm against a triple loop in double precision. It is built once per GEMM
+   library. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -15,9 +16,10 @@ static float op(mt_tensor t, int transposed, int64_t i, int64_t j) {
     return transposed ? ref_row(t, j)[i] : ref_row(t, i)[j];
 }
 
-/* Checks c, given what it was before. An fp32 sum of k products in any order is off by at most k * 2^-24 times the sum
-   of their absolute values, nearly always by its root; (2 + sqrt k) * 2^-24 of that sum holds for every order a GEMM
-   takes here and is far below the change of a single product (about 1 / k of it). */
+/* Checks c; `before` is its previous content. The error of an fp32 sum of k products in any order is at most k * 2^-24
+   times the sum of their absolute values, and almost always about sqrt(k) * 2^-24 times. (2 + sqrt k) * 2^-24 of that
+   sum holds for every order of a GEMM here, and is far smaller than the effect of a single product (about 1 / k of the
+   sum). */
 static void check_product(int ta, int tb, float alpha, mt_tensor a, mt_tensor b, float beta, const double *before,
                           mt_tensor c) {
     int64_t i, j, p, k = ta ? a.rows : a.cols;
@@ -42,7 +44,8 @@ static void check_product(int ta, int tb, float alpha, mt_tensor a, mt_tensor b,
 
 static void try_gemm(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, float beta, int64_t pad) {
     mt_tensor a = ref_random(ta ? k : m, ta ? m : k, pad, 1, 0), b = ref_random(tb ? n : k, tb ? k : n, 2 * pad, 1, 0);
-    mt_tensor c = beta != 0.0f ? ref_random(m, n, 3 * pad, 1, 0) : ref_guarded(m, n, 3 * pad); /* beta 0: c is NaN */
+    /* with beta 0, c is NaN */
+    mt_tensor c = beta != 0.0f ? ref_random(m, n, 3 * pad, 1, 0) : ref_guarded(m, n, 3 * pad);
     double *before = ref_values(c);
     OK(mt_gemm(ref.ctx, (mt_transpose)ta, (mt_transpose)tb, alpha, a, b, beta, c));
     check_product(ta, tb, alpha, a, b, beta, before, c);
@@ -57,7 +60,7 @@ static void every_form(int64_t m, int64_t n, int64_t k, float alpha, float beta,
 
 /* ---- tests ------------------------------------------------------------------------------------------------------ */
 
-/* Every m and n around the edges of the register tiles (4, 6, 8 rows; 8, 16, 32 columns). */
+/* Every m and n near the sizes of the register tiles (4, 6, 8 rows; 8, 16, 32 columns). */
 static void test_tails(void **state) {
     static const int64_t sizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 31, 32, 33, 48, 63, 65};
     size_t i, j, n = sizeof sizes / sizeof *sizes;
@@ -74,7 +77,7 @@ static void test_depths(void **state) {
     for (i = 0; i < sizeof depths / sizeof *depths; i++) every_form(19, 37, depths[i], 1, 1, 3);
 }
 
-/* Past every cache block: 192 rows, 2048 columns, 256 deep; and one in which a is packed, one in which it is not. */
+/* Larger than every cache block: 192 rows, 2048 columns, depth 256. In one case a is packed, in another it is not. */
 static void test_blocks(void **state) {
     (void)state;
     every_form(200, 70, 300, 0.5f, 0, 0);
@@ -107,7 +110,7 @@ static void test_random_shapes(void **state) {
     }
 }
 
-/* k = 0 leaves beta c; no rows or no columns leave everything. */
+/* k = 0 leaves beta c. Without rows or columns, nothing is written. */
 static void test_empty(void **state) {
     int64_t sizes[3];
     int form, which;
@@ -122,7 +125,7 @@ static void test_empty(void **state) {
     OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, mt_none(), mt_none(), 0, mt_none()));
 }
 
-/* Same inputs, same bits. */
+/* The same inputs give the same bits. */
 static void test_same_bits(void **state) {
     mt_tensor a = ref_random(70, 530, 3, 1, 0), b = ref_random(530, 90, 0, 1, 0);
     mt_tensor c = ref_guarded(70, 90, 0), d = ref_guarded(70, 90, 0);
@@ -135,7 +138,7 @@ static void test_same_bits(void **state) {
     }
 }
 
-/* a and b may be the same memory: both are only read. */
+/* a and b may be the same memory, because both are only read. */
 static void test_gram(void **state) {
     mt_tensor a = ref_random(40, 60, 4, 1, 0), c = ref_guarded(40, 40, 0);
     (void)state;
@@ -143,7 +146,7 @@ static void test_gram(void **state) {
     check_product(0, 1, 1, a, a, 0, NULL, c);
 }
 
-/* Infinities and NaN go where the products take them, and nowhere else. */
+/* Infinities and NaN appear in the elements whose products contain them, and in no others. */
 static void test_not_finite(void **state) {
     mt_tensor a = ref_filled(20, 40, 0, 1), b = ref_filled(40, 50, 0, 1), c = ref_guarded(20, 50, 0);
     int64_t i, j;
@@ -220,7 +223,7 @@ static void test_bad_inputs(void **state) {
 #undef GEMM
 }
 
-/* A meta context validates, takes the same scratch as the CPU, and touches nothing. */
+/* A meta context checks its arguments, counts the same scratch memory as the CPU, and accesses no data. */
 static void test_meta(void **state) {
     mt_tensor a = ref_random(100, 300, 0, 1, 0), b = ref_random(300, 200, 0, 1, 0), c = ref_random(100, 200, 0, 1, 0);
     mt_context_desc d;
@@ -238,7 +241,7 @@ static void test_meta(void **state) {
     mt_context_destroy(meta);
 }
 
-/* The built-in GEMM packs into the arena: too small a one is an error, and c stays as it was. */
+/* The built-in GEMM packs into the arena. An arena that is too small gives an error, and c stays unchanged. */
 static void test_small_arena(void **state) {
     mt_tensor a = ref_random(100, 300, 0, 1, 0), b = ref_random(300, 200, 0, 1, 0), c = ref_random(100, 200, 0, 1, 0);
     mt_context_desc d;
@@ -260,7 +263,8 @@ static void test_small_arena(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* Whether a library of this name is in the process; -1 where Linux's list of them is missing. */
+/* Returns 1 if a library with this name is loaded in the process, 0 if not, -1 if Linux's list of libraries is
+   missing. */
 static int is_loaded(const char *name) {
     char line[4096];
     int found = 0;
@@ -274,7 +278,7 @@ static int is_loaded(const char *name) {
     return found;
 }
 
-/* The name is that of the library which is really there, and oneDNN's version that of the one which was loaded. */
+/* mt_gemm_library names the library that is really loaded, and with oneDNN also its version. */
 static void test_library_name(void **state) {
     const char *name = mt_gemm_library();
     int dnnl = is_loaded("dnnl"), blas = is_loaded("blas");

@@ -1,10 +1,11 @@
-/* test_kernels.c - every operator but mt_gemm: forward against plain double precision, backward against central
-   differences of that double precision, random numbers against Random123's vectors, and every bad input.
+/* test_kernels.c - tests every operator except mt_gemm: forward against double precision, backward against central
+   differences of the double-precision function, random numbers against Random123's vectors, and the refusal of bad
+   input.
 
-   Tolerances. fp32 rounds each operation to 2^-24 = 6e-8 relative. ELEMENT (4e-7 of the value and of the size of what
-   is added up, here about 1) is some six roundings: operators of a few operations per element. SUM (2e-6) is for
-   results that pass through sums of up to a few hundred terms of order one. Both are thousands of times below the
-   effect of one wrong element.  */
+   Tolerances. fp32 rounds each operation to 2^-24 = 6e-8 relative. ELEMENT (4e-7 of the value and of the size of the
+   terms, here about 1) allows about six roundings: operators with a few operations per element. SUM (2e-6) is for
+   results that contain sums of up to a few hundred terms of order one. Both are thousands of times smaller than the
+   effect of one wrong element. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -35,9 +36,9 @@ static int same_bits(mt_tensor a, mt_tensor b) {
 
 static double *accumulated(const double *base, const double *gradient, size_t n) { return ref_plus(base, gradient, n); }
 
-/* ---- nothing to do ---------------------------------------------------------------------------------------------- */
+/* ---- empty inputs ------------------------------------------------------------------------------------------------ */
 
-/* However many rows there are of no columns: an operator looks at none of them. */
+/* With zero columns, an operator accesses no row, whatever their number. */
 static void test_rows_without_columns(void **state) {
     float memory[16] = {0}, one = 1;
     int32_t ids[1] = {0};
@@ -77,7 +78,7 @@ static void test_rows_without_columns(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "seq 9223372036854775807", mt_attention_forward(ref.ctx, &s, t, t, mt_none()));
 }
 
-/* Where no view can be. */
+/* mt_tensor_rows and mt_tensor_cols with ranges that no view can have. */
 static void test_views_that_cannot_be(void **state) {
     static const int64_t bad[][2] = {{-1, 1}, {0, -1}, {INT64_MAX, 1}, {INT64_MIN, INT64_MAX}};
     mt_tensor t = ref_random(5, 5, 0, 1, 0), huge = mt_tensor_f32((const float *)t.data, 7, 5);
@@ -137,7 +138,7 @@ static void test_upload_download(void **state) {
     assert_memory_equal(ints, ints_back, sizeof ints);
 }
 
-/* In double, so nothing is lost where float would lose it: 1e8 and a thousand ones. */
+/* Sums are accumulated in double, so they keep what float would lose: 1e8 plus a thousand ones. */
 static void test_sums(void **state) {
     mt_tensor x = ref_random(11, 133, 5, 1, 0), out = ref_filled(1, 1, 0, 0.5f), big = ref_filled(3, 401, 1, 1);
     double *v = ref_values(x), sum = 0.5, squares = 0.5;
@@ -148,7 +149,7 @@ static void test_sums(void **state) {
         squares += v[i] * v[i];
     }
     OK(mt_sum(ref.ctx, x, out));
-    ASSERT_CLOSE(out, &sum, 1e-15, 6e-8); /* the last rounding only */
+    ASSERT_CLOSE(out, &sum, 1e-15, 6e-8); /* only the last rounding */
     OK(mt_fill(ref.ctx, out, 0.5f));
     OK(mt_sum_of_squares(ref.ctx, x, out));
     ASSERT_CLOSE(out, &squares, 1e-15, 6e-8);
@@ -202,9 +203,9 @@ static void test_exp_ends(void **state) {
     assert_true(y[0] != y[0] && y[1] != y[1]);
 }
 
-/* What an activation and its slope may be off by. gelu(x) = x Phi(x): a rounding of the result, 3e-7 from an error of
-   erf or of the exponent where Phi is of order one, and in the left tail, where tanh's exponent is large, its relative
-   rounding. */
+/* Checks an activation and its slope. gelu(x) = x Phi(x) has one rounding of the result, 3e-7 from the error of erf or
+   of the exponent where Phi is of order one, and in the left tail, where tanh's exponent is large, the relative
+   rounding of this exponent. */
 static void check_activation_at(mt_activation kind, float in) {
     float h[2] = {0}, y[1], dy[1] = {1}, dh[2];
     double x = (double)in, want = ref_activation(kind, x), e = x > 1 ? 1e-4 * x : 1e-4, slope;
@@ -217,7 +218,8 @@ static void check_activation_at(mt_activation kind, float in) {
     OK(mt_activation_backward(ref.ctx, kind, hv, as_vector(dy, 1), dhv, mt_none()));
     if (!(fabs((double)y[0] - want) <= 1.2e-7 * fabs(want) + 2e-7 * fmin(fabs(x), 4) + 1.5e-45))
         fail_msg("activation %d of %.9g is %.9g, must be %.9g", (int)kind, x, (double)y[0], want);
-    if (!(fabs((double)dh[0] - slope) <= 1.5e-6 + 1e-8)) /* three terms of up to 1.1 in size, and the differences */
+    /* three terms of size up to 1.1, and the error of the differences */
+    if (!(fabs((double)dh[0] - slope) <= 1.5e-6 + 1e-8))
         fail_msg("slope of activation %d at %.9g is %.9g, must be %.9g", (int)kind, x, (double)dh[0], slope);
 }
 
@@ -235,7 +237,7 @@ static void test_activation_sweep(void **state) {
     }
 }
 
-/* Near 0 the exact activation is 0.5 x: nothing may be lost to cancellation there. */
+/* Near 0 the exact activation is 0.5 x. Nothing may be lost to cancellation there. */
 static void test_activation_near_zero(void **state) {
     int kind, i;
     (void)state;
@@ -251,7 +253,7 @@ static void test_activation_near_zero(void **state) {
         }
 }
 
-/* A product of two floats is exact in double, so value and slope are the exact ones, rounded once. */
+/* The product of two floats is exact in double, so the value and the slope are the exact ones, rounded once. */
 static void test_squared_relu(void **state) {
     static const float ends[] = {0, -0.0f, 1e-45f, -1e-45f, 1e-30f, -1e-30f, 1.8e19f, -1.8e19f, 3e38f, -3e38f};
     enum { n = 10000 };
@@ -283,8 +285,8 @@ static void test_squared_relu(void **state) {
                    mt_activation_forward(ref.ctx, (mt_activation)4, h, mt_none(), y));
 }
 
-/* exp within two units in the last place, 1.2e-7. Phi within 9e-8 and so erf(x) = 2 Phi(sqrt(2) x) - 1 within 1.8e-7;
-   left of 0, also within 4e-7 of its value, plus what rounding x^2 / 2 does to e^(-x^2 / 2). */
+/* exp is within two units in the last place, 1.2e-7. Phi is within 9e-8, so erf(x) = 2 Phi(sqrt(2) x) - 1 is within
+   1.8e-7. For x < 0, Phi is also within 4e-7 of its value, plus the effect of rounding x^2 / 2 on e^(-x^2 / 2). */
 static void test_exp_and_normal(void **state) {
     double worst_exp = 0, worst = 0, worst_left = 0;
     int i;
@@ -302,7 +304,7 @@ static void test_exp_and_normal(void **state) {
                  worst_left);
 }
 
-/* sqrt: with beta1 = beta2 = eps = 0, lr = 1, AdamW subtracts g / sqrt(g^2), which is 1 or -1. */
+/* sqrt. With beta1 = beta2 = eps = 0 and lr = 1, AdamW subtracts g / sqrt(g^2), which is 1 or -1. */
 static void test_sqrt_sweep(void **state) {
     mt_adamw h = {1, 0, 0, 0, 0, 1, 1, NULL};
     mt_tensor p = ref_filled(1, 20000, 0, 0), g = ref_guarded(1, 20000, 0), m = ref_filled(1, 20000, 0, 0);
@@ -347,7 +349,7 @@ typedef struct act_case {
     const double *dy;
 } act_case;
 
-/* x: h [t, w] then bias [w] */
+/* x: h [t, w], followed by bias [w] */
 static void act_values(const double *x, const act_case *c, double *y) {
     int64_t i, j;
     const double *bias = x + c->t * c->w;
@@ -405,7 +407,7 @@ static void test_activation(void **state) {
         }
 }
 
-/* Rows longer than the columns that are worked on at a time. */
+/* Rows longer than a block of columns. */
 static void test_activation_wide(void **state) {
     int kind;
     (void)state;
@@ -438,7 +440,7 @@ typedef struct norm_case {
     const double *dy;
 } norm_case;
 
-/* x: x [t, n], gain [n], bias [n] */
+/* x: x [t, n], followed by gain [n] and bias [n] */
 static void norm_values(const double *x, const norm_case *c, double *y, double *stats) {
     const double *gain = x + c->t * c->n, *bias = gain + c->n;
     int64_t i, j;
@@ -509,8 +511,7 @@ static void test_norm(void **state) {
     }
 }
 
-/* y may be x; and a mean a thousand times the spread costs no more than its rounding (1000 * 2^-24 of a spread
-   of 1). */
+/* y may be x. A mean of 1000 times the spread costs only its rounding (1000 * 2^-24 of a spread of 1). */
 static void test_norm_offset(void **state) {
     mt_tensor x = ref_random(3, 200, 1, 1, 1000), gain = ref_filled(1, 200, 0, 1), y;
     double *v = ref_doubles(3 * 200 + 400), *want = ref_doubles(600);
@@ -552,7 +553,7 @@ static void test_philox(void **state) {
     }
 }
 
-/* Blocks of counters against one at a time, also across 2^32 and at every lane. */
+/* mt_random_words in blocks against one word at a time, also across 2^32 and from every lane. */
 static void test_random_words(void **state) {
     static const int64_t starts[] = {
         0, 1, 2, 3, 251, 252, 253, ((int64_t)1 << 34) - 130, ((int64_t)1 << 34) - 3, (int64_t)1 << 60};
@@ -568,8 +569,8 @@ static void test_random_words(void **state) {
         }
 }
 
-/* Box-Muller, written from its definition; cos and sin of the system differ by a unit in double's last place at
-   most. */
+/* Box-Muller, written from its definition. The system's cos and sin differ by at most one unit in double's last
+   place. */
 static double ref_normal(mt_random at, uint64_t e) {
     double u1 = ((double)ref_word(at, e & ~(uint64_t)1) + 0.5) / 4294967296.0,
            u2 = ((double)ref_word(at, e | 1) + 0.5) / 4294967296.0;
@@ -599,7 +600,7 @@ static void test_normal_values(void **state) {
     }
 }
 
-/* Any cut of the tensor draws the numbers of the whole. */
+/* Every part of a tensor gets the numbers that it has in the whole. */
 static void test_normal_split(void **state) {
     mt_random at = {5, 6, 0, 0, 301};
     mt_tensor whole = ref_guarded(20, 301, 0);
@@ -618,8 +619,8 @@ static void test_normal_split(void **state) {
     }
 }
 
-/* A million: mean within 5 / sqrt(n), variance within 5 sqrt(2 / n), kurtosis within 5 sqrt(24 / n), no visible
-   correlation of neighbours (which share their words) or between streams. */
+/* One million numbers: mean within 5 / sqrt(n), variance within 5 sqrt(2 / n), kurtosis within 5 sqrt(24 / n), no
+   visible correlation between neighbours (which share their words) or between streams. */
 static void test_normal_statistics(void **state) {
     const int n = 1000000;
     mt_random at = {1, 2, 0, 0, 1000}, other = {1, 3, 0, 0, 1000};
@@ -667,7 +668,7 @@ static void try_dropout(int64_t t, int64_t n, float p, int with_bias, int with_r
     OK(mt_bias_dropout_add_forward(ref.ctx, x, with_bias ? bias : none, with_residual ? residual : none, d, y));
     ASSERT_CLOSE(y, want, ELEMENT, ELEMENT);
     OK(mt_bias_dropout_add_backward(ref.ctx, dy, d, dx, with_bias ? dbias : none));
-    ASSERT_CLOSE(dx, want_dx, 0, 1.3e-7); /* the factor's rounding and the product's */
+    ASSERT_CLOSE(dx, want_dx, 0, 1.3e-7); /* one rounding of the factor, one of the product */
     ASSERT_CLOSE(dbias, db, ELEMENT * (double)(t + 1), ELEMENT);
     ref_release();
 }
@@ -686,7 +687,7 @@ static void test_bias_dropout_add(void **state) {
         }
 }
 
-/* Exactly at the threshold: a word equal to p * 2^32 is kept, a word half below it is dropped. */
+/* At the threshold: a word equal to p * 2^32 is kept, a word that is smaller by half a unit is dropped. */
 static void test_dropout_threshold(void **state) {
     mt_dropout d = {{3, 4, 0, 0, 1}, 0};
     float x = 1, y;
@@ -695,7 +696,7 @@ static void test_dropout_threshold(void **state) {
     (void)state;
     for (e = 0; e < 200000; e++) {
         uint32_t w = ref_word(d.at, (uint64_t)e);
-        int at_equal = w >= 0x80000000u && (w & 255) == 0, at_below = w < 0x400000u; /* what 24 bits of p can say */
+        int at_equal = w >= 0x80000000u && (w & 255) == 0, at_below = w < 0x400000u; /* p has at most 24 bits */
         if (!at_equal && !at_below) continue;
         d.p = at_equal ? (float)((double)w / 4294967296.0) : (float)(((double)w + 0.5) / 4294967296.0);
         d.at.first_row = e;
@@ -707,8 +708,8 @@ static void test_dropout_threshold(void **state) {
     assert_true(equal > 100 && below > 100);
 }
 
-/* Rate within five standard deviations; a part of the tensor drops what the whole drops; another stream drops
-   others. */
+/* The rate is within five standard deviations. A part of a tensor drops what the whole drops. Another stream drops
+   other elements. */
 static void test_dropout_rate(void **state) {
     mt_dropout d = {{3, 4, 0, 0, 1001}, 0.3f};
     mt_tensor x = ref_filled(1000, 1001, 0, 1), y = ref_guarded(1000, 1001, 0), part = ref_guarded(500, 444, 0),
@@ -750,8 +751,8 @@ static mt_attention_desc attention(int64_t batch, int64_t seq, int64_t groups, i
     return s;
 }
 
-/* Scores here are of order one, so probabilities are right to a few roundings, and so are sums weighted by them;
-   gradients of keys and values add up as many terms as there are queries and heads in the group. */
+/* Scores are of order one here, so probabilities, and sums weighted by them, are correct to a few roundings. Gradients
+   of keys and values are sums over all queries and heads of the group. */
 static void try_attention(mt_attention_desc s, int differences) {
     int64_t t = s.batch * s.seq, w = ref_qkv_cols(&s), h = ref_heads(&s), o = h * s.head_dim;
     mt_tensor qkv = ref_random(t, w, 3, 1.5f, 0), out = ref_guarded(t, o, 1), lse = ref_guarded(h, t, 2),
@@ -795,7 +796,7 @@ static void test_attention(void **state) {
     }
 }
 
-/* Around and past the panel of query rows. */
+/* Sequence lengths around and beyond the panel of query rows. */
 static void test_attention_panels(void **state) {
     int mask;
     (void)state;
@@ -821,7 +822,7 @@ static void test_attention_padding(void **state) {
     }
 }
 
-/* What lies at masked positions has no influence, not even as NaN; a sequence without keys is zero throughout. */
+/* Values at masked positions have no influence, not even NaN. A sequence without keys gives zeros. */
 static void test_attention_masked_garbage(void **state) {
     static const int32_t lengths[] = {0, 4};
     mt_attention_desc s = attention(2, 6, 1, 2, 4, MT_MASK_BIDIRECTIONAL);
@@ -832,7 +833,7 @@ static void test_attention_masked_garbage(void **state) {
     (void)state;
     s.lengths = lengths;
     for (i = 10; i < 12; i++)
-        for (j = 8; j < 16; j++) ref_row(qkv, i)[j] = NAN; /* keys and values of padding */
+        for (j = 8; j < 16; j++) ref_row(qkv, i)[j] = NAN; /* keys and values of the padding */
     OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
     OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
     for (i = 0; i < 12; i++) {
@@ -862,7 +863,7 @@ static void test_attention_dropout(void **state) {
             try_attention(s, 1);
             s.lengths = lengths;
             try_attention(s, 1);
-            if (i < 2) try_attention(l, 0); /* at 0.9, values ten times as large need their own tolerance */
+            if (i < 2) try_attention(l, 0); /* with p = 0.9, values are ten times as large and need another tolerance */
         }
 }
 
@@ -875,7 +876,7 @@ static void test_attention_scale(void **state) {
     try_attention(s, 1);
 }
 
-/* Scores of a few hundred: the maximum is taken out before anything is exponentiated. */
+/* Scores of several hundred: the maximum is subtracted before the exponential. */
 static void test_attention_large_scores(void **state) {
     mt_attention_desc s = attention(1, 40, 1, 1, 8, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(40, 24, 0, 20, 0), out = ref_guarded(40, 8, 0), lse = ref_guarded(1, 40, 0);
@@ -883,12 +884,11 @@ static void test_attention_large_scores(void **state) {
     (void)state;
     ref_attention_forward(&s, ref_values(qkv), want, want_lse);
     OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
-    ASSERT_CLOSE(out, want, 1e-3, 0); /* scores up to 1000 are right to 1000 * 2^-22, values are up to 20 */
+    ASSERT_CLOSE(out, want, 1e-3, 0); /* scores up to 1000 are accurate to 1000 * 2^-22, and values are up to 20 */
     ASSERT_CLOSE(lse, want_lse, 1e-6, 4e-7);
 }
 
-/* A shard of the heads and of the sequences computes what the whole computes, to the bit: same shapes, same random
-   elements. */
+/* A shard of the heads and sequences gives the bits of the whole, with the same shapes and random elements. */
 static void test_attention_split(void **state) {
     mt_attention_desc s = attention(4, 33, 3, 2, 8, MT_MASK_CAUSAL), part = attention(2, 33, 1, 2, 8, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(132, 96, 0, 1, 0), out = ref_guarded(132, 48, 0), piece = ref_guarded(66, 16, 0);
@@ -914,7 +914,8 @@ static void test_attention_same_bits(void **state) {
     assert_true(same_bits(a, b));
 }
 
-/* Memory: a panel of rows, not seq x seq; a meta context takes the same; too little is an error that writes nothing. */
+/* Memory is a panel of rows, not seq x seq. A meta context counts the same amount. Too little memory is an error that
+   writes nothing. */
 static void test_attention_memory(void **state) {
     mt_attention_desc s = attention(1, 2048, 1, 1, 8, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(2048, 24, 0, 1, 0), out = ref_random(2048, 8, 0, 1, 0),
@@ -959,7 +960,8 @@ static void test_rotary_table(void **state) {
     ASSERT_CLOSE(table, want, 1e-12, 6e-8);
 }
 
-/* As a product of complex numbers; the values stay, backward undoes forward and is its transpose. */
+/* Compares with a product of complex numbers. Values are not rotated. Backward is the inverse of forward and its
+   transpose. */
 static void test_rotary(void **state) {
     mt_attention_desc s = attention(2, 5, 2, 3, 6, MT_MASK_CAUSAL);
     mt_tensor table = ref_guarded(5, 6, 1), qkv = ref_random(10, 60, 4, 1, 0), original = ref_copy(qkv, 0), turned,
@@ -972,7 +974,7 @@ static void test_rotary(void **state) {
         for (a = 0; a < 6; a++)
             for (part = 0; part < 2; part++) {
                 double *x = want + i * 60 + ref_col(&s, a, (int)part);
-                if (part == 1 && a % 3 != 0) continue; /* the group's key, once */
+                if (part == 1 && a % 3 != 0) continue; /* a group has one key: count it once */
                 for (j = 0; j < 3; j++) {
                     double angle = (double)(i % 5) * pow(100, -(double)j / 3), re = x[j], im = x[j + 3];
                     x[j] = re * cos(angle) - im * sin(angle);
@@ -1066,7 +1068,7 @@ static double xent_objective(const double *x, const void *user) {
     return total;
 }
 
-/* The whole vocabulary in `shards` equal shards, the last ones padded; `scale` is that of the logits. */
+/* Splits the vocabulary into `shards` equal shards, the last ones padded. `scale` is the size of the logits. */
 static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, float scale, int with_dloss) {
     int64_t width = (vocab + shards - 1) / shards + 3, i, j;
     mt_tensor parts[9], stats, gathered = ref_guarded(shards * t, 4, 0), loss = ref_guarded(1, t, 0),
@@ -1094,7 +1096,7 @@ static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, flo
         for (i = 0; i < t; i++)
             for (j = 0; j < width; j++) {
                 if (s * width + j < vocab) x[i * vocab + s * width + j] = (double)ref_row(parts[s], i)[j];
-                else ref_row(parts[s], i)[j] = NAN; /* padding never counts, whatever it holds */
+                else ref_row(parts[s], i)[j] = NAN; /* padding has no effect, whatever it contains */
             }
         stats = mt_tensor_rows(gathered, s * t, t);
         OK(mt_cross_entropy_stats(ref.ctx, &desc, parts[s], targets, stats));
@@ -1135,7 +1137,7 @@ static void test_cross_entropy(void **state) {
     try_xent(3, 1, 1, 0.1, 5, 1);
 }
 
-/* Logits in the thousands, the case of Megatron's own test: without smoothing the loss keeps 1e-6 plus its own
+/* Logits in the thousands, as in Megatron's test. Without smoothing, the loss is accurate to 1e-6 plus its own
    rounding. */
 static void test_cross_entropy_large_logits(void **state) {
     int shards;
@@ -1146,7 +1148,7 @@ static void test_cross_entropy_large_logits(void **state) {
     }
 }
 
-/* Columns that a model masks with -inf: probability 0, gradient 0, as a whole block and as a whole shard. */
+/* Columns that a model masks with -inf have probability 0 and gradient 0: a whole block, and a whole shard. */
 static void test_cross_entropy_masked(void **state) {
     mt_cross_entropy_shard_desc s = {2600, 0, 0, 0};
     mt_tensor x = ref_filled(1, 2600, 0, 0), stats = ref_guarded(2, 4, 0), loss = ref_guarded(1, 1, 0),
@@ -1167,14 +1169,14 @@ static void test_cross_entropy_masked(void **state) {
     s.first_col = 0;
     OK(mt_cross_entropy_backward(ref.ctx, &s, x, &target, lse, mt_none(), 1));
     assert_true(ref_row(x, 0)[7] == 0 && fabs((double)ref_row(x, 0)[1999] - 1 / 1300.0) < 1e-9);
-    ref_row(x, 0)[2500] = NAN; /* a diverged model must show */
+    ref_row(x, 0)[2500] = NAN; /* NaN logits of a diverged model must give a NaN loss */
     OK(mt_cross_entropy_stats(ref.ctx, &s, x, &target, mt_tensor_rows(stats, 0, 1)));
     OK(mt_cross_entropy_combine(ref.ctx, &s, mt_tensor_rows(stats, 0, 1), 1, &target, loss, lse));
     assert_true(ref_row(loss, 0)[0] != ref_row(loss, 0)[0]);
 }
 
-/* stats as documented: max, sum of exponentials, the target's logit if it is here, sum; a shard of padding is (-inf, 0,
-   0, 0). */
+/* stats as documented: maximum, sum of exponentials, the target's logit if it is in this shard, sum. A shard of padding
+   has (-inf, 0, 0, 0). */
 static void test_cross_entropy_stats(void **state) {
     mt_cross_entropy_shard_desc s = {10, 5, 0, 0};
     mt_tensor x = ref_random(3, 5, 0, 1, 0), stats = ref_guarded(3, 4, 0);
@@ -1229,7 +1231,7 @@ static void test_adamw(void **state) {
     }
 }
 
-/* Zero gradients move nothing but the decay; denormal and huge moments stay finite. */
+/* With zero gradients, only weight decay changes the parameters. Denormal and huge moments stay finite. */
 static void test_adamw_edges(void **state) {
     mt_adamw h = {0.1f, 0.9f, 0.999f, 1e-8f, 0, 1, 1, NULL};
     mt_tensor p = ref_filled(1, 40, 0, 1), g = ref_filled(1, 40, 0, 0), m = ref_filled(1, 40, 0, 0),
@@ -1589,7 +1591,7 @@ static void test_bad_adamw(void **state) {
 #undef WITH
 }
 
-/* ---- what authors of operators and blocks use ------------------------------------------------------------------- */
+/* ---- helpers for authors of operators and blocks ----------------------------------------------------------------- */
 
 static void test_args(void **state) {
     mt_context *ctx = ref.ctx;
@@ -1645,7 +1647,8 @@ static void test_hash_element(void **state) {
 
 /* ---- meta contexts ---------------------------------------------------------------------------------------------- */
 
-/* Every operator succeeds there on addresses that must not be followed, and refuses what the CPU refuses. */
+/* On a meta context, every operator succeeds with addresses that must not be dereferenced, and refuses what it refuses
+   on the CPU. */
 static void test_meta(void **state) {
     mt_context_desc d;
     mt_context *c = NULL;
@@ -1655,7 +1658,8 @@ static void test_meta(void **state) {
     mt_dropout off;
     mt_random at = {1, 2, 0, 0, 16};
     mt_adamw h = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL};
-    int32_t *volatile no_memory = (int32_t *)(uintptr_t)64, *ids = no_memory; /* volatile: compilers see through it */
+    /* volatile: otherwise compilers warn about the address */
+    int32_t *volatile no_memory = (int32_t *)(uintptr_t)64, *ids = no_memory;
     float host[96];
     size_t used;
     (void)state;
@@ -1720,9 +1724,9 @@ static void test_meta(void **state) {
 #undef FINE
 }
 
-/* ---- element by element ------------------------------------------------------------------------------------------ */
+/* ---- element-wise operators -------------------------------------------------------------------------------------- */
 
-/* What each operator is, in double. */
+/* Each operator's definition, in double. */
 static double pointwise_value(int kind, double x, double other) {
     double s = 1 / (1 + exp(-x));
     return kind < 3 ? x * other : kind == 3 ? s : kind == 4 ? x * s : other * s;
@@ -1742,8 +1746,8 @@ static mt_status pointwise_forward(int kind, mt_tensor x, mt_tensor other, mt_te
 typedef struct pointwise_case {
     int kind;
     mt_dtype dtype;
-    mt_tensor whole[5], x, other, y, dy, dx;   /* views of whole: not aligned, with gaps between the rows */
-    mt_tensor at, factor, up, out, grad, sums; /* in f32, without gaps; sums are those of drow or dcol */
+    mt_tensor whole[5], x, other, y, dy, dx;   /* views of `whole`: unaligned, with gaps between the rows */
+    mt_tensor at, factor, up, out, grad, sums; /* in f32, without gaps; `sums` holds the sums of drow or dcol */
 } pointwise_case;
 
 static mt_tensor pointwise_noise(mt_tensor view, float scale, uint64_t *seed) {
@@ -1751,7 +1755,7 @@ static mt_tensor pointwise_noise(mt_tensor view, float scale, uint64_t *seed) {
     OK(mt_arena_tensor(ref.ctx, MT_F32, view.rows, view.cols, &f));
     for (int64_t i = 0; i < view.rows * view.cols; i++) ((float *)f.data)[i] = scale * test_float(seed);
     OK(mt_convert(ref.ctx, f, view));
-    OK(mt_convert(ref.ctx, view, f)); /* as rounded */
+    OK(mt_convert(ref.ctx, view, f)); /* the rounded values */
     return f;
 }
 
@@ -1779,11 +1783,11 @@ static void pointwise_create(pointwise_case *c, int kind, mt_dtype dtype, int64_
     OK(mt_arena_tensor(ref.ctx, MT_F32, kind == 1 ? 1 : rows, kind == 2 ? 1 : cols, &c->sums));
 }
 
-/* dx, and in c->sums drow, dcol (which has the type of the others) or the gradient of what a gate scales. sums == 0:
-   without drow or dcol. */
+/* Computes dx, and in c->sums the value of drow, dcol (of the same type as the tensors) or the gradient of the tensor
+   that a gate scales. sums == 0: without drow or dcol. */
 static void pointwise_backward(pointwise_case *c, mt_tensor x, mt_tensor dy, mt_tensor dx, int sums) {
     mt_tensor dcol = mt_tensor_cols(c->whole[2], 0, 1), scaled = mt_tensor_cols(c->whole[2], 0, c->x.cols);
-    OK(mt_fill(ref.ctx, c->sums, 0.5f)); /* a gradient of a parameter is added to, one of an activation is not */
+    OK(mt_fill(ref.ctx, c->sums, 0.5f)); /* a parameter's gradient is accumulated, an activation's is overwritten */
     if (c->kind == 0) OK(mt_multiply(ref.ctx, dy, c->other, dx));
     if (c->kind == 1) OK(mt_multiply_row_backward(ref.ctx, x, c->other, dy, dx, sums ? c->sums : mt_none()));
     if (c->kind == 2) OK(mt_multiply_col_backward(ref.ctx, x, c->other, dy, dx, sums ? dcol : mt_none()));
@@ -1798,7 +1802,7 @@ static double pointwise_digits(mt_dtype dtype) {
     return dtype == MT_F32 ? 1e-6 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024;
 }
 
-/* Values against double, gradients against central differences of it. */
+/* Values against double precision, gradients against central differences of it. */
 static void pointwise_values(const pointwise_case *c) {
     const float *at = c->at.data, *factor = c->factor.data, *up = c->up.data, *out = c->out.data, *grad = c->grad.data;
     double digits = pointwise_digits(c->dtype), h = 1e-5;
@@ -1816,7 +1820,7 @@ static void pointwise_values(const pointwise_case *c) {
     }
 }
 
-/* drow and dcol against sums in double, and what passes a gate. drow is f32 in every type. */
+/* drow and dcol against sums in double, and the gradient that a gate passes on. drow is f32 for every type. */
 static void pointwise_sums(const pointwise_case *c) {
     const float *at = c->at.data, *up = c->up.data, *sums = c->sums.data;
     int64_t cols = c->x.cols;
@@ -1849,7 +1853,7 @@ static void assert_same_tensor(mt_tensor view, mt_tensor expected) {
     mt_arena_release(ref.ctx, mark);
 }
 
-/* The same bits when a result is an operand, and when an optional result is left out. */
+/* The bits do not change when a result is also an operand, or when an optional result is omitted. */
 static void pointwise_in_place(pointwise_case *c) {
     mt_tensor sums;
     OK(mt_arena_tensor(ref.ctx, MT_F32, c->sums.rows, c->sums.cols, &sums));
@@ -1884,11 +1888,12 @@ static void pointwise(int kind, mt_dtype dtype, int64_t rows, int64_t cols) {
     if (kind == 1 || kind == 2 || kind == 5) pointwise_sums(&c);
     pointwise_in_place(&c);
     OK(mt_convert(ref.ctx, mt_tensor_cols(c.whole[4], cols + 1, 1), mt_tensor_f32(c.out.data, rows, 1)));
-    for (int64_t i = 0; i < rows; i++) assert_true(((float *)c.out.data)[i] == 7); /* what is beside dx stays */
+    /* columns beside dx stay unchanged */
+    for (int64_t i = 0; i < rows; i++) assert_true(((float *)c.out.data)[i] == 7);
     mt_arena_release(ref.ctx, mark);
 }
 
-/* Vectors and their rests, four rows at a time and their rests, and rows of more than one block of columns. */
+/* Vectors and their remainders, four rows at a time and their remainders, and rows longer than a block of columns. */
 static void test_pointwise(void **state) {
     static const int64_t shapes[][2] = {{1, 1}, {3, 5}, {4, 32}, {7, 1}, {6, 67}, {9, 1029}, {1, 2048}, {70, 8}};
     static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16};
@@ -1896,7 +1901,7 @@ static void test_pointwise(void **state) {
     for (int i = 0; i < 8 * 3 * 6; i++) pointwise(i % 6, dtypes[i / 6 % 3], shapes[i / 18][0], shapes[i / 18][1]);
 }
 
-/* A sum of nothing is 0. */
+/* An empty sum is 0. */
 static void test_pointwise_without_columns(void **state) {
     float data[3] = {7, 7, 7}, factors[3] = {1, 2, 3};
     mt_tensor none = mt_tensor_f32(NULL, 3, 0);

@@ -1,5 +1,6 @@
-/* test_kernels_16bit.c - bf16 and f16: the conversions against the formats' definition, and every operator, in every
-   combination of types, against the f32 operator on widened inputs with one rounding at the end: the same bits. */
+/* test_kernels_16bit.c - tests bf16 and f16: the conversions against the definition of the formats, and every operator
+   in every combination of types against the f32 operator on widened inputs, rounded once at the end: the bits are
+   equal. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -18,7 +19,7 @@ typedef struct format {
 } format;
 
 static const format formats[2] = {{MT_BF16, 8, 7, 0x7f80}, {MT_F16, 5, 10, 0x7c00}};
-static double magnitudes[2][0x8000]; /* of the patterns without sign; infinity counts as the next power of two */
+static double magnitudes[2][0x8000]; /* of the bit patterns without sign; infinity counts as the next power of two */
 
 static const format *format_of(mt_dtype dtype) { return &formats[dtype == MT_F16]; }
 
@@ -46,12 +47,12 @@ static float widened(mt_dtype dtype, uint16_t h) {
     return (float)(h & 0x8000 ? -value : value);
 }
 
-/* The nearest of two neighbours, the even one from the middle. */
+/* The nearer of two neighbours; in the middle, the even one. */
 static uint16_t rounded(mt_dtype dtype, float x) {
     const double *value = magnitudes[dtype == MT_F16];
     int low = 0, high = format_of(dtype)->infinity;
     double size = fabs((double)x), middle;
-    if (x != x) return GUARD16; /* which NaN is nobody's business */
+    if (x != x) return GUARD16; /* any NaN is correct */
     if (size >= value[high]) low = high;
     while (high - low > 1) {
         int p = (low + high) / 2;
@@ -71,7 +72,7 @@ static int same16(mt_dtype dtype, uint16_t a, uint16_t b) {
 
 static uint16_t *row16(mt_tensor t, int64_t i) { return (uint16_t *)t.data + i * (t.ld ? t.ld : t.cols); }
 
-/* Full of guards, ld = cols + pad, and not a byte more than that. */
+/* A view full of guard values with ld = cols + pad, in memory of exactly this size. */
 static mt_tensor new_view(mt_dtype dtype, int64_t rows, int64_t cols, int64_t pad) {
     int64_t ld = cols + pad, n = rows > 0 && cols > 0 ? (rows - 1) * ld + cols : 0, i;
     mt_tensor t;
@@ -91,7 +92,8 @@ static void put(mt_tensor t, int64_t i, int64_t j, float x) {
     else row16(t, i)[j] = rounded(t.dtype, x);
 }
 
-/* Every element of t is that of the f32 view, rounded; and between the rows there are still guards. */
+/* Checks that every element of t is that of the f32 view, rounded, and that the gaps between rows still contain
+   guards. */
 static void assert_rounded(mt_tensor t, mt_tensor want, const char *what) {
     int64_t i, j;
     for (i = 0; i < t.rows; i++) {
@@ -110,7 +112,7 @@ static void assert_rounded(mt_tensor t, mt_tensor want, const char *what) {
 
 /* ---- conversions ------------------------------------------------------------------------------------------------ */
 
-/* All patterns, in rows of 31, so that vector loops end in the middle. */
+/* All bit patterns, in rows of 31, so that vector loops end in the middle of a row. */
 static mt_tensor all_patterns(mt_dtype dtype) {
     mt_tensor t = new_view(dtype, PATTERNS / 31 + 1, 31, 2);
     int64_t i, j;
@@ -141,7 +143,7 @@ static void test_widen(void **state) {
     }
 }
 
-/* For every pattern: its value, the middle to the next one, and what lies around both; negative too. */
+/* For every bit pattern: its value, the middle to the next value, and floats beside both, with both signs. */
 static int64_t edge_floats(mt_dtype dtype, float *x) {
     const double *value = magnitudes[dtype == MT_F16];
     int64_t n = 0, k, half;
@@ -193,7 +195,7 @@ static void test_round(void **state) {
     }
 }
 
-/* The bits themselves, where a definition written here could be as wrong as what it checks. */
+/* Known bit patterns, because a definition written here could contain the same error as the library. */
 static void test_known_bits(void **state) {
     static const float x[] = {1.0f,          -2.0f,         65504.0f,      65519.996f,  65520.0f,   6.1035156e-5f,
                               5.9604645e-8f, 2.9802322e-8f, 2.9802326e-8f, 0.33325195f, 3.1415927f, 3.4e38f,
@@ -210,7 +212,7 @@ static void test_known_bits(void **state) {
     assert_memory_equal(got, bf16, sizeof got);
 }
 
-/* bf16 and f16 into each other, longer than the block they meet in; one type into itself; nothing from nothing. */
+/* bf16 to f16 and back, with more elements than a block of the conversion has; a type to itself; no elements. */
 static void test_convert(void **state) {
     int f;
     (void)state;
@@ -241,7 +243,7 @@ static void test_convert(void **state) {
     }
 }
 
-/* What only moves bits takes every type. */
+/* Operators that only move bits accept every type. */
 static void test_moves(void **state) {
     int f;
     (void)state;
@@ -251,7 +253,7 @@ static void test_moves(void **state) {
         uint16_t host[35], back[35];
         uint64_t hash = 1, parts = 1, same = 1, other = 1;
         int64_t i, j;
-        for (i = 0; i < 35; i++) host[i] = (uint16_t)(i * 1871 + 0x7f7f); /* some NaN */
+        for (i = 0; i < 35; i++) host[i] = (uint16_t)(i * 1871 + 0x7f7f); /* some are NaN */
         OK(mt_upload(ref.ctx, host, x));
         OK(mt_copy(ref.ctx, x, y));
         OK(mt_download(ref.ctx, y, back));
@@ -284,7 +286,7 @@ static void test_moves(void **state) {
 typedef struct view {
     const char *name;
     int64_t rows, cols;
-    int any;    /* of any float type, else f32 */
+    int any;    /* any float type; otherwise f32 */
     int filled; /* has values before the call */
 } view;
 
@@ -292,7 +294,7 @@ typedef struct operation {
     const char *name;
     mt_status (*run)(mt_context *c, const mt_tensor *v);
     view views[VIEWS];
-    int in_place[3][2]; /* {result, input}: may be the same memory; {0, 0} ends */
+    int in_place[3][2]; /* pairs {result, input} that may be the same memory; ended by {0, 0} */
 } operation;
 
 #define IN(name, rows, cols)                                                                                           \
@@ -314,10 +316,11 @@ static int64_t pad_of(int v) { return v % 4 == 1 ? 0 : v % 4 + 1; }
 
 typedef struct operands {
     int count, in_place;
-    mt_tensor given[VIEWS], f32[VIEWS]; /* the same values, f32 laid out as what the library's own copies are */
+    mt_tensor given[VIEWS], f32[VIEWS]; /* the same values; f32 has the layout of the library's own copies */
 } operands;
 
-/* types: base 3, a digit for each view that may be of any type. alias: as in in_place, if both are of one type. */
+/* types: a number in base 3, with one digit for each view that may have any type. alias: a pair of in_place, if both
+   views have the same type. */
 static operands make_operands(const operation *o, int types, const int alias[2]) {
     operands x;
     int v;
@@ -378,7 +381,8 @@ static mt_context *other_context(mt_device device, size_t arena_bytes) {
     return c;
 }
 
-/* A meta context plans the same scratch, and an arena that lacks one byte of it refuses before anything is written. */
+/* A meta context counts the same scratch memory. An arena that is one byte too small gives an error before anything is
+   written. */
 static void check_scratch(const operation *o, operands *x, size_t peak, mt_context *meta) {
     uint64_t hash = ref_hash();
     mt_arena_reset_peak(meta);
@@ -404,7 +408,7 @@ static void check_combination(const operation *o, int types, mt_context *meta) {
     OK(o->run(ref.ctx, x.given));
     peak = mt_arena_peak(ref.ctx);
     compare(o, &x, -1);
-    assert_true(has_half(&x) || peak == f32_peak); /* f32 takes what it always took */
+    assert_true(has_half(&x) || peak == f32_peak); /* without 16-bit operands, the same memory as in f32 */
     if (types % 7 <= 1) check_scratch(o, &x, peak, meta);
     ref_release();
 }
@@ -717,7 +721,8 @@ static void test_attention(void **state) {
     int types;
     (void)state;
     CHECK_OPERATIONS(list);
-    for (types = 0; types < 81; types += 10) check_combination(&padded, types, meta); /* all of one type, and others */
+    /* all of one type, and mixed types */
+    for (types = 0; types < 81; types += 10) check_combination(&padded, types, meta);
     mt_context_destroy(meta);
 }
 

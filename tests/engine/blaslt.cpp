@@ -9,8 +9,8 @@
 //               BGRADB. All except DEFAULT need four column-major matrices.
 //   Algorithms  Four, with different orders of summation, alignments and workspaces. Some have two tiles with equal
 //               rounding. The order of the heuristic's results depends on the problem, so a program whose result must
-//               not depend on the shape cannot take the first one. Tests set how long each algorithm takes and whether it
-//               fails (gemm_time, gemm_fail).
+//               not depend on the shape cannot take the first one. Tests set how long each algorithm takes and
+//               whether it fails (gemm_time, gemm_fail).
 //   Workspace   The first MiB is overwritten with NaN, also when the algorithm needs no workspace.
 //
 // MTE_BLASLT_LOG=1 in the environment prints why a call was refused. Features that are not modelled are reported.
