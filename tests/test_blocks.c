@@ -1,7 +1,6 @@
-/* test_blocks.c - megatron.h: MLP, attention, transformer layer and GPT on every split against one rank, against finite
-   differences, and on paper (the meta device); what they communicate, what they allocate, what they refuse.
-
-   cc -std=gnu17 -O2 -I. tests/test_blocks.c -lpthread -lm                                                    */
+/* test_blocks.c - tests the blocks of megatron.h: MLP, attention, transformer layer and GPT on every split against
+   one rank, against finite differences, and on the meta device; what they communicate, allocate and refuse.
+       cc -std=gnu17 -O2 -I. tests/test_blocks.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -18,7 +17,7 @@ typedef struct block_case {
     mt_mlp_desc mlp;
     mt_self_attention_desc attention;
     mt_transformer_layer_desc layer;
-    int lengths; /* 1: sequences of different lengths */
+    int lengths; /* 1: the sequences have different lengths */
 } block_case;
 
 typedef struct block {
@@ -56,7 +55,8 @@ static mt_status block_create(block *b) {
     return MT_ERR_ARGUMENT;
 }
 
-/* Every parameter, biases and norms too, becomes value + noise in (-scale, scale) by global element. */
+/* Sets every parameter, including biases and norms, to its value + noise in (-scale, scale) that depends on the global
+   element. */
 static mt_status disturb_params(test_rank *r, float scale) {
     for (int i = 0; i < mt_params_count(r->params); i++) {
         mt_param *p = mt_params_at(r->params, i);
@@ -165,7 +165,7 @@ static const block_case cases[] = {
 #define WIDTH_MAX 32
 #define PARAMS_MAX 16384
 
-/* Absolute, as Megatron's tests of version 2.0: values here are of size 1. */
+/* Absolute tolerances, as in Megatron's tests of version 2.0. Values here are about 1. */
 static double case_tolerance(const block_case *c) { return c->kind == LAYER ? 5e-5 : 5e-6; }
 
 static int case_groups(const block_case *c) {
@@ -178,7 +178,7 @@ typedef struct outcome {
     float y[TOKENS * WIDTH_MAX], dx[TOKENS * WIDTH_MAX], grads[PARAMS_MAX];
 } outcome;
 
-/* All gradients, one whole parameter after the other, in the order of the registry. */
+/* Gathers all gradients, one whole parameter after the other, in the order of the registry. */
 static mt_status gather_grads(test_rank *r, float *out, int64_t room, int64_t *n) {
     *n = 0;
     for (int i = 0; i < mt_params_count(r->params); i++) {
@@ -190,7 +190,7 @@ static mt_status gather_grads(test_rank *r, float *out, int64_t room, int64_t *n
     return MT_SUCCESS;
 }
 
-/* Padding of a parameter: exactly zero, in its value and its gradient. */
+/* Checks that the padding of a parameter is exactly zero, in its value and its gradient. */
 static mt_status check_padding(const mt_param *p) {
     const mt_param_desc *d = &p->desc;
     for (int64_t i = 0; i < p->value.rows; i++)
@@ -208,10 +208,10 @@ static mt_status check_padding(const mt_param *p) {
 
 typedef struct expected {
     uint64_t all_reduce, all_gather, reduce_scatter,
-        scalars; /* calls; scalars: all-gathers of 4 floats per token and rank */
+        scalars; /* numbers of calls; scalars: all-gathers of 4 floats per token and rank */
 } expected;
 
-/* Exactly these calls, each of `floats` floats. */
+/* Checks that the ledger contains exactly these calls, each of `floats` floats. */
 static mt_status check_ledger(mt_comm *comm, const char *what, expected want, int64_t floats, int64_t scalars) {
     mt_ledger got = mt_comm_ledger(comm), l = {{0}, {0}};
     l.calls[MT_ALL_REDUCE] = want.all_reduce;
@@ -302,8 +302,7 @@ static void test_blocks_do_not_depend_on_the_split(void **state) {
             test_launch(splits[i], split_rank, &run);
 }
 
-/* A block that leaves its bias to the caller is the one that does not, less the bias, whose gradient it does not touch.
- */
+/* skip_bias_add: the output is that of the same block without its bias, and the gradient of the bias is not changed. */
 static void test_skip_bias_add(void **state) {
     float whole[4 * WIDTH_MAX];
     test_rank r;
@@ -341,12 +340,13 @@ static void test_skip_bias_add(void **state) {
    differentiated along a unit direction v of one tensor (x or a parameter): central differences at h and h / 2,
    extrapolated to an error of h^4, with h = 0.05.
 
-   Truncation: terms of the fifth order times h^4 / 480 = 1.3e-8. Noise: y carries rounding errors of about 1e-7, the
-   sum of up to 160 of them one of about 1e-6, the difference 1e-6 / h * 3 = 6e-5; |gradient| is 0.5 to 100 here. What
-   is allowed is 1e-3 of the norm of the gradient plus 1e-4 (measured: at most a fifth of that). The first direction is
-   the analytic gradient itself, along which the derivative must be its norm: a factor that is off by 0.2 % shows. Three
-   random ones follow, along which what is missing from the gradient shows: of a part with the norm p |gradient| they
-   see about p / sqrt(elements), elements < 300. */
+   Truncation: terms of the fifth order times h^4 / 480 = 1.3e-8. Noise: y has rounding errors of about 1e-7, the sum
+   of up to 160 of them about 1e-6, the difference 1e-6 / h * 3 = 6e-5; |gradient| is 0.5 to 100 here. The tolerance
+   is 1e-3 of the norm of the gradient plus 1e-4 (measured: at most a fifth of it).
+
+   The first direction is the analytic gradient itself, along which the derivative must be its norm: this finds a
+   factor that is off by 0.2 %. Three random directions follow. They find a missing part of the gradient: of a part
+   with the norm p |gradient|, they see about p / sqrt(elements), elements < 300. */
 #define DIFFERENCE_STEP 0.05
 #define DIFFERENCE_MAX 512
 #define DIRECTIONS 4
@@ -389,7 +389,7 @@ static const block_case small_cases[] = {
 };
 #define SMALL_CASES ((int)(sizeof small_cases / sizeof *small_cases))
 
-/* Something to differentiate: f(user) with the tensor of n floats at w as it is now, and its analytic gradient g. */
+/* A function to differentiate: f(user) for the n floats at w, and its analytic gradient g. */
 typedef struct differentiable {
     const char *name, *what;
     double (*f)(void *user);
@@ -399,7 +399,7 @@ typedef struct differentiable {
     int64_t n;
 } differentiable;
 
-/* The central difference of width `step` along v; w comes back as it was. */
+/* The central difference of width `step` along v. Restores w. */
 static double central_difference(const differentiable *d, const double *v, double step) {
     double at[2];
     float kept[DIFFERENCE_MAX];
@@ -434,7 +434,7 @@ static void check_directions(const differentiable *d) {
     }
 }
 
-/* x, then every parameter of r; d says what is common to them. */
+/* Checks x, then every parameter of r. d contains the fields that all of them share. */
 static void check_all_directions(test_rank *r, differentiable d) {
     if (d.w) check_directions(&d);
     for (int k = 0; k < mt_params_count(r->params); k++) {
@@ -456,7 +456,7 @@ typedef struct block_point {
 static double block_scalar(void *user) {
     const block_point *p = (const block_point *)user;
     size_t mark = mt_arena_mark(p->b->r->ctx);
-    block_saved saved; /* training, so that dropout is on */
+    block_saved saved; /* given, so that the forward is a training forward with dropout */
     double sum = 0;
     if (block_forward(p->b, p->x, p->y, &saved) != MT_SUCCESS) return NAN;
     mt_arena_release(p->b->r->ctx, mark);
@@ -500,7 +500,7 @@ static mt_tensor block_tensor(const block *b, float *data) {
     return mt_tensor_f32(data, b->batch.sequences * b->batch.seq, b->hidden);
 }
 
-/* saved == NULL computes what training without dropout computes, bit for bit, and leaves the arena as it was. */
+/* saved == NULL gives the bits of training without dropout, and leaves the arena unchanged. */
 static void test_inference(void **state) {
     test_rank r;
     (void)state;
@@ -520,7 +520,7 @@ static void test_inference(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, y, NULL));
         assert_int_equal(mt_arena_mark(r.ctx), mark);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, z, &saved));
-        assert_true(mt_arena_mark(r.ctx) > mark); /* what backward needs is in the arena */
+        assert_true(mt_arena_mark(r.ctx) > mark); /* the arena contains what backward needs */
         mt_arena_release(r.ctx, mark);
         assert_true(has_dropout == (memcmp(y.data, z.data, (size_t)block_elements(&b) * 4) != 0));
         b.attention.desc.dropout = b.layer.attention.desc.dropout = b.layer.desc.hidden_dropout = 0.0f;
@@ -531,8 +531,9 @@ static void test_inference(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Two micro-batches: backward after each forward; both forwards, then backwards in either order; and with each forward
-   computed again before its backward. Same outputs, same bits where the order of sums is the same. */
+/* Two micro-batches: each backward after its forward; both forwards, then the backwards in either order; and each
+   forward recomputed before its backward. The outputs are equal, and gradients have the same bits if the order of sums
+   is the same. */
 static void run_micro_batches(const block *b, int plan, float *dx, float *grads) {
     mt_context *ctx = b->r->ctx;
     int64_t n = block_elements(b), count;
@@ -549,7 +550,7 @@ static void run_micro_batches(const block *b, int plan, float *dx, float *grads)
         y[k] = block_tensor(b, test_floats(b->r, n, NAN));
     }
     for (int k = 0; k < 2;
-         k++) { /* plan 0: one after the other, 1: in flight, 2: in flight, last first, 3: recomputed */
+         k++) { /* plan 0: one after the other, 1: both in flight, 2: both in flight, last first, 3: recomputed */
         ASSERT_STATUS(ctx, MT_SUCCESS, block_forward(&at[k], x[k], y[k], plan == 3 ? NULL : &saved[k]));
         if (plan == 0)
             ASSERT_STATUS(ctx, MT_SUCCESS, block_backward(&at[k], dy[k], block_tensor(b, dx + k * n), &saved[k]));
@@ -584,7 +585,7 @@ static void test_micro_batches_in_flight(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Masks are drawn by (seed, step, layer, global element): each of them changes the output, and dropout drops. */
+/* Masks depend on seed, step, layer and global element: changing any of them changes the output. */
 static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
     test_rank r;
     float *y[6];
@@ -605,7 +606,7 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
             if (v == 2) b.batch.step++;
             if (v == 3) b.attention.desc.layer_number = ++b.layer.desc.layer_number;
             if (v == 4) b.batch.first_sequence++;
-            if (v == 5) b.batch.step += 4; /* which is not one layer more */
+            if (v == 5) b.batch.step += 4; /* differs from a change of the layer by one */
             y[v] = test_floats(&r, block_elements(&b), NAN);
             ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, block_tensor(&b, y[v]), &saved));
             mt_arena_release(r.ctx, 0);
@@ -615,9 +616,9 @@ static void test_dropout_masks_change_with_what_they_depend_on(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A layer whose blocks are their output biases of 1 gives, for x = 0, the two halves' masks and nothing else: each
-   element is kept by neither, one or both of two independent coins. 768 of them: a share of 1/2 has a standard error
-   of 1.8 %. */
+/* The blocks of this layer are only their output biases of 1, so for x = 0 the output is the sum of the two halves'
+   masks: each element is kept by neither, one or both of two independent masks. With 768 elements, a share of 1/2 has a
+   standard error of 1.8 %. */
 static void test_the_halves_of_a_layer_drop_independently(void **state) {
     block_case c = {"layer", LAYER, .layer = {ATT_MHA, .hidden_dropout = 0.5f}};
     const int64_t n = TOKENS * 32;
@@ -649,11 +650,11 @@ static void test_the_halves_of_a_layer_drop_independently(void **state) {
 
 static size_t rounded(int64_t floats) { return ((size_t)floats * sizeof(float) + 63) / 64 * 64; }
 
-/* What a training forward of one layer keeps, in floats: x [tokens, hidden] (the caller's), its two normalised inputs
-   and the sum between the halves: 4; q, k, v and the attention's output: 4 / t; before and after the activation: 8 / t.
-   With sequence parallelism the first four are divided, too. Besides: lse [heads / t, tokens], and a mean and a
-   reciprocal deviation per norm and token. (arXiv 2205.05198, table 2, counts bytes of 16-bit activations and masks.)
- */
+/* The memory that a training forward of one layer keeps, in units of tokens * hidden floats. x (the caller's), the two
+   normalised inputs and the sum between the halves: 4; q, k, v and the output of attention: 4 / t; before and after the
+   activation: 8 / t. With sequence parallelism the first four are divided by t, too. In addition: lse [heads / t,
+   tokens], and a mean and a reciprocal deviation per norm and token. (arXiv 2205.05198, table 2, counts bytes of 16-bit
+   activations and masks.) */
 static void check_activation_bytes(int ranks, int sequence_parallel) {
     const int64_t tokens = 2 * 16, hidden = 64, heads = 8;
     block_case c = {"layer", LAYER,
@@ -676,7 +677,7 @@ static void check_activation_bytes(int ranks, int sequence_parallel) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, rows, hidden, &x));
     y = x;
-    y.data = (char *)x.data + 4096; /* somewhere else; nothing is written on paper */
+    y.data = (char *)x.data + 4096; /* another address; the meta device writes nothing */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, block_forward(&b, x, y, &saved));
     kept = mt_arena_mark(r.ctx) - rounded(heads / t * tokens) - 2 * rounded(2 * rows);
     assert_int_equal(kept, want);
@@ -747,7 +748,7 @@ static const gpt_case gpt_cases[] = {
 
 typedef struct gpt_split {
     int tp, data, sequence_parallel;
-    int micro; /* sequences of a micro-batch; all micro-batches are in flight, backwards run last first */
+    int micro; /* sequences per micro-batch; all micro-batches are in flight, and backwards run last first */
 } gpt_split;
 
 typedef struct gpt_outcome {
@@ -756,7 +757,7 @@ typedef struct gpt_outcome {
     int64_t params;
 } gpt_outcome;
 
-/* What a rank needed and sent: compared between the real device and the meta device. */
+/* What a rank allocated and sent, to compare the real device with the meta device. */
 typedef struct gpt_needs {
     size_t peak, allocated, mark;
     mt_ledger tp, data, model;
@@ -793,7 +794,7 @@ static mt_status gpt_open(test_rank *r, const gpt_case *c, int sequence_parallel
     return mt_params_init(r->ctx, r->params, 7);
 }
 
-/* Forward of every micro-batch of this rank, then backward, last first. loss: of this rank's sequences. */
+/* Runs forward for every micro-batch of this rank, then backward, last first. loss: of this rank's sequences. */
 static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, gpt_split s, float *loss) {
     int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
     int64_t per = BATCH / s.data, first = per * r->grid.dp_rank, n = per / s.micro, k;
@@ -817,7 +818,8 @@ static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, 
     return status;
 }
 
-/* Exactly what megatron.h promises, over the tensor group; nothing elsewhere before the sync. */
+/* Checks that the ledger of the tensor group contains exactly the calls that megatron.h documents, and that other
+   groups have none before mt_sync_gradients. */
 static mt_status check_gpt_ledger(test_rank *r, const gpt_case *c, gpt_split s) {
     uint64_t micro = (uint64_t)(BATCH / s.data / s.micro), layers = (uint64_t)c->desc.layers;
     expected plain = {micro * (4 * layers + 2), 0, 0, micro};
@@ -887,7 +889,7 @@ static void test_gpt_does_not_depend_on_the_split(void **state) {
         }
 }
 
-/* -log softmax(logits)[target], with the smoothing of the description, in double. */
+/* -log softmax(logits)[target] in double, with the label smoothing of the description. */
 static double loss_of_logits(const gpt_case *c, const float *x, int32_t target) {
     double sum = 0, mean = 0, a = (double)c->desc.label_smoothing;
     if (target == (c->desc.ignore_index ? c->desc.ignore_index : -100)) return 0;
@@ -911,7 +913,7 @@ static mt_status gpt_evaluate(test_rank *r, gpt_run *run) {
     gpt_data(run->c, ids, targets, lengths);
     b = gpt_batch(run->c, 0, BATCH, lengths);
     all = test_floats(r, GPT_TOKENS * VOCAB, NAN);
-    last = test_floats(r, BATCH * (VOCAB + 3), NAN); /* with room between the rows */
+    last = test_floats(r, BATCH * (VOCAB + 3), NAN); /* with gaps between the rows */
     loss = test_floats(r, GPT_TOKENS, NAN);
     MT_TRY(mt_gpt_forward(r->ctx, &gpt, &b, ids, targets, mt_tensor_f32(loss, 1, GPT_TOKENS), NULL));
     MT_TRY(mt_gpt_logits(r->ctx, &gpt, &b, ids, mt_tensor_f32(all, GPT_TOKENS, VOCAB)));
@@ -984,7 +986,8 @@ static void test_gpt_parameters(void **state) {
     assert_int_equal(mt_params_count(r.params), 2 + 2 * 12 + 2); /* tied: no output_layer */
     assert_int_equal(mt_params_global_elements(r.params), VOCAB * 16 + 10 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16);
     assert_ptr_equal(gpt.head.weight, gpt.tokens.weight);
-    p = mt_params_find(r.params, "decoder.layers.0.mlp.linear_fc2.weight"); /* 0.02 / sqrt(2 * 2), 1024 draws: 2.2 % */
+    /* 0.02 / sqrt(2 * 2); the standard error of 1024 draws is 2.2 % */
+    p = mt_params_find(r.params, "decoder.layers.0.mlp.linear_fc2.weight");
     for (int64_t i = 0; i < 1024; i++) square += pow((double)((const float *)p->value.data)[i], 2);
     assert_true(fabs(sqrt(square / 1024) / 0.01 - 1) < 4 * 0.022);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_open(&r, &gpt_cases[1], 0, &gpt));
@@ -1004,7 +1007,7 @@ typedef struct gpt_point {
     const int32_t *ids, *targets;
 } gpt_point;
 
-/* The sum of the losses of a training forward, which is left to a backward when keep says so. */
+/* The sum of the losses of a training forward. `keep`: leave it to a later backward. */
 static double gpt_sum(gpt_point *p, int keep) {
     float loss[16];
     size_t mark = mt_arena_mark(p->r->ctx);
@@ -1027,7 +1030,7 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
-    for (int i = 0; i < 3; i++) { /* tied; untied; post-LN and no learned positions */
+    for (int i = 0; i < 3; i++) { /* tied; untied; post-LN without learned positions */
         mt_gpt_desc d = {.vocab = 11,
                          .layers = 2,
                          .max_seq = 6,
@@ -1057,7 +1060,7 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* With embedding dropout alone, training and evaluation still differ. */
+/* With only embedding dropout, training and evaluation differ, too. */
 static void test_gpt_embedding_dropout(void **state) {
     static const int32_t ids[] = {0, 10, 3, 3, 7};
     mt_gpt_desc d = {
@@ -1083,7 +1086,7 @@ static void test_gpt_embedding_dropout(void **state) {
 
 /* ---- on paper, and without allocating ---------------------------------------------------------------------------- */
 
-/* One whole training step. After it, what the rank needed. */
+/* One whole training step; *needs is what the rank needed. */
 static mt_status gpt_step(test_rank *r, gpt_run *run, gpt_needs *needs) {
     float loss[GPT_TOKENS], norm = 0;
     mt_optimizer o = {0};
@@ -1165,8 +1168,8 @@ static void counting_free(void *user, void *ptr, size_t bytes) {
     free(ptr);
 }
 
-/* The arena is exactly as big as the meta device says, nothing else is asked of the allocator after creation, and
-   everything goes back. */
+/* The arena has exactly the size that the meta device computed, the allocator is not called after creation, and all
+   memory is freed. */
 static mt_status frugal_step(test_rank *r, gpt_run *run, counting_allocator *a) {
     float loss[GPT_TOKENS], logits[BATCH * VOCAB], norm;
     int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
@@ -1229,7 +1232,7 @@ static void test_nothing_is_allocated_after_creation(void **state) {
         }
 }
 
-/* An arena that is too small: an error on every rank, alike, and the arena comes back as it was. */
+/* An arena that is too small gives the same error on every rank, and is left unchanged. */
 static void test_an_arena_that_is_too_small(void **state) {
     mt_context_desc meta = {.device = MT_DEVICE_META}, where = {.arena_bytes = 0};
     float loss[GPT_TOKENS];
@@ -1255,7 +1258,7 @@ static void test_an_arena_that_is_too_small(void **state) {
 
 /* ---- fused q, k, v ----------------------------------------------------------------------------------------------- */
 
-/* 4 heads in 2 groups, head_dim 2, 1 column: per group its two queries, its key, its value. */
+/* 4 heads in 2 groups, head_dim 2, 1 column. Each group has its two queries, its key and its value. */
 static void test_qkv_layout(void **state) {
     static const float q[] = {0, 1, 10, 11, 20, 21, 30, 31}, k[] = {40, 41, 50, 51}, v[] = {60, 61, 70, 71};
     static const float golden[] = {0, 1, 10, 11, 40, 41, 60, 61, 20, 21, 30, 31, 50, 51, 70, 71};
@@ -1290,7 +1293,7 @@ static void test_qkv_round_trip(void **state) {
 enum { QK_TOKENS = 3, QK_GROUPS = 2, QK_QUERIES = 2, QK_HEAD = 4, QK_UNIT = (QK_QUERIES + 2) * QK_HEAD };
 enum { QK_COLS = QK_GROUPS * QK_UNIT, QK_ALL = QK_TOKENS * QK_COLS };
 
-/* sum(weight * y) in double, and y, which may be NULL. gains: of the queries, then of the keys. */
+/* Returns sum(weight * y) in double. y may be NULL. gains: those of the queries, then those of the keys. */
 static double qk_norm_reference(mt_norm_kind kind, const double *x, const double *gains, const float *weight,
                                 double *y) {
     double total = 0;
@@ -1314,7 +1317,7 @@ static mt_status qk_layer(test_rank *r, int64_t unit, mt_column_parallel_linear 
     return mt_column_parallel_linear_create(r->ctx, r->params, unit == QK_UNIT ? "qkv" : "other", &d, out);
 }
 
-/* Values against double, gradients against central differences of it. Inference computes the same bits. */
+/* Values against double precision, gradients against central differences of it. Inference gives the same bits. */
 static void qk_norm_is_the_formula(mt_norm_kind kind) {
     mt_norm_layer_desc d = {.features = QK_HEAD, .kind = kind};
     mt_column_parallel_linear layer;
@@ -1401,7 +1404,7 @@ static void test_qk_norm_refuses(void **state) {
 
 enum { QK_MANY = 7, QK_WIDE = QK_MANY * QK_UNIT, QK_RANKS = 4, QK_LOCAL = 2 * QK_UNIT };
 
-/* The norms of a rank of tp: replaces its columns of qkv and dqkv, and writes the gradients of its gains. */
+/* Applies the norms of one rank of tp: replaces its columns of qkv and dqkv, and writes the gradients of its gains. */
 static void qk_norm_of_rank(int tp, int rank, mt_norm_kind kind, const float *from, const float *up, float *qkv,
                             float *dqkv, float *dgains) {
     int64_t cols = tp == 1 ? QK_WIDE : QK_LOCAL, first = rank * cols, used = mt_min(cols, QK_WIDE - first);
@@ -1435,7 +1438,7 @@ static void qk_norm_of_rank(int tp, int rank, mt_norm_kind kind, const float *fr
 }
 
 /* 7 groups of 2 queries on 4 ranks, of which the last has an empty group: the bits of one rank, and gradients of gains
-   that add up to its gradients. */
+   whose sum is the gradient on one rank. */
 static void qk_norm_is_split(mt_norm_kind kind) {
     enum { ALL = QK_TOKENS * QK_WIDE };
     float from[ALL], up[ALL], y[2][ALL], dx[2][ALL], dgains[2][2 * QK_HEAD] = {{0}};
@@ -1458,7 +1461,7 @@ static void test_qk_norm_split(void **state) {
 
 /* ---- core attention ---------------------------------------------------------------------------------------------- */
 
-/* The last of 4 ranks has one group of the 7, and a place for a second one. */
+/* The last of 4 ranks has one of the 7 groups, and an empty place for a second one. */
 static void test_core_attention_desc(void **state) {
     static const int32_t lengths[] = {1, 2};
     mt_linear_desc d = {.in_features = 8, .out_features = 7 * 20, .unit = 20};
@@ -1481,7 +1484,7 @@ static void test_core_attention_desc(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Two groups have a place, and one is there: a refused call has not cleared the place of the other one either. */
+/* A rank with two places for groups but only one group: a refused call does not clear the empty place. */
 static void test_core_attention_refuses(void **state) {
     mt_attention_desc s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 2, .head_dim = 4}, bad = s;
     test_rank r;
@@ -1503,7 +1506,7 @@ static void test_core_attention_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask 5", FORWARD(&bad, 2, qkv, out, two));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask 5", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
     bad = s;
-    bad.groups = 2; /* a shard has its rows of lse, the next one has none */
+    bad.groups = 2; /* there are rows of lse for this rank's groups, not for more */
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", FORWARD(&bad, 2, qkv, out, two));
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse", BACKWARD(&s, 1, qkv, out, mt_none(), dout, dqkv));
@@ -1548,7 +1551,7 @@ static void test_qkv_refuses(void **state) {
 
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
-/* On rank 1 of a tensor group of 4 that exists on paper: whatever is refused is refused before it communicates. */
+/* Rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
 static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
 
 #define HUGE_SIZE (INT64_MAX / 2)
@@ -1587,7 +1590,7 @@ static void test_mlp_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_mlp_create(r.ctx, r.params, "m", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnn|95", mt_mlp_create(r.ctx, r.params, name, &good, &m));
     assert_int_equal(mt_params_count(r.params), 0);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* what a refused creation leaves behind */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* the object of a refused creation */
             mt_mlp_forward(r.ctx, &m, mt_tensor_f32(x, 1, 8), mt_tensor_f32(x, 1, 8), NULL));
     test_paper_rank_close(&r);
 }
@@ -1693,7 +1696,7 @@ static mt_tensor with(mt_tensor t, int64_t rows, int64_t cols, int64_t ld, mt_dt
     return t;
 }
 
-/* NULL for the batch of an MLP, which takes none; b stays as it is. */
+/* batch may be NULL for an MLP, which takes none. b is not changed. */
 static mt_status forward_with(const block *b, const mt_batch *batch, mt_tensor x, mt_tensor y) {
     mt_context *ctx = b->r->ctx;
     block_saved s;
@@ -1705,7 +1708,7 @@ static mt_status forward_with(const block *b, const mt_batch *batch, mt_tensor x
     return MT_SUCCESS;
 }
 
-/* A backward of s as if its forward had worked on this batch. */
+/* Runs the backward of s as if its forward had used this batch. */
 static mt_status backward_with(const block *b, const mt_batch *batch, mt_tensor dy, mt_tensor dx,
                                const block_saved *s) {
     mt_context *ctx = b->r->ctx;
@@ -1742,7 +1745,7 @@ static mt_status backward_of_nothing(const block *b, mt_context *ctx, mt_tensor 
     return MT_SUCCESS;
 }
 
-/* The batch of b is 2 sequences of 6 tokens; t are rows [12 or 3, 16]. */
+/* The batch of b has 2 sequences of 6 tokens. x and y have 12 or 3 rows of 16. */
 static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int backward) {
     static const int32_t low[] = {6, -1}, high[] = {7, 2};
     static const struct {
@@ -1793,12 +1796,12 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     REFUSED(ctx, MT_ERR_ARGUMENT, "x is|data is NULL", forward_with(b, batch, mt_tensor_f32(NULL, n, h), y));
     REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL", forward_with(b, batch, x, mt_tensor_f32(NULL, n, h)));
     mt_tensor later = with(x, n, h, h, MT_F32);
-    later.data = (char *)x.data + ((n - 1) * h + h - 1) * 4; /* its first element is the last one of x */
+    later.data = (char *)x.data + ((n - 1) * h + h - 1) * 4; /* its first element is the last element of x */
     REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, x));
     REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, x, later));
     REFUSED(ctx, MT_ERR_ARGUMENT, "x [|and y|overlap", forward_with(b, batch, later, x));
     REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", backward_with(b, batch, x, y, NULL));
-    REFUSED(ctx, MT_ERR_SHAPE, "saved", backward_with(b, batch, x, y, &s)); /* of no forward */
+    REFUSED(ctx, MT_ERR_SHAPE, "saved", backward_with(b, batch, x, y, &s)); /* no forward has filled s */
     REFUSED(ctx, MT_ERR_DTYPE, "dy is bf16", backward_with(b, batch, with(x, n, h, h, MT_BF16), y, &s));
     REFUSED(ctx, MT_ERR_DTYPE, "dx is bf16", backward_with(b, batch, x, with(y, n, h, h, MT_BF16), &s));
     REFUSED(ctx, MT_ERR_SHAPE, "dy is|15]", backward_with(b, batch, with(x, n, 15, 16, MT_F32), y, &s));
@@ -1855,7 +1858,8 @@ static void test_block_calls_refuse(void **state) {
     }
 }
 
-/* A dx that cannot travel is refused before any gradient is added to; under sequence parallelism an x and a dy, too. */
+/* A dx that is sent between ranks must be contiguous: otherwise the call is refused before a gradient is changed. With
+   sequence parallelism, the same holds for x and dy. */
 static void test_strided_views_are_refused_where_they_travel(void **state) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
     (void)state;
@@ -1956,7 +1960,7 @@ static void test_gpt_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "4611686018427387900", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
     d.layer = layer;
-    d.layer.rotary_base = 100.0f; /* the second layer is refused, and the first one's table goes again */
+    d.layer.rotary_base = 100.0f; /* the second layer is refused, and the table of the first is freed again */
     taken.name = "decoder.layers.1.mlp.linear_fc2.weight";
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &taken, &p));
     before = mt_context_allocated(r.ctx);
@@ -1979,7 +1983,7 @@ static void test_gpt_create_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* What forward and logits refuse alike: f is 0, 1. */
+/* The refusals that forward and logits have in common. f: 0 or 1 selects the call. */
 static mt_status gpt_call(int f, mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                           float *out, mt_gpt_saved *saved) {
     if (f == 0) return mt_gpt_forward(ctx, gpt, batch, ids, ids, mt_tensor_f32(out, 1, 12), saved);
@@ -2085,8 +2089,7 @@ static void test_gpt_calls_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* One forward, one backward: the logits are gone after the first, and a forward that failed leaves nothing to go back
- * from. */
+/* One forward allows one backward: the logits are gone after the first, and a forward that failed allows none. */
 static void test_gpt_backward_only_once(void **state) {
     mt_gpt_desc d = {.vocab = 10, .layers = 1, .max_seq = 8, .layer = {.hidden = 8, .heads = 2}};
     static const int32_t ids[12] = {0}, bad[12] = {99};
@@ -2107,7 +2110,7 @@ static void test_gpt_backward_only_once(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(loss, 1, 12), &saved));
     REFUSED(r.ctx, MT_ERR_DATA, "token id 99",
             mt_gpt_forward(r.ctx, &gpt, &batch, bad, ids, mt_tensor_f32(loss, 1, 12), &saved));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_backward(r.ctx, &gpt, 0.0f, &saved)); /* a refused call changed nothing */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_backward(r.ctx, &gpt, 0.0f, &saved)); /* the refused call changed nothing */
     for (int i = 0; i < mt_params_count(r.params); i++) {
         mt_tensor g = mt_params_at(r.params, i)->grad;
         test_untouched("gradient", (const float *)g.data, g.rows * g.cols, 0.0f);

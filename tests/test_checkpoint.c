@@ -1,6 +1,7 @@
-/* test_checkpoint - checkpoints: the same bits on every split, GPT-2 of Hugging Face, training that goes on as if it
-   had never stopped, pipeline stages, every way in which a file can be wrong, and a save that fails or dies at each of
-   its system calls or at any moment. Run it from the checkout's root. */
+/* test_checkpoint.c - tests checkpoints: files and values on every split against those of one rank, GPT-2 against a
+   file of Hugging Face, resumed training against training without a break, pipeline stages, every kind of wrong
+   file, and a save that fails or is killed at each of its system calls or at any time. Run it from the root of the
+   checkout. */
 
 #include <dirent.h>
 #include <errno.h>
@@ -23,15 +24,15 @@ enum { NO_FAULT, FAIL, DIE };
 
 static struct {
     int fault, at, calls;
-    int error;      /* which a call fails with; 0: ENOSPC. EINTR: only what waits */
-    int lock_error; /* of every flock; 0: none */
+    int error;      /* errno of the failing call; 0: ENOSPC. EINTR: only calls that can block fail */
+    int lock_error; /* errno of every flock; 0: none */
 } plan;
 
-static int warnings; /* to the logger of any rank */
+static int warnings; /* number of warnings that any rank logs */
 
-/* Which files and directories have changed since they were brought to the disk. */
+/* The files and directories that have changed since their last fsync. */
 static struct {
-    int watching, count, early; /* early: something was renamed before it was on the disk */
+    int watching, count, early; /* early: something was renamed before its fsync */
     struct {
         char path[1024];
         int dirty;
@@ -46,9 +47,9 @@ static int fault(void) {
     return 1;
 }
 
-/* A file that gets shorter while it is loaded: before the at-th time that a part of any file is read or mapped. */
+/* A file that gets shorter while it is loaded: before a part of any file is read or mapped for the at-th time. */
 static struct {
-    const char *path; /* NULL: none */
+    const char *path; /* NULL: no file */
     off_t length;
     int at, calls;
 } shortened;
@@ -61,7 +62,7 @@ static void shorten(void) {
 
 static ssize_t test_pread(int fd, void *data, size_t bytes, off_t at) {
     shorten();
-    return pread(fd, data, bytes > 5000 ? bytes - 777 : bytes, at); /* and reads may be short */
+    return pread(fd, data, bytes > 5000 ? bytes - 777 : bytes, at); /* short reads happen, too */
 }
 
 static void *test_mmap(void *wanted, size_t bytes, int protection, int flags, int fd, off_t at) {
@@ -70,7 +71,7 @@ static void *test_mmap(void *wanted, size_t bytes, int protection, int flags, in
     return data;
 }
 
-/* Of a call that no signal interrupts. */
+/* For a call that signals do not interrupt. */
 static int fault_at_once(void) { return plan.error == EINTR ? 0 : fault(); }
 
 static void disk_mark(const char *path, int dirty) {
@@ -121,23 +122,23 @@ static int test_openat(int directory, const char *name, int flags, ...) {
     return fd;
 }
 
-/* What dies in a write has written half of it. */
+/* A process that is killed in a write has written half of the data. */
 static ssize_t test_write(int fd, const void *data, size_t bytes) {
     if (plan.fault == DIE && plan.calls == plan.at && write(fd, data, bytes / 2) < 0) _exit(8);
     if (fault()) return -1;
     disk_mark_fd(fd, 1);
-    return write(fd, data, bytes > 1000 ? bytes - 777 : bytes); /* and writes may be short */
+    return write(fd, data, bytes > 1000 ? bytes - 777 : bytes); /* short writes happen, too */
 }
 
 static int test_fsync(int fd) {
     if (fault()) return -1;
     disk_mark_fd(fd, 0);
-    return 0; /* /tmp need not survive, and this takes its time */
+    return 0; /* the test needs no real fsync of /tmp, which is slow */
 }
 
 static int lock_fd = -1;
 
-/* What was only read from has nothing to lose, nor has a lock. */
+/* Closing a file that was only read, or a lock, does not fail: no data can be lost. */
 static int test_close(int fd) {
     int failed = fd != lock_fd && (fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDONLY && fault(), error = errno,
         result = close(fd);
@@ -220,9 +221,9 @@ static int test_flock(int fd, int how) {
 #include "mt_test_ranks.h"
 #include "mt_test_scratch.h"
 
-#define STRIDE (test_all() ? 1 : 3) /* through what is tried one by one */
+#define STRIDE (test_all() ? 1 : 3) /* the step through cases that are tried one by one */
 
-/* But for the lock, which stays. */
+/* The number of entries of a directory, without the lock, which stays. */
 static int entries(const char *directory) {
     struct dirent *e;
     DIR *d = opendir(directory);
@@ -238,27 +239,27 @@ static int entries(const char *directory) {
 
 enum { GPT2, LLAMA, LAYERS = 4, VOCAB = 37, HIDDEN = 24, SEQ = 8, ARENA = 1 << 20 };
 
-/* What a job is to do on each rank, and what came of it. */
+/* The task of a job on each rank, and its results. */
 typedef struct job {
     int model, tp, data, pipeline;
     mt_dtype dtype;
-    int stochastic, no_optimizer, sharded, invariant,
-        fill; /* fill: numbers that are nowhere the same, and their seed */
+    int stochastic, no_optimizer, sharded, invariant, fill; /* fill: seed of values that are all different */
     enum { SAVE, LOAD, IMPORT, NOTHING, LOCK } action;
-    int stays; /* a pipe: told when the action is done, the process then waits for its end; LOCK: -1: and saves */
-    const char *directory; /* below scratch, but for IMPORT */
+    /* A pipe that is written when the action is done; the process then waits to be killed. LOCK: -1: it also saves */
+    int stays;
+    const char *directory; /* below scratch, except for IMPORT */
     int64_t step;
-    int keep, heads, hidden; /* of other models; 0: as they are */
-    size_t arena;            /* that the action has; 0: all */
+    int keep, heads, hidden; /* of other models; 0: the default */
+    size_t arena;            /* arena of the action; 0: the default */
     mt_activation activation;
     /* results */
     mt_training_state state;
     mt_status status[8];
     char sentence[8][MT_ERROR_BYTES];
-    int changed[8]; /* by an action that failed */
-    float *dump;    /* values, moments, masters: all of the first stage's parameters, unsharded */
+    int changed[8]; /* 1: an action that failed has changed the replica */
+    float *dump;    /* values, moments and masters of all parameters of the first stage, as whole tensors */
     int64_t dumped;
-    uint64_t digest[8]; /* of the same of each rank */
+    uint64_t digest[8]; /* hash of the same values of each rank */
     int64_t optimizer_step;
 } job;
 
@@ -288,7 +289,7 @@ static mt_gpt_desc model_desc(const job *j) {
     return d;
 }
 
-/* Numbers that depend on parameter, state and element only. */
+/* Fills with values that depend only on parameter, kind of state and element. */
 static mt_status fill(replica *m, const job *j) {
     mt_status status = MT_SUCCESS;
     for (int i = 0; status == MT_SUCCESS && i < mt_params_count(m->r.params); i++) {
@@ -341,7 +342,7 @@ static void replica_close(replica *m) {
     test_rank_close(&m->r);
 }
 
-/* Everything of this stage, unsharded. */
+/* Collects values, moments and masters of this stage, as whole tensors. */
 static mt_status dump(replica *m, const job *j, float **out, int64_t *count) {
     int64_t n = mt_params_global_elements(m->r.params), used = 0;
     float *x = (float *)calloc((size_t)(4 * n), sizeof *x);
@@ -399,7 +400,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Runs the job; its dump is to be freed. */
+/* Runs the job. The caller frees its dump. */
 static void run(job *j) {
     if (!j->tp) j->tp = 1;
     if (!j->data) j->data = 1;
@@ -418,7 +419,8 @@ static void expect_success(const job *j) {
         if (j->status[r] != MT_SUCCESS) fail_msg("rank %d: %s: %s", r, mt_status_name(j->status[r]), j->sentence[r]);
 }
 
-/* Every rank has the same status and sentence, which holds these words, and what it had before. */
+/* Checks that every rank has the same status and message, that the message contains all of these words, and that the
+   ranks are unchanged. */
 static void expect_refusal(const job *j, mt_status status, const char *words) {
     for (int r = 0; r < j->tp * j->data * j->pipeline; r++) {
         if (j->status[r] != status)
@@ -458,7 +460,7 @@ static mt_training_state some_state(int64_t step) {
 static const struct { int tp, data; } splits[] = {{1, 1}, {2, 1}, {1, 2}, {4, 1}, {3, 2}};
 #define SPLITS (int)(sizeof splits / sizeof *splits)
 
-/* Saved on every split, into files of the same bytes; loaded on every other one. */
+/* A checkpoint has the same bytes whatever the split that saves it, and loads on every other split. */
 static void round_trips(job kind) {
     job first = kind;
     first.action = SAVE;
@@ -504,7 +506,7 @@ static void every_split(void **state) {
     round_trips((job){.model = GPT2, .activation = MT_GELU_ERF});
 }
 
-/* Names and config.json of GPT-2 are for what is one: its activation is GELU. */
+/* Only a model that is a GPT-2 gets the names and the config.json of GPT-2: its activation must be GELU. */
 static void what_is_a_gpt2(void **state) {
     static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU};
     (void)state;
@@ -520,7 +522,7 @@ static void what_is_a_gpt2(void **state) {
     round_trips((job){.model = GPT2, .activation = MT_SQUARED_RELU});
 }
 
-/* In invariant mode a rank's shards lie elsewhere; the files are the same. */
+/* Invariant mode divides the parameters differently among the ranks. The files are the same. */
 static void invariant_mode(void **state) {
     job plain = {.model = LLAMA, .action = SAVE, .fill = 2, .directory = "a", .state = {.step = 1}};
     (void)state;
@@ -546,7 +548,7 @@ static void invariant_mode(void **state) {
     forget("a");
 }
 
-/* Parameters of another type than they were saved with. */
+/* Loads parameters into a type other than that of the save. */
 static void other_types(void **state) {
     job half = {.model = GPT2, .dtype = MT_BF16, .action = SAVE, .fill = 3, .directory = "a", .state = {.step = 1}};
     job whole = {.model = GPT2, .action = SAVE, .fill = 3, .directory = "b", .state = {.step = 1}}, load;
@@ -556,21 +558,21 @@ static void other_types(void **state) {
     expect_success(&half);
     expect_success(&whole);
     load = (job){.model = GPT2, .action = LOAD, .directory = "a", .step = 1, .tp = 2};
-    run(&load); /* bf16 with masters becomes f32 */
+    run(&load); /* bf16 with master weights becomes f32 */
     expect_success(&load);
     assert_memory_equal(load.dump, half.dump + 3 * half.dumped / 4, (size_t)half.dumped / 4 * sizeof(float));
     assert_memory_equal(load.dump + load.dumped / 4, half.dump + half.dumped / 4,
                         (size_t)half.dumped / 2 * sizeof(float));
     free(load.dump);
     load = (job){.model = GPT2, .dtype = MT_BF16, .action = LOAD, .directory = "b", .step = 1, .tp = 2};
-    run(&load); /* f32 becomes bf16, and its masters */
+    run(&load); /* f32 becomes bf16 with master weights */
     expect_success(&load);
     assert_memory_equal(load.dump + 3 * load.dumped / 4, whole.dump, (size_t)whole.dumped / 4 * sizeof(float));
     assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * sizeof(float));
     free(load.dump);
     load =
         (job){.model = GPT2, .dtype = MT_BF16, .stochastic = 1, .action = LOAD, .directory = "a", .step = 1, .tp = 2};
-    run(&load); /* no masters are kept */
+    run(&load); /* without master weights */
     expect_success(&load);
     assert_memory_equal(load.dump, half.dump, (size_t)half.dumped / 4 * 3 * sizeof(float));
     free(load.dump);
@@ -587,7 +589,7 @@ static void other_types(void **state) {
 
 /* ---- pipeline stages --------------------------------------------------------------------------------------------- */
 
-/* A GPT on stages and one in a piece read each other's checkpoints; the numbers depend on names only. */
+/* A GPT on pipeline stages and one on a single stage read each other's checkpoints: values depend only on names. */
 static void stages_of(int model) {
     static const int shapes[][3] = {{1, 1, 2}, {2, 1, 2}, {1, 2, 2}, {2, 1, 4}};
     job whole = {
@@ -612,7 +614,7 @@ static void stages_of(int model) {
         expect_success(&load);
         same_dump(&whole, &load);
         free(load.dump);
-        cut.action = LOAD; /* stages read what is in one piece, and what fewer stages have written */
+        cut.action = LOAD; /* stages read a checkpoint of one stage, and one of fewer stages */
         cut.directory = i == 3 ? "cut" : "whole";
         cut.step = 1;
         cut.fill = 0;
@@ -643,7 +645,7 @@ static void stages(void **state) {
     stages_of(LLAMA);
 }
 
-/* An index that points elsewhere, names what is not there, or leaves out what is. */
+/* An index that names another file, names a tensor that is not there, or omits one. */
 static void indices(void **state) {
     static const struct {
         const char *edit;
@@ -686,7 +688,7 @@ static mt_status expected(mt_context *ctx, const mt_safetensors *s, const char *
     return mt_safetensors_read(ctx, mt_safetensors_find(s, name), out);
 }
 
-/* Logits, the loss of each token, and the norm of the mean loss's gradient. */
+/* Compares the logits, the loss of each token, and the norm of the gradient of the mean loss. */
 static mt_status golden_compare(const golden_run *g, replica *m) {
     enum { TOKENS = 48, V = 61 };
     mt_batch batch = {.sequences = 4, .seq = 12};
@@ -749,7 +751,7 @@ static void hugging_face(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* What we write has the names, shapes and numbers of the file that transformers has written. */
+/* The file that the library saves has the names, shapes and values of the file that transformers saved. */
 static mt_status rewrite_rank(mt_comm *world, void *user) {
     mt_training_state s = {.step = 0};
     mt_checkpoint_desc c = {.directory = in_scratch("hf")};
@@ -809,7 +811,7 @@ static void as_hugging_face_writes(void **state) {
     forget("hf");
 }
 
-/* Members of config.json that change what a GPT-2 computes, each with a value that is not built. */
+/* Members of config.json that change what a GPT-2 computes, each with a value that is not supported. */
 static void other_configs(void **state) {
     static const struct {
         const char *from, *to, *words;
@@ -859,7 +861,7 @@ static void goes_on_as_if_never_stopped(void **state) {
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
         for (int llama = 0; llama <= 1; llama++) {
             gpt_run one = {.dtype = (mt_dtype)dtype, .tp = 1, .data = 1, .llama = llama}, split = one, sharded;
-            if (dtype == MT_F16) one.loss_scale = split.loss_scale = 268435456.0f; /* some steps are left out */
+            if (dtype == MT_F16) one.loss_scale = split.loss_scale = 268435456.0f; /* some steps are skipped */
             split.tp = split.data = 2;
             split.sequence_parallel = 1;
             goes_on(one, one);
@@ -897,7 +899,7 @@ static void save_one(const char *directory, int64_t step, int fill) {
     expect_success(&save);
 }
 
-/* The checkpoint of this step loads, and holds what was filled in with `fill`. */
+/* Checks that the checkpoint of this step loads, and contains the values of `fill`. */
 static void loads(const char *directory, int64_t step, int fill) {
     job load = a_load(directory, step), filled = load;
     filled.action = NOTHING;
@@ -910,7 +912,7 @@ static void loads(const char *directory, int64_t step, int fill) {
     free(filled.dump);
 }
 
-/* The same bit of two words: neighbours, and any two. */
+/* Flips the same bit of two words: neighbouring words, and any two. */
 static void two_bits(const char *path, const char *name, size_t size) {
     static const int bits[] = {63, 63, 63, 62, 0, 32, 31};
     uint64_t seed = 12, words[2], first = (4000 + 7) / 8, last = size / 8 - 1;
@@ -936,7 +938,7 @@ static void two_bits(const char *path, const char *name, size_t size) {
     }
 }
 
-/* Any bit of either file, and any length but the right one. */
+/* Any single bit of either file is flipped, or the file has any wrong length. */
 static void damaged(void **state) {
     static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
     uint64_t seed = 11;
@@ -948,7 +950,7 @@ static void damaged(void **state) {
         snprintf(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
         assert_int_equal(stat(path, &info), 0);
         for (int k = 0; k < 120; k += STRIDE) {
-            size_t size = k < 100 ? 4000 : (size_t)info.st_size; /* most of them in the header */
+            size_t size = k < 100 ? 4000 : (size_t)info.st_size; /* most of the flipped bits are in the header */
             off_t at = (off_t)(k < 70 ? (size_t)k : test_below(&seed, size));
             unsigned char byte = 0, changed;
             job load = a_load("d", 1);
@@ -976,8 +978,8 @@ static void damaged(void **state) {
     forget("d");
 }
 
-/* A file that another program truncates while it is loaded: no signal, and one sentence on every rank. While files are
-   opened and checked no parameter changes. */
+/* A file that another program truncates while it is loaded gives no signal, but the same error on every rank. While the
+   files are opened and checked, no parameter changes. */
 static void truncated_while_loaded(void **state) {
     static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
     static const off_t lengths[] = {0, 100, 4096, 9000};
@@ -995,7 +997,7 @@ static void truncated_while_loaded(void **state) {
             shortened.length = lengths[refused % 4];
             run_quietly(&load);
             shell("cp '%s' '%s'", in_scratch("whole"), path);
-            late += load.status[0] == MT_SUCCESS; /* all was read before, or the other file only */
+            late += load.status[0] == MT_SUCCESS; /* everything had been read, or only the other file was left */
             if (load.status[0] == MT_SUCCESS) continue;
             if (shortened.at >= 10) {
                 changed += load.changed[0] || load.changed[1];
@@ -1014,7 +1016,7 @@ static void truncated_while_loaded(void **state) {
     forget("d");
 }
 
-/* Checkpoints of another model, of another step, without one of its files. */
+/* Checkpoints of another model, of another step, or without one of the files. */
 static void strangers(void **state) {
     job j;
     (void)state;
@@ -1040,7 +1042,7 @@ static void strangers(void **state) {
     forget("s");
 }
 
-/* What load would refuse is not saved, on any rank, and the checkpoint before stays. */
+/* A state that load would refuse is refused by save, on every rank, and the previous checkpoint stays. */
 static void impossible_states(void **state) {
     mt_training_state good = some_state(1);
     job save;
@@ -1102,7 +1104,7 @@ static int64_t latest(const char *directory) {
     return step;
 }
 
-/* Sets a field of the metadata in a file, or takes it out (NULL). The checksum is right again afterwards. */
+/* Sets a field of a file's metadata, or removes it (value NULL), and updates the checksum. */
 static void set_field(const char *path, const char *key, const char *value) {
     static unsigned char file[1 << 20], after[1 << 20];
     char member[64], zeros[] = "0000000000000000", digits[MTI_CHECKSUM_DIGITS + 1];
@@ -1134,7 +1136,7 @@ static void set_field(const char *path, const char *key, const char *value) {
     fclose(f);
 }
 
-/* The last number that each field of a run may have, with which a loop can go on, and the first that it may not. */
+/* For each field of a training state, the last value that is accepted, and the first that is refused. */
 static void bounds_of_a_state(void **state) {
     static const struct {
         const char *key, *good, *bad, *words;
@@ -1197,11 +1199,11 @@ static void bounds_of_a_state(void **state) {
     save = a_save("i", MTI_STEPS_MAX + 1, 1), run_quietly(&save);
     expect_refusal(&save, MT_ERR_ARGUMENT, "step 281474976710657, must be at most 281474976710656");
     shell("rm '%s' && mkdir '%s'", in_scratch("whole"), in_scratch("i/step-281474976710657"));
-    assert_int_equal(latest("i"), 1); /* that is none of ours */
+    assert_int_equal(latest("i"), 1); /* not a directory of a checkpoint */
     forget("i");
 }
 
-/* The same of a model's fields. A description that is refused is not written to. */
+/* The same for the fields of a model. A description that is refused is not changed. */
 static void bounds_of_a_model(void **state) {
     static const struct {
         const char *key, *good, *bad, *words;
@@ -1253,7 +1255,7 @@ static void bounds_of_a_model(void **state) {
     forget("i");
 }
 
-/* Files of this version and of older ones load; those of newer ones are refused, whichever of the files it is. */
+/* Files of this version and of older ones load. If one of the files is of a newer version, the load is refused. */
 static void versions(void **state) {
     static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
     static const char *const older[] = {MT_VERSION, "0.4.0", "0.0.999999", "0.3.7"};
@@ -1285,7 +1287,7 @@ static void versions(void **state) {
                      newer[k]);
             load = a_load("v", 1), run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);
         }
-        if (i == 0) { /* parameters only, and the description of the model: the same */
+        if (i == 0) { /* the file contains only parameters and the description of the model: the same */
             char directory[300];
             snprintf(directory, sizeof directory, "%s", in_scratch("v/step-00000001"));
             load.action = IMPORT;
@@ -1308,7 +1310,7 @@ static void versions(void **state) {
     forget("v");
 }
 
-/* Numbers that are none of their field's type. */
+/* Texts that are not numbers of their field's type. */
 static void field_texts(void **state) {
     static const mt_field f32 = {.name = "x", .kind = MT_FIELD_F32}, i64 = {.name = "x", .kind = MT_FIELD_I64},
                           u64 = {.name = "x", .kind = MT_FIELD_U64}, whole = {.name = "x", .kind = MT_FIELD_INT},
@@ -1357,13 +1359,13 @@ static void field_texts(void **state) {
     }
 }
 
-/* An arena that the largest shard in f32 does not fit into: nothing is loaded, nothing is published. */
+/* With an arena that is too small for the largest shard in f32, nothing is loaded and nothing is saved. */
 static void small_arenas(void **state) {
     static const struct {
         mt_dtype dtype;
         int sharded;
     } kinds[] = {{MT_F32, 1}, {MT_BF16, 0}, {MT_BF16, 1}};
-    const size_t largest = 3 * HIDDEN / 2 * HIDDEN * sizeof(float); /* of query, key and value */
+    const size_t largest = 3 * HIDDEN / 2 * HIDDEN * sizeof(float); /* the weight of query, key and value */
     (void)state;
     for (int i = 0; i < 3; i++) {
         job save = a_save("r", 1, 1), load = a_load("r", 1);
@@ -1385,15 +1387,15 @@ static void small_arenas(void **state) {
         assert_int_equal(entries(in_scratch("r")), 1);
         save.state.step = 3;
         save.arena =
-            2 * (2 * largest + 512); /* as the header says: twice what two tensor ranks have together, in f32 */
+            /* as mt_parallel.h documents: twice what two tensor ranks have together, in f32. */
+            2 * (2 * largest + 512);
         run_quietly(&save);
         expect_success(&save);
         forget("r");
     }
 }
 
-/* GPT-2 files with one tensor too many, too few, in another shape or type, made with the library's own writer of
- * headers. */
+/* GPT-2 files with one tensor too many, too few, or of another shape or type, written with the library's own writer. */
 static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes) {
     static mti_file f;
     mt_context *ctx;
@@ -1411,7 +1413,7 @@ static void write_tensors(const char *name, const char *tensor, const char *dtyp
     mt_context_destroy(ctx);
 }
 
-/* A small registry with its own names. */
+/* A small registry with names of its own. */
 static mt_status small_rank(mt_comm *world, void *user) {
     const char *words = (const char *)user;
     mt_param_desc d = {.name = "w", .rows = 4, .cols = 6, .placement = MT_SPLIT_ROWS, .init_std = 1.0f};
@@ -1480,7 +1482,7 @@ static void small_models(void **state) {
 
 /* ---- a save that fails, or dies ---------------------------------------------------------------------------------- */
 
-/* The number of system calls in the save of a second checkpoint, which removes nothing, and of a third. */
+/* The number of system calls in the save of a second checkpoint, which removes nothing, or of a third. */
 static int count_calls(int64_t step) {
     plan.fault = NO_FAULT;
     plan.calls = 0;
@@ -1495,7 +1497,7 @@ static void seed_two(void) {
     save_one("f", 2, 2);
 }
 
-/* Runs a job whose k-th call fails with `error`; 0: as a full disk. */
+/* Runs a job whose k-th call fails with `error`; 0: ENOSPC. */
 static void run_failing(job *j, int k, int error) {
     plan.fault = FAIL;
     plan.at = k;
@@ -1505,8 +1507,8 @@ static void run_failing(job *j, int k, int error) {
     plan.fault = NO_FAULT;
 }
 
-/* Each call of a save fails once: every rank is told, the old checkpoints load; the next save finds nothing in its way.
-   What can wait, since nothing but a removal failed, is a warning. */
+/* Each call of a save fails once. Every rank gets an error, the old checkpoints load, and the next save succeeds. If
+   only the removal of an old checkpoint failed, this is a warning. */
 static void every_call_fails(void **state) {
     int calls, waited = 0;
     (void)state;
@@ -1525,7 +1527,7 @@ static void every_call_fails(void **state) {
             assert_int_equal(newest, 3);
             waited++;
         }
-        assert_true(newest == 2 || newest == 3); /* 3: it was there already when bringing its name to the disk failed */
+        assert_true(newest == 2 || newest == 3); /* 3: the directory had its name when the fsync of the name failed */
         loads("f", newest, (int)newest);
         save_one("f", 4, 4);
         loads("f", 4, 4);
@@ -1536,13 +1538,13 @@ static void every_call_fails(void **state) {
     forget("f");
 }
 
-/* A file that may not be read: a load says so on every rank, and changes nothing. */
+/* A file that cannot be opened: the load fails on every rank and changes nothing. */
 static void every_open_of_a_load_fails(void **state) {
     job load = a_load("f", 1);
     int calls;
     (void)state;
     save_one("f", 1, 1);
-    load.tp = 1; /* the same order each time */
+    load.tp = 1; /* for the same order of calls each time */
     plan.fault = NO_FAULT;
     plan.calls = 0;
     run_quietly(&load);
@@ -1557,7 +1559,7 @@ static void every_open_of_a_load_fails(void **state) {
     forget("f");
 }
 
-/* A signal in the middle of a call is none of a checkpoint's business. */
+/* A signal that interrupts a call has no effect. */
 static void every_call_is_interrupted(void **state) {
     int calls;
     (void)state;
@@ -1578,7 +1580,7 @@ static void every_call_is_interrupted(void **state) {
     forget("f");
 }
 
-/* What is none of ours in a checkpoint that is to be removed: the saves go on, and it stays. */
+/* A foreign file in a checkpoint that is to be removed: saves succeed, and the file stays. */
 static void strangers_stay(void **state) {
     (void)state;
     seed_two();
@@ -1586,7 +1588,7 @@ static void strangers_stay(void **state) {
     for (int step = 3; step <= 5; step++) {
         warnings = 0;
         save_one("f", step, step);
-        assert_in_range(warnings, 2, 4); /* the directory in it, and so itself */
+        assert_in_range(warnings, 2, 4); /* the directory in it, and therefore the checkpoint itself */
         assert_int_equal(latest("f"), step);
         loads("f", step, step);
         loads("f", step - 1, step - 1);
@@ -1602,7 +1604,7 @@ static void strangers_stay(void **state) {
     forget("f");
 }
 
-/* A checkpoint's directory with another one's files beside it. */
+/* A checkpoint directory, and the directory of another one beside it. */
 static void victim(void) {
     forget("f");
     forget("victim");
@@ -1614,7 +1616,8 @@ static void victim_stays(void) {
     assert_int_equal(entries(in_scratch("victim")), 1);
 }
 
-/* A link where a save writes, in what it removes, or where a checkpoint was, goes as a link; its target stays. */
+/* A symbolic link that a save finds where it writes, in what it removes, or in place of a checkpoint is removed as a
+   link: its target stays. */
 static void links_are_removed_as_links(void **state) {
     static const char *const planted[] = {"f/.step-00000001.tmp", "f/.step-00000007.tmp", "f/.step-probe.tmp"};
     static const char *const targets[] = {"../victim", "../victim/notes", "../victim/none"};
@@ -1629,7 +1632,7 @@ static void links_are_removed_as_links(void **state) {
         assert_int_equal(entries(in_scratch("f")), 1);
         loads("f", 1, 1);
     }
-    victim(); /* links in what a killed save has left, and in a checkpoint that is one too many */
+    victim(); /* links in what a killed save has left, and in a checkpoint that is to be removed */
     save_one("f", 1, 1);
     save_one("f", 2, 2);
     shell("cd '%s' && mkdir .step-00000003.tmp && ln -s ../../victim .step-00000003.tmp/a && ln -s ../../victim/notes "
@@ -1640,7 +1643,7 @@ static void links_are_removed_as_links(void **state) {
     assert_int_equal(warnings, 0);
     victim_stays();
     assert_int_equal(entries(in_scratch("f")), 2);
-    victim(); /* a checkpoint that was moved away and linked: it loads, and only the link goes when its time comes */
+    victim(); /* a checkpoint that was moved and replaced by a link: it loads, and later only the link is removed */
     save_one("f", 1, 1);
     shell("mv '%s' '%s'", in_scratch("f/step-00000001"), in_scratch("victim/moved"));
     shell("ln -s ../victim/moved '%s'", in_scratch("f/step-00000001"));
@@ -1655,7 +1658,8 @@ static void links_are_removed_as_links(void **state) {
     forget("victim");
 }
 
-/* Nothing is written through a link: of the directory that a save has just made, of a file in it, or of the lock. */
+/* Nothing is written through a link: in place of a directory that a save has just made, of a file in it, or of the
+   lock. */
 static void links_are_not_written_through(void **state) {
     static mti_file f;
     mt_context *ctx;
@@ -1678,7 +1682,7 @@ static void links_are_not_written_through(void **state) {
     forget("victim");
 }
 
-/* Another process has the lock for as long as it lives, however it ends. */
+/* Another process holds the lock until it ends, in whatever way. */
 static void another_run(void **state) {
     int ready[2], status;
     char c;
@@ -1697,14 +1701,14 @@ static void another_run(void **state) {
         _exit(1);
     }
     close(ready[1]);
-    assert_int_equal(read(ready[0], &c, 1), 1); /* its save is done; it lives on */
+    assert_int_equal(read(ready[0], &c, 1), 1); /* its save is done, and it keeps running */
     run_quietly(&save);
     expect_refusal(&save, MT_ERR_IO, "/f: another run writes to it");
     save.action = LOCK;
     run_quietly(&save);
     expect_refusal(&save, MT_ERR_IO, "/f: another run writes to it");
-    loads("f", 5, 5);      /* to read is free */
-    pid_t killer = fork(); /* it dies while the next save begins, which takes a little patience */
+    loads("f", 5, 5);      /* a load needs no lock */
+    pid_t killer = fork(); /* kills the other process while the next save waits for the lock */
     assert_true(killer >= 0);
     if (killer == 0) {
         usleep(200000);
@@ -1728,15 +1732,15 @@ static void another_run(void **state) {
     forget("f");
 }
 
-/* What the first save does, done before. */
+/* mt_checkpoint_lock does what the first save would do. */
 static void locked_before(void **state) {
     job lock = a_save("f", 1, 1), save = lock;
     (void)state;
     lock.action = LOCK;
     run_quietly(&lock);
     expect_success(&lock);
-    assert_int_equal(entries(in_scratch("f")), 0); /* made */
-    lock.stays = -1;                               /* saves behind it, on the same checkpoint */
+    assert_int_equal(entries(in_scratch("f")), 0); /* the directory was created */
+    lock.stays = -1;                               /* the same checkpoint object then saves */
     run_quietly(&lock);
     expect_success(&lock);
     loads("f", 1, 1);
@@ -1745,7 +1749,7 @@ static void locked_before(void **state) {
     run_quietly(&lock);
     expect_refusal(&lock, MT_ERR_IO, "f/deeper|No such file");
     shell("mkdir '%s'", in_scratch("f"));
-    for (int k = 0; k < 4; k++) { /* mkdir, sync of the parent: open, fsync; the lock's open */
+    for (int k = 0; k < 4; k++) { /* calls: mkdir; open and fsync of the parent; open of the lock */
         plan = (__typeof__(plan)){.fault = FAIL, .error = EACCES, .at = k};
         lock.stays = 0;
         run_quietly(&lock);
@@ -1757,7 +1761,7 @@ static void locked_before(void **state) {
     forget("f");
 }
 
-/* Each call of a save is the process's last one, in the middle if it is a write. */
+/* The process is killed at each call of a save; if the call is a write, in the middle of it. */
 static void every_call_is_the_last(void **state) {
     int calls, renamed = 0;
     (void)state;
@@ -1794,7 +1798,7 @@ static void every_call_is_the_last(void **state) {
     forget("f");
 }
 
-/* Everything is on the disk when it is renamed, and the names are when the save returns. */
+/* Data is on the disk before a rename, and the names are on the disk before the save returns. */
 static void reaches_the_disk(void **state) {
     job save = a_save("new", 5, 1);
     (void)state;
@@ -1810,7 +1814,7 @@ static void reaches_the_disk(void **state) {
     forget("new");
 }
 
-/* A limit of the real system, on every size up to that of the files. */
+/* A file size limit of the real system, with every size up to that of the files. */
 static void no_room(void **state) {
     static const rlim_t limits[] = {0, 1, 100, 5000, 20000, 100000};
     struct rlimit before, less;
@@ -1833,7 +1837,7 @@ static void no_room(void **state) {
     forget("f");
 }
 
-/* Stages write at the same time; the error of the second one's is the first one's, too. */
+/* Stages write at the same time. An error on the second stage is also reported on the first. */
 static void a_stage_fails(void **state) {
     int refused = 0;
     (void)state;
@@ -1848,7 +1852,7 @@ static void a_stage_fails(void **state) {
     assert_int_equal(refused, 12);
 }
 
-/* What cannot be written to, or is there already. */
+/* Paths that cannot be written, or that already exist. */
 static void in_the_way(void **state) {
     job save = a_save("f/deeper", 1, 1);
     (void)state;
@@ -1861,7 +1865,7 @@ static void in_the_way(void **state) {
     forget("f");
     save = a_save("f", 1, 1);
     strcpy(save.state.note, "Stra\xdf"
-                            "e"); /* Latin-1, which no reader takes */
+                            "e"); /* Latin-1, which no reader accepts */
     run_quietly(&save);
     expect_refusal(&save, MT_ERR_DATA, "/f/.step-00000001.tmp/model.safetensors|not UTF-8");
     assert_int_equal(entries(in_scratch("f")), 0);
@@ -1884,8 +1888,7 @@ static void save_or_exit(const char *directory, int64_t step) {
     free(save.dump);
 }
 
-/* Microseconds that a process takes to start, save once and end: the longest of a few, on a machine that does other
- * things. */
+/* The longest of several times, in microseconds, that a process needs to start, save once and end. */
 static uint64_t time_of_a_process(void) {
     uint64_t longest = 0;
     for (int i = 0; i < 5; i++) {
@@ -1909,7 +1912,7 @@ static uint64_t time_of_a_process(void) {
     return longest;
 }
 
-/* Killed at any moment: a process saves one checkpoint after the other, until it is told to stop by signal 9. */
+/* A process saves one checkpoint after the other until SIGKILL ends it, at any time. */
 static void killed(void **state) {
     int kills = test_all() ? 300 : 60, saved = 0;
     uint64_t seed = (uint64_t)time(NULL), window;
@@ -1958,7 +1961,7 @@ static void keeps_the_newest(void **state) {
     loads("n", 3 * 99999999, 3);
     shell("mkdir '%s' '%s' && touch '%s'", in_scratch("n/step-999"), in_scratch("n/step-9999999999x"),
           in_scratch("n/other"));
-    assert_int_equal(latest("n"), 5 * 99999999); /* these are none of ours */
+    assert_int_equal(latest("n"), 5 * 99999999); /* these are not directories of checkpoints */
     save_one("n", 5 * 99999999 + 1, 1);
     assert_int_equal(entries(in_scratch("n")), 5);
     forget("n");
@@ -2043,7 +2046,7 @@ static void arguments(void **state) {
     mt_comm_destroy(world2);
 }
 
-/* What a save needs is planned without touching a file. */
+/* The memory that a save needs is computed on the meta device, without touching a file. */
 static void meta(void **state) {
     job j = {.model = GPT2, .tp = 4, .data = 1, .pipeline = 1, .directory = "m"};
     mt_comm *world;

@@ -1,8 +1,7 @@
-/* test_data_parallel.c - gradients in buckets that go out while the backward still runs, the optimizer sharded over
-   the data group, and steps that are left out: the same bits as without, what is communicated and when, and memory by
-   the formula.
-
-   cc -O1 -g -I. -Itests tests/test_data_parallel.c -lm -lpthread                                              */
+/* test_data_parallel.c - tests data parallelism: gradients in buckets that are communicated during the backward
+   pass, the optimizer sharded over the data group, and skipped steps. The bits are compared with runs without these,
+   calls with the documentation, and memory with the formula.
+       cc -O1 -g -I. -Itests tests/test_data_parallel.c -lm -lpthread */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -21,15 +20,16 @@ typedef struct bucket_case {
     int ranks;
 } bucket_case;
 
-/* One model, drawn by a seed, the same on every rank. */
+/* A model drawn at random from a seed, the same on every rank. */
 typedef struct drawn {
     test_rank *r;
     mt_param *list[MOST_PARAMS];
     int count;
-    int said[MOST_PARAMS]; /* that its gradient is final */
+    int said[MOST_PARAMS]; /* mt_gradients_final was called for the parameter */
 } drawn;
 
-/* Whole numbers, so that sums are exact: what rank adds to element k of a parameter in one of three micro-batches. */
+/* The value that a rank adds to element k of a parameter in one of three micro-batches. Whole numbers make sums
+   exact. */
 static float share_of(int rank, int param, int64_t k, int micro) {
     uint64_t seed = (uint64_t)(((rank * 16 + param) * 4 + micro) * 1000 + k);
     return (float)(int)(test_random(&seed) % 17) - 8.0f;
@@ -62,7 +62,8 @@ static mt_status draw_model(test_rank *r, uint64_t *seed, drawn *d) {
 
 static int64_t place_of(const drawn *d, int i) { return (float *)d->list[i]->grad.data - d->r->params->grads; }
 
-/* Buckets on their way, by the documentation: all of what they hold is final, and nobody else sums it first. */
+/* The number of buckets that are being reduced, by the documentation: all their gradients are final, and none of them
+   is first summed over another group. */
 static int64_t buckets_gone(const drawn *d) {
     int64_t elements = d->r->params->elements, size = d->r->params->buckets.size, from = 0, gone = 0;
     for (int i = 0; i < d->count; i++) {
@@ -74,15 +75,15 @@ static int64_t buckets_gone(const drawn *d) {
     return gone;
 }
 
-/* A bucket that is on its way early would miss what comes now. */
+/* Adds to a gradient. A bucket that was sent too early would lack this sum. */
 static void add_gradient(const drawn *d, int i, int micro) {
     float *g = (float *)d->list[i]->grad.data;
     for (int64_t k = 0; k < d->list[i]->grad.rows * d->list[i]->grad.cols; k++)
         g[k] += share_of(mt_comm_rank(d->r->world), i, k, micro);
 }
 
-/* A step of three micro-batches, of which the last is communicated as it goes; some gradients are not said to be final.
- */
+/* A step of three micro-batches, the last of which is communicated while it runs. For some gradients,
+   mt_gradients_final is not called. */
 static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     mt_context *ctx = d->r->ctx;
     int begins = test_below(seed, 4) != 0, skips = (int)test_below(seed, 3), i, first;
@@ -91,7 +92,7 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     for (int micro = 0; micro < 2; micro++)
         for (i = 0; i < d->count; i++) add_gradient(d, i, micro);
     for (i = 0; i < d->count; i += 2)
-        MT_TRY(mt_gradients_final(ctx, d->list[i], d->list[i])); /* not begun: nobody listens */
+        MT_TRY(mt_gradients_final(ctx, d->list[i], d->list[i])); /* has no effect before mt_sync_gradients_begin */
     CHECK(mt_comm_ledger(d->r->grid.dp).calls[kind] == 0);
     if (begins) MT_TRY(mt_sync_gradients_begin(ctx, d->r->params));
     for (i = d->count - 1; i >= 0; i = first - 1) { /* ranges of parameters, from the last to the first */
@@ -106,7 +107,7 @@ static mt_status drawn_backward(drawn *d, uint64_t *seed, mt_collective kind) {
     return mt_sync_gradients(ctx, d->r->params);
 }
 
-/* Every rank whose part belongs into the sum that rank `me` of the world is to have. */
+/* Returns 1 if the gradient of `rank` belongs to the sum that this rank gets. */
 static int is_summed(const test_rank *r, const mt_param *p, int rank) {
     int t = rank % r->grid.tp_size, s = rank / r->grid.tp_size / r->grid.dp_size, stages = r->grid.pp_size;
     int ends = (s == 0 || s == stages - 1) && (r->grid.pp_rank == 0 || r->grid.pp_rank == stages - 1);
@@ -128,7 +129,7 @@ static mt_status drawn_sums(const drawn *d) {
     return MT_SUCCESS;
 }
 
-/* One round of communication, of every element once, in buckets of the size that was asked for. */
+/* The expected ledger: every element is communicated once, in buckets of the configured size. */
 static mt_status drawn_ledger(const drawn *d, mt_collective kind) {
     const mt_params *params = d->r->params;
     int64_t unit = 64 / (int64_t)mt_dtype_size(params->dtype), asked = (int64_t)(params->buckets.desc.bucket_bytes / 4);
@@ -184,20 +185,20 @@ static void test_buckets(void **state) {
 
 typedef struct found {
     float loss[GPT_STEPS], norm[GPT_STEPS];
-    float state[STATE_FLOATS]; /* of rank 0, whole tensors: the same on every split in invariant mode */
+    float state[STATE_FLOATS]; /* whole tensors on rank 0; the same on every split in invariant mode */
     int64_t count;
-    uint64_t raw[MOST_RANKS]; /* a hash of what each rank holds itself */
+    uint64_t raw[MOST_RANKS]; /* a hash of what each rank holds */
     int64_t skipped[MOST_RANKS], steps[MOST_RANKS];
-    mt_ledger data; /* of rank 0, of the last step */
+    mt_ledger data; /* of rank 0, in the last step */
 } found;
 
-/* What happens in one of the steps. */
+/* An event in one of the steps. */
 typedef enum event { NOTHING = 0, LEFT_OUT, BAD_GRADIENT, BAD_WEIGHT } event;
 
 typedef struct training {
     gpt_run run;
     event event;
-    int step, rank, param; /* of the event; rank: of the world, the only one it happens on */
+    int step, rank, param; /* step of the event; rank: world rank, the only one on which it happens */
     float bad;
     found *out;
 } training;
@@ -235,7 +236,7 @@ static mt_status keep_raw(gpt_worker *w, found *out, int rank) {
     return keep_state(w, out, rank);
 }
 
-/* The step in which something happens to one rank; what was done to a weight is undone afterwards. */
+/* The step in which the event happens on one rank. A weight that the event changes is restored afterwards. */
 static mt_status eventful_step(gpt_worker *w, const training *t, int mine) {
     const mt_param *p = mt_params_at(w->params, t->param);
     char kept[4], *at = (char *)p->value.data;
@@ -255,7 +256,7 @@ static mt_status eventful_step(gpt_worker *w, const training *t, int mine) {
 static mt_status training_rank(mt_comm *world, void *user) {
     const training *t = (const training *)user;
     int rank = mt_comm_rank(world), steps = GPT_STEPS;
-    static gpt_result unused; /* of which rank 0 alone writes */
+    static gpt_result unused; /* only rank 0 writes it */
     gpt_run run = t->run;
     gpt_worker w;
     mt_status status;
@@ -285,8 +286,8 @@ static void train(training t, found *out) {
 static const int splits[SPLITS][3] = {{1, 2, 0}, {1, 4, 0}, {2, 2, 1}, {2, 2, 0}, {4, 2, 0}, {2, 4, 1}};
 static const size_t bucket_sizes[] = {0, 4, 4096, 20000};
 
-/* clip: a norm that is far from every gradient's, so that no coefficient depends on how the norm was added up. ffn: 4
-   ranks do not divide it, so that there is padding between the rows of a matrix. */
+/* clip: far from every gradient's norm, so that the order in which the norm is summed cannot change the coefficient.
+   ffn is not a multiple of 4 ranks, so rows of a matrix have padding between them. */
 static gpt_run run_of(int split, mt_dtype dtype, int llama) {
     gpt_run r = {.tp = splits[split][0],
                  .data = splits[split][1],
@@ -315,8 +316,8 @@ static void assert_same(const gpt_run *r, const found *a, const found *b, int no
                      (double)a->state[i]);
 }
 
-/* What a step sent over the data group: gradients once and, when sharded, parameters once; the lookup's part of a
-   shared embedding's gradient, which invariant mode has apart. Two floats are the norm's, four bytes the loss. */
+/* A step sends over the data group: gradients once and, when sharded, parameters once; in invariant mode also the part
+   of a shared embedding's gradient that belongs to the lookup. Two floats are for the norm, four bytes for the loss. */
 static void assert_ledger(const gpt_run *r, const mt_ledger *l, int64_t elements, int64_t lookups, int64_t size) {
     uint64_t buckets = (uint64_t)test_ceil(elements, size), sharded = (uint64_t)r->share.sharded_optimizer;
     uint64_t scattered = sharded && !r->invariant, width = mt_dtype_size(r->dtype);
@@ -334,7 +335,7 @@ typedef struct sized {
     size_t allocated;
 } sized;
 
-/* How the registry of a run is cut, which rank 0 of a world on paper knows as well; and the memory of the model. */
+/* How the registry of a run is divided, computed on a meta communicator, and the memory of the model. */
 static sized size_of(const gpt_run *r) {
     sized s = {*r, 0, 0, 0, 0};
     mt_comm *world = NULL;
@@ -389,7 +390,7 @@ static void test_same_bits(void **state) {
     }
 }
 
-/* With clipping, whose coefficient depends on the norm: the same bits where that has them. */
+/* With clipping, whose coefficient depends on the norm: the bits are equal wherever the norm's are. */
 static void test_same_bits_clipped(void **state) {
     static found want, got;
     (void)state;
@@ -411,7 +412,7 @@ static void test_same_bits_clipped(void **state) {
     }
 }
 
-/* Invariant mode: one rank without anything, and every split with everything, clipping included. */
+/* Invariant mode: one rank with no options, and every split with all options, including clipping. */
 static void test_same_bits_invariant(void **state) {
     static found want;
     (void)state;
@@ -436,8 +437,8 @@ static void test_same_bits_invariant(void **state) {
 
 /* ---- when buckets go out ----------------------------------------------------------------------------------------- */
 
-/* Buckets that hold nothing but gradients that are final when mt_gpt_backward ends: of all but the embeddings, and of
-   what is not summed over tp ranks first. */
+/* The number of buckets in which all gradients are final when mt_gpt_backward ends: all except those of the embeddings
+   and those that are first summed over tp ranks. */
 static int64_t gpt_buckets_gone(const gpt_worker *w) {
     int64_t from = 0, gone = 0, size = w->params->buckets.size;
     for (int i = 0; i < mt_params_count(w->params); i++) {
@@ -449,7 +450,7 @@ static int64_t gpt_buckets_gone(const gpt_worker *w) {
     return gone;
 }
 
-/* Four micro-batches, one round of communication, most of it before the last backward has ended. */
+/* Four micro-batches and one reduction, most of which has started before the last backward ends. */
 static mt_status timely_body(gpt_worker *w, mt_collective kind) {
     mt_ledger l = {{0}, {0}};
     int64_t gone = gpt_buckets_gone(w), all = test_ceil(w->params->elements, w->params->buckets.size);
@@ -490,8 +491,8 @@ static void test_buckets_go_out_during_the_backward(void **state) {
         }
 }
 
-/* A loop of one's own: a parameter that a GPT knows nothing of, used after its backward, holds up the buckets before
-   it, unless somebody says that it is final. */
+/* A program with a parameter of its own, which is used after the GPT's backward: the buckets before it must wait,
+   unless the program calls mt_gradients_final for it. */
 static mt_status stranger_rank(mt_comm *world, void *user) {
     const int *says = (const int *)user;
     gpt_run run = run_of(0, MT_F32, 0);
@@ -517,7 +518,8 @@ static mt_status stranger_rank(mt_comm *world, void *user) {
     }
     MT_TRY(gpt_micro_batch(&w, 0, 1));
     CHECK((int64_t)mt_comm_ledger(w.grid.dp).calls[MT_ALL_REDUCE] == (*says ? gpt_buckets_gone(&w) : 0));
-    MT_TRY(mt_fill(w.ctx, stranger->grad, *says ? 2.0f : 1.0f)); /* after it was said, it has the sum already */
+    /* after mt_gradients_final, it already contains the sum */
+    MT_TRY(mt_fill(w.ctx, stranger->grad, *says ? 2.0f : 1.0f));
     MT_TRY(mt_sync_gradients(w.ctx, w.params));
     CHECK(((float *)stranger->grad.data)[14] == 2.0f);
     gpt_close(&w);
@@ -534,14 +536,14 @@ static void test_parameters_of_ones_own(void **state) {
 typedef struct memory_case {
     mt_dtype dtype;
     int stochastic, data;
-    double fixed, shared; /* bytes for each parameter: fixed + shared / data ranks */
+    double fixed, shared; /* bytes per parameter: fixed + shared / data ranks */
 } memory_case;
 
 static const memory_case memory_cases[] = {{MT_F32, 0, 1, 8, 8},   {MT_F32, 0, 2, 8, 8},    {MT_F32, 0, 4, 8, 8},
                                            {MT_BF16, 0, 1, 6, 12}, {MT_BF16, 0, 2, 6, 12},  {MT_F16, 0, 4, 6, 12},
                                            {MT_BF16, 1, 4, 6, 8},  {MT_BF16, 0, 64, 6, 12}, {MT_F32, 0, 512, 8, 8}};
 
-/* Parameters without padding: the formula is exact. device: a real one, or on paper. */
+/* Parameters without padding, for which the formula is exact, on a real and on the meta device. */
 static mt_status memory_body(test_rank *r, const memory_case *c, int sharded) {
     mt_data_parallel_desc share = {.bucket_bytes = 1 << 16, .sharded_optimizer = sharded};
     mt_optimizer_desc adamw = {.stochastic_rounding = c->stochastic};
@@ -594,15 +596,15 @@ static void test_memory_by_the_formula(void **state) {
 
 /* ---- the state of the optimizer ---------------------------------------------------------------------------------- */
 
-/* Half of the steps on one split, the other half on another, with the state carried over whole. */
+/* Half of the steps on one split and half on another, with the whole state copied between them. */
 typedef struct move {
     gpt_run run;
     int from, to; /* steps */
-    float *state; /* values, then exp_avg, exp_avg_sq and master of each parameter; in and out */
+    float *state; /* input and output: values, then exp_avg, exp_avg_sq and master of each parameter */
     found *out;
 } move;
 
-/* Into values that are something else, so that it shows when a rank is not reached. */
+/* Overwrites other values, to detect a rank that gets none. */
 static mt_status put_state(gpt_worker *w, const float *state, int steps) {
     int64_t n = 0;
     for (int i = 0; i < mt_params_count(w->params); i++) {
@@ -668,7 +670,7 @@ static void test_state_moves_between_splits(void **state) {
         }
 }
 
-/* What is read is what was written, to the sign of a zero, on every rank; and padding is not touched. */
+/* Reading returns what was written, including the sign of a zero, on every rank. Padding is not changed. */
 static mt_status read_body(test_rank *r, int sharded) {
     mt_data_parallel_desc share = {.bucket_bytes = 100, .sharded_optimizer = sharded};
     mt_param_desc d[] = {{.name = "rows", .rows = 7, .cols = 13, .placement = MT_SPLIT_ROWS},
@@ -726,7 +728,7 @@ static void test_state_is_read_as_written(void **state) {
 
 /* ---- steps that are not finite ----------------------------------------------------------------------------------- */
 
-/* All ranks leave the step out, and go on with the bits of a run that never saw it. */
+/* All ranks skip the step, and then have the bits of a run without it. */
 static void assert_left_out(training t) {
     static found want, got;
     training without = t;
@@ -763,8 +765,7 @@ static void test_steps_that_are_not_finite(void **state) {
                 t.run.share.bucket_bytes = bucket_sizes[n % 4];
                 t.run.begins = n / 2 % 2;
                 t.run.invariant = n % 5 == 0 ? 4 : 0;
-                t.param =
-                    t.event == BAD_WEIGHT ? 2 : n % 7; /* a weight that every token meets: a gain of the first norm */
+                t.param = t.event == BAD_WEIGHT ? 2 : n % 7; /* the gain of the first norm, which every token uses */
                 assert_left_out(t);
             }
 }
@@ -815,13 +816,13 @@ static void test_refusals(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'b' to 'a'", mt_gradients_final(r.ctx, b, a));
     memset(&loose, 0, sizeof loose);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not parameters of one registry", mt_gradients_final(r.ctx, &loose, &loose));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gradients_final(r.ctx, a, b)); /* nobody listens: twice is no error */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gradients_final(r.ctx, a, b)); /* allowed: no reduction has begun */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gradients_final(r.ctx, a, b));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients_begin(r.ctx, r.params));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_sync_gradients_begin|already", mt_sync_gradients_begin(r.ctx, r.params));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gradients_final(r.ctx, b, b));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'b' was final already", mt_gradients_final(r.ctx, a, b));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params)); /* called off */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params)); /* cancels the reduction */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients_begin(r.ctx, r.params));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients_begin(r.ctx, r.params));
@@ -829,7 +830,7 @@ static void test_refusals(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A second backward after mt_sync_gradients_begin would be lost in part. */
+/* A second backward after mt_sync_gradients_begin is refused: part of its gradients would be lost. */
 static mt_status backward_too_many_rank(mt_comm *world, void *user) {
     gpt_run run = run_of(0, MT_F32, 0);
     gpt_worker w;
@@ -852,10 +853,10 @@ static void test_a_backward_too_many(void **state) {
 
 #define TOLD_RANKS 8
 
-/* What one rank was told otherwise than the others, and what the sentence of every rank says of it. */
+/* A setting that differs on one rank, and what the message on every rank says about it. */
 static const struct difference {
     const char *words;
-    int of_a_stage; /* 1: stages may differ in it, the ranks of one may not */
+    int of_a_stage; /* 1: may differ between stages, but not between the ranks of a stage */
 } differences[] = {{NULL, 0},
                    {"mt_params_init: seed is |5|6", 0},
                    {"mt_params_init: dtype is |bf16|f16", 1},
@@ -913,12 +914,12 @@ static mt_status told_rank(mt_comm *world, void *user) {
     snprintf(t->text[rank], sizeof t->text[rank], "%s", mt_last_error(r.ctx));
     if (strstr(t->text[rank], "mt_params_init")) CHECK(mt_context_allocated(r.ctx) == 0);
     mt_optimizer_destroy(r.ctx, &o);
-    MT_TRY(mt_barrier(r.ctx, world)); /* nothing is broken */
+    MT_TRY(mt_barrier(r.ctx, world)); /* the communicators still work */
     test_rank_close(&r);
     return MT_SUCCESS;
 }
 
-/* rank -1: nobody is told something else, or whole stages are */
+/* rank -1: no rank differs, or whole stages do */
 static void told_check(mt_grid_desc grid, int what, int rank, int stages_differ) {
     static told t;
     int ranks = grid.tp * grid.dp * grid.pp;

@@ -1,10 +1,7 @@
-/* test_parallel.c - mt_parallel.h: grid, parameters, parallel linear layers, embedding, cross-entropy, gradients,
-   AdamW.
-
-   Every layer runs on 1, 2, 3, 4 and 8 tensor ranks and is compared with the same computation written plainly in double
-   precision here, and with the library on one rank.
-
-   cc -std=gnu17 -O2 -I. tests/test_parallel.c -lpthread -lm                                                  */
+/* test_parallel.c - tests mt_parallel.h: grid, parameters, parallel linear layers, embedding, cross-entropy,
+   gradients, AdamW. Every layer runs on 1, 2, 3, 4 and 8 tensor ranks and is compared with the same computation in
+   plain double precision, and with the library on one rank.
+       cc -std=gnu17 -O2 -I. tests/test_parallel.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -18,8 +15,8 @@ static const int splits[] = {1, 2, 3, 4, 8};
 
 /* ---- grid -------------------------------------------------------------------------------------------------------- */
 
-/* The 16 GPUs of the docstring of Megatron-LM's initialize_model_parallel: tensor 2, pipeline 4, so data 2. Its groups:
- */
+/* The 16 GPUs in the docstring of Megatron-LM's initialize_model_parallel (tensor 2, pipeline 4, so data 2), and the
+   groups that it lists: */
 #define WORLD 16
 static const mt_grid_desc megatron_grid = {.tp = 2, .pp = 4};
 static const int groups_of_megatron[5][8][9] = {
@@ -29,7 +26,7 @@ static const int groups_of_megatron[5][8][9] = {
     {{0, 1, 4, 5, 8, 9, 12, 13, -1}, {2, 3, 6, 7, 10, 11, 14, 15, -1}, {-1}, {-1}, {-1}, {-1}, {-1}, {-1}},
     {{0, 12, -1}, {1, 13, -1}, {2, 14, -1}, {3, 15, -1}, {-1}, {-1}, {-1}, {-1}}};
 
-/* The group of `rank`, ended by -1, or NULL. */
+/* The group of `rank`, ended by -1. NULL: the rank is in no such group. */
 static const int *golden_group(int group, int rank) {
     for (int g = 0; g < 8; g++)
         for (int i = 0; groups_of_megatron[group][g][i] >= 0; i++)
@@ -60,7 +57,7 @@ static void test_grid_ranks_of_one_stage_and_defaults(void **state) {
     static const mt_grid_desc one = {.tp = 4}, none = {0};
     int ranks[8], count = -1;
     (void)state;
-    for (int r = 0; r < 8; r++) { /* one stage is first and last: an embedding group of one */
+    for (int r = 0; r < 8; r++) { /* with one stage, the embedding group has one rank */
         ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_grid_ranks(&one, 8, MT_GROUP_EMBEDDING, r, ranks, &count));
         assert_int_equal(count, 1);
         assert_int_equal(ranks[0], r);
@@ -82,7 +79,7 @@ static mt_comm *grid_comm(const mt_grid *grid, int group) {
     return comms[group];
 }
 
-/* Sizes, places and coordinates of the grid of `rank`. */
+/* Checks the group sizes, group ranks and coordinates of `rank` in the grid. */
 static mt_status check_grid(const mt_grid *grid, int rank) {
     static const char *const names[] = {"tensor", "data", "pipeline", "model", "embedding"};
     CHECK(grid->tp_size == 2 && grid->dp_size == 2 && grid->pp_size == 4);
@@ -101,7 +98,7 @@ static mt_status check_grid(const mt_grid *grid, int rank) {
     return MT_SUCCESS;
 }
 
-/* Who really meets in each communicator: its ranks tell each other their numbers in the world. */
+/* Checks the members of each communicator: its ranks exchange their world ranks. */
 static mt_status check_members(test_rank *r, int rank) {
     for (int group = 0; group < 5; group++) {
         mt_comm *comm = grid_comm(&r->grid, group);
@@ -216,12 +213,12 @@ static const mt_param_desc some_params[] = {
 #define PARAM_MAX 512
 
 typedef struct params_test {
-    float serial[SOME_PARAMS][PARAM_MAX]; /* what one rank starts from */
+    float serial[SOME_PARAMS][PARAM_MAX]; /* initial values on one rank */
 } params_test;
 
 static int64_t param_elements(const mt_param_desc *d) { return d->rows * d->cols; }
 
-/* Global element of the shard's element (i, j), -1 for padding; from the description alone. */
+/* The index in the global tensor of the shard's element (i, j), or -1 for padding, computed from the description. */
 static int64_t global_element(const mt_param_desc *d, int ranks, int rank, int64_t i, int64_t j) {
     int64_t parts = d->parts ? d->parts : 1, unit = d->unit ? d->unit : 1;
     if (d->placement == MT_SPLIT_ROWS) i = test_global(d->rows, parts, unit, ranks, rank, i);
@@ -241,7 +238,7 @@ static mt_status check_shard_shape(const mt_param *p, const mt_param_desc *d, in
     return MT_SUCCESS;
 }
 
-/* The shard holds exactly the elements of `global` that are its own, and zeros where there are none. */
+/* Checks that the shard contains its own elements of `global`, and zeros in the padding. */
 static mt_status check_shard(const mt_param *p, const mt_param_desc *d, const float *global, mt_tensor shard) {
     const float *x = (const float *)shard.data;
     for (int64_t i = 0; i < shard.rows; i++)
@@ -296,14 +293,15 @@ static mt_status check_counts(test_rank *r) {
     return MT_SUCCESS;
 }
 
-/* Odd worlds create in the other order: names decide, not order. Values are spoilt, and init is asked again. */
+/* With an odd number of ranks, the parameters are created in reverse order: the values depend on the name, not on the
+   order. Then they are overwritten and initialised again. */
 static mt_status params_body(test_rank *r, params_test *t) {
     MT_TRY(add_some_params(r, r->grid.tp_size % 2 == 0));
     MT_TRY(check_counts(r));
     MT_TRY(mt_params_init(r->ctx, r->params, 42));
     for (int i = 0; i < SOME_PARAMS; i++) MT_TRY(check_param(r, t, i));
     for (int i = 0; i < SOME_PARAMS; i++) {
-        MT_TRY(mt_fill(r->ctx, mt_params_at(r->params, i)->value, 3.0f)); /* the padding, too */
+        MT_TRY(mt_fill(r->ctx, mt_params_at(r->params, i)->value, 3.0f)); /* including the padding */
         MT_TRY(mt_fill(r->ctx, mt_params_at(r->params, i)->grad, 3.0f));
     }
     MT_TRY(mt_params_init(r->ctx, r->params, 42));
@@ -336,9 +334,9 @@ static mt_param *add_matrix(test_rank *r, const char *name, int64_t rows, int64_
     return p;
 }
 
-/* n = 60000 draws: the mean has a standard error of std / 245, the variance one of std^2 * 0.6 %, the share beyond two
-   standard deviations (4.55 %) one of 0.085 %, a correlation one of 0.4 %. Four of each are allowed; the seed is fixed.
- */
+/* n = 60000 draws. The mean has a standard error of std / 245, the variance of std^2 * 0.6 %, the share beyond two
+   standard deviations (4.55 %) of 0.085 %, a correlation of 0.4 %. Four standard errors are allowed; the seed is
+   fixed. */
 static void test_initial_values_are_normal(void **state) {
     const int64_t n = 200 * 300;
     double sum = 0, square = 0, cross = 0, beyond = 0;
@@ -497,7 +495,7 @@ static void test_reading_a_registry_that_is_not_there(void **state) {
 
 typedef struct linear_case {
     const char *name;
-    int row; /* 1: row-parallel */
+    int row; /* 1: row-parallel; 0: column-parallel */
     mt_linear_desc desc;
 } linear_case;
 
@@ -536,15 +534,15 @@ static const linear_case linear_cases[] = {
 #define LINEAR_CASES ((int)(sizeof linear_cases / sizeof *linear_cases))
 #define LINEAR_MAX (TOKENS * 24)
 
-/* One case on one rank: global inputs (the same on every rank), this rank's layer, and results put together again. */
+/* One case on one rank: global inputs (the same on every rank), this rank's layer, and the assembled results. */
 typedef struct linear_run {
     const linear_case *c;
     test_rank *r;
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
     mt_param *weight, *bias;
-    int64_t in, out, local; /* local: features of the split dimension, padding included */
-    float *x, *dy, *w, *b;  /* global */
+    int64_t in, out, local; /* local: features of the split dimension on this rank, including padding */
+    float *x, *dy, *w, *b;  /* global tensors */
     double y[LINEAR_MAX], dx[LINEAR_MAX], dw[LINEAR_MAX], db[24];
 } linear_run;
 
@@ -552,7 +550,7 @@ typedef struct linear_results {
     float y[LINEAR_MAX], dx[LINEAR_MAX], dw[LINEAR_MAX], db[24];
 } linear_results;
 
-/* y = x w^T + b and its gradients for one backward, in double precision. */
+/* Computes y = x w^T + b and the gradients of one backward pass in double precision. */
 static void linear_reference(linear_run *l) {
     int64_t i, j, k, in = l->in, out = l->out;
     int add = l->b && !l->c->desc.skip_bias_add;
@@ -591,8 +589,8 @@ static mt_status linear_create(linear_run *l, const mt_linear_desc *d) {
     return mt_params_init(r->ctx, r->params, 3);
 }
 
-/* Inputs of a size that keeps every result near 1: |x| < 1, |dy| < 0.25, |w| < 0.5, |b| < 1; sums of at most 24
-   products. Then a rounding error of 6e-8 per step stays well below the 1e-6 asked for. */
+/* Creates inputs of a size that keeps every result near 1: |x| < 1, |dy| < 0.25, |w| < 0.5, |b| < 1, sums of at most 24
+   products. A rounding error of 6e-8 per step then stays well below the tolerance of 1e-6. */
 static mt_status linear_open(linear_run *l) {
     const mt_linear_desc *d = &l->c->desc;
     test_rank *r = l->r;
@@ -610,7 +608,7 @@ static mt_status linear_open(linear_run *l) {
     return MT_SUCCESS;
 }
 
-/* This rank's view of a global tensor [TOKENS, n]: token rows under sequence parallelism, own features when split. */
+/* This rank's part of a global tensor [TOKENS, n]: its tokens with sequence parallelism, its features when split. */
 typedef struct share {
     int64_t first, rows, n, cols;
     int split;
@@ -634,7 +632,7 @@ static share output_share(const linear_run *l) {
     return share_of(l, l->out, !l->c->row && !d->gather_output, l->c->row && d->sequence_parallel);
 }
 
-/* Element of the global tensor, or -1 for padding. */
+/* The index in the global tensor, or -1 for padding. */
 static int64_t share_element(const linear_run *l, share s, int64_t i, int64_t j) {
     const mt_param_desc *w = &l->weight->desc;
     if (s.split) j = test_global(s.n, w->parts, w->unit, l->r->grid.tp_size, l->r->grid.tp_rank, j);
@@ -651,8 +649,8 @@ static mt_tensor share_take(linear_run *l, share s, const float *global) {
     return t;
 }
 
-/* Compares a share with the double-precision reference; when `all` is not NULL, puts it there or, on more than one
-   rank, compares it with what one rank put there. */
+/* Compares a share with the double-precision reference. If `all` is not NULL, one rank also stores the share there, and
+   more than one compare their share with it. */
 static mt_status share_check(linear_run *l, share s, const char *what, mt_tensor t, const double *want, float *all) {
     for (int64_t i = 0; i < s.rows; i++)
         for (int64_t j = 0; j < s.cols; j++) {
@@ -678,7 +676,7 @@ static mt_status linear_backward(linear_run *l, mt_tensor dy, mt_tensor dx, cons
                      : mt_column_parallel_linear_backward(l->r->ctx, &l->column, dy, dx, saved);
 }
 
-/* The ledger of the tensor group holds exactly these and nothing else. */
+/* Checks that the ledger of the tensor group contains exactly these calls. */
 static mt_status check_ledger(test_rank *r, const char *what, mt_ledger want) {
     mt_ledger got = mt_comm_ledger(r->grid.tp);
     if (r->grid.tp_size == 1) memset(&want, 0, sizeof want);
@@ -725,14 +723,15 @@ static mt_ledger backward_ledger(const linear_run *l, int with_dx) {
     return want;
 }
 
-/* Gradients after three backward passes: three times those of one. */
+/* After three backward passes, the gradients are three times those of one. */
 static mt_status linear_check_gradients(linear_run *l, linear_results *serial) {
     test_rank *r = l->r;
     float *dw = test_floats(r, l->in * l->out, NAN), *db = test_floats(r, l->out, NAN);
     for (int64_t i = 0; i < l->in * l->out; i++) l->dw[i] *= 3;
     for (int64_t i = 0; i < l->out; i++) l->db[i] *= 3;
     MT_TRY(
-        mt_sync_gradients(r->ctx, r->params)); /* the bias of a sequence-parallel row layer saw its own tokens only */
+        /* until then, the bias gradient of a sequence-parallel row layer covers only the rank's own tokens */
+        mt_sync_gradients(r->ctx, r->params));
     MT_TRY(mt_param_gather(r->ctx, r->params, l->weight, l->weight->grad, dw));
     MT_TRY(test_near("dw", dw, l->dw, l->in * l->out, 1e-6));
     if (r->grid.tp_size == 1) memcpy(serial->dw, dw, (size_t)(l->in * l->out) * sizeof *dw);
@@ -759,7 +758,7 @@ static mt_status linear_check(linear_run *l, linear_results *serial) {
     mt_comm_ledger_reset(l->r->grid.tp);
     MT_TRY(linear_backward(l, dy, dx, &saved));
     MT_TRY(check_ledger(l->r, "backward", backward_ledger(l, 1)));
-    MT_TRY(linear_backward(l, dy, dx, &saved)); /* writes dx again */
+    MT_TRY(linear_backward(l, dy, dx, &saved)); /* overwrites dx again */
     MT_TRY(share_check(l, in, "dx", dx, l->dx, serial->dx));
     mt_comm_ledger_reset(l->r->grid.tp);
     MT_TRY(linear_backward(l, dy, mt_none(), &saved));
@@ -770,7 +769,7 @@ static mt_status linear_check(linear_run *l, linear_results *serial) {
 
 typedef struct linear_runs {
     linear_results *serial;
-    int chunks; /* of tokens */
+    int chunks; /* number of chunks of tokens */
 } linear_runs;
 
 static mt_status linear_rank(mt_comm *world, void *user) {
@@ -799,14 +798,15 @@ static mt_status linear_rank(mt_comm *world, void *user) {
 static void test_linear_layers_on_every_split(void **state) {
     static linear_results serial[LINEAR_CASES];
     (void)state;
-    for (int chunks = 0; chunks <= 5; chunks += 5) /* the ledger counts the same */
+    for (int chunks = 0; chunks <= 5; chunks += 5) /* the ledger is the same for chunks */
         for (size_t i = 0; i < SPLITS; i++) {
             linear_runs runs = {serial, chunks};
             test_launch(splits[i], linear_rank, &runs);
         }
 }
 
-/* A column-parallel layer with the weight of another: one gradient for both, an own bias. */
+/* A column-parallel layer that uses the weight of another layer: both add to one gradient, and each has its own
+   bias. */
 static mt_status shared_weight_body(test_rank *r) {
     mt_linear_desc d = {.in_features = 6, .out_features = 8};
     mt_column_parallel_linear a, b;
@@ -856,7 +856,7 @@ static void test_column_layers_share_a_weight(void **state) {
 typedef struct embedding_case {
     int64_t vocab;
     int sequence_parallel;
-    float y[TOKENS * FEATURES], dw[64 * FEATURES]; /* of one rank */
+    float y[TOKENS * FEATURES], dw[64 * FEATURES]; /* results of one rank */
 } embedding_case;
 
 static mt_status embedding_check(test_rank *r, embedding_case *c) {
@@ -900,7 +900,7 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
     MT_TRY(test_near("dw", got, dw, n, 1e-6)); /* sums of up to 24 floats of 0.25 */
     if (alone) memcpy(c->dw, got, (size_t)n * sizeof *got);
     MT_TRY(test_near_f32("dw against one rank", got, c->dw, n, 1e-12));
-    for (int64_t i = 0; i < e.weight->value.rows * FEATURES; i++) /* padding stays zero, and so does its gradient */
+    for (int64_t i = 0; i < e.weight->value.rows * FEATURES; i++) /* the padding and its gradient stay zero */
         if (e.first_row * FEATURES + i >= n)
             CHECK(((float *)e.weight->value.data)[i] == 0.0f && ((float *)e.weight->grad.data)[i] == 0.0f);
     return MT_SUCCESS;
@@ -939,14 +939,15 @@ typedef struct loss_case {
     float smoothing, scale;
     int32_t ignore;
     double loss_tolerance, gradient_tolerance;
-    float loss[TOKENS], dlogits[TOKENS * 64]; /* of one rank */
+    float loss[TOKENS], dlogits[TOKENS * 64]; /* results of one rank */
 } loss_case;
 
 typedef struct loss_reference {
     double loss[TOKENS], dlogits[TOKENS * 64];
 } loss_reference;
 
-/* PyTorch's cross_entropy(reduction='none') and the gradient of sum factor[i] * loss[i], from the definition. */
+/* Computes PyTorch's cross_entropy(reduction='none') and the gradient of sum factor[i] * loss[i] from the
+   definition. */
 static void loss_reference_of(const loss_case *c, const float *logits, const int32_t *targets, const double *factor,
                               loss_reference *out) {
     double a = (double)c->smoothing, v = (double)c->vocab;
@@ -967,8 +968,8 @@ static void loss_reference_of(const loss_case *c, const float *logits, const int
     }
 }
 
-/* Tokens 0 to 3 have near ties at the top, where softmax is neither 0 nor 1 even at scale 1000; one target of each
- * kind. */
+/* Tokens 0 to 3 have nearly equal largest logits, so that softmax is neither 0 nor 1 even at scale 1000. There is a
+   target of each kind. */
 static void loss_inputs(const loss_case *c, float *logits, int32_t *targets) {
     uint64_t seed = 9;
     for (int64_t i = 0; i < TOKENS; i++) {
@@ -982,7 +983,7 @@ static void loss_inputs(const loss_case *c, float *logits, int32_t *targets) {
     }
 }
 
-/* Loss and gradient in one call have the bits, and the ledger, of the two calls. */
+/* Loss and gradient in one call have the bits and the ledger of two calls. */
 static mt_status loss_at_once(test_rank *r, const mt_cross_entropy_desc *d, mt_tensor logits, const int32_t *targets,
                               mt_tensor dloss, mt_tensor loss, mt_tensor gradient) {
     mt_tensor value = test_tensor(r, 1, TOKENS, NAN);
@@ -1004,7 +1005,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     int ranks = r->grid.tp_size;
     int64_t local = test_ceil(c->vocab, ranks), first = local * r->grid.tp_rank;
     float *logits = test_floats(r, TOKENS * c->vocab, 0.0f), *dloss = test_noise(r, TOKENS, 3, 1.0f);
-    mt_tensor mine = test_tensor(r, TOKENS, local, 1e30f); /* padding may hold anything */
+    mt_tensor mine = test_tensor(r, TOKENS, local, 1e30f); /* the padding may contain anything */
     mt_tensor loss = test_tensor(r, 1, TOKENS, NAN), again = test_tensor(r, TOKENS, local, NAN);
     mt_cross_entropy_saved saved;
     mt_ledger want = {{0}, {0}};
@@ -1031,7 +1032,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     MT_TRY(test_near("loss", (const float *)loss.data, ref->loss, TOKENS, c->loss_tolerance));
     if (ranks == 1) memcpy(c->loss, loss.data, sizeof c->loss);
     MT_TRY(test_near_f32("loss against one rank", (const float *)loss.data, c->loss, TOKENS,
-                         c->smoothing > 0 ? c->loss_tolerance : 1e-6)); /* the mean is rounded per shard */
+                         c->smoothing > 0 ? c->loss_tolerance : 1e-6)); /* the mean is rounded on each shard */
     mt_comm_ledger_reset(r->grid.tp);
     MT_TRY(mt_vocab_parallel_cross_entropy_backward(r->ctx, r->grid.tp, &d, mt_tensor_f32(dloss, 1, TOKENS), 0.5f,
                                                     &saved));
@@ -1069,9 +1070,9 @@ static mt_status loss_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Logits scaled by 1000, as in Megatron's test. A loss there is up to 2000, where neighbouring floats are 1.2e-4 apart:
-   half of that is allowed, and as much again with label smoothing, whose mean is a rounded sum. Gradients keep 1e-6,
-   and splits agree within it (a smoothed loss of 100 within a few ulps). */
+/* Logits scaled by 1000, as in Megatron's test. The loss is at most 2000, where neighbouring floats are 1.2e-4 apart.
+   The tolerance is half of that, and twice as much with label smoothing, whose mean is a rounded sum. The tolerance of
+   gradients, and between splits, is 1e-6 (for a smoothed loss of 100, a few ulps). */
 static void test_cross_entropy_on_every_split(void **state) {
     static loss_case cases[LOSS_CASES] = {
         {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},      {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},
@@ -1100,7 +1101,7 @@ static mt_status expect_all(mt_tensor t, float value) {
     return MT_SUCCESS;
 }
 
-/* Every rank's gradient is a power of two of its own, so a sum says whose gradients are in it. */
+/* Every rank's gradient is another power of two, so a sum tells which gradients it contains. */
 static float rank_bit(const mt_grid *g, int tp, int data, int pipeline) {
     return (float)(1 << (tp + g->tp_size * (data + g->dp_size * pipeline)));
 }
@@ -1153,9 +1154,9 @@ static void test_sync_gradients(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_launch(cases[i].ranks, sync_rank, &cases[i]);
 }
 
-/* The gradient of a model with one parameter of each kind, given whole to every split; the stages of a pipeline have
-   parameters of their own, and the shared embedding on the first and the last. Adds the squares of stage's part, which
-   are counted once, and creates the parameters when this rank holds that stage. */
+/* Sets the gradient of a model with one parameter of each kind to the same global values on every split. Each pipeline
+   stage has its own parameters, and the first and the last share the embedding. Adds the squares of this stage's
+   parameters, each counted once, to *square, and creates the parameters if this rank holds the stage. */
 static mt_status norm_stage(test_rank *r, int stage, double *square) {
     static const char *const kinds[] = {"whole", "rows", "partial", "cols"};
     char name[4][16];
@@ -1176,8 +1177,8 @@ static mt_status norm_stage(test_rank *r, int stage, double *square) {
     return MT_SUCCESS;
 }
 
-/* An element that is not finite, of any parameter, on any rank of the model group alone, even in a copy that is not
-   counted: every rank hears of it. */
+/* A non-finite element of any parameter on a single rank of the model group, even in a copy that the norm does not
+   count, makes the norm non-finite on every rank. */
 static mt_status norm_finds(test_rank *r) {
     static const float bad[] = {NAN, INFINITY, -INFINITY, 3e38f, -NAN};
     float norm = 0;
@@ -1187,7 +1188,7 @@ static mt_status norm_finds(test_rank *r) {
             if (rank == mt_comm_rank(r->grid.model)) *x = bad[(i + rank) % 5]; /* the square of 3e38 is not finite */
             MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
             CHECK(!isfinite(norm));
-            CHECK(!isnan(norm) || memcmp(&norm, &bad[0], sizeof norm) == 0); /* there is one NaN */
+            CHECK(!isnan(norm) || memcmp(&norm, &bad[0], sizeof norm) == 0); /* all NaN norms have the same bits */
             *x = old;
         }
     MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
@@ -1249,10 +1250,10 @@ static void test_clip_coefficient(void **state) {
 
 typedef struct adam_case {
     mt_optimizer_desc desc;
-    double beta1, beta2, eps; /* what the description means */
+    double beta1, beta2, eps; /* the values that the description stands for */
 } adam_case;
 
-/* One parameter that decays and one that does not, six steps. */
+/* One parameter with weight decay and one without, six steps. */
 static mt_status adam_body(test_rank *r, const adam_case *c) {
     mt_param *p[2] = {add_or_null(r, (mt_param_desc){.name = "matrix",
                                                      .rows = 13,
@@ -1286,17 +1287,19 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
         }
         MT_TRY(mt_optimizer_step(r->ctx, &o, lr, scale));
         CHECK(o.step == step);
-        for (int k = 0; k < 2; k++) { /* values up to 3: 2.4e-7 between floats, some rounding in each step */
+        for (int k = 0; k < 2; k++) { /* for values up to 3: floats are 2.4e-7 apart, and each step rounds */
             MT_TRY(mt_param_gather(r->ctx, r->params, p[k], p[k]->value, got));
             MT_TRY(test_near(p[k]->name, got, x[k], 65, 2e-6));
             MT_TRY(
-                mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG, got)); /* up to 3 and 9, as gradients and squares */
+                /* for values up to 3 and 9, like gradients and squares */
+                mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG, got));
             MT_TRY(test_near("first moment", got, m[k], 65, 1e-6));
             MT_TRY(mt_optimizer_gather(r->ctx, &o, p[k], MT_EXP_AVG_SQ, got));
             MT_TRY(test_near("second moment", got, v[k], 65, 2e-6));
         }
     }
-    for (int s = MT_EXP_AVG; s <= MT_MASTER; s++) { /* what is scattered is gathered, and a master is the value, too */
+    /* gather returns what scatter stored; a master weight is also the value */
+    for (int s = MT_EXP_AVG; s <= MT_MASTER; s++) {
         MT_TRY(
             mt_optimizer_scatter(r->ctx, &o, p[0], (mt_optimizer_state)s, test_noise(r, 65, 7u + (uint64_t)s, 1.0f)));
         MT_TRY(mt_optimizer_gather(r->ctx, &o, p[0], (mt_optimizer_state)s, got));
@@ -1304,7 +1307,7 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
     }
     MT_TRY(mt_param_gather(r->ctx, r->params, p[0], p[0]->value, got));
     CHECK(memcmp(got, test_noise(r, 65, 7u + MT_MASTER, 1.0f), 65 * sizeof *got) == 0);
-    for (int64_t i = 0; i < p[0]->value.rows * p[0]->value.cols; i++) /* padding stays zero */
+    for (int64_t i = 0; i < p[0]->value.rows * p[0]->value.cols; i++) /* the padding stays zero */
         if (global_element(&p[0]->desc, r->grid.tp_size, r->grid.tp_rank, i / 5, i % 5) < 0)
             CHECK(((const float *)p[0]->value.data)[i] == 0.0f);
     mt_optimizer_destroy(r->ctx, &o);
@@ -1409,8 +1412,7 @@ static void test_cosine_schedule(void **state) {
 
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
-/* Creations are refused on rank 1 of a tensor group of 4 that exists on paper: nothing communicates before it is
- * checked. */
+/* Creations are refused on rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
 static void test_linear_create_refuses(void **state) {
     static char name[MT_NAME_MAX];
     static const mt_linear_desc good = {.in_features = 8, .out_features = 12};
@@ -1433,7 +1435,7 @@ static void test_linear_create_refuses(void **state) {
     mt_linear_desc d;
     test_rank r;
     (void)state;
-    memset(name, 'n', MT_NAME_MAX - 6); /* NAME.bias fits, NAME.weight does not */
+    memset(name, 'n', MT_NAME_MAX - 6); /* the name NAME.bias fits, NAME.weight does not */
     test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         REFUSED(r.ctx, bad[i].status, bad[i].words,
@@ -1477,14 +1479,14 @@ static void test_linear_create_refuses(void **state) {
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
     add_matrix(&r, "l.bias", 1, 1,
-               0.0f); /* the weight is created, then the bias is refused, and the weight goes again */
+               0.0f); /* the weight is created, then the bias is refused and the weight removed again */
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &good, &column));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias", mt_row_parallel_linear_create(r.ctx, r.params, "l", &good, &row));
     assert_int_equal(mt_params_count(r.params), 3);
     assert_null(mt_params_find(r.params, "l.weight"));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* what a refused creation leaves cannot be used */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* a layer whose creation failed cannot be used */
             mt_column_parallel_linear_forward(r.ctx, &column, mt_tensor_f32((float *)name, 1, 8), mt_none(), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
             mt_row_parallel_linear_forward(r.ctx, &row, mt_tensor_f32((float *)name, 1, 8), mt_none(), NULL));
@@ -1503,7 +1505,7 @@ static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld)
     return t;
 }
 
-/* A layer behind function pointers, so that what must be refused is written once for both kinds. */
+/* A layer behind function pointers, so that the refusals are written once for both kinds. */
 typedef struct any_linear {
     const mt_column_parallel_linear *column;
     const mt_row_parallel_linear *row;
@@ -1526,7 +1528,7 @@ static mt_linear_saved saved_of(mt_tensor x) {
     return s;
 }
 
-/* x and y are good arguments; nothing below may write to y, dx or a gradient. */
+/* x and y are valid arguments. No call below may write to y, dx or a gradient. */
 static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor y) {
     mt_context *ctx = l->ctx;
     mt_linear_saved saved = saved_of(x), wrong;
@@ -1562,7 +1564,8 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
 static void test_linear_calls_refuse(void **state) {
     mt_linear_desc d = {.in_features = 8, .out_features = 12, .sequence_parallel = 0};
     (void)state;
-    for (int kind = 0; kind < 8; kind++) { /* column or row; whole or split input or output; sequence-parallel or not */
+    /* bits: column or row; whole or split input or output; with or without sequence parallelism */
+    for (int kind = 0; kind < 8; kind++) {
         int is_row = kind & 1, split = (kind >> 1) & 1;
         mt_column_parallel_linear column = {0};
         mt_row_parallel_linear row = {0};
@@ -1602,7 +1605,7 @@ static void test_linear_calls_refuse(void **state) {
     }
 }
 
-/* What travels between ranks must be contiguous; that is found out before anything is computed. */
+/* Tensors that are sent between ranks must be contiguous. This is checked before anything is computed. */
 static void test_strided_views_are_refused_where_they_travel(void **state) {
     mt_linear_desc d = {.in_features = 8, .out_features = 12, .input_is_parallel = 1};
     mt_column_parallel_linear column;
@@ -1693,7 +1696,7 @@ static void test_embedding_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Numbers of shards, rows and steps that nobody has. */
+/* Impossible numbers of shards, rows and steps. */
 static void test_sizes_that_cannot_be(void **state) {
     mt_param_desc parts = {.name = "w", .rows = 65537, .cols = 1, .parts = 65537};
     mt_linear_desc d = {.in_features = 1, .out_features = 1, .sequence_parallel = 1};
@@ -1819,9 +1822,10 @@ static void test_gradient_calls_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Memory runs out: at every allocation of a creation in turn. Nothing is left behind, and the next attempt works. */
+/* Out of memory at every allocation of a creation in turn. The failed call leaves nothing behind, and the next call
+   works. */
 typedef struct failing_allocator {
-    int left; /* allocations that still succeed; -1: all */
+    int left; /* number of allocations that still succeed; -1: all */
     size_t held;
 } failing_allocator;
 
@@ -1855,7 +1859,7 @@ static void test_memory_that_runs_out(void **state) {
         if (mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &l) == MT_SUCCESS) break;
         assert_int_equal(mt_params_count(r.params), 0);
     }
-    assert_int_equal(n, 0); /* descriptions are small structs on the host: the allocator is for the device's memory */
+    assert_int_equal(n, 0); /* descriptions are on the host, the allocator is for device memory */
     for (n = 0; n < 10; n++) {
         a.left = n;
         if (mt_params_init(r.ctx, r.params, 1) == MT_SUCCESS) break;
@@ -1882,7 +1886,7 @@ typedef struct norm_case {
     int per_head, sequence_parallel, tp;
 } norm_case;
 
-/* y, dx and the gradients of one row, in double. */
+/* Computes y, dx and the gradients of one row in double. */
 static void norm_reference(const norm_case *c, const float *x, const float *dy, const double *gain, const double *bias,
                            double *y, double *dx, double *dgain, double *dbias, int n) {
     double mean = 0, square = 0, rstd, g = 0, gx = 0;
@@ -1916,7 +1920,7 @@ static mt_tensor norm_part(test_rank *r, const norm_case *c, const float *x) {
     return t;
 }
 
-/* What the layer works on: per head the first NORM_HEADS heads of each group. */
+/* The view that the layer gets: the whole tensor, or per head the first NORM_HEADS heads of each group. */
 static mt_tensor norm_view(const norm_case *c, mt_tensor t) {
     if (!c->per_head) return t;
     return mt_tensor_cols(mt_tensor_reshape(t, t.rows * t.cols / NORM_UNIT, NORM_UNIT), 0, NORM_HEADS * NORM_FEATURES);
@@ -1977,8 +1981,8 @@ static mt_status norm_layer_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Against the formulas in double: whole rows, with sequence parallelism and without, and two heads of each of 5 groups,
-   which 2 and 4 ranks do not divide. */
+/* Against the formulas in double: whole rows, with and without sequence parallelism, and two heads of each of 5 groups,
+   which cannot be divided evenly among 2 or 4 ranks. */
 static void test_norm_layer_on_every_split(void **state) {
     (void)state;
     for (int tp = 1; tp <= 4; tp *= 2)
@@ -2096,7 +2100,7 @@ static mt_status shared_create(test_rank *r, int sp, shared_block *b) {
     return mt_params_init(r->ctx, r->params, 3);
 }
 
-/* c [m, n] += op(a) op(b), of inner size k, in double. */
+/* Computes c [m, n] += op(a) op(b) with inner dimension k, in double. */
 static void product(int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, const double *a, const double *b,
                     double *c) {
     for (int64_t i = 0; i < m; i++)
@@ -2118,7 +2122,8 @@ static mt_status gradient_is(test_rank *r, const mt_param *p, const double *want
     return test_near(p->name, f, want, p->desc.rows * p->desc.cols, 1e-4);
 }
 
-/* One path x -> h -> y of the block in double: adds to y and dx, and compares the gradients of its parameters. */
+/* Computes one path x -> h -> y of the block in double: adds to y and dx, and compares the gradients of its
+   parameters. */
 static mt_status shared_path(test_rank *r, const shared_block *b, int i, const double *x, const double *dy, double *y,
                              double *dx) {
     enum { MOST = 12 * 12 };
@@ -2201,7 +2206,7 @@ static mt_status shared_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Two paths from one input into one sum, against double: their results, and that they communicate as one does. */
+/* Two paths from one input to one sum, against double: their results, and that they communicate as much as one path. */
 static void test_shared_f_and_g_on_every_split(void **state) {
     (void)state;
     for (int tp = 1; tp <= 4; tp *= 2)
@@ -2216,7 +2221,7 @@ static void test_shared_f_and_g_refuse(void **state) {
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, shared_create(&r, 0, &b));
-    mt_column_parallel_linear hole[SHARED] = {b.in[0]}; /* and one that was not created */
+    mt_column_parallel_linear hole[SHARED] = {b.in[0]}; /* the second layer is not created */
     mt_tensor x = test_tensor(&r, 8, SHARED_IN, 1.0f), y = test_tensor(&r, 8, SHARED_OUT, 7.0f);
     mt_tensor h[] = {test_tensor(&r, 8, 7, 7.0f), test_tensor(&r, 8, 12, 7.0f)}, swapped[] = {h[1], h[0]};
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 0, x, h, NULL));
@@ -2249,7 +2254,7 @@ static void test_shared_f_and_g_refuse(void **state) {
 
 static double swiglu(double gate, double up) { return gate / (1 + exp(-gate)) * up; }
 
-/* A gathered h is whole, [gate | up], also in invariant mode, where each virtual shard of the weight has padding. */
+/* A gathered h is whole, [gate | up], also in invariant mode, where each virtual shard of the weight is padded. */
 static mt_status gathered_activation_body(test_rank *r) {
     enum { HALF = 6, ROWS = 8, E = 2 * HALF };
     mt_linear_desc d = {.in_features = 5, .out_features = E, .parts = 2, .gather_output = 1, .init_std = 0.5f};
@@ -2294,13 +2299,13 @@ static void test_activation_of_a_gathered_layer(void **state) {
         for (int tp = 1; tp <= 4; tp *= 2) test_launch(tp, gathered_activation_rank, &invariant);
 }
 
-/* Refused by its activation, a call of a layer and its activation has not computed the layer's half either. */
+/* When the activation is refused, the fused call has not computed the layer either. */
 static void test_layer_and_activation_refuse(void **state) {
     mt_linear_desc in = {.in_features = 4, .out_features = 12, .parts = 2};
     mt_linear_desc out = {.in_features = 6, .out_features = 4, .input_is_parallel = 1};
     mt_activation none = (mt_activation)7;
     (void)state;
-    for (int skip = 0; skip < 2; skip++) { /* two operators, or one */
+    for (int skip = 0; skip < 2; skip++) { /* as two operators, or as one */
         mt_gemm_options options = {.epilogue = skip ? MT_EPILOGUE_FUSED : MT_EPILOGUE_SEPARATE};
         mt_column_parallel_linear before;
         mt_row_parallel_linear layer;
@@ -2355,7 +2360,7 @@ static void test_activation_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", BACKWARD(&c, none, h, y, dh));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w'|gather_output|skip_bias_add", FORWARD(&whole, MT_GELU_ERF, h, y));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w'|gather_output|skip_bias_add", BACKWARD(&whole, MT_GELU_ERF, h, y, dh));
-    c.bias = NULL; /* the kernel compares h with the bias otherwise */
+    c.bias = NULL; /* otherwise the kernel compares h with the bias */
     REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 9]|[8, 10]",
             FORWARD(&c, MT_GELU_ERF, mt_tensor_cols(h, 0, 9), mt_tensor_cols(y, 0, 9)));
     REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 8]|[8, 10]",
@@ -2410,7 +2415,8 @@ static void test_logging_an_activation_refuses(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "fc1", &d, &fc1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_hash_log_activation(r.ctx, NULL, 0, "a", h, 0, NULL));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_activation(r.ctx, "b", 0, "a", h, 0, NULL)); /* no log, nothing done */
+    /* without a log, nothing is done */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_activation(r.ctx, "b", 0, "a", h, 0, NULL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_create(r.ctx, &r.grid, &log));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_activation(r.ctx, "fc1", 0, "output", h, 0, fc1.weight));
     REFUSED(r.ctx, MT_ERR_SHAPE, "act|'fc1'|6 columns|'fc1.weight' has 12",
@@ -2482,7 +2488,8 @@ static void test_helpers_of_blocks(void **state) {
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &p));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_buffer(r.ctx, r.params, 500, 0, &buffer)); /* of the block before */
+    /* the buffer of the previous block */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_buffer(r.ctx, r.params, 500, 0, &buffer));
     before = mt_context_allocated(r.ctx);
     assert_int_equal(add_some_and_fail(&r, &block), MT_ERR_DATA);
     assert_int_equal(mt_params_count(r.params), 1);

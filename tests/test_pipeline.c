@@ -1,7 +1,6 @@
-/* test_pipeline.c - schedules, by a simulator of their own; the executor, with a model of a few numbers; GPTs on
-   pipelines: the losses, gradients, norms and weights of one rank.
-
-   cc -std=gnu17 -O2 -I. tests/test_pipeline.c -lpthread -lm                                                  */
+/* test_pipeline.c - tests pipelines: schedules with a simulator written here, the executor with a toy model, and
+   GPTs against the losses, gradients, norms and weights of one rank.
+       cc -std=gnu17 -O2 -I. tests/test_pipeline.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -19,9 +18,10 @@
 typedef struct stage_run {
     mt_action list[ACTIONS];
     int count, at;
-    double time;                                      /* when the last action was done */
-    int received[2][MICRO_BATCHES];                   /* forward, backward */
-    int done[2], in_flight, most, slot_used[ACTIONS]; /* micro-batches computed so far; slot_used: by micro-batch - 1 */
+    double time;                    /* end of the last action */
+    int received[2][MICRO_BATCHES]; /* index 0: forward, 1: backward */
+    /* micro-batches computed so far; slot_used[slot]: micro-batch + 1, or 0 */
+    int done[2], in_flight, most, slot_used[ACTIONS];
 } stage_run;
 
 typedef struct message {
@@ -35,7 +35,7 @@ static int sends(const mt_action *a, int stage, message *m) {
     return m->backward || a->kind == MT_SEND_FORWARD || a->kind == MT_SEND_FORWARD_RECV_BACKWARD;
 }
 
-/* to: the stage it comes from */
+/* Returns 1 if the action receives; m->to is the stage that it receives from. */
 static int receives(const mt_action *a, int stage, message *m) {
     m->backward = a->kind == MT_RECV_BACKWARD || a->kind == MT_SEND_FORWARD_RECV_BACKWARD;
     m->micro_batch = a->recv_micro_batch;
@@ -43,8 +43,8 @@ static int receives(const mt_action *a, int stage, message *m) {
     return m->backward || a->kind == MT_RECV_FORWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD;
 }
 
-/* Rendezvous: a send or receive ends when the other side is in the action that answers it, and takes no time. An action
-   that does both ends when both are answered. Blocking: nothing else happens on a stage meanwhile. */
+/* Rendezvous: a send or receive ends when the peer is in the matching action, and takes no time. An action that does
+   both ends when both are matched. Blocking: a stage does nothing else meanwhile. */
 static int answered(const stage_run *runs, int stages, int stage) {
     const mt_action *a = &runs[stage].list[runs[stage].at];
     message m, other;
@@ -64,14 +64,14 @@ static int answered(const stage_run *runs, int stages, int stage) {
 static void take_slot(stage_run *r, int micro_batch, int slot) {
     assert_in_range(slot, 0, ACTIONS - 1);
     if (r->slot_used[slot] == micro_batch + 1) return;
-    assert_int_equal(r->slot_used[slot], 0); /* nobody is in it */
+    assert_int_equal(r->slot_used[slot], 0); /* the slot is free */
     r->slot_used[slot] = micro_batch + 1;
 }
 
-/* Forward takes 1, backward 2. */
+/* A forward takes the time 1, a backward 2. */
 static void compute(stage_run *r, int stages, int stage, const mt_action *a) {
     int backward = a->kind == MT_BACKWARD, edge = backward ? stage == stages - 1 : stage == 0;
-    assert_int_equal(a->micro_batch, r->done[backward]++); /* each once, in order */
+    assert_int_equal(a->micro_batch, r->done[backward]++); /* each micro-batch once, in order */
     assert_true(edge || r->received[backward][a->micro_batch]);
     if (backward) {
         assert_true(a->micro_batch < r->done[0]);
@@ -85,7 +85,7 @@ static void compute(stage_run *r, int stages, int stage, const mt_action *a) {
     r->time += backward ? 2 : 1;
 }
 
-/* Both sides of an exchange, which end at the same time. A pair that exchanges both ways is one action on each side. */
+/* Ends both sides of an exchange at the same time. Two stages that exchange both ways have one action each. */
 static void communicate(stage_run *runs, int stage) {
     message m;
     int peer = -1;
@@ -119,7 +119,7 @@ static int advance(stage_run *runs, int stages, int stage) {
     return 1;
 }
 
-/* Until nothing moves any more; the time of the last stage. */
+/* Runs until no stage can continue. Returns the time of the last stage. */
 static double simulate(stage_run *runs, int stages, const char *what) {
     double time = 0;
     for (int moved = 1; moved;) {
@@ -148,7 +148,8 @@ static void test_schedules(void **state) {
                     assert_int_equal(
                         mt_pipeline_schedule((mt_schedule)kind, p, s, m, runs[s].list, ACTIONS, &runs[s].count),
                         MT_SUCCESS);
-                if (!backward) { /* a slot is free after its forward: what the simulator cannot know */
+                /* without backwards a slot is free after its forward, which the simulator does not know */
+                if (!backward) {
                     for (int s = 0; s < p; s++)
                         for (int i = 0; i < runs[s].count; i++) {
                             assert_int_equal(runs[s].list[i].slot, 0);
@@ -156,7 +157,7 @@ static void test_schedules(void **state) {
                         }
                 }
                 double time = simulate(runs, p, what);
-                /* m forwards and backwards, and a bubble of (p - 1) / m of that */
+                /* m forwards and backwards, and a bubble of (p - 1) / m of that time */
                 if (!(fabs(time - (backward ? 3 : 1) * (m + p - 1)) < 1e-9)) fail_msg("%s: takes %g", what, time);
                 for (int s = 0; s < p; s++) {
                     int most = kind == MT_SCHEDULE_1F1B && p - s < m ? p - s : m;
@@ -169,7 +170,7 @@ static void test_schedules(void **state) {
             }
 }
 
-/* Stage 1 of 3 with 4 micro-batches, as in figure 4 of arXiv 2104.04473 read line by line. */
+/* Stage 1 of 3 with 4 micro-batches, read from figure 4 of arXiv 2104.04473. */
 static void test_schedule_as_data(void **state) {
     static const int expected[][2] = {{MT_RECV_FORWARD, 0},  {MT_FORWARD, 0},
                                       {MT_SEND_FORWARD, 0},  {MT_RECV_FORWARD, 1},
@@ -197,7 +198,7 @@ static void test_schedule_as_data(void **state) {
     memset(list, 0x55, sizeof list);
     assert_int_equal(mt_pipeline_schedule(MT_SCHEDULE_1F1B, 3, 1, 4, list, n - 1, &count), MT_ERR_SHAPE);
     assert_int_equal(count, n);
-    assert_int_equal(list[n - 1].slot, 0x55555555); /* not one too many */
+    assert_int_equal(list[n - 1].slot, 0x55555555); /* nothing is written beyond the list */
     assert_int_equal(mt_pipeline_schedule(MT_SCHEDULE_1F1B, 0, 0, 4, list, n, &count), MT_ERR_ARGUMENT);
     assert_int_equal(mt_pipeline_schedule(MT_SCHEDULE_1F1B, 2, 2, 4, list, n, &count), MT_ERR_ARGUMENT);
     assert_int_equal(mt_pipeline_schedule(MT_SCHEDULE_1F1B, 2, -1, 4, list, n, &count), MT_ERR_ARGUMENT);
@@ -211,17 +212,18 @@ static void test_schedule_as_data(void **state) {
 
 #define ROWS 3
 #define COLS 32
-#define KEPT 5000 /* bytes, of one micro-batch on one stage */
+#define KEPT 5000 /* bytes that one micro-batch keeps on one stage */
 
-/* Stage s: y = x * (s + 2) + micro-batch; the gradient of micro-batch b enters as 100 + b. What forward keeps is filled
-   with its own number and looked at in backward; scratch memory, more than what is kept, is overwritten by everybody.
- */
+/* Stage s computes y = x * (s + 2) + micro-batch; the gradient of micro-batch b enters as 100 + b. Forward fills what
+   it keeps with the number of the micro-batch, and backward checks it. Every action overwrites its scratch memory,
+   which is larger. */
 typedef struct toy {
     mt_grid grid;
     unsigned char *kept[MICRO_BATCHES];
-    float first[MICRO_BATCHES], result[MICRO_BATCHES], gradient[MICRO_BATCHES]; /* of the first and of the last stage */
-    int uneven; /* micro-batches that keep more and more */
-    int fails;  /* this micro-batch's backward does, if it is not 0 */
+    /* inputs of the first stage; results and gradients of the last */
+    float first[MICRO_BATCHES], result[MICRO_BATCHES], gradient[MICRO_BATCHES];
+    int uneven; /* later micro-batches keep more */
+    int fails;  /* the backward of this micro-batch fails; 0: none */
     size_t peak;
     mt_ledger ledger;
 } toy;
@@ -266,7 +268,7 @@ static mt_status toy_forward(mt_context *ctx, void *user, const mt_action *a, mt
     if (input.data) MT_TRY(is_filled(input, toy_output(stage - 1, b)));
     MT_TRY(mt_arena_alloc(ctx, 100, &kept));
     memset(kept, b, 100);
-    MT_TRY(spoil_scratch(ctx, 8)); /* more than what is kept: it lies in the hole's two sides */
+    MT_TRY(spoil_scratch(ctx, 8)); /* more than what is kept: it is allocated on both sides of the hole */
     t->kept[b] = (unsigned char *)kept;
     MT_TRY(mt_arena_alloc(ctx, KEPT - 100 + 500 * (size_t)(t->uneven * b), &kept));
     memset(kept, b, KEPT - 100);
@@ -288,7 +290,7 @@ static mt_status toy_backward(mt_context *ctx, void *user, const mt_action *a, m
     for (int i = 128; i < KEPT; i++) CHECK(t->kept[b][i] == b);
     fill(dinput, toy_gradient(stage, stages, b));
     t->gradient[b] = toy_gradient(stage, stages, b);
-    return mt_arena_alloc(ctx, 64, &left); /* which mt_pipeline_run takes away */
+    return mt_arena_alloc(ctx, 64, &left); /* mt_pipeline_run frees it */
 }
 
 typedef struct toy_job {
@@ -350,12 +352,11 @@ static void test_executor(void **state) {
                     assert_true(t->result[b] == toy_output(s, b));
                     assert_true(t->gradient[b] == toy_gradient(s, p, b));
                 }
-                /* every boundary carries one tensor each way for each micro-batch, and this rank is at one or two of
-                 * them */
+                /* Every boundary carries one tensor each way per micro-batch. This rank is at one or two boundaries. */
                 assert_int_equal(t->ledger.calls[MT_SEND], neighbours * m);
                 assert_int_equal(t->ledger.calls[MT_RECV], neighbours * m);
                 assert_int_equal(t->ledger.bytes[MT_SEND], neighbours * m * ROWS * COLS * 4);
-                /* what is kept for each slot, the scratch of one backward, and what travels */
+                /* what each slot keeps, the scratch memory of one backward, and the tensors that are sent */
                 assert_int_equal(t->peak, own + (size_t)slots * (aligned(100) + aligned(KEPT - 100)) +
                                               (m > 0 ? 12 * aligned(900) : 0) +
                                               travels * (size_t)((s > 0) * (slots + 1) + (s + 1 < p) * 2));
@@ -376,7 +377,7 @@ static void test_executor_forward_only(void **state) {
 
 static void say_nothing(void *user, mt_log_level level, const char *message) { (void)user, (void)level, (void)message; }
 
-/* A stage that fails in the middle: the others, before and behind it, learn of it and end. */
+/* A stage fails in the middle of a run. All other stages get an error and return. */
 static void test_executor_stage_fails(void **state) {
     static toy_job job;
     (void)state;
@@ -392,7 +393,7 @@ static void test_executor_stage_fails(void **state) {
         }
 }
 
-/* Kinds, micro-batches and slots of a list made by hand, three for each action. */
+/* Parses an action list: three characters (kind, micro-batch, slot) per action. */
 static int by_hand(mt_action *list, const char *text) {
     static const char kinds[] = "FBsrtuxy"; /* in the order of mt_action_kind */
     int count = 0;
@@ -412,9 +413,10 @@ static void test_lists_made_by_hand(void **state) {
         {"F00 B11", "action 1 of 2|micro-batch 1, slot 1|needs the forward"}, /* in no slot */
         {"F00 F11 B01 B10", "action 2 of 4"},                                 /* in the other slot */
         {"F00 B00 B00", "action 2 of 3"},                                     /* twice */
-        {"F00 F10 B00 B10", "action 2 of 4|micro-batch 0"},                   /* its slot was taken by another */
+        /* another micro-batch has taken its slot */
+        {"F00 F10 B00 B10", "action 2 of 4|micro-batch 0"},
         {"F00 F10 B10 B00", "action 3 of 4|micro-batch 0"},
-        {"F00 r10 B00 F10 B10", "action 2 of 5"}, /* its input was */
+        {"F00 r10 B00 F10 B10", "action 2 of 5"}, /* another micro-batch has taken its input */
         {"F00 F11 B11 y11 B00 F11 y10 B10", "action 7 of 8"},
         {"F01 B01", "action 0 of 2|first forward must be in slot 0"},
     };
@@ -430,12 +432,13 @@ static void test_lists_made_by_hand(void **state) {
         count = by_hand(list, wrong[i][0]);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, wrong[i][1], mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
     }
-    count = by_hand(list, "F00 F11 F22 B11 F11 B00 B22 B11 F00"); /* in any order; the last is for its result only */
+    /* any order is allowed; the last forward is only for its result */
+    count = by_hand(list, "F00 F11 F22 B11 F11 B00 B22 B11 F00");
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
     assert_int_equal(mt_pipeline_slots(list, count), 3);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "count is -1", mt_pipeline_run(r.ctx, &r.grid, &stage, list, -1));
     assert_int_equal(mt_pipeline_slots(list, -1), 0);
-    for (int k = 0; k < 4; k++) { /* slots that are none */
+    for (int k = 0; k < 4; k++) { /* invalid slots */
         static const int slots[] = {INT32_MAX, INT32_MIN, -1, 9};
         list[8].slot = list[8].recv_slot = 8;
         *(k % 2 ? &list[8].slot : &list[8].recv_slot) = slots[k];
@@ -446,7 +449,8 @@ static void test_lists_made_by_hand(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* What a later micro-batch keeps would lie in the next slot. */
+/* Wrong arguments are refused, and a micro-batch that keeps more than its slot has: it would overwrite the next
+   slot. */
 static void test_executor_refuses(void **state) {
     toy t = {.grid = {.pp_size = 1}};
     mt_pipeline_stage stage = {.rows = ROWS,
@@ -485,7 +489,7 @@ static void test_executor_refuses(void **state) {
     assert_int_equal(mt_arena_mark(r.ctx), 0);
     t.uneven = 0;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
-    list[5].kind = MT_RECV_FORWARD; /* from nobody */
+    list[5].kind = MT_RECV_FORWARD; /* there is no previous stage */
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "src is -1", mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
     assert_int_equal(mt_pipeline_run(NULL, &r.grid, &stage, list, count), MT_ERR_ARGUMENT);
     test_paper_rank_close(&r);
@@ -533,7 +537,7 @@ static void assert_close(const gpt_run *r, const gpt_result *a, const gpt_result
                      (double)a->weights[i]);
 }
 
-/* With dropout; tied, untied, and with norms behind the residuals. */
+/* With dropout: tied and untied embeddings, and post-LN. */
 static void test_gpt_as_on_one_rank(void **state) {
     static gpt_result one, many;
     (void)state;
@@ -570,7 +574,7 @@ static void test_gpt_invariant(void **state) {
         }
 }
 
-/* Data ranks that sum small buckets while the last backward runs, and share the optimizer's state. */
+/* Data ranks reduce small buckets while the last backward runs, and share the state of the optimizer. */
 static void test_gpt_shared_between_data_ranks(void **state) {
     static gpt_result one, many;
     (void)state;
@@ -590,7 +594,7 @@ static void test_gpt_shared_between_data_ranks(void **state) {
         }
 }
 
-/* The arena that a meta context plans is what each stage takes; 1F1B takes less than GPipe where it can. */
+/* The arena size that a meta context computes is what each stage uses. 1F1B uses less than GPipe where it can. */
 static void test_gpt_planned(void **state) {
     static gpt_result plan, found;
     (void)state;
@@ -619,7 +623,7 @@ static void test_gpt_planned(void **state) {
         }
 }
 
-/* A stage only reads what it is given: the other side of the boundary may still send it. */
+/* A stage must not write to its input: the other stage may still be sending it. */
 static mt_status reads(mt_tensor given, mt_status (*f)(mt_context *, void *, const mt_action *, mt_tensor, mt_tensor),
                        mt_context *ctx, void *user, const mt_action *a, mt_tensor other) {
     size_t bytes = given.data ? (size_t)(given.rows * given.cols) * mt_dtype_size(given.dtype) : 0;
@@ -643,7 +647,7 @@ static mt_status reads_doutput(mt_context *ctx, void *user, const mt_action *a, 
     return reads(doutput, gpt_backward, ctx, user, a, dinput);
 }
 
-/* What a stage has: names, parameters in all, and the traffic at its boundaries. */
+/* Checks the parameters of each stage (names and total number), and its traffic. */
 static mt_status parts_rank(mt_comm *world, void *user) {
     gpt_run *r = (gpt_run *)user;
     gpt_worker w;
@@ -672,7 +676,7 @@ static mt_status parts_rank(mt_comm *world, void *user) {
     }
     CHECK((mt_params_find(w.params, "embedding.word_embeddings.weight") != NULL) == (s == 0 || (last && tied)));
     CHECK((mt_params_find(w.params, "embedding.position_embeddings.weight") != NULL) ==
-          (s == 0 && tied)); /* else rotary */
+          (s == 0 && tied)); /* otherwise rotary */
     CHECK((mt_params_find(w.params, "decoder.final_layernorm.weight") != NULL) == last);
     CHECK((mt_params_find(w.params, "output_layer.weight") != NULL) == (last && !tied));
     CHECK(l.calls[MT_SEND] == (uint64_t)(boundaries * GPT_BATCH / w.grid.dp_size));
@@ -775,7 +779,7 @@ typedef struct lines {
     gpt_run run;
     char name[MAX_LINES][128];
     uint64_t hash[MAX_LINES];
-    int count, spoil; /* spoil: the last stage's copy of the embedding */
+    int count, spoil; /* spoil: change the last stage's copy of the embedding */
 } lines;
 
 static void keep_line(void *user, const char *name, uint64_t hash, int differs) {
@@ -809,7 +813,7 @@ static mt_status log_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = mt_hash_log_create(w.ctx, &w.grid, &log);
     if (status == MT_SUCCESS && l->spoil && w.grid.pp_rank + 1 == w.grid.pp_size)
         ((float *)mt_params_find(w.params, "embedding.word_embeddings.weight")->value.data)[0] = 3.0f;
-    for (int step = 0; status == MT_SUCCESS && step < 2; step++) { /* the log is empty again after the first */
+    for (int step = 0; status == MT_SUCCESS && step < 2; step++) { /* the log is empty again after the first step */
         mine->count = 0;
         status = log_step(&w, log);
         if (status == MT_SUCCESS) status = mt_hash_log_flush(w.ctx, log, keep_line, mine);
@@ -825,7 +829,7 @@ static mt_status log_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* The same lines in the same order as on one rank. */
+/* The log has the same lines in the same order as on one rank. */
 static void test_gpt_hash_log(void **state) {
     static lines one, many;
     int differ = 0;
@@ -850,10 +854,10 @@ static void test_gpt_hash_log(void **state) {
     gpt_launch(&many.run, log_rank, &many);
     for (int j = 0; j < many.count; j++)
         differ += strcmp(many.name[j], "embedding.word_embeddings.weight differs") == 0;
-    assert_int_equal(differ, 1); /* the copies, which one line stands for */
+    assert_int_equal(differ, 1); /* only the line that stands for the copies differs */
 }
 
-/* What does not belong to a stage, or is missing there. */
+/* Arguments that the stage does not accept, or that it lacks. */
 static void test_gpt_stage_refuses(void **state) {
     mt_gpt_desc d = {.vocab = 11, .layers = 3, .max_seq = 4, .layer = {.hidden = 8, .heads = 2}};
     mt_batch batch = {.sequences = 1, .seq = 4};

@@ -1,7 +1,6 @@
-/* test_recompute.c - activation recomputation: the same bits as without, less memory by the formula of mt_recompute,
-   and the collectives that it says.
-
-   cc -std=gnu17 -O2 -I. tests/test_recompute.c -lpthread -lm                                                 */
+/* test_recompute.c - tests activation recomputation: the bits against a run without it, the memory against the
+   formula of mt_recompute, and the documented collectives.
+       cc -std=gnu17 -O2 -I. tests/test_recompute.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -27,8 +26,8 @@ static void assert_same_bits(gpt_run r) {
     }
 }
 
-/* Every placement of the norms, GPT-2 and Llama, f32 and bf16, with dropout, on every split, with and without the mode.
- */
+/* Every placement of the norms, GPT-2 and Llama, f32 and bf16, with dropout, on every split, with and without invariant
+   mode. */
 static void test_same_bits(void **state) {
     (void)state;
     for (int llama = 0; llama < 4; llama++)
@@ -47,7 +46,7 @@ static void test_same_bits(void **state) {
                 }
 }
 
-/* What the meta device plans is what is used. */
+/* The memory that the meta device computes is what a real run uses. */
 static void test_planned(void **state) {
     static gpt_result plan, found;
     (void)state;
@@ -75,7 +74,8 @@ typedef struct shape {
     mt_dtype dtype;
 } shape;
 
-/* The formula of mt_recompute, which is the paper's without what flash attention and counted dropout do not keep. */
+/* The formula of mt_recompute. It is the paper's formula without the terms that flash attention and counter-based
+   dropout do not keep. */
 static size_t formula(const shape *s, mt_recompute how) {
     int64_t n = s->seq * s->sequences, t = s->tp, r = s->sequence_parallel ? n / t : n, h = s->hidden;
     int64_t e = (int64_t)mt_dtype_size(s->dtype), bytes = e * h * r;
@@ -84,8 +84,8 @@ static size_t formula(const shape *s, mt_recompute how) {
     return (size_t)bytes;
 }
 
-/* What one layer keeps, its input included, and what a step of a GPT with so many layers needs, `recomputed` of them as
-   `how` says. On paper: nothing is computed. */
+/* The memory that one layer keeps, including its input, and the memory of a step of a GPT with this number of layers,
+   of which `recomputed` are recomputed as `how` says. On the meta device: nothing is computed. */
 static size_t kept_by_layer(const shape *s, mt_recompute how) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
     mt_transformer_layer_desc d = {.hidden = s->hidden,
@@ -148,7 +148,7 @@ static size_t needed_by_gpt(const shape *s, mt_recompute how, int64_t layers, in
     return peak;
 }
 
-/* One layer, and a layer more in a model, takes exactly what the formula says. */
+/* One layer, and each further layer of a model, uses exactly what the formula says. */
 static void test_memory(void **state) {
     static const shape shapes[] = {{1024, 4, 1920, 20, 1, 0, MT_BF16},
                                    {1024, 4, 2048, 32, 8, 0, MT_BF16},
@@ -162,13 +162,14 @@ static void test_memory(void **state) {
             size_t eight = needed_by_gpt(s, (mt_recompute)how, 8, 0);
             assert_int_equal(kept_by_layer(s, (mt_recompute)how), expected);
             assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 9, 0) - eight, expected);
-            for (int64_t some = 5; some < 8; some++) /* so many of 8 layers: the others keep everything */
+            /* this number of the 8 layers is recomputed; the others keep everything */
+            for (int64_t some = 5; some < 8; some++)
                 assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 8, some) - eight,
                                  (size_t)(8 - some) * (none - expected));
             assert_int_equal(needed_by_gpt(s, (mt_recompute)how, 8, 8), eight);
         }
     /* arXiv 2205.05198, table 2, with sequence parallelism: 34 sbh / t, of which 2 are dropout masks, and 5 a s^2 b / t
-       that flash attention does not have; full recomputation keeps 2 sbh */
+       that flash attention does not keep. Full recomputation keeps 2 sbh. */
     assert_int_equal((formula(&shapes[2], MT_RECOMPUTE_NONE) - 4 * 2048 * (64 + 4) / 8) / ((size_t)2048 * 8192 / 8),
                      32);
     assert_int_equal(formula(&shapes[0], MT_RECOMPUTE_FULL), 2 * (size_t)4096 * 1920);
@@ -252,7 +253,7 @@ static void log_of(mt_recompute how, lines *out) {
     mt_comm_destroy(world);
 }
 
-/* The second forward adds nothing, and every gradient is the same. */
+/* The second forward adds no lines to the log, and all gradients have the same hashes. */
 static void test_hash_log(void **state) {
     static lines kept, again;
     (void)state;

@@ -1,6 +1,6 @@
-/* test_resume_layers - checkpoints of a program with layers of its own, with mt_parallel.h alone. Two linear layers are
-   trained, saved, killed, loaded on another split and trained on. Fields, formats and JSON of the program. What is
-   refused, with what sentence. Run it from the checkout's root. */
+/* test_resume_layers.c - tests checkpoints of a program that has its own layers and uses only mt_parallel.h. Two linear
+   layers are trained, saved, killed, loaded on another split and trained on, against training without a break; also the
+   program's fields, formats and JSON, and what is refused with which message. Run it from the root of the checkout. */
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -21,7 +21,7 @@ enum { IN = 12, MIDDLE = 20, OUT = 6, TOKENS = 8, STEPS = 6, HALF = 3 };
 
 /* ---- a program of two linear layers ------------------------------------------------------------------------------ */
 
-/* What a program keeps beside parameters: each kind of field, the last two must match. */
+/* State that a program keeps beside its parameters: a field of each kind. The last two must match. */
 typedef struct notes {
     int64_t epoch;
     uint64_t words;
@@ -67,19 +67,19 @@ typedef struct job {
     mt_dtype dtype;
     int sharded, invariant;
     const char *directory;
-    int64_t from, to, save_at; /* from: the checkpoint to begin with; 0: none */
+    int64_t from, to, save_at; /* from: step of the checkpoint to load; 0: none */
     int middle;                /* features between the layers, at most MIDDLE; 0: MIDDLE */
     const char *second;        /* name of the second layer; NULL: "second" */
     int one_layer, no_optimizer;
     const mt_checkpoint_format *format;
     notes n;
-    /* what came of it, on the first rank */
-    mt_status status; /* of load */
+    /* Results on the first rank. */
+    mt_status status; /* of the load */
     char sentence[MT_ERROR_BYTES];
     mt_training_state state;
     int64_t optimizer_step;
-    float values[STATE_MAX]; /* parameters, moments, masters, whole */
-    int changed;             /* by a load that failed */
+    float values[STATE_MAX]; /* whole parameters, moments and masters */
+    int changed;             /* 1: a load that failed has changed them */
 } job;
 
 typedef struct model {
@@ -89,7 +89,7 @@ typedef struct model {
     mt_optimizer adam;
     mt_checkpoint *checkpoint;
     mt_field fields[FIELDS];
-    int wrong; /* for wrong_layout */
+    int wrong; /* case of wrong_layout */
 } model;
 
 static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
@@ -108,7 +108,7 @@ static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
     if (!j->one_layer)
         MT_TRY(mt_row_parallel_linear_create(m->r.ctx, m->r.params, j->second ? j->second : "second", &second,
                                              &m->second));
-    MT_TRY(mt_params_init(m->r.ctx, m->r.params, j->from ? 99 : 5)); /* what is loaded was not there */
+    MT_TRY(mt_params_init(m->r.ctx, m->r.params, j->from ? 99 : 5)); /* other initial values than the saved ones */
     if (!j->no_optimizer) MT_TRY(mt_optimizer_create(m->r.ctx, m->r.params, NULL, &m->adam));
     notes_fields(n, m->fields);
     c.optimizer = j->no_optimizer ? NULL : &m->adam;
@@ -123,7 +123,7 @@ static void model_close(model *m) {
     test_rank_close(&m->r);
 }
 
-/* The same x and dy for every rank of a data parallel rank, another one in each step. */
+/* The same x and dy on all tensor ranks of a data rank, different in each step. */
 static void put_noise(mt_tensor t, uint64_t seed) {
     for (int64_t i = 0; i < t.rows * t.cols; i++) {
         float x = test_float(&seed);
@@ -145,7 +145,8 @@ static mt_status train(model *m, const job *j, int64_t step) {
     put_noise(x, seed);
     MT_TRY(mt_params_zero_grad(ctx, m->r.params));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &m->first, x, h, &saved[0]));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &m->second, h, y, &saved[1])); /* y: the gradient of sum(y^2) / 2 */
+    /* y is also the gradient of sum(y^2) / 2 */
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &m->second, h, y, &saved[1]));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &m->second, y, dh, &saved[1]));
     MT_TRY(mt_column_parallel_linear_backward(ctx, &m->first, dh, mt_none(), &saved[0]));
     MT_TRY(mt_sync_gradients(ctx, m->r.params));
@@ -199,7 +200,7 @@ static void run(job *j) {
 
 /* ---- training goes on -------------------------------------------------------------------------------------------- */
 
-/* What `before` trains in one go is what `after` has that loads in the middle. */
+/* Checks that training without a break (`before`) and training that is loaded in the middle (`after`) give the same. */
 static void goes_on(job before, job after) {
     before.directory = after.directory = "resume";
     before.n = written;
@@ -228,7 +229,7 @@ static void same_bits(void **state) {
         }
 }
 
-/* In invariant mode the split changes no bit of the training, and so it must not of the checkpoint. */
+/* In invariant mode the split changes no bit of the training, so it must not change a bit of the checkpoint either. */
 static void another_split(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_BF16; dtype++) {
@@ -244,7 +245,8 @@ static void another_split(void **state) {
     }
 }
 
-/* Values do not depend on the type of optimizer's shares: a checkpoint of ZeRO-1 on 2 ranks loads on 1 without it. */
+/* Values do not depend on how the optimizer's state is divided: a checkpoint of ZeRO-1 on 2 ranks loads on 1 without
+   it. */
 static void fewer_data_ranks(void **state) {
     job save = {.tp = 1, .dp = 2, .dtype = MT_BF16, .sharded = 1, .directory = "z", .to = HALF, .save_at = HALF};
     job load = {.tp = 2, .dp = 1, .dtype = MT_BF16, .directory = "z", .from = HALF, .to = HALF};
@@ -273,7 +275,7 @@ static void expect_tensor(mt_context *ctx, const mt_safetensors *s, const char *
     assert_memory_equal(got, want, (size_t)(cols * (rows ? rows : 1)) * sizeof *want);
 }
 
-/* Whole tensors of the registry's names, and all fields, in words that were written by hand. */
+/* The files contain whole tensors with the names of the registry, and all fields as the texts below. */
 static void files(void **state) {
     static const char *const words[FIELDS][2] = {{"my.epoch", "7"},
                                                  {"my.words", "18446744073709551615"},
@@ -314,7 +316,7 @@ static void files(void **state) {
 
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
 
-/* The sentence holds the words, and nothing was changed. */
+/* Checks that the message contains the words, and that nothing has changed. */
 static void refused(job j, mt_status status, const char *words) {
     notes before;
     if (!j.tp) j.tp = 2;
@@ -349,7 +351,7 @@ static void other_models(void **state) {
     forget("r");
 }
 
-/* A checkpoint of fields that another version of the program wrote. */
+/* A checkpoint with fields that another version of the program wrote. */
 static void other_fields(void **state) {
     static const char *const wrong[][2] = {{"my.epoch", "must be a whole number from 0 to 1000"},
                                            {"my.tokenizer", "must be a text of at most 15 bytes"},
@@ -375,7 +377,7 @@ static void other_fields(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &checkpoint));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, checkpoint, &s));
-        /* only the field of this name is asked for */
+        /* Only the field with this name is read. */
         notes n = fresh;
         mt_field all[FIELDS];
         notes_fields(&n, all);
@@ -389,7 +391,7 @@ static void other_fields(void **state) {
         REFUSED(r.ctx, MT_ERR_DATA, words, mt_checkpoint_load(r.ctx, checkpoint, 1, &s));
         assert_memory_equal(&n, &fresh, sizeof n);
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                      mt_checkpoint_import(r.ctx, checkpoint, in_scratch("r/step-00000001"))); /* no field is read */
+                      mt_checkpoint_import(r.ctx, checkpoint, in_scratch("r/step-00000001"))); /* no fields are read */
         assert_memory_equal(&n, &fresh, sizeof n);
         mt_checkpoint_destroy(r.ctx, checkpoint);
         test_rank_close(&r);
@@ -398,8 +400,8 @@ static void other_fields(void **state) {
     }
 }
 
-/* Fields that load would refuse or misread: each is refused on both ranks, also where only the second one has it. The
-   padding of a caller's scaler is nothing to look at. */
+/* Fields that load would refuse or misread are refused by save on both ranks, also if only the second rank has them.
+   The padding of the caller's scaler struct is not compared. */
 static mt_status unsaved_rank(mt_comm *world, void *user) {
     static const char *const wanted[] = {"my.epoch is 1001, must be a whole number from 0 to 1000",
                                          "my.epoch is -1, must be",
@@ -441,7 +443,8 @@ static mt_status unsaved_rank(mt_comm *world, void *user) {
         if (!strstr(mt_last_error(m.r.ctx), wanted[i % 9])) fprintf(stderr, "%s\n", mt_last_error(m.r.ctx));
         CHECK(strstr(mt_last_error(m.r.ctx), wanted[i % 9]));
         CHECK(access(first, F_OK) == 0 && access(second, F_OK) != 0);
-        if (i == 8) CHECK(mt_checkpoint_load(m.r.ctx, m.checkpoint, 1, &s) == MT_ERR_DATA); /* compares the task */
+        /* the field `task` is compared */
+        if (i == 8) CHECK(mt_checkpoint_load(m.r.ctx, m.checkpoint, 1, &s) == MT_ERR_DATA);
         if (i == 8) CHECK(strstr(mt_last_error(m.r.ctx), "my.task 'sums', must be 'yyyyyyyyyyyyyyyy'"));
         m.r.ctx->error[0] = 0;
     }
@@ -514,7 +517,7 @@ static void arguments(void **state) {
     mt_field_text(NULL, text);
     assert_string_equal(text, "");
     text[0] = 'x';
-    mt_field_text(&f, text); /* without a value */
+    mt_field_text(&f, text); /* a field without a value */
     assert_string_equal(text, "");
     mt_field_text(two, NULL);
     c.fields = NULL, c.field_count = 0, c.directory = in_scratch("r");
@@ -527,7 +530,7 @@ static void arguments(void **state) {
         mt_field bad[2] = {{.name = "step", .value = &x}, {.name = "step", .value = &x}};
         if (i == 0) bad[1].name = NULL;
         if (i == 1) bad[1].value = NULL;
-        if (i == 2) bad[1].kind = MT_FIELD_TEXT; /* of no bytes */
+        if (i == 2) bad[1].kind = MT_FIELD_TEXT; /* of 0 bytes */
         if (i == 3) bad[1].kind = (mt_field_kind)-1;
         const char *words = i == 0 ? "field 1 () has no name" : "field 1 (step) has no name, value or size";
         x = 5;
@@ -543,7 +546,7 @@ static void arguments(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* On MT_DEVICE_META no file is touched, also when the world of one rank is no meta communicator. */
+/* With MT_DEVICE_META no file is accessed, also when the world is a real communicator of one rank. */
 static void without_data(void **state) {
     mt_context_desc where = {.device = MT_DEVICE_META};
     mt_param_desc p = {.name = "w", .rows = 4, .cols = 6};
@@ -574,7 +577,7 @@ static void without_data(void **state) {
 
 /* ---- a save that is killed --------------------------------------------------------------------------------------- */
 
-/* Saves every step, for as long as it lives. */
+/* Saves at every step until the process is killed. */
 static mt_status saves_until_killed(mt_comm *world, void *user) {
     job *j = (job *)user;
     notes n = written;
@@ -598,8 +601,8 @@ static int64_t newest(void) {
     return step;
 }
 
-/* What is there after each kill is the newest step, as a run without a kill has it: two tensor ranks with masters and
-   ZeRO-1 write, and one rank reads. */
+/* After each kill, the newest checkpoint is a complete step with the values of a run without a kill. Two tensor ranks
+   with master weights and ZeRO-1 write, one rank reads. */
 static void killed(void **state) {
     job j = {.tp = 2, .dp = 2, .dtype = MT_BF16, .sharded = 1, .invariant = 2, .directory = "k"};
     job whole = j, load = {.tp = 1, .dp = 2, .dtype = MT_BF16, .invariant = 2, .directory = "k"};
@@ -636,7 +639,7 @@ static void killed(void **state) {
 
 /* ---- a format of the program's own ------------------------------------------------------------------------------- */
 
-/* Weights are [in, out] in the file, and called "net.". Dialect 1: the names without it. */
+/* In the file, weights are [in, out] and names begin with "net.". Dialect 1: names without this prefix. */
 static const char *my_metadata(const void *model, int index, char value[MT_FIELD_TEXT_MAX]) {
     (void)model;
     if (index > 0) return NULL;
@@ -701,7 +704,7 @@ static void own_format(void **state) {
     assert_string_equal(mt_safetensors_metadata(s, "author"), "nobody");
     mt_safetensors_close(s);
     shell("grep -q '^{\"layers\": 2, ' '%s'", in_scratch("r/step-00000003/config.json"));
-    /* without the format it is another model, and what the format does not know is refused by it */
+    /* Without the format it is another model; with it, tensors that the format does not know are refused. */
     strange.format = NULL;
     refused(strange, MT_ERR_DATA, "has no tensor 'first.weight'");
     strange = j;
@@ -713,7 +716,7 @@ static void own_format(void **state) {
 
 enum { WIDER = 64 };
 
-/* Layouts that no parameter of two dimensions has. */
+/* Layouts that no two-dimensional parameter can have. */
 static void wrong_layout(const void *user, const mt_param *p, int dialect, mt_tensor_layout *l) {
     (void)dialect;
     if (p->desc.rows == 1) return;
@@ -724,12 +727,12 @@ static void wrong_layout(const void *user, const mt_param *p, int dialect, mt_te
     case 4: l->dims = 0; break;
     case 5: l->shape[0] *= -1, l->shape[1] *= -1; break;
     case 6: l->shape[0] = l->shape[1] = INT64_MAX; break;
-    case 7: l->dims = 1, l->shape[0] *= l->shape[1]; break; /* this one may be */
+    case 7: l->dims = 1, l->shape[0] *= l->shape[1]; break; /* this one is valid */
     default: break;
     }
 }
 
-/* user: the checkpoint to import, of layers that are wider, as the first layout says. */
+/* user: the checkpoint to import. Its layers are wider, as the first layout says. */
 static mt_status wrong_layouts_rank(mt_comm *world, void *user) {
     static const mt_checkpoint_format format = {.layout = wrong_layout};
     job j = {.tp = 2, .directory = "w", .format = &format};

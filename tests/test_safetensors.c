@@ -1,5 +1,6 @@
-/* test_safetensors - the reader of safetensors files: what it makes of good ones, each reason to refuse a bad one, and
-   the seeds of tests/fuzz with the same mutations every time. Run it from the checkout's root. */
+/* test_safetensors.c - tests the reader of safetensors files: good files against their known content, each reason to
+   refuse a bad file, and the seeds of tests/fuzz with a fixed series of mutations. Run it from the root of the
+   checkout. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -11,7 +12,7 @@
 
 static mt_context *ctx;
 
-/* DATA bytes behind a header; *size: of all. The memory ends where the file does. */
+/* A file in memory: a header and `data` bytes. *size: of all. The memory ends where the file ends. */
 static unsigned char *make_file(const char *header, size_t header_bytes, size_t data, size_t *size) {
     uint64_t n = header_bytes;
     unsigned char *file = (unsigned char *)malloc(8 + header_bytes + data);
@@ -32,7 +33,7 @@ static const char *write_file(const void *bytes, size_t size) {
     return path;
 }
 
-/* Parses header and data; the sentence of a refusal must hold these words, NULL: it is accepted. */
+/* Parses a file of this header and data. NULL: it is accepted; else the error message must contain these words. */
 static void expect(const char *header, size_t data, const char *words) {
     size_t size;
     unsigned char *file = make_file(header, strlen(header), data, &size);
@@ -95,7 +96,7 @@ static void good_files(void **state) {
     expect("{ \t\n\r} \n", 0, NULL);
 }
 
-/* Numbers of elements that are read in pieces. */
+/* Tensors long enough to be read in pieces. */
 static void long_tensors(void **state) {
     char header[128];
     (void)state;
@@ -119,7 +120,7 @@ static void long_tensors(void **state) {
 #define T(name, dtype, shape, offsets)                                                                                 \
     "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
 
-/* Numbers, names and brackets of the header, each wrong in one way. */
+/* Headers with one wrong number, name or bracket. */
 static void bad_headers(void **state) {
     (void)state;
     expect("", 0, "'{'");
@@ -177,7 +178,7 @@ static void bad_strings(void **state) {
     expect("{\"\xe2\x28\xa1\":1}", 0, "UTF-8");
 }
 
-/* Shapes, offsets and the data, against each other. */
+/* Shapes, offsets and the size of the data that contradict each other. */
 static void bad_data(void **state) {
     char deep[512];
     (void)state;
@@ -197,7 +198,7 @@ static void bad_data(void **state) {
     expect("{" T("a", "F32", "[4611686018427387904,4]", "[0,0]") "}", 0, "overflows");
     expect("{" T("a", "U8", "[9223372036854775807,2,0]", "[0,0]") "}", 0, "overflows");
     expect("{" T("a", "F32", "[1]", "[9223372036854775804,9223372036854775807]") "}", 4, "data_offsets");
-    for (int depth = 61; depth <= 63; depth++) { /* two brackets are around them */
+    for (int depth = 61; depth <= 63; depth++) { /* two more brackets surround them */
         snprintf(deep, sizeof deep, "{\"a\":{\"x\":%.*s%.*s,\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}",
                  depth, "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", depth,
                  "]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]");
@@ -205,7 +206,7 @@ static void bad_data(void **state) {
     }
 }
 
-/* Files that are none, and lengths of the header that lie. */
+/* Files of another format, and wrong lengths of the header. */
 static void bad_files(void **state) {
     unsigned char lies[16] = {0};
     uint64_t lengths[] = {9, 100000001, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 7};
@@ -231,7 +232,7 @@ static void bad_files(void **state) {
     REFUSED(ctx, MT_ERR_ARGUMENT, "characters", mt_safetensors_open(ctx, too_long, &s));
 }
 
-/* Numbers of config.json, which do not depend on the locale, to the last place of a float. */
+/* Numbers of config.json are read independently of the locale, and exact to the last bit of a float. */
 static void numbers(void **state) {
     static const char *const good[] = {"0",
                                        "-0",
@@ -264,7 +265,7 @@ static void numbers(void **state) {
         mti_json_end(&j);
         if (!j.error) fail_msg("'%s' was taken for a number", bad[i]);
     }
-    for (int i = 0; i < 100000; i++) { /* what is written is read back */
+    for (int i = 0; i < 100000; i++) { /* reading returns what was written */
         uint32_t bits = (uint32_t)test_random(&seed);
         float want = mt_f32_from_bits(bits), got;
         if (!isfinite(want) || fabsf(want) < 1e-37f) continue;
@@ -275,7 +276,7 @@ static void numbers(void **state) {
     }
 }
 
-/* A file that is truncated after it was opened: what is left of it is read, the rest is an error. */
+/* A file that is truncated after it was opened: reads before its new end succeed, others are errors. */
 static void truncated_while_open(void **state) {
     enum { BYTES = 1 << 16 };
     static const char header[] = "{\"half\":{\"dtype\":\"BF16\",\"shape\":[32768],\"data_offsets\":[0,65536]},"
@@ -305,7 +306,7 @@ static void truncated_while_open(void **state) {
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_find(s, "none"), out));
         mt_safetensors_close(s);
     }
-    memcpy(file + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1); /* the checksum, of what was a good file */
+    memcpy(file + 8, MTI_CHECKSUM_BEFORE, sizeof MTI_CHECKSUM_BEFORE - 1); /* the checksum of the original file */
     const char *path = write_file(file, size);
     mt_safetensors sealed = {.map = {.fd = open(path, O_RDONLY), .bytes = size}};
     assert_int_equal(truncate(path, (off_t)size / 2), 0);
@@ -314,7 +315,7 @@ static void truncated_while_open(void **state) {
     free(file);
 }
 
-/* The same where printf writes a comma. */
+/* The same with a locale in which printf writes a decimal comma. */
 static void numbers_with_a_decimal_comma(void **state) {
     char text[64];
     mti_json j;
@@ -335,8 +336,8 @@ static void numbers_with_a_decimal_comma(void **state) {
     assert_string_equal(text, "-5.52500010e+00");
 }
 
-/* A checksum by another program (tests/fuzz/seeds/run.safetensors was written by Python), and neither one bit nor two
- * undo it. */
+/* Accepts the checksum of another program (Python wrote tests/fuzz/seeds/run.safetensors), and detects one and two
+   flipped bits. */
 static void checksums(void **state) {
     unsigned char bytes[2048];
     mt_safetensors s;
@@ -352,7 +353,7 @@ static void checksums(void **state) {
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_safetensors_verify(ctx, &s, &has));
     assert_true(has);
     for (size_t a = 64 * 8; a < 8 * (s.map.bytes - 7); a += 61)
-        for (size_t b = a; b <= a + 640 && b < 8 * s.map.bytes; b += 64) { /* a itself: one bit */
+        for (size_t b = a; b <= a + 640 && b < 8 * s.map.bytes; b += 64) { /* b == a: one bit */
             bytes[a / 8] ^= (unsigned char)(1u << a % 8);
             if (b != a) bytes[b / 8] ^= (unsigned char)(1u << b % 8);
             mt_status status = mti_safetensors_verify(ctx, &s, &has);
@@ -360,7 +361,7 @@ static void checksums(void **state) {
             bytes[a / 8] ^= (unsigned char)(1u << a % 8);
             if (b != a) bytes[b / 8] ^= (unsigned char)(1u << b % 8);
         }
-    for (size_t a = 64 + 7; a + 8 < s.map.bytes; a += 8) { /* bit 63 of neighbours */
+    for (size_t a = 64 + 7; a + 8 < s.map.bytes; a += 8) { /* bit 63 of neighbouring words */
         bytes[a] ^= 128;
         bytes[a + 8] ^= 128;
         assert_int_equal(mti_safetensors_verify(ctx, &s, &has), MT_ERR_DATA);
@@ -387,7 +388,7 @@ static size_t read_seed(const char *name, unsigned char *bytes, size_t room) {
     return n;
 }
 
-/* One change: a bit, a byte, a piece taken out, put in twice or from elsewhere, a number that is at a limit. */
+/* One mutation: a bit, a byte, a piece removed, doubled or copied from elsewhere, or a number at a limit. */
 static size_t mutate(unsigned char *b, size_t n, size_t room, uint64_t *seed) {
     static const char *const words[] = {"9223372036854775807",
                                         "18446744073709551615",
@@ -419,12 +420,12 @@ static size_t mutate(unsigned char *b, size_t n, size_t room, uint64_t *seed) {
         length = test_below(seed, 16) < n - at ? test_below(seed, 16) % (n - at + 1) : n - at;
         memmove(b + at, b + at + length, n - at - length);
         return n - length;
-    case 3: /* a piece twice */
+    case 3: /* a piece is doubled */
         length = test_below(seed, 64) % (n - at + 1);
         if (n + length > room) return n;
         memmove(b + at + length, b + at, n - at);
         return n + length;
-    case 4: /* the length of the header follows what was changed, so that the rest is read */
+    case 4: /* adapt the length of the header, so that the rest is read */
         if (n >= 8) memcpy(b, &(uint64_t){n - 8 - test_below(seed, 17) % (n - 7)}, 8);
         return n;
     default:
@@ -456,7 +457,8 @@ static void mutated_seeds(void **state) {
         unsigned char bytes[4096];
         size_t n = read_seed(seeds[i % (int)SEEDS], bytes, sizeof bytes), changes = 1 + test_below(&seed, 4);
         while (changes-- > 0) n = mutate(bytes, n, sizeof bytes, &seed);
-        unsigned char *file = (unsigned char *)malloc(n + 1); /* a sanitizer sees the end, but for one byte */
+        /* at an odd address; a sanitizer detects reads beyond the end */
+        unsigned char *file = (unsigned char *)malloc(n + 1);
         assert_non_null(file);
         memcpy(file + 1, bytes, n);
         accepted += readers_all(ctx, file + 1, n) != 0;

@@ -1,5 +1,5 @@
-/* test_train - examples/train_gpt.c, run in this process: the loss over 50 steps does not depend on the split, files
-   are read and refused, absurd flags are refused one by one. Run it from the checkout's root. */
+/* test_train.c - tests examples/train_gpt.c, which it runs in this process: the loss over 50 steps against one rank on
+   every split, input and log files, and the refusal of each wrong flag. Run it from the root of the checkout. */
 
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
@@ -16,7 +16,7 @@
 #define MAX_ARGS 64
 #define STEPS 50
 
-/* Runs train_gpt with these words as its arguments; what it prints goes to the files "out" and "err". */
+/* Runs train_gpt with these words as its arguments. Its output goes to the files "out" and "err". */
 static int run_train_gpt(const char *words) {
     static char text[2048];
     char *argv[MAX_ARGS] = {(char *)(uintptr_t) "train_gpt"};
@@ -26,8 +26,9 @@ static int run_train_gpt(const char *words) {
     fflush(NULL);
     assert_non_null(freopen(in_scratch("out"), "w", stdout));
     assert_non_null(freopen(in_scratch("err"), "w", stderr));
-    setvbuf(stderr, NULL, _IONBF, 0); /* as it was: what is said is there, even if the process does not get further */
-    optind = 0;                       /* getopt starts afresh */
+    /* unbuffered, as before: the text is in the file even if the process ends early */
+    setvbuf(stderr, NULL, _IONBF, 0);
+    optind = 0; /* resets getopt */
     rc = train_gpt_main(argc, argv);
     fflush(NULL);
     dup2(out, 1);
@@ -58,7 +59,7 @@ static void expect_error(const char *words, const char *sentence) {
     if (rc == 0 || !strstr(text, sentence)) fail_msg("train_gpt %s: exit %d, stderr: %s", words, rc, text);
 }
 
-/* Rank 0, a thread, opens a pipe that nobody reads, and never comes back. */
+/* Rank 0, a thread, opens a pipe that no process reads, and blocks for ever. */
 static void test_stuck_rank_ends_the_process(void **state) {
     char words[256], text[4096];
     double start = mti_now();
@@ -83,7 +84,7 @@ static void test_stuck_rank_ends_the_process(void **state) {
     assert_true(mti_now() - start > MTI_GRACE_SECONDS);
 }
 
-/* A text that does not change when the project does: sentences of a few words, which a small model learns quickly. */
+/* A text that is independent of the project's files: sentences of few words, which a small model learns quickly. */
 static void write_text(void) {
     static const char *const words[] = {"the ",     "a ",   "rank ", "sums ",   "splits ", "rows ",
                                         "columns ", "of ",  "and ",  "every ",  "layer ",  "tensor ",
@@ -100,7 +101,7 @@ static void write_text(void) {
 
 /* The losses and gradient norms of a run, from its CSV. */
 typedef struct curve {
-    double loss[STEPS], norm[STEPS], validation[2]; /* the last: after half of the steps, and at the end */
+    double loss[STEPS], norm[STEPS], validation[2]; /* validation: after half of the steps, and at the end */
 } curve;
 
 static curve train_curve(const char *model, const char *split) {
@@ -130,7 +131,8 @@ static curve train_curve(const char *model, const char *split) {
     return c;
 }
 
-/* 1e-4 relative, at every one of the steps; rounding makes about 1e-6, a gradient that is counted twice percents. */
+/* The tolerance is 1e-4 relative at every step. Rounding gives about 1e-6, a gradient that is counted twice per
+   cents. */
 static void assert_same_curve(const curve *a, const curve *b, const char *split) {
     for (int i = 0; i < STEPS; i++) {
         if (!(fabs(a->loss[i] - b->loss[i]) <= 1e-4 * a->loss[i]))
@@ -145,9 +147,10 @@ static void assert_same_curve(const curve *a, const curve *b, const char *split)
 
 static void compare_splits(const char *model, const char *const *splits, size_t count) {
     curve serial = train_curve(model, "--tp 1");
-    assert_true(serial.loss[STEPS - 1] < serial.loss[0] - 1.0); /* it learns: the comparison is of something */
+    /* the model learns, so the comparison means something */
+    assert_true(serial.loss[STEPS - 1] < serial.loss[0] - 1.0);
     for (size_t i = 0; i < count; i++) {
-        if (!test_takes(count - 1 - i, 5)) continue; /* the last one has stages */
+        if (!test_takes(count - 1 - i, 5)) continue; /* the last split has pipeline stages */
         curve c = train_curve(model, splits[i]);
         assert_same_curve(&serial, &c, splits[i]);
     }
@@ -197,7 +200,7 @@ static void test_llama_any_split(void **state) {
         splits, COUNT(splits));
 }
 
-/* Two files, byte for byte; says in which line they differ. */
+/* Compares two files byte by byte. The error message names the line of the first difference. */
 static void assert_same_file(const char *name, const char *other, const char *split) {
     FILE *a = fopen(in_scratch(name), "r"), *b = fopen(in_scratch(other), "r");
     char x[256], y[256], *more = x;
@@ -210,7 +213,7 @@ static void assert_same_file(const char *name, const char *other, const char *sp
     fclose(b);
 }
 
-/* Losses, norms and validation losses of the CSV, and a hash of every tensor of every step. */
+/* Compares losses, norms and validation losses of the CSV, and a hash of every tensor of every step. */
 static void compare_bits(const char *model, const char *const *splits, size_t count) {
     curve serial, c;
     char words[512];
@@ -260,7 +263,7 @@ static void test_invariant_in_bf16(void **state) {
     assert_non_null(strstr(text, "1 decoder.layers.0.mlp.linear_fc1.weight.master "));
 }
 
-/* What the stages of a small model say to each other fits into the arena that was planned. */
+/* The messages between the stages of a small model fit into the planned arena. */
 static void test_hash_log_of_stages(void **state) {
     char words[512];
     (void)state;
@@ -277,8 +280,8 @@ static void test_hash_log_of_stages(void **state) {
     assert_same_file("one.hash", "split.hash", "--pp 4");
 }
 
-/* The loss scale comes down to where f16 trains, and what was skipped is counted; a model that is lost stops at
- * scale 1. */
+/* The loss scale decreases until f16 can train, and the skipped steps are counted. A model that has diverged stops at
+   scale 1. */
 static void test_f16_scales_the_loss(void **state) {
     char text[8192];
     (void)state;
@@ -296,13 +299,13 @@ static void test_f16_scales_the_loss(void **state) {
                  "not finite: stopping");
 }
 
-/* This program is a C compiler's: it has no GPU, and says how to get one. */
+/* A C compiler has built this program: it has no GPU support, and its message says how to build it. */
 static void test_device_that_is_not_built(void **state) {
     (void)state;
     expect_error("--data megatron.h --sample 0 --device cuda", "compile the implementation with nvcc");
 }
 
-/* The log of a step that is not finite is written before the run stops: it is the one that is looked for. */
+/* The log of a step that is not finite is written before the run stops, because this step is of interest. */
 static void test_hash_log_of_the_last_step(void **state) {
     char words[512], text[64] = "";
     int last = 0;
@@ -332,7 +335,7 @@ static void test_recomputation(void **state) {
     expect_error("--recompute some", "expected none, selective");
 }
 
-/* A model that is lost: each step is reported and left out, the tenth in a row is the last. */
+/* A model that has diverged: each step is reported and skipped, and the tenth in a row ends the run. */
 static void test_steps_that_are_not_finite(void **state) {
     static const char *const splits[] = {"--tp 1", "--tp 2 --dp 2 --use-distributed-optimizer", "--dp 4 --dtype bf16",
                                          "--tp 1 --pp 2 --dp 2 --dtype f16 --use-distributed-optimizer"};
@@ -345,7 +348,7 @@ static void test_steps_that_are_not_finite(void **state) {
                  splits[i]);
         expect_error(words, "is not finite: stopping after 10 such steps in a row");
         read_text("out", text, sizeof text);
-        first = strstr(text, ", step skipped (1 so far)\n"); /* a step that is finite may come between */
+        first = strstr(text, ", step skipped (1 so far)\n"); /* finite steps may come between */
         assert_non_null(first);
         assert_non_null(strstr(first, ", step skipped (10 so far)\n"));
     }
@@ -366,7 +369,7 @@ static double bytes_per_parameter(const char *flags) {
     return (double)(model + state) / (double)parameters;
 }
 
-/* To what is neither parameter, gradient nor state: the tokens of a batch, and alignment. */
+/* Memory for other things than parameters, gradients and optimizer state: the tokens of a batch, and alignment. */
 static void test_dry_run_of_the_distributed_optimizer(void **state) {
     static const double want[] = {16, 8 + 8 / 4.0, 18, 6 + 12 / 4.0};
     static const char *const flags[] = {"", "--use-distributed-optimizer", "--dtype bf16",
@@ -383,18 +386,18 @@ static void test_dry_run_of_the_distributed_optimizer(void **state) {
     assert_non_null(strstr(text, "data     (4 ranks)  all_gather          1 calls"));
 }
 
-/* Seeds, and the masks they draw, make a difference; otherwise equal runs would prove nothing. */
+/* The seed and dropout change the results; otherwise the comparison of equal runs would prove nothing. */
 static void test_seed_and_dropout_matter(void **state) {
     static const char *const model = "--layers 1 --hidden 16 --heads 2 --seq 8 --batch 2";
     curve a = train_curve(model, "--dropout 0.1"), b = train_curve(model, "--dropout 0.1"), c = train_curve(model, "");
     curve d = train_curve(model, "--dropout 0.1 --seed 5");
     (void)state;
-    assert_memory_equal(&a, &b, sizeof a); /* same inputs, same split: same bits */
+    assert_memory_equal(&a, &b, sizeof a); /* same inputs and split, so the same bits */
     assert_true(fabs(a.loss[5] - c.loss[5]) > 1e-4);
     assert_true(fabs(a.loss[5] - d.loss[5]) > 1e-4);
 }
 
-/* What a dry run says that a step sends is what it sends. */
+/* A step sends what a dry run says that it sends. */
 static void assert_done_as_planned(const char *model, const char *dry) {
     char words[512], wet[4096];
     const char *at = strstr(dry, "communication of one step");
@@ -415,14 +418,14 @@ static void test_dry_run_and_ledger(void **state) {
     read_text("out", dry, sizeof dry);
     assert_null(strstr(dry, "step "));
     assert_non_null(strstr(dry, "per rank: "));
-    /* 4 per layer, 1 for the embedding, 1 for the head's input; of 4 sequences x 16 tokens x 32 floats */
+    /* 4 per layer, 1 for the embedding, 1 for the head's input; each of 4 sequences x 16 tokens x 32 floats. */
     assert_non_null(strstr(dry, "tensor   (4 ranks)  all_reduce         14 calls        114688 bytes"));
     assert_non_null(strstr(dry, "tensor   (4 ranks)  all_gather          1 calls          4096 bytes"));
     assert_done_as_planned(model, dry);
 }
 
-/* The paper's four models, one rank of up to 8 x 64: what the formulas say. Biases, norms and positions included; the
-   table has 50257 rows, padded to what the ranks divide. */
+/* The paper's four models, one rank of up to 8 x 64: the dry run agrees with the formulas, including biases, norms and
+   positions. The vocabulary of 50257 is padded to a multiple of the number of tensor ranks. */
 static void test_configurations(void **state) {
     static const struct {
         const char *name;
@@ -449,14 +452,14 @@ static void test_configurations(void **state) {
         snprintf(line, sizeof line, "per rank: %lld parameters", rank);
         assert_non_null(strstr(text, line));
         snprintf(line, sizeof line, "(%lld ranks)  all_reduce     %6lld calls  %12lld bytes", t, 5 * l + 2,
-                 (5 * l + 2) * 8 * 1024 * h * 2); /* 4 of a layer, 1 as it is recomputed */
+                 (5 * l + 2) * 8 * 1024 * h * 2); /* 4 per layer, and 1 for its recomputation */
         assert_true((strstr(text, line) != NULL) == (t > 1));
         assert_int_equal(sscanf(strstr(text, "  optimizer state") + 20, "%lf", &all), 1);
         assert_true(all >= 12.0 * (double)rank && all < 12.001 * (double)rank);
         assert_int_equal(sscanf(strstr(text, "gradients ") + 10, "%lf", &all), 1);
         assert_true(all >= 6.0 * (double)rank && all < 6.001 * (double)rank);
         assert_int_equal(sscanf(strstr(text, "  all ") + 5, "%lf", &all), 1);
-        assert_true(all < 32e9); /* the paper's GPUs had so much */
+        assert_true(all < 32e9); /* the memory of the paper's GPUs */
     }
     assert_int_equal(run_train_gpt("--config gpt2-8.3b --layers 2 --tp 4 --dry-run --sample 0"), 0);
     read_text("out", text, sizeof text);
@@ -464,7 +467,7 @@ static void test_configurations(void **state) {
     assert_non_null(strstr(text, "4 x tensor"));
 }
 
-/* Each stage by itself; the embedding and its copy are one parameter of the model. */
+/* The dry run lists each stage. The embedding and its copy count as one parameter of the model. */
 static void test_dry_run_of_a_pipeline(void **state) {
     static const char *const model =
         "--pp 3 --tp 1 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --micro-batch 1 "
@@ -480,7 +483,7 @@ static void test_dry_run_of_a_pipeline(void **state) {
     assert_non_null(strstr(dry, "per rank of stage 0: 21408 parameters"));
     assert_non_null(strstr(dry, "per rank of stage 1: 12704 parameters"));
     assert_non_null(strstr(dry, "per rank of stage 2: 20960 parameters"));
-    /* 4 micro-batches of 16 tokens x 32 floats, there and back */
+    /* 4 micro-batches of 16 tokens x 32 floats, in each direction */
     assert_non_null(strstr(dry, "pipeline (3 ranks)  send                4 calls          8192 bytes"));
     assert_non_null(strstr(dry, "pipeline (3 ranks)  recv                4 calls          8192 bytes"));
     assert_non_null(strstr(dry, "embedding (2 ranks)  all_reduce          1 calls         32768 bytes"));
@@ -573,13 +576,13 @@ static void test_bad_files(void **state) {
     expect_error(words, "the data has 39 tokens, too few for --seq 8 (needs 40)");
     expect_error("--data /nonexistent/text", "cannot read /nonexistent/text: No such file");
     snprintf(words, sizeof words, SMALL "--data %s", scratch);
-    expect_error(words, "cannot read"); /* a folder */
+    expect_error(words, "cannot read"); /* a directory */
     write_bin("vocab.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60000);
     snprintf(words, sizeof words, SMALL "--data %s --seq 900 --batch 4", in_scratch("vocab.bin"));
     expect_error(words, "60000");
 }
 
-/* The smallest file that is accepted, validated and sampled from its last sequence. */
+/* The smallest file that is accepted: it can be used for validation, and sampling starts from its last sequence. */
 static void test_smallest_file(void **state) {
     char words[512], bytes[4 * 8 + 8];
     (void)state;
@@ -592,7 +595,7 @@ static void test_smallest_file(void **state) {
     assert_int_equal(run_train_gpt(words), 0);
 }
 
-/* A refused run leaves the log of the run before as it is. */
+/* A run that is refused leaves the log of the previous run unchanged. */
 static void test_refusal_keeps_the_log(void **state) {
     char words[512], text[64];
     (void)state;
@@ -608,7 +611,7 @@ static void test_refusal_keeps_the_log(void **state) {
 #define SIX_STEPS                                                                                                      \
     "--data %s --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 6 --sample 0 --eval-interval 0 --warmup 0 "
 
-/* The loss of each step in a log, from line `first` on; returns how many there are. */
+/* Reads the loss of each step in a log, from line `first` on. Returns their number. */
 static int read_losses(const char *log, int first, double *loss) {
     char text[2048];
     int n = 0, step;
@@ -635,7 +638,7 @@ static void refuse_six_steps(const char *flags, const char *sentence) {
     expect_error(all, sentence);
 }
 
-/* Stopped after three of six steps, a run goes on with the other three, on another split. */
+/* A run that is stopped after three of six steps continues with the other three, on another split. */
 static void test_checkpoints(void **state) {
     double whole[8], rest[8], again[8];
     char words[512];
@@ -650,7 +653,7 @@ static void test_checkpoints(void **state) {
     snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --log %s", c, in_scratch("init.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, again), 1);
-    assert_true(again[0] < whole[1]); /* it has learned something */
+    assert_true(again[0] < whole[1]); /* the model has learned */
     snprintf(words, sizeof words, "--checkpoint %s", c);
     refuse_six_steps(words, "has a checkpoint of step 3: go on with --resume");
     snprintf(words, sizeof words, "--checkpoint %s --resume --batch 8", c);
@@ -667,12 +670,12 @@ static void test_checkpoints(void **state) {
     for (int i = 0; i < 3; i++)
         if (!(fabs(rest[i] - whole[3 + i]) <= 1e-5 * whole[3 + i]))
             fail_msg("step %d: loss %.9g, must be %.9g", 4 + i, rest[i], whole[3 + i]);
-    run_six_steps(words); /* there is nothing left to do, and nothing is saved once more */
+    run_six_steps(words); /* no step is left, and nothing is saved again */
     assert_int_equal(read_losses("rest.csv", 4, rest), 3);
     forget("checkpoints");
 }
 
-/* A sentence, once, however many ranks there are; nothing was trained. */
+/* Checks that the message appears once, whatever the number of ranks, and that no step was run. */
 static void expect_one_sentence(const char *sentence) {
     char text[4096];
     read_text("err", text, sizeof text);
@@ -682,7 +685,7 @@ static void expect_one_sentence(const char *sentence) {
     assert_null(strstr(text, "step     1/6"));
 }
 
-/* What --resume refuses, what it only says, and what is known before the first step. */
+/* What --resume refuses, what it only reports, and what is checked before the first step. */
 static void test_resuming_something_else(void **state) {
     char words[512], text[40000], c[128];
     size_t size;
@@ -720,7 +723,8 @@ static void test_resuming_something_else(void **state) {
     forget("checkpoints");
 }
 
-/* Killed behind its last checkpoint, in the middle of a line: in the logs, every step is there once. */
+/* A run is killed after its last checkpoint, in the middle of writing a line. When it is resumed, the logs contain
+   every step once. */
 static void test_logs_go_on(void **state) {
     char words[512], c[128], csv[128], hashes[128];
     double whole[8], rest[8], whole_norm[8], rest_norm[8];
@@ -754,7 +758,7 @@ static void test_logs_go_on(void **state) {
     }
     assert_memory_equal(whole + 1, rest + 1, 6 * sizeof *whole);
     assert_memory_equal(whole_norm + 1, rest_norm + 1, 6 * sizeof *whole_norm);
-    forget("checkpoints"); /* no checkpoint is left: the logs begin anew, too */
+    forget("checkpoints"); /* without a checkpoint, the logs start again, too */
     snprintf(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv,
              hashes);
     run_six_steps(words);
@@ -762,7 +766,7 @@ static void test_logs_go_on(void **state) {
     forget("checkpoints");
 }
 
-/* A model with more positions than --seq: by --max-seq, and by whose weights it begins with. */
+/* A model with more positions than --seq, from --max-seq or from the weights that it starts with. */
 static void test_positions(void **state) {
     char words[512], c[128];
     double loss[8], again[8];
@@ -790,7 +794,7 @@ static void test_positions(void **state) {
     forget("checkpoints");
 }
 
-/* What PyTorch's logits say of the one token of the file, behind nothing, and less after some training. */
+/* PyTorch's loss for a file that repeats one token: the loss of this token behind a single one. */
 static double golden_loss(int32_t *token) {
     enum { TOKENS = 48, VOCABULARY = 61 };
     static float logits[TOKENS * VOCABULARY], ids[TOKENS];
@@ -831,7 +835,7 @@ static void test_gpt2_of_hugging_face(void **state) {
     }
 }
 
-/* Whatever sign a NaN has. */
+/* The sign of a NaN is not printed. */
 static void test_nan_has_no_sign(void **state) {
     char words[512], text[16384];
     (void)state;
@@ -904,7 +908,7 @@ static void test_absurd_flags(void **state) {
     }
 }
 
-/* A log that is something else by the same path, another one or a link is refused before anything is written. */
+/* A log path that is another kind of file, the path of another log, or a link is refused before anything is written. */
 static void test_logs_that_are_something_else(void **state) {
     static const struct {
         const char *flags, *sentence;
@@ -942,7 +946,7 @@ static void test_logs_that_are_something_else(void **state) {
     assert_int_equal(chdir(home), 0);
 }
 
-/* In a program that has set a locale with a decimal comma, logs and checkpoints are as elsewhere. */
+/* In a program with a locale that has a decimal comma, logs and checkpoints are the same as without. */
 static void test_decimal_comma(void **state) {
     static const char *const flags = "--tp 1 --steps 3 --lr 0.0025 --dropout 0.125 --checkpoint %s --log %s";
     char words[512], text[2048], losses[2][8][64];
