@@ -1,8 +1,7 @@
-/* test_custom_block.c - the block of examples/02_custom_block.c: its gradients against finite differences, its losses
-   on every split, with and without sequence parallelism, the same bits on every split in invariant mode, in f32 and
-   bf16, and what it communicates.
-
-   cc -std=gnu17 -O2 -I. -Itests tests/test_custom_block.c -lpthread -lm                                      */
+/* test_custom_block.c - tests the block of examples/02_custom_block.c: its gradients against finite differences; its
+   losses on every split, with and without sequence parallelism, against one rank; in invariant mode the same bits on
+   every split, in f32 and bf16; and its communication.
+       cc -std=gnu17 -O2 -I. -Itests tests/test_custom_block.c -lpthread -lm */
 
 #define CUSTOM_BLOCK_NO_MAIN
 #include "examples/02_custom_block.c"
@@ -17,7 +16,7 @@ typedef struct probe {
     mt_tensor x, dy;
 } probe;
 
-/* sum(y * dy), in double */
+/* Returns sum(y * dy), in double. */
 static double objective(probe *p) {
     size_t mark = mt_arena_mark(p->r.ctx);
     mt_tensor y = test_tensor(&p->r, TOKENS, HIDDEN, NAN);
@@ -30,7 +29,7 @@ static double objective(probe *p) {
     return sum;
 }
 
-/* The slope along a random direction of one tensor is what its gradient says. */
+/* Compares the slope along a random direction of one tensor with its gradient. */
 static void check_slope(probe *p, const char *name, float *value, const float *grad, int64_t n) {
     const double h = 1e-2;
     float *kept = (float *)malloc((size_t)n * sizeof *kept), *way = (float *)malloc((size_t)n * sizeof *way);
@@ -62,7 +61,7 @@ static void test_gradients_are_finite_differences(void **state) {
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &p.r);
     ASSERT_STATUS(p.r.ctx, MT_SUCCESS, block_create(p.r.ctx, p.r.params, 0, &p.b));
     ASSERT_STATUS(p.r.ctx, MT_SUCCESS, mt_params_init(p.r.ctx, p.r.params, 5));
-    for (int i = 0; i < mt_params_count(p.r.params); i++) { /* gains and biases of every size */
+    for (int i = 0; i < mt_params_count(p.r.params); i++) { /* gains and biases of different size */
         mt_param *q = mt_params_at(p.r.params, i);
         uint64_t seed = test_name_seed(q->name) + 1;
         for (int64_t j = 0; j < q->value.cols && q->value.rows == 1; j++)
@@ -125,7 +124,7 @@ static mt_status ledger_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) {
         ledger = mt_comm_ledger(r.grid.tp);
         if (ledger.calls[MT_ALL_REDUCE] != (sp ? 0 : 2) || ledger.calls[MT_REDUCE_SCATTER] != (sp ? 2 : 0) ||
-            ledger.calls[MT_ALL_GATHER] != (sp ? 3 : 0)) /* n twice, dy once */
+            ledger.calls[MT_ALL_GATHER] != (sp ? 3 : 0)) /* the normalised input twice, dy once */
             status = MT_ERR_DATA;
     }
     test_rank_close(&r);

@@ -1,9 +1,9 @@
-/* test_faults.c - every mistake that one rank, or two ranks together, can make: the right status on every rank, within
-   the timeout, with a sentence that names ranks, calls and values, and nothing half-applied. */
+/* test_faults.c - tests mistakes that one rank, or two ranks together, can make: every rank gets the right status
+   within the timeout, with a message that names ranks, calls and values, and no call is done by half. */
 
 #include <pthread.h>
 
-/* A system that gives only so many threads. */
+/* A pthread_create that fails after some threads. */
 static int threads_allowed = 1000;
 static int scarce_create(pthread_t *thread, const pthread_attr_t *attr, void *(*f)(void *), void *arg) {
     if (threads_allowed-- <= 0) return 11;
@@ -24,9 +24,9 @@ typedef struct fault {
     int kind;
     mt_status status[MAX_RANKS];
     char text[MAX_RANKS][TEXT];  /* the context's last error */
-    char text2[MAX_RANKS][TEXT]; /* the communicator's, where it matters */
+    char text2[MAX_RANKS][TEXT]; /* the communicator's last error, where it is checked */
     double seconds[MAX_RANKS];
-    char lines[MAX_RANKS + 1][TEXT]; /* what the launcher said */
+    char lines[MAX_RANKS + 1][TEXT]; /* the launcher's messages */
     int line_count;
 } fault;
 
@@ -61,7 +61,7 @@ static mt_status launch_fault(fault *f, int kind, int ranks, double timeout, mt_
     return test_run(&d, function, f, sizeof *f);
 }
 
-/* Notes how a rank's faulty call ended. */
+/* Records how a rank's faulty call ended. */
 static void note(fault *f, mt_context *ctx, mt_comm *comm, mt_status status, double start) {
     int rank = mt_comm_rank(ctx->world);
     f->status[rank] = status;
@@ -116,7 +116,7 @@ static mt_status differ_rank(mt_comm *world, void *user) {
     note(f, ctx, world, status, start);
     for (i = 0; i < 32; i++) touched |= a[i] != 5 || b[i] != 5;
     for (i = 0; i < MT_COLLECTIVE_COUNT; i++) touched |= mt_comm_ledger(world).calls[i] != 0;
-    later = mt_barrier(ctx, world); /* good only for destroy now */
+    later = mt_barrier(ctx, world); /* after the fault, the communicator can only be destroyed */
     mt_context_destroy(ctx);
     CHECK(!touched);
     CHECK(later == MT_ERR_PEER);
@@ -165,7 +165,7 @@ static void test_mismatch_sentence(void **state) {
 
 enum { NEVER, LATE, RETURNS, FAILS, RETURNS_LEAVING_SUBGROUP, DESTROYS, FAILS_ITS_ARGUMENTS };
 
-/* Rank 2 of 3 does not take part in the second call; `group` is where. */
+/* Rank 2 of 3 does not take part in the second call, which is on `group`. */
 static mt_status absent_call(fault *f, mt_context *ctx, mt_comm *group, mt_comm **sub, int rank) {
     float x[4] = {1, 2, 3, 4};
     double start = mti_now();
@@ -207,7 +207,7 @@ static mt_status absent_rank(mt_comm *world, void *user) {
     }
     MT_KEEP(status, absent_call(f, ctx, group, &sub, mt_comm_rank(world)));
     mt_context_destroy(ctx);
-    return status; /* sub is left behind */
+    return status; /* sub is not destroyed */
 }
 
 static void test_never_comes(void **state) {
@@ -233,7 +233,7 @@ static void test_comes_late(void **state) {
     assert_int_equal(f.status[2], MT_ERR_PEER);
     assert_said(f.text[2], "rank 2 calls after this communicator failed");
     assert_said(f.text[2], "waited 0.50 s for rank 2");
-    assert_true(f.seconds[2] < 0.45); /* at once */
+    assert_true(f.seconds[2] < 0.45); /* immediately */
 }
 
 static void assert_peer_error(fault *f, int kind, mt_status launch, const char *said) {
@@ -241,7 +241,7 @@ static void assert_peer_error(fault *f, int kind, mt_status launch, const char *
     assert_int_equal(launch_fault(f, kind, 3, 30, absent_rank), launch);
     for (r = 0; r < 2; r++) {
         assert_int_equal(f->status[r], MT_ERR_PEER);
-        assert_true(f->seconds[r] < 10); /* not the timeout */
+        assert_true(f->seconds[r] < 10); /* before the timeout */
         assert_said(f->text[r], said);
         assert_said(f->text[r], "all_reduce(count 4, f32, sum)");
     }
@@ -258,12 +258,12 @@ static void test_leaves(void **state) {
     assert_peer_error(&f, FAILS, MT_ERR_DATA, "rank 2 failed: MT_ERR_DATA: loss is 17, which is no good");
     assert_int_equal(f.line_count, 3);
     assert_string_equal(f.lines[0],
-                        "rank 2 of 3: MT_ERR_DATA: loss is 17, which is no good"); /* the cause comes first */
+                        "rank 2 of 3: MT_ERR_DATA: loss is 17, which is no good"); /* the cause is reported first */
     assert_peer_error(&f, FAILS_ITS_ARGUMENTS, MT_ERR_ARGUMENT,
                       "rank 2 failed: MT_ERR_ARGUMENT: mt_all_reduce: op is 42");
 }
 
-/* The chain: 0 waits for 1 in one group, 1 for 2 in another, 2 returns. */
+/* A chain: rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another, and rank 2 returns. */
 static mt_status chain_rank(mt_comm *world, void *user) {
     fault *f = (fault *)user;
     mt_context *ctx = new_context(world);
@@ -287,11 +287,11 @@ static void test_chain(void **state) {
     assert_int_equal(f.status[1], MT_ERR_PEER);
     assert_int_equal(f.status[2], MT_SUCCESS);
     assert_true(f.seconds[0] < 10);
-    assert_said(f.text[1], "rank 1 returned from its function"); /* rank 2 of the world is rank 1 there */
+    assert_said(f.text[1], "rank 1 returned from its function"); /* rank 2 of the world is rank 1 of the group */
     assert_said(f.text[0], "rank 1 failed: MT_ERR_PEER: barrier");
 }
 
-/* Two that wait in different calls for a third, who has never called anything. */
+/* Two ranks wait in different calls for a third rank that never makes a call. */
 static mt_status two_wait_rank(mt_comm *world, void *user) {
     fault *f = (fault *)user;
     mt_context *ctx = new_context(world);
@@ -367,7 +367,7 @@ static void assert_p2p(int kind, double timeout, mt_status a, mt_status b, const
     assert_true(f.seconds[0] < 5 && f.seconds[1] < 5);
     assert_said(f.text[0], said);
     assert_said(f.text[0], also);
-    /* two processes whose time is over at the same moment say so each in its own words */
+    /* two processes that time out at the same moment have different messages */
     if (b != MT_SUCCESS && !(TEST_OVER_MPI && b == MT_ERR_TIMEOUT)) assert_string_equal(f.text[0], f.text[1]);
 }
 
@@ -393,7 +393,7 @@ static void test_p2p_faults(void **state) {
                "all_reduce(count 4, f32, sum)");
 }
 
-/* Messages between two ranks go on when a third has left in peace. */
+/* Two ranks can still exchange messages after a third has returned without an error. */
 static mt_status third_leaves_rank(mt_comm *world, void *user) {
     mt_context *ctx = new_context(world);
     int rank = mt_comm_rank(world), k;
@@ -418,7 +418,7 @@ static void test_third_leaves(void **state) {
 /* ---- arguments, one by one --------------------------------------------------------------------------------------- */
 
 static mt_context *C;
-static mt_comm *W; /* rank 1 of 3, whose peers never come: a bad call must not even begin to wait */
+static mt_comm *W; /* rank 1 of 3, whose peers never come: a wrong call must return without waiting */
 static float A[64], B[64];
 
 #define REFUSED(expected, part, call)                                                                                  \
@@ -453,7 +453,7 @@ static void check_collective_arguments(void) {
             mt_all_reduce(C, W, A, B, huge, MT_F32, MT_SUM));
     REFUSED(MT_ERR_ARGUMENT, "mt_all_gather: count is 6148914691236517205", mt_all_gather(C, W, A, B, huge, MT_U8));
     REFUSED(MT_ERR_ARGUMENT, "mt_all_reduce: sendbuf", mt_all_reduce(C, W, A, A + 1, 4, MT_F32, MT_SUM));
-    REFUSED(MT_ERR_ARGUMENT, "overlap", mt_all_gather(C, W, A, A, 4, MT_F32)); /* in place is A + 4 on rank 1 */
+    REFUSED(MT_ERR_ARGUMENT, "overlap", mt_all_gather(C, W, A, A, 4, MT_F32)); /* in place, rank 1 sends A + 4 */
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_reduce_scatter(C, W, A, A, 4, MT_F32, MT_SUM));
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_broadcast(C, W, A, A + 2, 4, MT_F32, 1));
     REFUSED(MT_ERR_ARGUMENT, "not aligned", mt_all_reduce(C, W, (char *)A + 1, B, 4, MT_F32, MT_SUM));
@@ -482,8 +482,9 @@ static void check_p2p_arguments(void) {
     REFUSED(MT_ERR_ARGUMENT, "mt_send_recv: sendbuf is NULL", mt_send_recv(C, W, NULL, 4, 0, B, 4, 0, MT_F32));
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_send_recv(C, W, A, 4, 0, A + 3, 4, 0, MT_F32));
     REFUSED(MT_ERR_ARGUMENT, "overlap", mt_send_recv(C, W, A, 4, 0, A, 4, 0, MT_F32));
-    assert_int_equal(mt_send_recv(C, W, NULL, 9, -1, NULL, 9, -1, MT_F32), MT_SUCCESS); /* nothing at all */
-    assert_int_equal(mt_send_recv(C, W, A, 4, 1, B, 4, 1, MT_F32), MT_SUCCESS);         /* to itself */
+    /* no peer in either direction */
+    assert_int_equal(mt_send_recv(C, W, NULL, 9, -1, NULL, 9, -1, MT_F32), MT_SUCCESS);
+    assert_int_equal(mt_send_recv(C, W, A, 4, 1, B, 4, 1, MT_F32), MT_SUCCESS); /* to the own rank */
     B[0] = B[1] = B[2] = B[3] = 7;
 }
 
@@ -547,7 +548,8 @@ static void check_comm_arguments(void) {
     assert_int_equal(mt_context_create(NULL, &d, &on_meta), MT_SUCCESS);
     assert_int_equal(mt_all_reduce(on_meta, W, A, A, 4, MT_F32, MT_SUM), MT_ERR_ARGUMENT);
     assert_said(mt_last_error(on_meta), "\"world\" (3 ranks) is not a meta communicator");
-    assert_int_equal(mt_broadcast(on_meta, meta, A, B, 4, MT_F32, 4), MT_ERR_ARGUMENT); /* meta checks arguments too */
+    /* a meta communicator checks arguments, too */
+    assert_int_equal(mt_broadcast(on_meta, meta, A, B, 4, MT_F32, 4), MT_ERR_ARGUMENT);
     assert_said(mt_last_error(on_meta), "root is 4");
     mt_context_destroy(on_meta);
     mt_comm_destroy(meta);
@@ -583,7 +585,7 @@ static void test_arguments(void **state) {
 static mt_status barrier_rank(mt_comm *world, void *user) {
     mt_context *ctx = new_context(world);
     mt_status status = mt_barrier(ctx, world);
-    mt_comm_destroy(world); /* not the user's to destroy: it does no harm */
+    mt_comm_destroy(world); /* destroying the launcher's communicator has no effect */
     (void)user;
     mt_context_destroy(ctx);
     return status;
@@ -671,7 +673,7 @@ static void test_leaving_without_launcher(void **state) {
     }
 }
 
-/* A rank that has dealt with an error and then fails for another reason is not reported with the old sentence. */
+/* A rank handles an error and later fails for another reason: the first error's message is not reported for it. */
 static mt_status dealt_with_rank(mt_comm *world, void *user) {
     mt_context *ctx;
     (void)user;

@@ -1,11 +1,11 @@
-/* test_golden.c - the library against PyTorch.
+/* test_golden.c - tests the library against PyTorch.
 
-   Small GPT-2, Llama, BERT and residual-post-LN models, trained for 5 steps on every split (tensor x data x sequence
-   parallelism x micro-batches), are compared with what PyTorch computed in float64: logits, the loss of every token,
-   every gradient, the gradient norm, and every weight after the steps. tests/golden/make_golden.py made the values and
-   describes the files.
+   Small GPT-2, Llama, BERT and residual-post-LN models are trained for 5 steps on every split (tensor x data x
+   sequence parallelism x micro-batches) and compared with what PyTorch computed in float64: logits, the loss of
+   every token, every gradient, the gradient norm, and every weight after the steps. tests/golden/make_golden.py
+   created the values and describes the files.
 
-   cc -std=gnu17 -O2 -I. tests/test_golden.c -lpthread -lm; run it in the root of the repository.         */
+       cc -std=gnu17 -O2 -I. tests/test_golden.c -lpthread -lm      Run it in the root of the repository. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -53,7 +53,7 @@ static int read_record(FILE *file, record *r) {
     return r->data && fread(r->data, (size_t)r->rows * (size_t)r->cols * 4, 1, file) == 1;
 }
 
-/* 1, or 0 when the file is missing, short or has bytes left over. */
+/* Returns 1, or 0 if the file is missing, too short or too long. */
 static int golden_read(const char *variant, golden *g) {
     char path[512], magic[8];
     int32_t count = 0;
@@ -74,7 +74,7 @@ static int golden_read(const char *variant, golden *g) {
     return ok;
 }
 
-/* Main thread only: fails the test. */
+/* Call from the main thread only: it fails the test. */
 static void golden_load(const char *variant, golden *g) {
     if (golden_read(variant, g)) return;
     golden_free(g);
@@ -100,14 +100,17 @@ static int64_t integer(const golden *g, const char *name) { return (int64_t)numb
 
 /* ---- comparing --------------------------------------------------------------------------------------------------- */
 
-/* The largest error allowed, relative to the largest element of the tensor: what rounding can explain, and no more.
+/* The largest error allowed, relative to the largest element of the tensor.
 
-   A float has a relative rounding error of 6e-8. A gradient here has gone through some 30 operations with sums of up to
-   64 terms; PyTorch computing in float32 stays within 2e-6 of its own float64 gradients and within 1e-6 for losses and
-   logits (make_golden.py prints that), and a split reorders sums. Five times that is allowed. Weights take the same
-   errors through AdamW's division by sqrt(v), which enlarges them where a gradient is almost 0: PyTorch is off by up
-   to 1e-5 there. A key bias has a true gradient of exactly 0 (it shifts all scores of a query alike), AdamW
-   scales its rounding noise of some 1e-8 by lr / eps = 1e3 per step, and its tensor, the QKV bias, is allowed 2e-4.
+   A float has a relative rounding error of 6e-8. A gradient here is the result of some 30 operations with sums of up
+   to 64 terms. PyTorch in float32 stays within 2e-6 of its own float64 gradients and within 1e-6 for losses and
+   logits (make_golden.py prints this), and a split reorders sums. Five times these errors are allowed.
+
+   Weights get the same errors through AdamW's division by sqrt(v), which enlarges them where a gradient is almost 0:
+   there PyTorch is off by up to 1e-5. A key bias has a gradient of exactly 0 (it shifts all scores of a query
+   alike); AdamW scales its rounding noise of about 1e-8 by lr / eps = 1e3 per step. So the tolerance of its tensor,
+   the QKV bias, is 2e-4.
+
    One wrong element, sign, mask or factor is an error of 1e-3 to 1: see test_comparison_catches_one_wrong_element. */
 static double tolerance(const char *name) {
     size_t length = strlen(name);
@@ -118,8 +121,8 @@ static double tolerance(const char *name) {
     return 5e-6; /* loss, logits, grad_norm */
 }
 
-/* Largest |got - want| / max |want|, and where. The maximum is over the whole record, of which got is n elements from
-   `first` on. Infinity when anything is not finite. */
+/* Returns the largest |got - want| / max |want|, and its place in *where. The maximum is over the whole record; got has
+   n elements from `first` on. Returns infinity if a value is not finite. */
 static double worst_error(const record *want, int64_t first, const float *got, int64_t n, int64_t *where) {
     const float *w = (const float *)want->data;
     int64_t all = (int64_t)want->rows * want->cols;
@@ -140,9 +143,9 @@ static double worst_error(const record *want, int64_t first, const float *got, i
 /* ---- one run ----------------------------------------------------------------------------------------------------- */
 
 typedef enum micro_batches {
-    WHOLE = 0,    /* a data rank's sequences in one call */
-    SINGLE = 1,   /* one sequence at a time: forward, backward */
-    IN_FLIGHT = 2 /* all forwards, one sequence each, then all backwards, the last first */
+    WHOLE = 0,    /* all sequences of a data rank in one call */
+    SINGLE = 1,   /* one sequence at a time: forward, then backward */
+    IN_FLIGHT = 2 /* all forwards, one sequence each, then all backwards, last first */
 } micro_batches;
 
 #define MAX_SEQUENCES 4
@@ -156,7 +159,7 @@ typedef struct run {
     int invariant; /* mt_context_desc.invariant */
     micro_batches micro;
     pthread_mutex_t lock;
-    double worst[4]; /* largest error / tolerance: loss and logits, gradients, norm, after the steps */
+    double worst[4]; /* largest error / tolerance: loss and logits, gradients, norm, weights after the steps */
     int failures;
     char message[MESSAGE_BYTES]; /* the first failures */
 } run;
@@ -170,7 +173,7 @@ typedef struct rank {
     mt_gpt gpt;
     mt_gpt_saved saved[MAX_SEQUENCES];
     mt_optimizer optimizer;
-    int64_t seq, first, count; /* this data rank's sequences */
+    int64_t seq, first, count; /* the sequences of this data rank */
     float loss[MAX_TOKENS], logits[MAX_TOKENS * MAX_TOKENS], host[MAX_PARAMETER];
 } rank;
 
@@ -271,7 +274,7 @@ static mt_status backward(rank *r, mt_gpt_saved *saved) {
     return mt_accumulate_gradients(r->ctx, r->params);
 }
 
-/* Forward and backward of this data rank's sequences; their losses are in r->loss. */
+/* Runs forward and backward for the sequences of this data rank. Their losses are in r->loss. */
 static mt_status accumulate(rank *r) {
     size_t mark = mt_arena_mark(r->ctx);
     int64_t step = r->run->micro == WHOLE ? r->count : 1, end = r->first + r->count;
@@ -307,7 +310,7 @@ static mt_status check_evaluation(rank *r) {
 static mt_status gather(rank *r, const mt_param *p, mt_tensor shard, int64_t *n) {
     *n = p->desc.rows * p->desc.cols;
     if (*n > MAX_PARAMETER) return MT_ERR_SHAPE;
-    for (int64_t i = 0; i < *n; i++) r->host[i] = NAN; /* so that an element left out is seen */
+    for (int64_t i = 0; i < *n; i++) r->host[i] = NAN; /* detects elements that are not written */
     return mt_param_gather(r->ctx, r->params, p, shard, r->host);
 }
 
@@ -321,7 +324,7 @@ static mt_status check_parameters(rank *r, int kind, const char *prefix) {
     return MT_SUCCESS;
 }
 
-/* The library and PyTorch must have the same parameters, and what is scattered must come back unchanged. */
+/* Checks that the library and PyTorch have the same parameters, and that gather returns what scatter stored. */
 static mt_status load_parameters(rank *r) {
     const golden *g = r->run->g;
     int expected = 0;
@@ -347,7 +350,7 @@ static mt_status load_parameters(rank *r) {
     return MT_SUCCESS;
 }
 
-/* sum(loss) / valid over the whole global batch */
+/* The mean loss of the global batch: sum(loss) / valid. */
 static mt_status mean_loss(rank *r, float *mean) {
     double sum = 0;
     for (int64_t i = 0; i < r->count * r->seq; i++) sum += r->loss[i];
@@ -432,7 +435,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
 }
 
 static void silent(void *user, mt_log_level level, const char *message) {
-    (void)user, (void)level, (void)message; /* the run's message says it */
+    (void)user, (void)level, (void)message; /* the run's message contains it */
 }
 
 static void execute(run *run) {
@@ -457,7 +460,8 @@ static const char *micro_name(micro_batches micro) {
     return micro == WHOLE ? "whole batch" : micro == SINGLE ? "one by one" : "in flight";
 }
 
-/* Sequence parallelism splits the tokens of every call, and invariant mode those of every call that trains. */
+/* Returns 1 if the split is possible: sequence parallelism divides the tokens of every call, and invariant mode those
+   of every training call. */
 static int possible(const golden *g, const run *run) {
     int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1,
             tokens = sequences * integer(g, "seq");
@@ -477,7 +481,7 @@ static int execute_and_print(run *run, double worst[4]) {
     return run->failures != 0;
 }
 
-/* tensor 3 divides neither the heads nor the vocabulary: padding, and a rank without heads where there are 4 groups. */
+/* tensor 3 divides neither the heads nor the vocabulary: there is padding, and with 4 groups a rank without heads. */
 static void check_variant(const char *variant) {
     static const int tensors[] = {1, 2, 3, 4, 8};
     double worst[4] = {0, 0, 0, 0};
@@ -526,8 +530,8 @@ static void test_residual_post_ln(void **state) {
     check_variant("residual_post_ln");
 }
 
-/* Elements of every compared record are changed, one at a time, by 1e-3 of the largest: each change must be found, and
-   found where it is. */
+/* Changes elements of every compared record, one at a time, by 1e-3 of the largest element. Each change must be found,
+   at the right place. */
 static void test_comparison_catches_one_wrong_element(void **state) {
     golden g;
     int64_t missed = 0;
@@ -556,7 +560,7 @@ static void test_comparison_catches_one_wrong_element(void **state) {
     assert_int_equal(missed, 0);
 }
 
-/* A whole run against values of which one is wrong: it must fail and name that element. */
+/* Runs against golden values of which one is wrong. The run must fail and name this element. */
 static void check_planted(const char *name, int64_t element, const char *expected) {
     golden g;
     run run;

@@ -1,7 +1,6 @@
-/* test_hash_log.c - mt_hash and the hash log: numbers that do not depend on how a tensor is split, one line for each
-   tensor of a step, and a word where ranks that should agree do not.
-
-   cc -std=gnu17 -O2 -I. tests/test_hash_log.c -lpthread -lm                                                  */
+/* test_hash_log.c - tests mt_hash and the hash log: hashes against a second implementation and on every split, one
+   line for each tensor of a step, and a mark where ranks that should agree do not.
+       cc -std=gnu17 -O2 -I. tests/test_hash_log.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -37,7 +36,7 @@ static const line *find_line(const lines *all, const char *name) {
 
 /* ---- mt_hash ----------------------------------------------------------------------------------------------------- */
 
-/* splitmix64 written once more, from its description. */
+/* A second implementation of the hash, from the description of splitmix64. */
 static uint64_t hash_again(uint64_t element, float x) {
     uint32_t bits;
     uint64_t z;
@@ -68,7 +67,7 @@ static void test_hash_of_views_is_hash_of_the_whole(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* One bit of one element, two elements that changed places, the sign of a zero. */
+/* A change of one bit of one element, of the order of two elements, or of the sign of a zero changes the hash. */
 static void test_hash_sees_every_bit(void **state) {
     test_rank r;
     (void)state;
@@ -103,7 +102,7 @@ static void test_hash_sees_every_bit(void **state) {
 
 typedef struct job {
     mt_grid_desc shape;
-    int sequence_parallel, spoil; /* spoil: this rank changes its copy of a bias; 0: none does */
+    int sequence_parallel, spoil; /* spoil: the rank that changes its copy of a bias; 0: none */
     lines lines;                  /* of rank 0 */
 } job;
 
@@ -173,7 +172,7 @@ static mt_status log_rank(mt_comm *world, void *user) {
 
 static void run_job(job *job) { test_launch(job->shape.tp * job->shape.dp, log_rank, job); }
 
-/* The names in their order: forward, backward, and what the loop added. */
+/* The names in order: forward, backward, and the tensors that the loop logs. */
 static void test_lines_of_a_step(void **state) {
     static const char *const expected[] = {"embedding.output",
                                            "decoder.layers.0.input_layernorm.output",
@@ -207,7 +206,7 @@ static void test_lines_of_a_step(void **state) {
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
         assert_string_equal(one.lines.list[i].name, expected[i]);
     assert_string_equal(one.lines.list[one.lines.count - 1].name, "number");
-    assert_int_equal(one.lines.count, 25 + 16 + 1); /* and 16 parameters */
+    assert_int_equal(one.lines.count, 25 + 16 + 1); /* the 16 lines of parameters */
     assert_true(one.lines.list[one.lines.count - 1].hash == hash_again(0, 2.5f));
     for (int i = 0; i < one.lines.count; i++)
         for (int j = 0; j < i; j++) assert_true(one.lines.list[i].hash != one.lines.list[j].hash);
@@ -236,7 +235,7 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
     }
 }
 
-/* Copies that are not: of a tensor rank, and of a data rank. What comes before is the same, and says so. */
+/* Copies that differ, on a tensor rank and on a data rank. The lines before are the same, without a mark. */
 static void test_ranks_that_differ(void **state) {
     static const mt_grid_desc shapes[] = {{.tp = 2, .dp = 1}, {.tp = 1, .dp = 2}, {.tp = 2, .dp = 2}};
     static job good;
@@ -246,7 +245,7 @@ static void test_ranks_that_differ(void **state) {
         memset(&good, 0, sizeof good);
         memset(&bad, 0, sizeof bad);
         good.shape = bad.shape = shapes[i];
-        bad.spoil = i == 2 ? 3 : 1; /* 3: of another data rank than the one that writes */
+        bad.spoil = i == 2 ? 3 : 1; /* 3: in another data rank than the one that writes */
         run_job(&good);
         run_job(&bad);
         const line *before = find_line(&bad.lines, "decoder.layers.0.mlp.linear_fc2.output");
@@ -256,7 +255,7 @@ static void test_ranks_that_differ(void **state) {
         assert_true(before->hash == find_line(&good.lines, before->name)->hash && !before->differs);
         assert_true(at->hash != find_line(&good.lines, at->name)->hash);
         assert_int_equal(at->differs,
-                         i != 1); /* data ranks have tokens of their own: there is no copy to compare with */
+                         i != 1); /* data ranks have different tokens, so there is no copy to compare with */
     }
 }
 
@@ -277,15 +276,16 @@ static void test_refusals(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "param is NULL", mt_hash_log_shard(r.ctx, log, NULL, "", p->value));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_hash_log_value(r.ctx, log, NULL, 1.0f));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "shard is NULL",
-            mt_hash_log_shard(r.ctx, log, p, "", p->value)); /* not initialised */
+            mt_hash_log_shard(r.ctx, log, p, "", p->value)); /* the parameter is not initialised */
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "line is NULL", mt_hash_log_flush(r.ctx, log, NULL, NULL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_flush(r.ctx, log, keep_line, &none));
     assert_int_equal(none.count, 0);
     mt_hash_log_destroy(log);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_create(r.ctx, &r.grid, &second)); /* the place is free again */
+    /* a second log can be created after the first is destroyed */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_create(r.ctx, &r.grid, &second));
     mt_hash_log_destroy(second);
     mt_hash_log_destroy(NULL);
-    mt_hash_log_tokens(r.ctx, 5); /* no log: nothing happens */
+    mt_hash_log_tokens(r.ctx, 5); /* without a log, nothing happens */
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "row -1", mt_hash(r.ctx, mt_none(), -1, 0, 0, &none.list[0].hash));
     test_paper_rank_close(&r);
 }

@@ -1,9 +1,8 @@
-/* test_hostile_sizes.c - sizes that no model has: every size that a public function takes is, now and then, one of
-   {INT64_MIN, -1, 0, 1, 7, 2^31, 2^62, INT64_MAX}. A call must return at once, and say what it refuses. The sanitizers,
-   for which this is mostly there, look for overflow and for memory that is none.
-
-   cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lpthread -lm
- */
+/* test_hostile_sizes.c - tests impossible sizes: every size that a public function takes is sometimes one of
+   {INT64_MIN, -1, 0, 1, 7, 2^31, 2^62, INT64_MAX}. A call must return at once, and an error must have a message.
+   Built mainly for the sanitizers, which detect overflows and invalid addresses.
+       cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lpthread -lm
+  */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -13,7 +12,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-/* Tensors that are really there have up to SIDE rows of up to SIDE columns. */
+/* Tensors with memory have up to SIDE rows of up to SIDE columns. */
 enum { SIDE = 64, VIEWS = 12, CALLS = SANITIZED ? 1000 : 4000, SECONDS = 60 };
 
 typedef struct hostile {
@@ -37,7 +36,7 @@ static void takes_too_long(int signal) {
 
 static const int64_t sizes[] = {INT64_MIN, -1, 0, 1, 7, (int64_t)1 << 31, (int64_t)1 << 62, INT64_MAX};
 
-/* One of these, or, mostly, `usual`. */
+/* Returns mostly `usual`, and sometimes a hostile size. */
 static int64_t size_of(hostile *h, int64_t usual) {
     return test_below(&h->random, 4) ? usual : sizes[test_below(&h->random, 8)];
 }
@@ -47,16 +46,17 @@ static int int_of(hostile *h, int usual) {
     return test_below(&h->random, 4) ? usual : ints[test_below(&h->random, 8)];
 }
 
-/* What a size could be that is not hostile. */
+/* Returns a small, valid size. */
 static int64_t small(hostile *h) { return (int64_t)test_below(&h->random, 5) * 2; }
 
-/* a * b where that is a size. */
+/* Returns a * b, or INT64_MAX on overflow. */
 static int64_t times(int64_t a, int64_t b) {
     int64_t product;
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-/* [rows, cols] of that type, with memory where it fits or is never touched; now and then another shape. */
+/* A tensor [rows, cols] of this type, with memory if it fits or if the memory is never accessed; sometimes of another
+   shape. */
 static mt_tensor view_as(hostile *h, mt_dtype dtype, int64_t rows, int64_t cols) {
     float *memory = h->memory[h->views++ % VIEWS];
     mt_tensor t = mt_tensor_make(memory, dtype, rows, cols);
@@ -91,7 +91,7 @@ static mt_dropout dropout(hostile *h, int64_t cols) {
     return d;
 }
 
-/* An error has a sentence; a success is fine. */
+/* Checks that an error has a message. Success is fine, too. */
 static void said(hostile *h, mt_status status) {
     if (status != MT_SUCCESS && !mt_last_error(h->ctx)[0])
         fail_msg("%s: %s without a sentence", now_testing, mt_status_name(status));
@@ -255,7 +255,7 @@ static void call_pipeline(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_comm *pipeline = NULL;
     int count = 0, ranks[SIDE], micro_batches = int_of(h, 4);
     (void)c;
-    if (micro_batches > 1 << 17) micro_batches = INT32_MAX; /* what is only long to write is no error */
+    if (micro_batches > 1 << 17) micro_batches = INT32_MAX; /* a long schedule is no error: avoid writing it */
     (void)mt_grid_ranks(&shape, int_of(h, 8) % SIDE, (mt_group)int_of(h, 1), int_of(h, 1), ranks, &count);
     (void)mt_pipeline_schedule((mt_schedule)int_of(h, 0), int_of(h, 2), int_of(h, 0), micro_batches, NULL, 0, &count);
     if (mt_pipeline_schedule(MT_SCHEDULE_1F1B, 3, 1, (int)test_below(&h->random, 5), actions, 64, &count) != MT_SUCCESS)
@@ -274,7 +274,7 @@ static void call_pipeline(hostile *h, int64_t a, int64_t b, int64_t c) {
 /* ---- layers and blocks
  * ----------------------------------------------------------------------------------------------- */
 
-/* On a CPU no parameters but small ones can be had. */
+/* An allocator for small parameters only. */
 static void *little(void *user, size_t bytes, size_t alignment) {
     void *memory = NULL;
     (void)user;
@@ -463,7 +463,7 @@ typedef void (*calls)(hostile *h, int64_t a, int64_t b, int64_t c);
 static const struct {
     const char *name;
     calls call;
-    int creates; /* parameters, for which the registry is renewed */
+    int creates; /* the calls create parameters, so the registry is replaced */
 } all_calls[] = {{"memory", call_memory, 0},
                  {"views", call_views, 0},
                  {"products", call_products, 0},

@@ -1,11 +1,11 @@
-/* test_invariant.c - invariant mode: the same bits on every split.
+/* test_invariant.c - tests invariant mode: the bits of every split against those of one rank.
 
    Every model is trained with dropout on the grids of tensor x data ranks x sequence parallelism that 8 ranks allow:
-   for 3 steps on one grid in three, with MT_TEST_ALL=1 for 20 steps on every grid. Losses, gradients, gradient norms,
-   weights and optimizer state of every step are compared, bit by bit, with those of one rank. Each layer is compared
-   by itself, too.
+   for 3 steps on one grid in three, or with MT_TEST_ALL=1 for 20 steps on every grid. Losses, gradients, gradient
+   norms, weights and optimizer state of every step are compared bit by bit with those of one rank. Each layer is
+   also compared by itself.
 
-   cc -std=gnu17 -O2 -I. tests/test_invariant.c -lpthread -lm                                                 */
+       cc -std=gnu17 -O2 -I. tests/test_invariant.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -22,13 +22,13 @@
 typedef struct model {
     const char *name;
     int invariant, invariant_data, steps;
-    int64_t sequences; /* of a step, over all ranks */
+    int64_t sequences; /* per step, on all ranks together */
     int64_t seq;
-    int padded; /* sequences have different lengths */
+    int padded; /* 1: the sequences have different lengths */
     mt_gpt_desc gpt;
 } model;
 
-/* Sizes that 8 shards do not divide: vocabularies, inner widths, query groups. */
+/* Vocabularies, inner widths and numbers of query groups that 8 shards do not divide evenly. */
 static const model models[] = {
     {"GPT-2",
      8,
@@ -160,7 +160,7 @@ typedef struct split {
     int tp, data, sequence_parallel;
 } split;
 
-/* What one rank has computed, float by float; the other splits are compared with it. */
+/* The values that one rank has computed. Other splits are compared with them. */
 typedef struct trace {
     float *data;
     int64_t count, room;
@@ -169,13 +169,13 @@ typedef struct trace {
 typedef struct run {
     const char *name;
     const model *model;
-    int layer; /* of the list of layers, for layer_rank */
+    int layer; /* index into the list of layers, for layer_rank */
     split split;
-    int invariant; /* V, or 0 to see that the default differs */
+    int invariant; /* number of virtual shards V; 0: invariant mode is off */
     trace *reference;
     int compares; /* 0: rank 0 writes the reference */
     size_t arena_bytes;
-    int *differs; /* not NULL: counts differences instead of failing */
+    int *differs; /* if not NULL: count differences instead of failing */
 } run;
 
 typedef struct worker {
@@ -184,7 +184,7 @@ typedef struct worker {
     mt_gpt gpt;
     mt_gpt_saved saved;
     mt_optimizer optimizer;
-    int64_t at; /* in the trace */
+    int64_t at; /* position in the trace */
     float *host;
 } worker;
 
@@ -242,7 +242,7 @@ static int32_t token_of(int step, int64_t sequence, int64_t position, int64_t vo
     return (int32_t)(test_random(&seed) % (uint64_t)vocab);
 }
 
-/* Forward and backward of sequences [first, first + count); *loss is the sum of theirs. */
+/* Runs forward and backward for sequences [first, first + count). *loss is the sum of their losses. */
 static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, mt_tensor loss) {
     const model *m = w->run->model;
     mt_context *ctx = w->rank.ctx;
@@ -310,7 +310,7 @@ static mt_status train_step(worker *w, int step) {
     return MT_SUCCESS;
 }
 
-/* What the model answers, to a single token, too. */
+/* Compares the logits of inference, also for a single token. */
 static mt_status infer(worker *w) {
     const model *m = w->run->model;
     mt_context *ctx = w->rank.ctx;
@@ -321,7 +321,7 @@ static mt_status infer(worker *w) {
         int64_t n = lengths[i] * m->gpt.vocab;
         mt_tensor ids, logits;
         if (lengths[i] % tp != 0) {
-            w->at += w->run->compares ? n : 0; /* sequence parallelism cannot split so few */
+            w->at += w->run->compares ? n : 0; /* sequence parallelism cannot divide so few tokens */
             continue;
         }
         MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, lengths[i], &ids));
@@ -361,7 +361,7 @@ static mt_status train(worker *w) {
     return MT_SUCCESS;
 }
 
-/* peak: of the arena; may be NULL. */
+/* peak: receives the arena's peak; may be NULL. */
 static mt_status in_rank(mt_comm *world, const run *run, mt_context_desc where, mt_status (*f)(worker *),
                          size_t *peak) {
     worker w = {.run = run};
@@ -382,7 +382,7 @@ static mt_status train_rank(mt_comm *world, void *user) {
     return in_rank(world, run, (mt_context_desc){.arena_bytes = run->arena_bytes}, train, NULL);
 }
 
-/* The arena that rank 0 needs on the meta device has to do for every rank. */
+/* Sets the arena size for every rank to what rank 0 needs on the meta device. */
 static void plan(run *run) {
     mt_comm *world = NULL;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_meta(run->split.tp * run->split.data, 0, &world));
@@ -391,7 +391,7 @@ static void plan(run *run) {
     mt_comm_destroy(world);
 }
 
-/* Every split of up to RANKS ranks; the first is one rank. */
+/* Lists every split of up to RANKS ranks. The first is one rank. */
 static int list_splits(const model *m, split *list) {
     int n = 0;
     int64_t most = m->sequences / mt_invariant_micro_batch(m->invariant_data, m->sequences);
@@ -426,7 +426,7 @@ static void test_models(void **state) {
         if (!((SMALL_MODELS_ONLY || SANITIZED) && models[i].gpt.vocab > 100)) check_model(&models[i]);
 }
 
-/* The comparison sees the rounding of one reordered sum: without the mode, most tensors differ. */
+/* The comparison is sensitive to the rounding of one reordered sum: without invariant mode, most tensors differ. */
 static void test_default_mode_differs(void **state) {
     static const split splits[] = {{1, 1, 0}, {2, 1, 0}, {2, 1, 1}, {1, 2, 0}};
     trace reference = {0};
@@ -452,7 +452,7 @@ static void test_default_mode_differs(void **state) {
 #define SEQ 8
 #define HIDDEN 40
 
-/* This rank's part of the rows of noise [TOKENS, cols]. */
+/* This rank's rows of noise [TOKENS, cols]. */
 static mt_tensor input(worker *w, int64_t cols, uint64_t seed, int sequence_parallel) {
     mt_tensor x = mt_tensor_f32(test_noise(&w->rank, TOKENS * cols, seed, 1.0f), TOKENS, cols);
     int64_t rows = TOKENS / (sequence_parallel ? w->rank.grid.tp_size : 1);
@@ -461,7 +461,7 @@ static mt_tensor input(worker *w, int64_t cols, uint64_t seed, int sequence_para
 
 static mt_tensor output_like(worker *w, mt_tensor x) { return test_tensor(&w->rank, x.rows, x.cols, NAN); }
 
-/* All rows of an output of which every rank has some, or all. */
+/* Records all rows of an output, of which every rank has some or all. */
 static mt_status record_rows(worker *w, const char *what, mt_tensor t) {
     mt_tensor all = test_tensor(&w->rank, TOKENS, t.cols, NAN);
     if (t.rows == TOKENS) return record(w, what, "", 0, (const float *)t.data, TOKENS * t.cols);
@@ -518,7 +518,7 @@ static mt_status row_in_parts(worker *w, int sp) {
     return run_row(w, (mt_linear_desc){.in_features = 2 * 36, .out_features = HIDDEN, .parts = 2, .unit = 2}, sp);
 }
 
-/* Rows that are not contiguous, and a start that is not aligned: only this rank's part of a wider buffer. */
+/* Rows that are not contiguous, with an unaligned start: a part of a wider buffer. */
 static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_row_parallel_linear layer;
@@ -532,7 +532,8 @@ static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, mt_tensor_cols(wide, 1 + first, local), y, &saved));
     MT_TRY(record_rows(w, "y", y));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, mt_tensor_cols(dwide, 1 + first, local), &saved));
-    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tp, dwide.data, dwide.data, TOKENS * 50, MT_F32, MT_SUM)); /* others are 0 */
+    /* the other ranks' parts are 0 */
+    MT_TRY(mt_all_reduce(ctx, w->rank.grid.tp, dwide.data, dwide.data, TOKENS * 50, MT_F32, MT_SUM));
     return record_rows(w, "dx", dwide);
 }
 
@@ -549,7 +550,7 @@ static mt_status norm(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
-/* Two heads of 3 features in each of 10 groups of 8 columns, between a column- and a row-parallel layer. */
+/* A norm over two heads of 3 features in each of 10 groups of 8 columns, between a column- and a row-parallel layer. */
 static mt_status norm_per_head(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_linear_desc in = {.in_features = HIDDEN, .out_features = 80, .unit = 8, .sequence_parallel = sp};
@@ -575,13 +576,14 @@ static mt_status norm_per_head(worker *w, int sp) {
         ctx, &layer, mt_tensor_cols(mt_tensor_reshape(h, TOKENS * column.local_features / 8, 8), 0, 6), view, &saved));
     MT_TRY(mt_row_parallel_linear_forward(ctx, &row, n, y, &row_saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &row, dy, n, &row_saved)); /* n becomes its gradient */
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &row, dy, n, &row_saved)); /* n receives its gradient */
     MT_TRY(mt_norm_layer_backward(ctx, &layer, view, mt_none(), view, &saved));
     MT_TRY(mt_column_parallel_linear_backward(ctx, &column, n, dx, &column_saved));
     return record_rows(w, "dx", dx);
 }
 
-/* Parts that a caller may take to be side by side, which they are on one rank without the mode only. */
+/* A layer in parts needs parts_by_shard in invariant mode: without it, a caller could expect each part to be
+   contiguous, which is the case only on one rank without the mode. */
 static void test_parts_that_nobody_looks_after(void **state) {
     mt_linear_desc d = {.in_features = 8, .out_features = 16, .parts = 2};
     mt_column_parallel_linear column;
@@ -607,7 +609,7 @@ static void test_parts_that_nobody_looks_after(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Two paths that share f and g, with an activation in parts on one of them. */
+/* Two paths that share f and g. One of them has an activation in parts. */
 static mt_status shared(worker *w, int sp) {
     static const int64_t inner[] = {50, 36};
     mt_context *ctx = w->rank.ctx;
@@ -656,7 +658,7 @@ static mt_status mlp(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
-/* One row has no leading dimension that could matter, but may have one. */
+/* With one row, the leading dimension has no effect, but it may be set. */
 static mt_status mlp_of_one_token(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_mlp_desc d = {.hidden = HIDDEN, .ffn = 52, .no_bias = 1};
@@ -694,7 +696,7 @@ static mt_status attention(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
-/* The mode changes what ranks compute, not what they send. */
+/* Invariant mode changes what ranks compute, but not what they send. */
 static mt_status same_communication(const test_rank *r, int sp) {
     mt_ledger ledger = mt_comm_ledger(r->grid.tp);
     int many = r->grid.tp_size > 1;
@@ -722,7 +724,7 @@ static mt_status transformer_layer(worker *w, int sp) {
     return record_rows(w, "dx", dx);
 }
 
-/* A row of the table is -0 throughout: 0 + -0 is 0, on one rank, too. */
+/* A row of the table contains only -0. The result is 0 + -0 = 0, on one rank, too. */
 static mt_status embedding(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_embedding_desc d = {.vocab = 61, .features = HIDDEN, .sequence_parallel = sp};
@@ -740,7 +742,7 @@ static mt_status embedding(worker *w, int sp) {
     return mt_vocab_parallel_embedding_backward(ctx, &layer, ids, TOKENS, dy);
 }
 
-/* The head of a GPT, with padding in the last shards; sp has no meaning here. */
+/* The head of a GPT, with padding in the last shards. sp has no effect. */
 static mt_status cross_entropy(worker *w, int sp) {
     mt_context *ctx = w->rank.ctx;
     mt_linear_desc d = {.in_features = HIDDEN, .out_features = 61, .no_bias = 1};
@@ -837,7 +839,7 @@ static void test_refused_shards(void **state) {
     refuse_context(0, 8);
 }
 
-/* A grid on paper whose registry is refused. */
+/* Checks that a registry is refused on this grid, on the meta device. */
 static void refuse_grid(int invariant, mt_grid_desc shape, const char *words) {
     mt_context_desc where = {.invariant = invariant, .device = MT_DEVICE_META};
     mt_comm *world = NULL;
@@ -888,7 +890,7 @@ static void test_refused_calls(void **state) {
             mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, &saved));
     test_untouched("y", (const float *)y.data, 12 * 16, 2.0f);
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                  mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference may */
+                  mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference is allowed */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &linear, small, ysmall, &linear_saved));
     REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards",
             mt_row_parallel_linear_backward(r.ctx, &linear, small, dsmall, &linear_saved));
@@ -896,7 +898,7 @@ static void test_refused_calls(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* As many micro-batches as the tree has leaves on a data rank, and a power of two of them. */
+/* The number of micro-batches must be the number of leaves of the tree on a data rank, and a power of two. */
 static void test_refused_micro_batches(void **state) {
     static const mt_context_desc where = {.invariant = 4};
     mt_param_desc d = {.name = "p", .rows = 2, .cols = 3};
@@ -924,7 +926,7 @@ static void test_refused_micro_batches(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A context of another mode than the registry's, whose sizes would not fit. */
+/* A context with another invariant mode than the registry's is refused: the sizes would not match. */
 static void test_refused_context_of_another_mode(void **state) {
     static const mt_context_desc where = {.invariant = 64};
     mt_param_desc d = {.name = "p", .rows = 64, .cols = 3, .placement = MT_SPLIT_ROWS};
@@ -955,7 +957,7 @@ static void test_micro_batch_sizes(void **state) {
     assert_int_equal(mt_invariant_micro_batch(0, 6), 6);
 }
 
-/* Numbers whose sum shows the order: the tree of mt_all_reduce. */
+/* Numbers whose sum depends on the order are summed as in the tree of mt_all_reduce. */
 static void test_tree_sum(void **state) {
     static const mt_context_desc where = {0};
     test_rank r;
@@ -975,7 +977,7 @@ static void test_tree_sum(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* A tree over the micro-batches needs log2(V_d / data ranks) gradients more, and no more than that. */
+/* The tree over the micro-batches needs log2(V_d / data ranks) further gradients, and no more. */
 static void test_memory(void **state) {
     (void)state;
     for (int data = 1; data <= 8; data *= 2) {

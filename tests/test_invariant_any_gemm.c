@@ -1,7 +1,6 @@
-/* test_invariant_any_gemm.c - test_invariant.c once more, with a GEMM that rounds differently for every size, leading
-   dimension and alignment, whatever library the other tests are built with.
-
-   cc -std=gnu17 -O2 -I. tests/test_invariant_any_gemm.c -lpthread -lm                                        */
+/* test_invariant_any_gemm.c - runs test_invariant.c with a GEMM that rounds differently for every size, leading
+   dimension and alignment, instead of the GEMM library of the other tests.
+       cc -std=gnu17 -O2 -I. tests/test_invariant_any_gemm.c -lpthread -lm */
 
 #undef MT_USE_ONEDNN
 #undef MT_USE_CBLAS

@@ -1,5 +1,6 @@
-/* test_launch.c - mt_world_from_env, without a launcher: the test sets the environment that one would set, and looks
-   at what the one rank, or the threads, are told; every environment that is wrong; where the ranks would meet.       */
+/* test_launch.c - tests mt_world_from_env without a launcher: it sets the environment variables that each launcher
+   sets, and checks ranks and sizes against the expected ones, the refusal of each wrong environment, and the address at
+   which the ranks would meet. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -7,7 +8,7 @@
 
 /* ---- an environment ---------------------------------------------------------------------------------------------- */
 
-/* Everything that is read, so that what the test itself was started by does not count. */
+/* Unsets all variables that are read, so that the environment of the test itself has no effect. */
 static void clear_environment(void) {
     static const char *const names[] = {"RANK",
                                         "WORLD_SIZE",
@@ -32,7 +33,7 @@ static void clear_environment(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
 }
 
-/* "RANK=1 WORLD_SIZE=4" and nothing else; a value of "''" is empty. */
+/* Sets the environment to `text`, such as "RANK=1 WORLD_SIZE=4". A value of "''" is empty. */
 static void set_environment(const char *text) {
     char copy[512], *word, *rest = NULL;
     clear_environment();
@@ -48,8 +49,8 @@ static void set_environment(const char *text) {
 /* ---- what came of it --------------------------------------------------------------------------------------------- */
 
 typedef struct result {
-    int wanted;        /* the rank that is to look around */
-    mt_status returns; /* and what it is to return */
+    int wanted;        /* the rank that records what it sees */
+    mt_status returns; /* the status that this rank returns */
     int calls, rank, size, local_rank;
     int lines;
     char line[1200];
@@ -86,15 +87,15 @@ static mt_status start(result *r, const char *environment, int ranks) {
 
 typedef struct place {
     const char *environment;
-    int ranks; /* asked for */
+    int ranks; /* number of ranks that the program asks for */
     int calls, rank, size, local_rank;
 } place;
 
 static const place places[] = {
-    /* none: threads */
+    /* no variables: threads */
     {"", 0, 1, 0, 1, 0},
     {"", 3, 3, 0, 3, 0},
-    /* no ranks: what salloc and sbatch give to a shell, also with names that mean something elsewhere */
+    /* Variables without ranks: those of a shell started by salloc or sbatch, and names that other programs use. */
     {"SLURM_JOB_ID=17 SLURM_NTASKS=4 SLURM_JOB_NODELIST=n[1-2]", 2, 2, 0, 2, 0},
     {"SLURM_JOB_ID=17 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_NODELIST=n1", 3, 3, 0, 3, 0},
     {"MASTER_ADDR=here MASTER_PORT=nonsense", 2, 2, 0, 2, 0},
@@ -104,22 +105,22 @@ static const place places[] = {
     {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1", 4, 1, 3, 4, 1},
     {"PMI_RANK=2 PMI_SIZE=3 MPI_LOCALRANKID=0", 3, 1, 2, 3, 0},
     {"SLURM_STEP_ID=0 SLURM_JOB_ID=9 SLURM_PROCID=6 SLURM_NTASKS=7 SLURM_LOCALID=2", 7, 1, 6, 7, 2},
-    /* a step smaller than its job */
+    /* a job step with fewer tasks than its job */
     {"SLURM_STEP_ID=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=16 SLURM_LOCALID=1", 2, 1, 1, 2, 1},
-    /* srun --mpi=pmi2, whose variables are like Hydra's */
+    /* srun --mpi=pmi2, which sets the variables of Hydra, too */
     {"SLURM_STEP_ID=0 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16 SLURM_NTASKS=16 PMI_RANK=9 PMI_SIZE=16",
      16, 1, 9, 16, 1},
-    /* no local rank: the rank */
+    /* without a local rank, it is the rank */
     {"RANK=2 WORLD_SIZE=4", 0, 1, 2, 4, 2},
     {"PMI_RANK=1 PMI_SIZE=2", 0, 1, 1, 2, 1},
-    /* more ranks than threads may be */
+    /* more ranks than mt_launch allows threads */
     {"RANK=4999 WORLD_SIZE=5000 LOCAL_RANK=7", 5000, 1, 4999, 5000, 7},
-    /* several: the innermost */
+    /* several launchers: the innermost counts */
     {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1", 4, 1, 3, 4, 1},
     {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4", 4, 1, 2, 4, 2},
     {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0", 4, 1, 0, 4, 0},
     {"PMI_RANK=0 PMI_SIZE=1 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 RANK=2 WORLD_SIZE=3", 3, 1, 2, 3, 2},
-    /* a world of one */
+    /* one rank */
     {"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", 1, 1, 0, 1, 0},
     {"SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0", 0, 1, 0, 1, 0},
 };
@@ -166,11 +167,11 @@ static void test_local_rank_of_threads(void **state) {
 typedef struct wrong {
     const char *environment;
     int ranks;
-    const char *words; /* of the sentence, separated by | */
+    const char *words; /* words of the error message, separated by | */
 } wrong;
 
 static const wrong wrongs[] = {
-    /* by half */
+    /* incomplete */
     {"RANK=3", 4, "WORLD_SIZE is not set|RANK=3|torchrun"},
     {"WORLD_SIZE=4 LOCAL_RANK=1", 4, "RANK is not set|WORLD_SIZE=4 LOCAL_RANK=1"},
     {"LOCAL_RANK=0", 0, "WORLD_SIZE is not set|LOCAL_RANK=0"},
@@ -179,7 +180,7 @@ static const wrong wrongs[] = {
     {"SLURM_STEP_ID=4 SLURM_NTASKS=2", 0, "SLURM_PROCID is not set|SLURM_STEP_ID=4 SLURM_NTASKS=2|Slurm"},
     {"SLURM_STEP_ID=4 SLURM_PROCID=0", 0, "SLURM_STEP_NUM_TASKS is not set|SLURM_PROCID=0"},
     {"RANK=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1", 0, "WORLD_SIZE is not set|RANK=1"},
-    /* no numbers */
+    /* not a number */
     {"RANK=one WORLD_SIZE=4", 4, "RANK is \"one\"|from 0 to 3|WORLD_SIZE=4"},
     {"RANK=1 WORLD_SIZE=4x", 4, "WORLD_SIZE is \"4x\"|from 1 to|RANK=1"},
     {"RANK=-1 WORLD_SIZE=4", 4, "RANK is \"-1\""},
@@ -195,12 +196,12 @@ static const wrong wrongs[] = {
     {"RANK=0 WORLD_SIZE=0", 0, "WORLD_SIZE is \"0\"|from 1"},
     {"RANK=1 WORLD_SIZE=4 LOCAL_RANK=4", 4, "LOCAL_RANK is \"4\"|from 0 to 3"},
     {"OMPI_COMM_WORLD_RANK=7 OMPI_COMM_WORLD_SIZE=2", 0, "OMPI_COMM_WORLD_RANK is \"7\"|from 0 to 1"},
-    /* another number than the program wants */
+    /* not the number of ranks that the program asks for */
     {"RANK=1 WORLD_SIZE=4", 2, "wants 2 ranks|torchrun has started 4|RANK=1 WORLD_SIZE=4"},
     {"RANK=0 WORLD_SIZE=1", 4, "wants 4 ranks|has started 1"},
     {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2", 8, "wants 8 ranks|Slurm has started 2|SLURM_PROCID=1"},
     {"RANK=1 WORLD_SIZE=4", -4, "wants -4 ranks"},
-    /* where to meet */
+    /* a wrong address to meet at */
     {"RANK=1 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=http", 4, "MASTER_PORT is \"http\"|from 1 to 65534"},
     {"RANK=1 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=65535", 4, "MASTER_PORT is \"65535\""},
     {"RANK=1 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=0", 4, "MASTER_PORT is \"0\""},
@@ -252,14 +253,14 @@ static void test_failure(void **state) {
     assert_int_equal(start(&r, "RANK=2 WORLD_SIZE=4", 4), MT_ERR_SHAPE);
     assert_int_equal(r.lines, 1);
     assert_string_equal(r.line, "rank 2 of 4: MT_ERR_SHAPE: shapes do not fit together");
-    r.returns = MT_ERR_PEER; /* the only rank here: nobody else tells */
+    r.returns = MT_ERR_PEER; /* the only rank of this process: no other rank has reported the cause */
     assert_int_equal(start(&r, "RANK=2 WORLD_SIZE=4", 4), MT_ERR_PEER);
     assert_words(r.line, "rank 2 of 4: MT_ERR_PEER");
 }
 
 /* ---- a world that nothing connects ------------------------------------------------------------------------------- */
 
-/* Without MPI and NCCL, which this program is built without. */
+/* This program is built without MPI and NCCL. */
 static mt_status try_everything(mt_comm *world, void *user) {
     mt_context_desc where = {.arena_bytes = 4096};
     mt_context *ctx = NULL, *meta = NULL;
@@ -333,7 +334,7 @@ static void test_first_host(void **state) {
         {"rack[2-3]node[10-12],y", "rack2node10"},
         {"[1-2]", "1"},
         {"10.0.0.[5-9]", "10.0.0.5"},
-        {"a,b[1-2", "a"}, /* the rest does not matter */
+        {"a,b[1-2", "a"}, /* only the first host is parsed */
         {"", NULL},
         {",a", NULL},
         {"n[1-2", NULL},
@@ -352,7 +353,7 @@ static void test_first_host(void **state) {
         if (ok != (lists[i][1] != NULL) || (ok && strcmp(host, lists[i][1]) != 0))
             fail_msg("\"%s\": %d, \"%s\"", lists[i][0], ok, ok ? host : "");
     }
-    assert_int_equal(mti_first_host("a23456789012345", host, sizeof host), 1); /* exactly fits */
+    assert_int_equal(mti_first_host("a23456789012345", host, sizeof host), 1); /* fits exactly */
     assert_int_equal(mti_first_host("a234567890123456", host, sizeof host), 0);
 }
 
@@ -363,9 +364,9 @@ static void test_rendezvous(void **state) {
         {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=65534", "n1:65535"},
         {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=n1", ""},
         {"RANK=1 WORLD_SIZE=2 MASTER_PORT=5", ""},
-        {"RANK=1 WORLD_SIZE=2 SLURM_JOB_NODELIST=n1 MASTER_PORT=5", ""}, /* rank 0 may be elsewhere */
-        {"RANK=1 WORLD_SIZE=2 SLURM_JOB_ID=3 MASTER_ADDR=n1", ""},       /* several such jobs may be in one of Slurm */
-        {"RANK=1 WORLD_SIZE=2 NCCL_COMM_ID=x:1 MASTER_ADDR=n1 MASTER_PORT=5", ""}, /* it is set already */
+        {"RANK=1 WORLD_SIZE=2 SLURM_JOB_NODELIST=n1 MASTER_PORT=5", ""}, /* rank 0 may be on another host */
+        {"RANK=1 WORLD_SIZE=2 SLURM_JOB_ID=3 MASTER_ADDR=n1", ""},       /* a Slurm job may contain several such jobs */
+        {"RANK=1 WORLD_SIZE=2 NCCL_COMM_ID=x:1 MASTER_ADDR=n1 MASTER_PORT=5", ""}, /* the variable is already set */
         {"PMI_RANK=1 PMI_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=5", "n1:6"},
         {"SLURM_STEP_ID=2 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=4097 SLURM_JOB_NODELIST=n[08-11]", "n08:61443"},
         {"SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=8191 SLURM_JOB_NODELIST=n1 "

@@ -1,6 +1,6 @@
-/* test_lost_ranks.c - ranks that are threads, 2 to 8 of them, and one that is lost: stuck in the user's code,
-   returned, failed. Every other rank ends in time, whichever call it is in, in the world or in a group of a grid,
-   with a sentence that names the call and the lost rank; nothing is half done; and the launch comes back. */
+/* test_lost_ranks.c - tests 2 to 8 ranks, which are threads, one of which is lost: it is stuck in the user's code,
+   returns, or fails. Every other rank must return in time from every call, in the world or in a group of a grid, with a
+   message that names the call and the lost rank. No call is done by half, and mt_launch returns. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -12,9 +12,7 @@
 #define MAX_RANKS 8
 #define COUNT 6
 #define TIMEOUT 0.25
-#define TRIES                                                                                                          \
-    5 /* with a timeout that doubles: on a machine that is busy with other things, others may be late, too             \
-       */
+#define TRIES 5 /* each with twice the timeout of the last: on a busy machine other ranks may be late, too */
 
 enum { STUCK, RETURNS, FAILS, FAULTS };
 enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST_TO, BROADCAST_FROM, BARRIER, SPLIT, RING, RECV, SEND, CALLS };
@@ -32,12 +30,12 @@ static const char *const call_names[] = {"all_reduce(count 6, f32, sum) on ",
 
 typedef struct loss {
     int ranks, victim, fault, call;
-    int in_group;    /* the call is made in the half of the world that the victim is in */
-    int here, ended; /* ranks that have begun, and survivors that have come to their end */
-    int given_up;    /* how many sentences there were when `stuck` was called; 0: it was not */
+    int in_group;    /* the call is made in the victim's half of the world */
+    int here, ended; /* ranks that have started, and survivors that have ended */
+    int given_up;    /* number of messages when `stuck` was called; 0: it was not called */
     double timeout;
     void (*stuck)(void *user);
-    char wrong[2500]; /* what was not as it should be; "": nothing */
+    char wrong[2500]; /* the first error that was found; "": none */
     mt_status status[MAX_RANKS];
     double seconds[MAX_RANKS];
     char said[MAX_RANKS][1200], line[2 * MAX_RANKS][1200];
@@ -67,13 +65,13 @@ static void wait_until(const int *counter, int value) {
     while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < value) sched_yield();
 }
 
-/* Everybody's thread runs before anybody waits for it within a timeout. */
+/* Waits until the threads of all ranks run, so that no rank waits for a start within its timeout. */
 static void meet(loss *l) {
     __atomic_add_fetch(&l->here, 1, __ATOMIC_RELEASE);
     wait_until(&l->here, l->ranks);
 }
 
-/* A rank that is stuck comes back when it is too late: all survivors have ended without it. */
+/* The lost rank. A stuck one returns only when all survivors have ended without it. */
 static mt_status be_lost(loss *l, mt_context *ctx) {
     if (l->fault == STUCK) wait_until(&l->ended, l->ranks - 1);
     return l->fault == FAILS ? mt_fail(ctx, MT_ERR_DATA, "loss is 17") : MT_SUCCESS;
@@ -111,7 +109,8 @@ static mt_context *new_context(mt_comm *world) {
     return mt_context_create(world, &d, &ctx) == MT_SUCCESS ? ctx : NULL;
 }
 
-/* Of a ring, ranks that are not beside the lost one have what they wanted, and are told by the barrier after it. */
+/* In a ring, ranks that are not neighbours of the lost rank succeed, and learn of the loss in the barrier that
+   follows. */
 static mt_status lossy_rank(mt_comm *world, void *user) {
     loss *l = (loss *)user;
     mt_context *ctx = new_context(world);
@@ -133,13 +132,13 @@ static mt_status lossy_rank(mt_comm *world, void *user) {
         if (status == MT_SUCCESS && (!mine || l->call == RING)) status = mt_barrier(ctx, mine ? group : world);
         note(l, rank, world, status, start);
     }
-    if (rank % 2 && rank != l->victim) mt_comm_destroy(group); /* or leave that to the launcher */
+    if (rank % 2 && rank != l->victim) mt_comm_destroy(group); /* the other ranks leave it to the launcher */
     mt_context_destroy(ctx);
     CHECK(!touched);
     return status;
 }
 
-/* 60 s: who is gone is not waited for. */
+/* The timeout is 60 s, which is not waited for when a rank has ended. */
 static loss *new_loss(int fault, int ranks, int victim) {
     static loss l;
     memset(&l, 0, sizeof l);
@@ -150,7 +149,7 @@ static loss *new_loss(int fault, int ranks, int victim) {
     return &l;
 }
 
-/* The first thing that is wrong is kept. */
+/* Records an error, unless there is one already. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
@@ -162,8 +161,7 @@ wrong(loss *l, const char *format, ...) {
     va_end(args);
 }
 
-/* Repeats what went wrong with a rank that is stuck, whom others wait for in vain, as long as it may have been for
- * others. */
+/* For a stuck rank, repeats a failed try with a longer timeout: another rank may also have been late. */
 static void lose_in_time(loss *l, void (*lose_once)(loss *l)) {
     const loss wanted = *l;
     int try;
@@ -180,7 +178,7 @@ static void lose_in_time(loss *l, void (*lose_once)(loss *l)) {
 static void look_at(loss *l, int rank) {
     const char *said = l->said[rank];
     int half = l->in_group ? l->ranks / 2 : l->ranks, beside = rank / half != l->victim / half;
-    int late = l->call == RING || beside; /* told by the barrier */
+    int late = l->call == RING || beside; /* these ranks learn of the loss in the barrier */
     mt_status expected = l->fault == STUCK ? MT_ERR_TIMEOUT : MT_ERR_PEER;
     char who[32], what[64] = "returned from its function";
     if (l->fault == STUCK) snprintf(what, sizeof what, "waited %.2f s for ", l->timeout);
@@ -190,7 +188,7 @@ static void look_at(loss *l, int rank) {
         wrong(l, "rank %d: %s: %s", rank, mt_status_name(l->status[rank]), said);
     if (l->seconds[rank] > (l->fault == STUCK ? 20 * l->timeout : 30))
         wrong(l, "rank %d: %.2f s", rank, l->seconds[rank]);
-    if (beside) return; /* whoever of the victim's group it saw first */
+    if (beside) return; /* the message may name any rank of the victim's group */
     if (!strstr(said, what) || !strstr(said, who) || (!late && !strstr(said, call_names[l->call])))
         wrong(l, "rank %d, %s, lost %s: %s", rank, call_names[l->call], who, said);
 }
@@ -202,7 +200,7 @@ static void lose_once(loss *l) {
     if (status != statuses[l->fault])
         wrong(l, "%s: the launch returns %s", call_names[l->call], mt_status_name(status));
     if (l->lines != l->ranks - 1 + (l->fault == FAILS))
-        wrong(l, "%d sentences", l->lines); /* one of each that failed */
+        wrong(l, "%d sentences", l->lines); /* one message from each rank that failed */
     for (r = 0; r < l->ranks; r++)
         if (r != l->victim) look_at(l, r);
 }
@@ -254,7 +252,7 @@ static mt_status patient_rank(mt_comm *world, void *user) {
         nanosleep(&nap, NULL);
     }
     ctx = new_context(world);
-    status = mt_barrier(ctx, world); /* of the victim: too late */
+    status = mt_barrier(ctx, world); /* too late for the victim */
     mt_context_destroy(ctx);
     return status;
 }
@@ -263,7 +261,7 @@ static void test_launch_does_not_wait_in_silence(void **state) {
     loss *l = new_loss(STUCK, 3, 1);
     (void)state;
     assert_int_equal(launch(l, patient_rank), MT_ERR_TIMEOUT);
-    assert_int_equal(l->lines, 4); /* those of the others, that it is missing, and in the end its own */
+    assert_int_equal(l->lines, 4); /* those of the two others, that rank 1 has not returned, and at the end its own */
     assert_non_null(strstr(l->line[0], "rank 0 of 3: MT_ERR_"));
     assert_non_null(strstr(l->line[0], ": barrier on \"world\" (3 ranks): "));
     assert_non_null(strstr(l->line[1], "rank 2 of 3: MT_ERR_"));
@@ -277,7 +275,7 @@ static void give_up(void *user) {
     __atomic_store_n(&l->given_up, __atomic_load_n(&l->lines, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
 }
 
-/* One rank fails at once, one when the first sentences have been said, one never. */
+/* One rank fails at once, one after the first messages, and one never returns. */
 static mt_status released_rank(mt_comm *world, void *user) {
     loss *l = (loss *)user;
     double start = mti_now();
@@ -295,7 +293,7 @@ static void test_launch_gives_up(void **state) {
     l->stuck = give_up;
     l->timeout = MTI_GRACE_SECONDS + 2;
     assert_int_equal(launch(l, released_rank), MT_ERR_DATA);
-    assert_int_equal(l->given_up, 4); /* all had been said */
+    assert_int_equal(l->given_up, 4); /* all four messages had been logged */
     assert_int_equal(l->lines, 4);
     assert_non_null(strstr(l->line[0], "rank 1 of 3: MT_ERR_DATA"));
     assert_string_equal(l->line[1], "rank 0 of 3: has not returned from its function, mt_launch waits for it");
@@ -310,7 +308,7 @@ static mt_status slow_rank(mt_comm *world, void *user) {
     return mt_comm_rank(world) == l->victim ? MT_ERR_IO : MT_ERR_DATA;
 }
 
-/* A rank that is late by less than the timeout is not stuck. */
+/* A rank that is late by less than the timeout is not lost. */
 static void test_launch_does_not_give_up_early(void **state) {
     loss *l = new_loss(STUCK, 2, 1);
     (void)state;
@@ -331,11 +329,11 @@ typedef struct cancelled {
     loss l;
     int where;
     pthread_t thread;
-    mt_context *ctx[3]; /* outlive the ranks' threads */
+    mt_context *ctx[3]; /* they exist longer than the threads of the ranks */
 } cancelled;
 
-/* Rank 2 cancels rank 1, which is in the user's code, or waits in a barrier. Then rank 2 comes to that barrier, or only
-   when all is over. */
+/* Rank 2 cancels rank 1, which is in the user's code or waits in a barrier. Then rank 2 enters this barrier, or does so
+   only at the end. */
 static mt_status cancelled_rank(mt_comm *world, void *user) {
     cancelled *c = (cancelled *)user;
     int rank = mt_comm_rank(world);
@@ -344,8 +342,7 @@ static mt_status cancelled_rank(mt_comm *world, void *user) {
     mt_status status = MT_SUCCESS;
     if (rank == 1) c->thread = pthread_self();
     meet(&c->l);
-    while (rank == 1 &&
-           c->where == OUTSIDE) { /* ThreadSanitizer does not survive being cancelled in its own nanosleep */
+    while (rank == 1 && c->where == OUTSIDE) { /* ThreadSanitizer crashes when a thread is cancelled in its nanosleep */
         sched_yield();
         pthread_testcancel();
     }
@@ -393,7 +390,7 @@ static void test_cancelled(void **state) {
 
 /* ---- a process that is stopped for longer than the timeout ------------------------------------------------------- */
 
-/* Half a second of work, in which a stop costs one piece. */
+/* Half a second of work in pieces, so that stopping the process lengthens only one piece. */
 static mt_status working_rank(mt_comm *world, void *user) {
     const int *begun = (const int *)user;
     mt_context *ctx = new_context(world);
@@ -409,7 +406,7 @@ static mt_status working_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Rank 1 works while the others wait for it, with a timeout of 2 s; the process is stopped for 3 s in the meantime. */
+/* Rank 1 works while the others wait for it with a timeout of 2 s. Meanwhile the process is stopped for 3 s. */
 static void test_stopped_process(void **state) {
     struct timespec moment = mti_timespec(0.2), stop = mti_timespec(3);
     int begun[2], code = 0;
@@ -441,7 +438,7 @@ static void test_stopped_process(void **state) {
 
 /* ---- a grid: 2 x tensor, 4 x data -------------------------------------------------------------------------------- */
 
-/* As a training step: in the tensor group, in the data group, all together. */
+/* Calls as in a training step: in the tensor group, in the data group, in the world. */
 static mt_status grid_rank(mt_comm *world, void *user) {
     loss *l = (loss *)user;
     mt_context *ctx = new_context(world);
@@ -458,7 +455,7 @@ static mt_status grid_rank(mt_comm *world, void *user) {
         if (rank == l->victim && step == 1) {
             status = be_lost(l, ctx);
             mt_context_destroy(ctx);
-            return status; /* the groups are left behind */
+            return status; /* the groups are not destroyed */
         }
         status = mt_all_reduce(ctx, tp, x, x, COUNT, MT_F32, MT_SUM);
         if (status == MT_SUCCESS) status = mt_all_reduce(ctx, data, x, x, COUNT, MT_F32, MT_SUM);

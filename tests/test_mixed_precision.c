@@ -1,5 +1,6 @@
-/* test_mixed_precision.c - models in bf16 and f16: masters, AdamW, stochastic rounding, loss scaling, what moves and
-   what is saved, a GPT against its f32 self, and the same bits on every split. */
+/* test_mixed_precision.c - tests models in bf16 and f16: master weights and AdamW against double precision, stochastic
+   rounding, loss scaling against Megatron-LM's, communication and memory against f32, a GPT against the same GPT in
+   f32, and the same bits on every split. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -9,7 +10,7 @@
 
 static const mt_dtype halves[2] = {MT_BF16, MT_F16};
 
-static float round16(mt_dtype dtype, float x) { /* the conversions themselves are test_kernels_16bit.c's */
+static float round16(mt_dtype dtype, float x) { /* test_kernels_16bit.c tests the conversions */
     return dtype == MT_BF16  ? mti_bf16_to_f32(mti_f32_to_bf16(x))
            : dtype == MT_F16 ? mti_f16_to_f32(mti_f32_to_f16(x))
                              : x;
@@ -23,7 +24,7 @@ static float element(mt_tensor t, int64_t i) {
 /* ---- a registry of every kind of parameter ----------------------------------------------------------------------- */
 
 #define KINDS 5
-#define MOST 128 /* elements of the largest */
+#define MOST 128 /* elements of the largest parameter */
 
 static const mt_param_desc kinds[KINDS] = {
     {.name = "rows", .rows = 10, .cols = 12, .placement = MT_SPLIT_ROWS, .init_std = 0.5f, .weight_decay = 1}, /* padded
@@ -46,7 +47,7 @@ typedef struct registry_case {
     mt_dtype dtype;
     mt_optimizer_desc adamw;
     int steps;
-    float values[KINDS][MOST], masters[KINDS][MOST], first[KINDS][MOST]; /* at the end, and to begin with; of rank 0 */
+    float values[KINDS][MOST], masters[KINDS][MOST], first[KINDS][MOST]; /* of rank 0; first: initial values */
 } registry_case;
 
 static mt_status registry_open(mt_comm *world, mt_dtype dtype, mt_grid_desc shape, test_rank *r) {
@@ -57,7 +58,7 @@ static mt_status registry_open(mt_comm *world, mt_dtype dtype, mt_grid_desc shap
     return mt_params_init(r->ctx, r->params, 42);
 }
 
-/* The gradient of a whole parameter in a step. */
+/* The gradient of a whole parameter in one step. */
 static void whole_gradient(int kind, int step, float *g) {
     uint64_t seed = (uint64_t)(1000 * step + kind);
     for (int64_t i = 0; i < kind_elements(kind); i++) g[i] = test_float(&seed);
@@ -109,7 +110,7 @@ static mt_status registry_rank(mt_comm *world, void *user) {
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
 
-/* A half model starts from the f32 model's values, rounded, on every split. */
+/* A 16-bit model has the rounded initial values of the f32 model, on every split. */
 static void test_initial_values(void **state) {
     static registry_case f32, half;
     (void)state;
@@ -127,7 +128,8 @@ static void test_initial_values(void **state) {
         }
 }
 
-/* Masters follow AdamW in double from the rounded start; the parameter is the rounded master, to the bit. */
+/* Master weights follow AdamW in double, from the rounded initial values. The parameter is the rounded master weight,
+   to the bit. */
 static void check_masters(const registry_case *c) {
     for (int k = 0; k < KINDS; k++) {
         double x[MOST], m[MOST] = {0}, v[MOST] = {0};
@@ -146,7 +148,8 @@ static void check_masters(const registry_case *c) {
         }
         for (int64_t i = 0; i < kind_elements(k); i++) {
             double off = fabs((double)c->masters[k][i] - x[i]);
-            if (!(off <= c->steps * 2e-7)) /* two roundings of a number below 2 in each step, and the moments' */
+            /* two roundings of a number below 2 in each step, and those of the moments */
+            if (!(off <= c->steps * 2e-7))
                 fail_msg("%s[%lld]: master %.9g, must be %.9g", kinds[k].name, (long long)i, (double)c->masters[k][i],
                          x[i]);
             if (c->values[k][i] != round16(c->dtype, c->masters[k][i]))
@@ -170,7 +173,7 @@ static void test_masters(void **state) {
         }
 }
 
-/* 16-bit shards travel to and from f32 on the host; padding of values, masters and moments stays zero. */
+/* 16-bit shards are converted to and from f32 on the host. The padding of values, masters and moments stays zero. */
 static mt_status shard_body(test_rank *r, mt_optimizer *o) {
     float whole[MOST], back[MOST];
     MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
@@ -223,8 +226,8 @@ static void test_shards(void **state) {
         }
 }
 
-/* The hash log has the same lines for 16-bit parameters and their masters on every split, and others after another
- * step. */
+/* The hash log has the same lines for 16-bit parameters and their masters on every split, and other lines after another
+   step. */
 typedef struct log_case {
     mt_dtype dtype;
     int steps, count;
@@ -289,7 +292,7 @@ static void test_hash_log(void **state) {
 
 /* ---- stochastic rounding ----------------------------------------------------------------------------------------- */
 
-/* The mean of n roundings of x, each of which is one of its neighbours. */
+/* The mean of n roundings of x. Checks that each is one of the two neighbours of x. */
 static double mean_of_roundings(mt_dtype dtype, float x, int n, uint64_t *seed) {
     float low = INFINITY, high = -INFINITY;
     double sum = 0, gap;
@@ -305,8 +308,8 @@ static double mean_of_roundings(mt_dtype dtype, float x, int n, uint64_t *seed) 
     return sum / n;
 }
 
-/* Unbiased: off by no more than five standard deviations of a mean of n, whose single roundings have at most half a
-   gap. The numbers lie everywhere between neighbours, denormal ones of f16 included. */
+/* Unbiased: the mean of n roundings is off by at most five standard deviations; a single rounding has at most half a
+   gap. The numbers lie anywhere between neighbours, including denormal f16 numbers. */
 static void test_stochastic_rounding_is_unbiased(void **state) {
     const int n = 4000;
     uint64_t seed = 3;
@@ -322,7 +325,7 @@ static void test_stochastic_rounding_is_unbiased(void **state) {
         }
 }
 
-/* The rule of mt_adamw to the bit: what is exact stays, and the word decides. */
+/* The rule of mt_adamw, to the bit: exact values are unchanged, otherwise the random word decides. */
 static void test_stochastic_rounding_rule(void **state) {
     static const float exact[] = {0.0f, -0.0f, 1.0f, -1.5f, 0.0078125f, 5.9604645e-8f, -6.0975552e-5f, 65504.0f};
     (void)state;
@@ -332,7 +335,7 @@ static void test_stochastic_rounding_rule(void **state) {
             assert_int_equal(mt_f32_bits(mti_round_stochastic((int)halves[h], x, 0)), mt_f32_bits(x));
             assert_int_equal(mt_f32_bits(mti_round_stochastic((int)halves[h], x, 0xffffffffu)), mt_f32_bits(x));
         }
-    /* a quarter of the gap above 1: a word of three quarters of 2^32 or more carries */
+    /* A quarter of the gap above 1: a word of at least three quarters of 2^32 rounds up. */
     assert_true(mti_round_stochastic(MT_BF16, 1 + 1 / 512.0f, 0xbfffffffu) == 1.0f);
     assert_true(mti_round_stochastic(MT_BF16, 1 + 1 / 512.0f, 0xc0000000u) == 1 + 1 / 128.0f);
     assert_true(mti_round_stochastic(MT_BF16, -1 - 1 / 512.0f, 0xc0000000u) == -1 - 1 / 128.0f);
@@ -346,9 +349,10 @@ static void test_stochastic_rounding_rule(void **state) {
     assert_true(mti_round_stochastic(MT_BF16, 3.39e38f, 0xffffffffu) == INFINITY);
 }
 
-/* The operator takes the words of mt_random's elements: through it, with a step of 1e-3 below 1. */
+/* The operator uses the words of mt_random for the elements; tested through the operator, with a step of 1e-3 below
+   1. */
 static void test_stochastic_rounding_words(void **state) {
-    enum { ROWS = 3, COLS = 1100 }; /* more than a block of the loop */
+    enum { ROWS = 3, COLS = 1100 }; /* more than one block of the loop */
     static float g[ROWS * COLS], m[ROWS * COLS], v[ROWS * COLS];
     static uint16_t p[ROWS * COLS];
     mt_random at = {9, 1u << 31, 2, 5, COLS + 7};
@@ -375,7 +379,8 @@ static void test_stochastic_rounding_words(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* The same bits on every split; others with another seed; and no master, where one would have been updated. */
+/* The bits are the same on every split, and others with another seed. There are no master weights apart from the
+   values. */
 static void test_stochastic_rounding_is_split_independent(void **state) {
     static registry_case one, many;
     int differ = 0;
@@ -401,7 +406,7 @@ static void test_stochastic_rounding_is_split_independent(void **state) {
     assert_true(differ > 10);
 }
 
-/* What it is for: 100 steps of 1e-4 below 1, each of which is lost when bf16 is rounded to nearest. */
+/* The purpose of stochastic rounding: 100 steps of 1e-4 below 1, each of which is lost when bf16 rounds to nearest. */
 static mt_status small_steps_rank(mt_comm *world, void *user) {
     mt_param_desc desc = {.name = "x", .rows = 64, .cols = 64, .init_value = 1.0f};
     mt_optimizer_desc adamw = {.beta1 = 0, .beta2 = 0, .stochastic_rounding = 1};
@@ -424,9 +429,9 @@ static mt_status small_steps_rank(mt_comm *world, void *user) {
     MT_TRY(mt_param_gather(r.ctx, r.params, p, p->value, x));
     for (int i = 0; i < 64 * 64; i++) {
         sum += (double)x[i];
-        CHECK(x[i] > 0.9f); /* falls by a gap 2.6 times of 100; 25 times, or every time, is not random */
+        CHECK(x[i] > 0.9f); /* 2.6 of the 100 steps fall by a gap; 25 or 100 would not be random */
     }
-    /* 100 roundings of up to half a gap 2^-8 each, 4096 elements: five standard deviations of the mean */
+    /* 100 roundings of up to half a gap of 2^-8 each, 4096 elements: five standard deviations of the mean. */
     CHECK(fabs(sum / 4096 - 0.99) <= 5 * sqrt(100.0 / 4096) * ldexp(1, -9));
     mt_optimizer_destroy(r.ctx, &o);
     test_rank_close(&r);
@@ -440,7 +445,7 @@ static void test_small_steps_are_not_lost(void **state) {
 
 /* ---- loss scaling ------------------------------------------------------------------------------------------------ */
 
-/* Megatron-LM's DynamicGradScaler, line by line (megatron/core/optimizer/grad_scaler.py, update). */
+/* Megatron-LM's DynamicGradScaler, translated line by line (megatron/core/optimizer/grad_scaler.py, update). */
 typedef struct megatron_scaler {
     double scale, min_scale, growth_factor, backoff_factor;
     int growth_interval, hysteresis, growth_tracker, hysteresis_tracker;
@@ -497,9 +502,10 @@ static void test_loss_scaler(void **state) {
     small.hysteresis = 3;
     run_scaler(ctx, small, (megatron_scaler){64, 4, 4, 0.25, 3, 3, 0, 0}, 300, 2);
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_loss_scaler_create(ctx, NULL, &s));
-    for (int i = 0; i < 40; i++) mt_loss_scaler_update(&s, &norm); /* the first one is forgiven; 2^32 halves 32 times */
+    /* the first overflow is tolerated (hysteresis); 2^32 is halved 32 times */
+    for (int i = 0; i < 40; i++) mt_loss_scaler_update(&s, &norm);
     assert_true(s.scale == 1.0f && s.skipped == 40);
-    small.initial_scale = 1e38f; /* it does not grow to infinity */
+    small.initial_scale = 1e38f; /* it must not grow to infinity */
     small.growth_interval = 1;
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_loss_scaler_create(ctx, &small, &s));
     for (int i = 0; i < 3; i++) assert_true(mt_loss_scaler_update(&s, &(float){1}) > 0 && s.scale == 1e38f);
@@ -529,8 +535,7 @@ static void test_loss_scaler_refuses(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* One rank of 2 x 2 has a gradient that is not finite: all leave the step out, and nothing but the scaler has changed.
- */
+/* One rank of 2 x 2 has a gradient that is not finite: all ranks skip the step, and only the scaler changes. */
 static mt_status state_hash(test_rank *r, const mt_optimizer *o, uint64_t *hash) {
     *hash = (uint64_t)o->step;
     for (int k = 0; k < KINDS; k++) {
@@ -618,8 +623,8 @@ static mt_transformer_layer_desc layer_desc(int sequence_parallel) {
 typedef struct layer_case {
     mt_dtype dtype;
     int sequence_parallel;
-    size_t saved; /* arena bytes that a forward leaves */
-    mt_ledger tp; /* of a forward and a backward */
+    size_t saved; /* arena bytes that are in use after a forward */
+    mt_ledger tp; /* of one forward and one backward */
 } layer_case;
 
 static mt_status layer_body(test_rank *r, layer_case *c) {
@@ -655,8 +660,8 @@ static mt_status layer_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Half the bytes between tensor ranks, in as many calls; half the activations, statistics (two norms' mean and rstd,
-   and the log of the sums of attention) apart. */
+/* The bytes between tensor ranks are half of those in f32, in the same number of calls. Activations need half the
+   memory, except the statistics (mean and rstd of two norms, and the log of the sums of attention). */
 static void test_layer_moves_and_saves_half(void **state) {
     (void)state;
     for (int ranks = 1; ranks <= 4; ranks *= 2)
@@ -676,7 +681,8 @@ static void test_layer_moves_and_saves_half(void **state) {
             }
 }
 
-/* Bytes for each parameter, on the CPU as in a plan: value, gradient, two moments, and a master where there is one. */
+/* Bytes per parameter, on the CPU and on the meta device: value, gradient, two moments, and a master weight if there is
+   one. */
 static void test_bytes_of_a_parameter(void **state) {
     static const struct {
         mt_dtype dtype;
@@ -708,7 +714,7 @@ static void test_bytes_of_a_parameter(void **state) {
 
 /* ---- linear layers with whole inputs and outputs ----------------------------------------------------------------- */
 
-enum { LINEAR_TOKENS = 6, LINEAR_IN = 10, LINEAR_OUT = 13 }; /* which neither 2 nor 4 ranks divide */
+enum { LINEAR_TOKENS = 6, LINEAR_IN = 10, LINEAR_OUT = 13 }; /* no multiples of 2 or 4 ranks */
 
 static mt_tensor half_noise(test_rank *r, int64_t rows, int64_t cols, uint64_t seed, float *wide) {
     mt_dtype dtype = mt_params_dtype(r->params);
@@ -720,8 +726,8 @@ static mt_tensor half_noise(test_rank *r, int64_t rows, int64_t cols, uint64_t s
     return mt_tensor_make(x, dtype, rows, cols);
 }
 
-/* c [m, n] = op(a) op(b), in double, against what a layer made of 16-bit a and b. Its sum was rounded in each of
-   `roundings` places, each time by u times the sum of all terms at most. */
+/* Compares c [m, n], which a layer computed from 16-bit a and b, with op(a) op(b) in double. The sum was rounded in
+   `roundings` places, each time by at most u times the sum of the absolute values of all terms. */
 static mt_status check_product(const char *what, const float *a, int ta, const float *b, int tb, int m, int n, int k,
                                const float *bias, mt_tensor c, double u, int roundings) {
     for (int i = 0; i < m; i++)
@@ -770,7 +776,7 @@ static mt_status linear_body(test_rank *r, int column) {
         MT_TRY(mt_row_parallel_linear_forward(r->ctx, &w, tx, ty, &saved));
         MT_TRY(mt_row_parallel_linear_backward(r->ctx, &w, tdy, tdx, &saved));
     }
-    /* each rank's part, where there are any, their sum, the bias */
+    /* Roundings: each rank's part (if there are parts), their sum, the sum with the bias. */
     MT_TRY(check_product("y", x, 0, all, 1, LINEAR_TOKENS, LINEAR_OUT, LINEAR_IN, b, ty, u, 3));
     MT_TRY(check_product("dx", dy, 0, all, 0, LINEAR_TOKENS, LINEAR_IN, LINEAR_OUT, NULL, tdx, u,
                          column && ranks > 1 ? 2 : 1));
@@ -842,7 +848,7 @@ static void test_refused_types(void **state) {
 
 /* ---- a GPT ------------------------------------------------------------------------------------------------------- */
 
-/* The gradients of the same weights in f32: every parameter's within gpt_half_error of its length. */
+/* Compares with the gradients of the same weights in f32: each is within gpt_half_error of its length. */
 static mt_status compare_gradients(gpt_worker *half, gpt_worker *f32) {
     static const float big = 1e30f;
     double allowed = gpt_half_error(half->r->dtype);
@@ -890,7 +896,7 @@ static mt_status gradients_rank(mt_comm *world, void *user) {
     return status;
 }
 
-#define F16_SCALE 1024.0f /* lifts gradients above f16's smallest numbers and leaves the largest far away */
+#define F16_SCALE 1024.0f /* raises gradients above f16's smallest numbers, and keeps the largest far below the limit */
 
 static void test_gpt_gradients(void **state) {
     gpt_run r = {.dtype = MT_F32, .tp = 1, .data = 1};
@@ -929,7 +935,7 @@ static void test_gpt_trains_as_in_f32(void **state) {
     }
 }
 
-/* Logits in f32 are what a 16-bit model rounds when it is asked for its own type. */
+/* Logits in f32 are those of a 16-bit model before they are rounded to its own type. */
 static mt_status logits_rank(mt_comm *world, void *user) {
     const gpt_run *r = (const gpt_run *)user;
     mt_batch batch = {.sequences = 1, .seq = GPT_SEQ};
@@ -961,8 +967,8 @@ static void test_logits(void **state) {
         }
 }
 
-/* From 2^32 the loss overflows until the scale fits. Skipped steps leave no trace: what follows, until the next one,
-   has the bits of a run that begins there, with that scale. */
+/* From 2^32 on, the loss overflows until the scale is small enough. Skipped steps have no other effect: the steps up to
+   the next skipped one have the bits of a run that starts there, with this scale. */
 static void test_gpt_finds_its_scale(void **state) {
     static gpt_result all, rest;
     gpt_run r = {.dtype = MT_F16, .tp = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 4294967296.0f};
@@ -972,7 +978,7 @@ static void test_gpt_finds_its_scale(void **state) {
     for (int i = 0; i < GPT_STEPS; i++) skipped += isnan(all.norm[i]) != 0;
     assert_int_equal(all.scaler.skipped, skipped);
     assert_int_equal(all.steps, GPT_STEPS - skipped);
-    assert_true(all.scaler.scale == ldexpf(4294967296.0f, 1 - skipped)); /* the first overflow is forgiven */
+    assert_true(all.scaler.scale == ldexpf(4294967296.0f, 1 - skipped)); /* the first overflow is tolerated */
     while (first < GPT_STEPS && isnan(all.norm[first])) first++;
     for (end = first; end < GPT_STEPS && !isnan(all.norm[end]);) end++;
     assert_in_range(first, 5, GPT_STEPS);
@@ -984,7 +990,7 @@ static void test_gpt_finds_its_scale(void **state) {
     assert_memory_equal(all.norm + first, rest.norm, (size_t)(end - first) * sizeof(float));
 }
 
-/* The same bits on every split, skipped steps and stochastic rounding included. */
+/* The same bits on every split, including skipped steps and stochastic rounding. */
 static void test_gpt_invariant(void **state) {
     static const struct {
         int tp, data, sequence_parallel;
@@ -1008,8 +1014,8 @@ static void test_gpt_invariant(void **state) {
         }
 }
 
-/* Without the mode sums of 16-bit activations are rounded on their way: other bits, so that the test above says
- * something. */
+/* Without invariant mode, sums of 16-bit activations are rounded between ranks. The bits differ, so the test above can
+   fail. */
 static void test_gpt_differs_without_the_mode(void **state) {
     static gpt_result one, two;
     gpt_run r = {.dtype = MT_BF16, .tp = 1, .data = 1};

@@ -704,7 +704,8 @@ static void own_format(void **state) {
     assert_string_equal(mt_safetensors_metadata(s, "author"), "nobody");
     mt_safetensors_close(s);
     shell("grep -q '^{\"layers\": 2, ' '%s'", in_scratch("r/step-00000003/config.json"));
-    /* Without the format it is another model; with it, tensors that the format does not know are refused. */
+    /* Without the format, the names in the file are those of another model. With it, a field that must match is
+       refused. */
     strange.format = NULL;
     refused(strange, MT_ERR_DATA, "has no tensor 'first.weight'");
     strange = j;
