@@ -1,10 +1,9 @@
-/* test_cuda.cu - every operator of mt_kernels.cuh on MT_DEVICE_CUDA against the CPU backend.
-
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda.cu - tests every operator of mt_kernels.cuh on MT_DEVICE_CUDA against the CPU backend.
+     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt
+     Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
-#define MTI_GRID_MAX 2 /* blocks of the grids of one dimension, so that small tensors are more than a grid */
+#define MTI_GRID_MAX 2 /* limit for one-dimensional grids: small tensors then need more than one grid */
 #include "megatron.h"
 
 #include "mt_test.h"
@@ -18,7 +17,7 @@ typedef struct pair {
 } pair;
 
 static mt_context *cpu, *gpu;
-static mt_dtype type; /* of activations and weights; statistics, gradients of parameters and moments are f32 */
+static mt_dtype type; /* of activations and weights; statistics, moments and gradients of parameters are f32 */
 
 #define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
 #define BOTH(call_cpu, call_gpu)                                                                                       \
@@ -27,7 +26,7 @@ static mt_dtype type; /* of activations and weights; statistics, gradients of pa
         ASSERT_STATUS(gpu, MT_SUCCESS, call_gpu);                                                                      \
     } while (0)
 
-/* Rows of cols elements, `more` elements apart from each other, that start `shift` elements into aligned memory. */
+/* `more`: elements between the rows; `shift`: elements from an aligned address to the first row. */
 typedef struct layout {
     int64_t more, shift;
 } layout;
@@ -82,10 +81,12 @@ static float *download(mt_context *ctx, mt_tensor t) {
     return x;
 }
 
-/* One place in the last digit of a 16-bit result: both round the same sum, but not from quite the same float. */
+/* One unit in the last place of a 16-bit result. Both backends round the same sum, computed in slightly different
+   ways. */
 static double last_place(mt_dtype dtype) { return dtype == MT_F32 ? 0 : dtype == MT_BF16 ? 1.0 / 128 : 1.0 / 1024; }
 
-/* Everything within `tolerance` of the largest element, and of a 16-bit type's last place. */
+/* Checks that the difference is at most `tolerance` times the largest element, plus a unit in the last place of a
+   16-bit type. */
 static void same(const char *what, pair p, double tolerance) {
     int64_t n = p.cpu.rows * p.cpu.cols;
     float *a = download(cpu, p.cpu), *b = download(gpu, p.gpu);
@@ -205,7 +206,7 @@ static void norm(shape s) {
         }
 }
 
-/* Rows that do not fit into a thread's registers, nor, the last ones, into shared memory. */
+/* Rows that do not fit into the registers of a thread, and, the last two, not into shared memory. */
 static void test_wide_norm(void **state) {
     static const shape wide_rows[] = {{37, 1100, {0, 0}}, {3, 8301, {0, 0}}, {18, 8304, {8, 0}}, {17, 28816, {0, 0}}};
     (void)state;
@@ -243,7 +244,7 @@ static void dropout(shape s) {
     same("mt_random_normal", y, 1e-6);
 }
 
-/* Of so many random decisions, those that fall otherwise because a float differs in its last places are few. */
+/* Checks random decisions. Only a few of them may differ, because a float differs in its last places. */
 static void mostly_same(const char *what, pair p) {
     int64_t n = p.cpu.rows * p.cpu.cols, differ = 0;
     float *a = download(cpu, p.cpu), *b = download(gpu, p.gpu);
@@ -253,7 +254,7 @@ static void mostly_same(const char *what, pair p) {
     free(b);
 }
 
-/* Parameters alone, with masters, and rounded stochastically. */
+/* Parameters alone, with master weights, and with stochastic rounding. */
 static void adamw(shape s) {
     const mt_random at = {11, 5, 2, 3, s.cols + 9};
     mt_adamw h = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 0.7f, 3, NULL};
@@ -319,7 +320,7 @@ static void cross_entropy_expected(const mt_cross_entropy_shard_desc *desc, cons
     }
 }
 
-/* One call, and the trio, against double precision; the CPU's one call has the bits of its trio. */
+/* One call and the three separate calls, against double precision. On the CPU, one call has the bits of three. */
 static void cross_entropy_at_once(shape s, float smoothing, int padding, int with_dloss) {
     mt_cross_entropy_shard_desc desc = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing, 1};
     pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l),
@@ -396,7 +397,7 @@ static void cross_entropy_one_pass(shape s) {
     }
 }
 
-/* A row for which shared memory is too small, even of the biggest GPU and in 16 bits. */
+/* Rows too long for the shared memory of any GPU, even in 16 bits. */
 static void test_wide_cross_entropy(void **state) {
     static const shape big = {3, 120003, {5, 0}}, medium = {2, 20000, {0, 0}};
     (void)state;
@@ -428,7 +429,8 @@ static void embedding(shape s) {
     int32_t *ids = (int32_t *)malloc((size_t)tokens * sizeof *ids), *on_gpu;
     pair dtable = noise_f32(vocab, s.cols, 5, 1.0f), table = pair_noise(vocab, s.cols, dense, 1, 1.0f),
          y = pair_noise(tokens, s.cols, s.l, 2, 1.0f);
-    for (int64_t i = 0; i < tokens; i++) ids[i] = (int32_t)(i * i % 13); /* some are elsewhere: rows 2 to 10 are here */
+    /* some tokens belong to other shards: rows 2 to 10 are here */
+    for (int64_t i = 0; i < tokens; i++) ids[i] = (int32_t)(i * i % 13);
     on_gpu = ids_on_gpu(ids, tokens);
     for (int step = 0; step < 2; step++) {
         BOTH(mt_embedding_forward(cpu, table.cpu, 2, ids, (float)step, y.cpu),
@@ -534,8 +536,8 @@ static void test_attention(void **state) {
     }
 }
 
-/* More vectors than the largest grid has threads, in rows that end within a vector. The bits are those of the shape and
-   of the values, wherever they are. */
+/* More vectors than the largest grid has threads, in rows that end within a vector. The bits depend on the shape and
+   the values, not on the address. */
 static void test_sum(void **state) {
     static const layout places[] = {{0, 0}, {7, 0}, {3, 1}};
     static const shape sizes[] = {{1021, 2065, {0, 0}}, {700, 24, {0, 0}}, {1, 5000, {0, 0}}};
@@ -567,7 +569,8 @@ static void test_sum(void **state) {
     }
 }
 
-/* Halves of a head that are whole vectors and others, moved wide or not; there and back. */
+/* Heads whose halves are whole vectors and heads whose halves are not, for aligned and unaligned data; forward and
+   backward. */
 static void test_rotary(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     static const layout places[] = {{0, 0}, {8, 0}, {3, 1}};
@@ -591,8 +594,8 @@ static void test_rotary(void **state) {
     }
 }
 
-/* A length that is more than the sequence is the sequence, and does not look into the next one; plain and on tensor
- * cores. */
+/* A length greater than the sequence counts as the whole sequence, and tokens of the next sequence are not read. With
+   the plain kernels and on tensor cores. */
 static void test_lengths_too_long(void **state) {
     int32_t exact[2] = {40, 40}, over[2] = {90, 1 << 30};
     (void)state;
@@ -619,7 +622,7 @@ static void test_lengths_too_long(void **state) {
     }
 }
 
-/* What has an item for each token, beyond the grid. */
+/* Operators with one item per token, with more tokens than the grid has blocks. */
 static void test_many_tokens(void **state) {
     enum { TOKENS = 1100 };
     static int32_t a[TOKENS], b[TOKENS];
@@ -706,35 +709,35 @@ static void test_context(void **state) {
     assert_null(ctx);
     assert_non_null(strstr(mt_comm_last_error(world), "ordinal is 99"));
     where.ordinal = 0;
-    where.stream = mt_context_stream(gpu); /* the caller's: two contexts share it */
+    where.stream = mt_context_stream(gpu); /* the caller's stream: two contexts share it */
     ASSERT_STATUS(gpu, MT_SUCCESS, mt_context_create(world, &where, &ctx));
     assert_ptr_equal(mt_context_stream(ctx), mt_context_stream(gpu));
     OK(mt_arena_tensor(ctx, MT_F32, 2, 2, &x));
     OK(mt_arena_tensor(ctx, MT_F32, 2, 2, &y));
     OK(mt_upload(ctx, host, x));
-    OK(mt_all_reduce(ctx, world, x.data, y.data, 4, MT_F32, MT_SUM)); /* a group of one copies */
+    OK(mt_all_reduce(ctx, world, x.data, y.data, 4, MT_F32, MT_SUM)); /* a group of one rank copies */
     OK(mt_context_synchronize(ctx));
     OK(mt_download(ctx, y, back));
     assert_memory_equal(host, back, sizeof host);
     mt_context_destroy(ctx);
-    OK(mt_download(gpu, mt_tensor_make(NULL, MT_F32, 0, 0), back)); /* the stream is still there */
+    OK(mt_download(gpu, mt_tensor_make(NULL, MT_F32, 0, 0), back)); /* the stream still exists */
     mt_comm_destroy(world);
 }
 
 /* ---- collectives between ranks that are threads ------------------------------------------------------------------ */
 
 #define RANKS_MAX 8
-#define COUNT 48 /* divided by 1, 2, 3, 4 and 8 */
+#define COUNT 48 /* a multiple of 1, 2, 3, 4 and 8 */
 #define KINDS 7
 
 typedef struct gathering {
     mt_device device;
     mt_dtype dtype;
-    int shift; /* elements by which buffers are off their alignment */
+    int shift; /* distance of the buffers from an aligned address, in elements */
     float results[RANKS_MAX][KINDS][RANKS_MAX * COUNT];
 } gathering;
 
-/* Floats of the given type; any bits will do for integers. */
+/* Fills with floats of the given type; for integer types, any bits are valid. */
 static mt_status collectives_of(mt_comm *world, mt_context *ctx, gathering *g) {
     int rank = mt_comm_rank(world), ranks = mt_comm_size(world), kind = 0;
     mt_dtype type = g->dtype == MT_I32 ? MT_F32 : g->dtype;
@@ -776,13 +779,13 @@ static mt_status collectives_rank(mt_comm *world, void *user) {
     memset(&where, 0, sizeof where);
     where.device = g->device;
     where.arena_bytes = 1 << 16;
-    MT_TRY(mt_context_create(world, &where, &ctx)); /* all on one GPU */
+    MT_TRY(mt_context_create(world, &where, &ctx)); /* all ranks use one GPU */
     status = collectives_of(world, ctx, g);
     mt_context_destroy(ctx);
     return status;
 }
 
-/* The same bits: the same tree. */
+/* Collectives sum in the same tree on both devices, so the bits are equal. */
 static void collectives(int ranks, mt_dtype dtype, int shift) {
     static gathering on_cpu, on_gpu;
     mt_launch_desc d;
@@ -829,7 +832,7 @@ static int close_contexts(void **state) {
     return 0;
 }
 
-/* The third stream has a ticket of its own, for which mt_overlap_wait_all does not wait. */
+/* The third stream has a ticket of its own. mt_overlap_wait_all does not wait for it. */
 static mt_status overlap_third(mt_context *ctx, mt_comm *world, mt_tensor x, mt_tensor y, mt_tensor z) {
     float back[300];
     for (int round = 0; round < 8; round++) {
@@ -854,8 +857,8 @@ static mt_status overlap_third(mt_context *ctx, mt_comm *world, mt_tensor x, mt_
     return MT_SUCCESS;
 }
 
-/* What is begun goes on beside what comes next, and is there after the wait: x -> y on the second stream, y -> z on the
- * first. */
+/* Work on the second stream runs beside the work that follows, and is complete after the wait: x -> y on the second
+   stream, y -> z on the first. */
 static mt_status overlap_rank(mt_comm *world, void *user) {
     const int *off = (const int *)user;
     mt_stream stream = *off ? MT_STREAM_NONE : MT_STREAM_SECOND;
@@ -902,7 +905,7 @@ static void test_overlap(void **state) {
     for (int off = 0; off <= 1; off++) OK(mt_launch(&d, overlap_rank, &off));
 }
 
-/* What a slot's end may still do on a GPU: use the streams, which are idle, and the arena. */
+/* The end function of a slot on a GPU may use the streams, which are idle, and the arena. */
 static void end_slot(mt_context *ctx, void *memory) {
     mt_tensor x;
     float back[3] = {0, 0, 0};
@@ -922,7 +925,7 @@ static void test_slots(void **state) {
     where.device = MT_DEVICE_CUDA;
     where.arena_bytes = 1 << 16;
     OK(mt_context_create(NULL, &where, &ctx));
-    OK(mt_gemm_prepare(ctx)); /* which has a slot of its own */
+    OK(mt_gemm_prepare(ctx)); /* has a slot of its own */
     OK(mt_context_slot_create(ctx, MT_SLOT_USER, sizeof(float *), end_slot, &memory));
     *(float **)memory = &sum;
     mt_context_destroy(ctx);
@@ -958,7 +961,7 @@ static void pointwise(shape s) {
     same("mt_silu_backward", y, 1e-6);
     BOTH(mt_sigmoid_gate_forward(cpu, x.cpu, z.cpu, y.cpu), mt_sigmoid_gate_forward(gpu, x.gpu, z.gpu, y.gpu));
     same("mt_sigmoid_gate_forward", y, 1e-6);
-    BOTH(mt_sigmoid_gate_backward(cpu, x.cpu, z.cpu, y.cpu, dx.cpu, y.cpu), /* dx takes the place of dy */
+    BOTH(mt_sigmoid_gate_backward(cpu, x.cpu, z.cpu, y.cpu, dx.cpu, y.cpu), /* dx is in the memory of dy */
          mt_sigmoid_gate_backward(gpu, x.gpu, z.gpu, y.gpu, dx.gpu, y.gpu));
     same("dgate of mt_sigmoid_gate_backward", dx, 1e-6);
     same("dx of mt_sigmoid_gate_backward", y, 1e-6);
@@ -989,7 +992,7 @@ static void test_pointwise(void **state) {
     OK(mt_upload(gpu, ones, dcol));
     OK(mt_multiply_col_backward(gpu, none, tensor_new(gpu, MT_F32, 3, 1, dense), none, none, dcol));
     OK(mt_download(gpu, dcol, sums));
-    for (int i = 0; i < 3; i++) assert_true(sums[i] == 0); /* a sum of nothing */
+    for (int i = 0; i < 3; i++) assert_true(sums[i] == 0); /* an empty sum */
 }
 
 int main(void) {

@@ -1,8 +1,7 @@
-/* test_cuda_checkpoint.cu - checkpoints of a GPT on GPUs: training goes on with the same bits, files that a GPU has
-   written are those that a CPU writes of them, and a GPU reads a CPU's.
-
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_checkpoint.cu -lcublasLt
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda_checkpoint.cu - tests checkpoints of a GPT on GPUs: resumed training against training without a break,
+   and files that a GPU writes against those of a CPU; each reads the other's.
+     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_checkpoint.cu -lcublasLt
+     Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -81,7 +80,7 @@ static void copies(const gpt_run *run, const char *from, const char *to) {
     shell("diff -r '%s' '%s'", from, to);
 }
 
-/* A GPU's, read and written by a CPU, read and written by two GPUs: all the same bytes. */
+/* A checkpoint of a GPU is loaded and saved by a CPU, and then by two GPUs. All files have the same bytes. */
 static void same_files(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++) {

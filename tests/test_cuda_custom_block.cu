@@ -1,10 +1,9 @@
-/* test_cuda_custom_block.cu - the block of examples/02_custom_block.c trained on 1 and 2 GPUs, or ranks that share one,
-   has the CPU's losses, in f32 and bf16, with and without sequence parallelism; in invariant mode both have the same
-   bits. It runs what no block of megatron.h runs there: shared f and g, QK-norm, a gate, an activation without an
-   epilogue.
-
-   On GPUs:       nvcc -std=c++20 -O2 -I. tests/test_cuda_custom_block.cu -lcublasLt
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda_custom_block.cu - trains the block of examples/02_custom_block.c on 1 and 2 GPUs, or on ranks that share
+   one, and compares the losses with the CPU's, in f32 and bf16, with and without sequence parallelism; in invariant
+   mode the bits are equal. The block uses functions that no block of megatron.h uses on a GPU: shared f and g,
+   QK-norm, a gate, an activation without an epilogue.
+     On GPUs:       nvcc -std=c++20 -O2 -I. tests/test_cuda_custom_block.cu -lcublasLt
+     Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define CUSTOM_BLOCK_NO_MAIN
 #include "examples/02_custom_block.c"

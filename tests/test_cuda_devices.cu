@@ -1,8 +1,7 @@
-/* test_cuda_devices.cu - several GPUs in one process: contexts of one thread on two of them, ranks on two without
-   NCCL, and scratch memory of what runs on the second stream.
-
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_devices.cu -lcublasLt    (skips what wants two)
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda_devices.cu - tests several GPUs in one process: contexts of one thread on two GPUs, ranks on two GPUs
+   without NCCL, and the scratch memory of calls on the second stream.
+     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_devices.cu -lcublasLt    (skips tests that need two)
+     Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -30,7 +29,8 @@ static void launch(mt_rank_function f, void *user) {
     assert_int_equal(mt_launch(&d, f, user), MT_SUCCESS);
 }
 
-/* One thread, two contexts: memory and work of each are its own GPU's, whichever was used last. */
+/* One thread with two contexts: each context uses the memory and the streams of its own GPU, whichever context was used
+   last. */
 static void test_two_contexts(void **state) {
     mt_context *ctx[2];
     void *memory[2];
@@ -64,7 +64,7 @@ static void test_two_contexts(void **state) {
     }
 }
 
-/* An error that was dealt with is not blamed on what comes next. */
+/* A CUDA error that the program has handled is not reported by the next call. */
 static void test_errors_do_not_stay(void **state) {
     mt_context_desc d = on_gpu(0);
     mt_context *ctx;
@@ -76,7 +76,7 @@ static void test_errors_do_not_stay(void **state) {
     ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_context_alloc(ctx, (size_t)1 << 46, &none));
     assert_null(none);
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, x, 1.0f));
-    assert_int_not_equal(cudaMalloc(&none, (size_t)1 << 46), cudaSuccess); /* the program's own */
+    assert_int_not_equal(cudaMalloc(&none, (size_t)1 << 46), cudaSuccess); /* an error of the program's own call */
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, x, 1.0f));
     mt_context_destroy(ctx);
 }
@@ -106,7 +106,7 @@ static void test_peers(void **state) {
     launch(peers_rank, NULL);
 }
 
-/* What a collective on the second stream takes from the arena is not given to others before it is done. */
+/* Arena memory that a collective on the second stream uses is not reused before the collective is complete. */
 static mt_status scratch_rank(mt_comm *world, void *user) {
     int rank = mt_comm_rank(world);
     mt_context_desc d = on_gpu(rank % mt_device_count(MT_DEVICE_CUDA));

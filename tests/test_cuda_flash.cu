@@ -1,7 +1,6 @@
-/* test_cuda_flash.cu - attention on tensor cores against the CPU backend in f32, on the same 16-bit numbers.
-
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda_flash.cu - tests attention on tensor cores against the CPU backend in f32, with the same 16-bit inputs.
+     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt
+     Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -22,7 +21,7 @@ typedef struct config {
     float p;
 } config;
 
-/* What one call reads and writes, on the GPU. Rows are 8 elements apart, which stay as they are. */
+/* The arguments of one call, on the GPU. The 8 elements between rows must stay unchanged. */
 typedef struct call {
     mt_attention_desc s;
     mt_tensor qkv, out, lse, dout, dqkv;
@@ -40,7 +39,7 @@ static const char *describe(const config *c) {
 
 #define GAP 8
 
-/* Filled with NaN, so that what nobody writes shows. */
+/* A tensor filled with NaN, to detect elements that are not written. */
 static mt_tensor tensor_new(mt_dtype type, int64_t rows, int64_t cols) {
     mt_tensor whole;
     OK(mt_arena_tensor(gpu, type, rows, cols + GAP, &whole));
@@ -62,7 +61,7 @@ static mt_tensor noise(mt_dtype type, int64_t rows, int64_t cols, uint64_t seed,
     return t;
 }
 
-/* The same numbers in f32 in host memory: free() it. */
+/* Returns the values in f32 in host memory. The caller frees them. */
 static float *download(mt_tensor t) {
     size_t mark = mt_arena_mark(gpu);
     float *x = (float *)malloc((size_t)(t.rows * t.cols + 1) * sizeof *x);
@@ -74,7 +73,7 @@ static float *download(mt_tensor t) {
     return x;
 }
 
-/* The same numbers in f32 on the CPU's context. */
+/* The values in f32 on the CPU context. */
 static mt_tensor widened(mt_tensor t) {
     float *x = download(t);
     mt_tensor f;
@@ -111,7 +110,7 @@ static call call_new(const config *c, float size) {
     k.s.dropout.p = c->p;
     k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.subsequence = 0xfedcba987654321u;
     k.s.dropout.at.first_row = 5, k.s.dropout.at.first_col = 3, k.s.dropout.at.global_cols = heads + 7;
-    if (c->padded) { /* full, nothing, one less, not quite half */
+    if (c->padded) { /* full, empty, one token less, not quite half */
         const int64_t some[4] = {c->seq, 0, c->seq - 1, c->seq * 4 / 9};
         for (int64_t b = 0; b < c->batch; b++) lengths[b] = (int32_t)some[b % 4];
         OK(mt_arena_tensor(gpu, MT_I32, 1, c->batch, &ids));
@@ -133,15 +132,17 @@ static void run(const call *k) {
 
 /* ---- against the CPU --------------------------------------------------------------------------------------------- */
 
-/* Rounding to nearest errs by up to this much of a number, by 0.42 of it in the root mean square over all mantissas. */
+/* The largest relative error of rounding to nearest. Its root mean square over all mantissas is 0.42 times this. */
 static double unit_roundoff(mt_dtype type) { return type == MT_BF16 ? 1.0 / 256 : 1.0 / 2048; }
 
-/* How far a result of a head may be from the CPU's, which rounds nothing: every result is a sum over rows of a 16-bit
-   matrix, weighted by p or ds, which are rounded to 16 bits, and is then rounded itself. Errors of weights are
-   independent, and so the error of a head's vector compares to the vector as their root mean squares do: sqrt(2) 0.42 =
-   0.6 unit roundoffs. Vectors of 64 and more numbers stay within 1.5 of that; 2 is allowed (a missing key among 200
-   would be 18 in bf16). noise: of f32, where much cancels, and of weights so small that f16 has few bits left for them.
- */
+/* Compares a result with the CPU's, which rounds nothing, head by head.
+
+   Every result is a sum over rows of a 16-bit matrix, weighted by p or ds, which are rounded to 16 bits; the sum is
+   then rounded itself. The errors of the weights are independent, so the error of a head's vector, relative to the
+   vector, is their root mean square: sqrt(2) 0.42 = 0.6 unit roundoffs. Vectors of 64 and more numbers stay within
+   1.5 of it; 2 is allowed (in bf16, one missing key of 200 would give 18).
+
+   noise: error of f32 where much cancels, and of weights so small that f16 has few bits for them. */
 static void near(const config *c, const char *what, mt_tensor got, mt_tensor expected, double noise) {
     float *x = download(got), *y = (float *)expected.data;
     for (int64_t i = 0; i < got.rows * got.cols; i += c->dim) {
@@ -168,9 +169,9 @@ static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
     free(x);
 }
 
-/* The CPU's backward gets the out and lse that the GPU's has. A score gradient is p (dp - delta), where dp and delta
-   are sums of dim products that f32 rounds, and cancel where one key has all of p; 2^-25 is half of f16's last place
-   for small ones. */
+/* The CPU's backward gets the GPU's out and lse. The gradient of a score is p (dp - delta), where dp and delta are sums
+   of dim products that f32 rounds, and cancel where one key has all of p. 2^-25 is half of f16's last place for small
+   numbers. */
 static void against_cpu(config c) {
     size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
     call k = call_new(&c, 2.0f);
@@ -194,7 +195,7 @@ static void against_cpu(config c) {
     mt_arena_release(gpu, at_gpu);
 }
 
-/* Every size of head and type; longer than three tiles of keys and of queries, the last of which is partial. */
+/* Every head size and type, with sequences longer than three tiles of keys and queries. The last tile is partial. */
 static void each(mt_mask mask, int padded, float p, int64_t batch, int64_t seq, int64_t groups, int64_t per_group) {
     for (int i = 0; i < 6; i++) {
         config c = {batch, seq, groups, per_group, 64 + i / 2 * 32, i % 2 ? MT_F16 : MT_BF16, mask, padded, p};
@@ -223,7 +224,7 @@ static void test_padding(void **state) {
     each(MT_MASK_BIDIRECTIONAL, 1, 0.0f, 4, 140, 1, 1);
 }
 
-/* Rows of a multiple of four probabilities begin with a block of random words, others do not. */
+/* Rows with a multiple of four probabilities start at a block of random words, other rows do not. */
 static void test_dropout(void **state) {
     (void)state;
     each(MT_MASK_CAUSAL, 0, 0.25f, 1, 140, 1, 2);
@@ -276,7 +277,7 @@ static void test_run_to_run(void **state) {
     mt_arena_release(gpu, mark);
 }
 
-/* One group of one sequence alone: rows and columns of a bigger call, whose elements it drops. */
+/* One group of one sequence alone: its rows and columns of a bigger call, including the elements that dropout drops. */
 static void test_split(void **state) {
     size_t mark = mt_arena_mark(gpu);
     call all = call_new(&several, 2.0f), part = all;
@@ -309,7 +310,7 @@ static int differ(mt_tensor a, mt_tensor b) {
     return result;
 }
 
-/* The plain path rounds no probabilities: other bits of nearly the same numbers tell that it was taken. */
+/* The plain kernels do not round probabilities: different bits of nearly the same numbers show that they were used. */
 static void test_older_chips(void **state) {
     config c = {1, 70, 1, 2, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.2f};
     size_t mark = mt_arena_mark(gpu);
@@ -351,7 +352,8 @@ static void test_what_only_the_plain_path_does(void **state) {
     mt_arena_release(cpu, host_mark);
 }
 
-/* The backward's two numbers for each query are scratch: the arena is as before, or its lack is told. */
+/* Two numbers per query are scratch memory of the backward. The arena is unchanged after the call; when it has too
+   little memory, the call reports this. */
 static void test_arena(void **state) {
     config c = {1, 70, 1, 1, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.0f};
     size_t mark = mt_arena_mark(gpu), before;
@@ -376,7 +378,7 @@ template <int D> static __global__ void place_kernel(int *at, int *on) {
     }
 }
 
-/* Every vector has a place of its own in its row, and eight rows below each other meet all 32 banks. */
+/* Every vector has its own place in its row, and eight rows below each other use all 32 banks. */
 template <int D> static void places() {
     int at[16 * D / 8], on[16 * D / 8], taken[16 * D / 8] = {};
     mt_tensor t;

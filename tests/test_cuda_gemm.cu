@@ -1,9 +1,9 @@
-/* test_cuda_gemm.cu - products on MT_DEVICE_CUDA: every epilogue of cuBLASLt in every layout that is used, the choice
-   of an algorithm by measurement, and what a meta context plans for a GPU. Small, and among the first to run on a GPU.
-
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there; how long a product takes is then up to the
-                  test. */
+/* test_cuda_gemm.cu - tests matrix products on MT_DEVICE_CUDA: every cuBLASLt epilogue in every layout that the
+   library uses against the separate operators, the choice of an algorithm by measurement, and the memory that a meta
+   context computes for a GPU. The test is small: run it early on a new GPU.
+     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt
+     Without a GPU:  the engine in tests/engine/ runs the same file on a CPU; the test then sets how
+                     long a product takes. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -16,7 +16,7 @@
 #include "runtime.h"
 #endif
 
-static mt_context *cpu, *separate, *fused; /* fused never asks how long something takes */
+static mt_context *cpu, *separate, *fused; /* fused never measures */
 
 #define OK(ctx, call) ASSERT_STATUS(ctx, MT_SUCCESS, call)
 
@@ -35,7 +35,7 @@ static mt_context *context_of(mt_device device, mt_gemm_choice choice, mt_epilog
     return ctx;
 }
 
-/* Rows of cols elements with a gap of `more` between them, noise from seed. */
+/* A view of rows of cols elements with `more` elements between them, filled with noise from `seed`. */
 static mt_tensor noise(mt_context *ctx, mt_dtype type, int64_t rows, int64_t cols, int64_t more, uint64_t seed,
                        float scale) {
     mt_tensor whole, f, t;
@@ -67,7 +67,7 @@ static uint64_t hash_of(mt_context *ctx, mt_tensor t) {
     return hash;
 }
 
-/* Within `places` units of the last place of the largest element, in the type of t. */
+/* Checks that the difference is at most `places` units in the last place of the largest element, in the type of t. */
 static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tensor t, double places) {
     float *a = values(cpu, expected), *b = values(ctx, t);
     double unit = t.dtype == MT_F32 ? 1.0 / (1 << 23) : t.dtype == MT_F16 ? 1.0 / (1 << 10) : 1.0 / (1 << 7), most = 0;
@@ -80,7 +80,7 @@ static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tenso
     free(b);
 }
 
-/* What cuBLASLt's own GELU may be off in f32, in places: on a GPU its tanh is an approximate one. */
+/* The error of cuBLASLt's own GELU in f32, in units of the last place: on a GPU it uses an approximate tanh. */
 #if defined(MT_CUDA_ENGINE)
 #define GELU_PLACES 64
 #else
@@ -90,7 +90,7 @@ static void near(const char *what, mt_tensor expected, mt_context *ctx, mt_tenso
 /* ---- each epilogue, each type, sizes that are odd ---------------------------------------------------------------- */
 
 typedef struct sizes {
-    int64_t tokens, in, out, more; /* more: gap behind each row of what is written */
+    int64_t tokens, in, out, more; /* more: gap behind each row of the tensors that are written */
 } sizes;
 
 typedef struct tensors {
@@ -113,7 +113,7 @@ static tensors tensors_of(mt_context *ctx, mt_dtype type, mt_dtype wide, sizes s
     return t;
 }
 
-/* What the operators compute; h_in is what the layer before the second product left behind. */
+/* Runs the separate operators. h_in is the value that the layer before the second product has kept. */
 static void operators(mt_context *ctx, tensors t, mt_activation kind, int with_bias, mt_tensor h_in) {
     mt_tensor bias = with_bias ? t.bias : mt_none(), dbias = with_bias ? t.dbias : mt_none();
     OK(ctx, mt_linear_activation_forward(ctx, kind, t.x, t.weight, bias, t.h, t.y));
@@ -154,7 +154,7 @@ static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation
         near(name, want.dh, gpu[i], t.dh, wide == MT_F32 ? GELU_PLACES : 2.02);
         near(name, want.dweight, gpu[i], t.dweight, 64);
         near(name, want.dbias, gpu[i], t.dbias, 64);
-        /* of a 16-bit dh the fused sum is over rounded values */
+        /* For a 16-bit dh, the fused sum adds rounded values. */
         near(name, want.dbias_in, gpu[i], t.dbias_in,
              wide == MT_F32    ? GELU_PLACES
              : wide == MT_BF16 ? 1 << 16
@@ -177,7 +177,7 @@ static void test_epilogues(void **state) {
                 check_operators(types[i][0], types[i][1], shapes[j], kinds[how / 2], how & 1);
 }
 
-/* Shapes that cuBLASLt can take are fused, others are not, and neither is anything that does not ask for it. */
+/* Shapes that cuBLASLt supports are fused; other shapes, and contexts without fused epilogues, are not. */
 static void test_what_is_fused(void **state) {
     (void)state;
 #if defined(MT_CUDA_ENGINE)
@@ -203,7 +203,7 @@ static void test_what_is_fused(void **state) {
 #endif
 }
 
-/* A forward of the one kind goes with a backward of the other: both leave the same h. */
+/* A forward of one kind works with a backward of the other: both leave the same h. */
 static void test_mixed(void **state) {
     sizes s = {24, 32, 32, 0};
     size_t mark[2] = {mt_arena_mark(separate), mt_arena_mark(fused)};
@@ -253,7 +253,7 @@ static void test_refusals(void **state) {
 
 /* ---- the choice of an algorithm ---------------------------------------------------------------------------------- */
 
-/* Whatever is chosen, the bits are those of the heuristic's first choice. */
+/* Whatever algorithm is chosen, the bits are those of the heuristic's first choice. */
 static void test_measured_has_the_same_bits(void **state) {
     mt_context *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
     mt_context *best = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
@@ -270,7 +270,7 @@ static void test_measured_has_the_same_bits(void **state) {
             peak = mt_arena_peak(both[i]);
             for (int again = 0; again < 2; again++)
                 OK(both[i], mt_gemm(both[i], MT_NO_TRANS, MT_NO_TRANS, 1.0f, a, b, beta, c));
-            assert_int_equal(mt_arena_peak(both[i]), peak); /* what is measured does not count */
+            assert_int_equal(mt_arena_peak(both[i]), peak); /* measuring does not change the peak */
             hash[i] = hash_of(both[i], c);
             mt_arena_release(both[i], mark);
         }
@@ -283,11 +283,11 @@ static void test_measured_has_the_same_bits(void **state) {
 #if defined(MT_CUDA_ENGINE)
 static mte::GemmCall favourite;
 static double by_favour(const mte::GemmCall &call) {
-    if (call.id != favourite.id || call.splits != favourite.splits) return 1.0; /* fast, with other bits */
+    if (call.id != favourite.id || call.splits != favourite.splits) return 1.0; /* faster, but with other bits */
     return call.tile == favourite.tile ? 1000.0 : 100.0;
 }
 
-/* One product [m, 256]; the bits. Zeros, by which nobody can see how an algorithm rounds. */
+/* Returns a hash of one product [m, 256]. With zeros, all algorithms give the same bits. */
 static uint64_t product(mt_context *ctx, int64_t m, int zeros) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor a = noise(ctx, MT_F32, m, 96, 0, 1, zeros ? 0.0f : 1.0f), b = noise(ctx, MT_F32, 96, 256, 0, 2, 1.0f), c;
@@ -302,7 +302,8 @@ static int same_call(mte::GemmCall a, mte::GemmCall b) {
     return a.id == b.id && a.splits == b.splits && a.tile == b.tile;
 }
 
-/* The twin of the heuristic's first choice is faster, what rounds differently is faster still: the twin is taken. */
+/* The algorithm that rounds like the heuristic's first choice is faster, and one that rounds differently is faster
+   still. The first of these is chosen. */
 static void test_the_fastest_of_those_that_round_alike(void **state) {
     int twins = 0;
     (void)state;
@@ -332,13 +333,13 @@ static void test_the_fastest_of_those_that_round_alike(void **state) {
     mte::gemm_time(nullptr);
 }
 
-/* An algorithm that does not run is passed over; the first that does says what the bits are. */
+/* An algorithm that fails is skipped. The first one that succeeds determines the bits. */
 static void test_a_candidate_that_fails(void **state) {
     (void)state;
     mt_context *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
     product(first, 256, 0);
     favourite = mte::gemm_last();
-    for (int how = 0; how < 2; how++) { /* the first one fails, then all but the first and those that round alike */
+    for (int how = 0; how < 2; how++) { /* the first one fails; then all except the first and those that round alike */
         mt_context *best = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
         mte::gemm_fail([how](const mte::GemmCall &call) {
             return (call.id == favourite.id && call.splits == favourite.splits) == (how == 0);
@@ -361,14 +362,14 @@ static void test_a_candidate_that_fails(void **state) {
     mt_context_destroy(first);
 }
 
-/* Where nothing may be measured, the heuristic's first is taken, and that is all that runs. */
+/* When measuring is not possible, the heuristic's first choice runs, and nothing else. */
 static void test_when_nothing_is_measured(void **state) {
     (void)state;
     mte::gemm_time(by_favour);
     for (int how = 0; how < 4; how++) {
         mt_context_desc where;
         mt_context *ctx, *first = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
-        int64_t m = how == 2 ? 248 : 256; /* too small to see */
+        int64_t m = how == 2 ? 248 : 256; /* 248 rows: too small to be measured */
         memset(&where, 0, sizeof where);
         where.device = MT_DEVICE_CUDA;
         where.arena_bytes = how == 0 ? (size_t)1 << 19 : (size_t)16 << 20;
@@ -401,7 +402,7 @@ static double by_epilogue(const mte::GemmCall &call) {
     return (call.epilogue == CUBLASLT_EPILOGUE_DEFAULT) == (plain_is_slow != 0) ? 1000.0 : 0.0;
 }
 
-/* The faster of the two ways is pinned; what is added up while measuring goes nowhere. */
+/* The faster way is kept. The sums computed while measuring are discarded. */
 static void test_epilogues_measured(void **state) {
     sizes s = {24, 32, 40, 0};
     (void)state;
@@ -436,7 +437,7 @@ static void test_epilogues_measured(void **state) {
     mte::gemm_time(nullptr);
 }
 
-/* No waiting while a stream is captured: separate, and pinned. */
+/* While a stream is being captured, waiting is not allowed: the epilogue runs separately, and this choice is kept. */
 static void test_epilogues_captured(void **state) {
     mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_MEASURED, (size_t)16 << 20);
     sizes s = {24, 32, 40, 0};
@@ -455,7 +456,7 @@ static void test_epilogues_captured(void **state) {
 }
 #endif
 
-/* The most that operators with scratch memory take from the arena; every operand of the product has to be copied. */
+/* The largest arena use of operators with scratch memory. Every operand of the product must be copied. */
 static size_t scratch_of(mt_context *ctx, int op) {
     mt_tensor a, b, c, stats, row, qkv, heads;
     mt_attention_desc desc;
@@ -525,8 +526,8 @@ static uint64_t small_product(mt_context *ctx, int64_t m) {
     return hash;
 }
 
-/* What was not used for longest is forgotten and, made again, has the same bits. What is used again and again is kept.
- */
+/* The plan that has not been used for the longest time is dropped; created again, it has the same bits. A plan that is
+   used often is kept. */
 static void test_more_products_than_plans(void **state) {
     static uint64_t hash[PRODUCTS + 1];
     mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_SEPARATE, (size_t)16 << 20);
@@ -548,7 +549,7 @@ static void test_more_products_than_plans(void **state) {
 }
 
 #if defined(MT_CUDA_ENGINE)
-/* 1 when the epilogue ran, 0 when it was apart; *count: products that ran for it. */
+/* Returns 1 if the epilogue was fused, 0 if it was separate. *count: number of products that ran. */
 static int small_linear(mt_context *ctx, int64_t m, long *count) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor x = noise(ctx, MT_F32, m, 8, 0, 1, 1.0f), w = noise(ctx, MT_F32, 8, 8, 0, 2, 1.0f);
@@ -562,7 +563,7 @@ static int small_linear(mt_context *ctx, int64_t m, long *count) {
     return mte::gemm_last().epilogue == CUBLASLT_EPILOGUE_BIAS;
 }
 
-/* A decision between fused and separate, which have other bits, is made once in the life of a context. */
+/* The choice between fused and separate, which have different bits, is made once per context. */
 static void test_a_measured_epilogue_stays(void **state) {
     mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_MEASURED, (size_t)16 << 20);
     static int fused_before[PRODUCTS + 1];
@@ -572,7 +573,7 @@ static void test_a_measured_epilogue_stays(void **state) {
     mte::gemm_time(by_epilogue);
     for (int64_t m = 1; m <= PRODUCTS; m++) {
         plain_is_slow = m % 2 != 0;
-        small_linear(ctx, m, &ran); /* the last one that ran may have been one that was measured */
+        small_linear(ctx, m, &ran); /* the last product may have been a measurement */
         fused_before[m] = small_linear(ctx, m, &ran);
         assert_int_equal(ran, 1);
         assert_int_equal(fused_before[m], m <= 256 && m % 2);

@@ -1,15 +1,14 @@
-/* test_cuda_gpt.cu - a GPT trained on 1, 2, 4 and 8 GPUs, or ranks that share one, gives the CPU's losses, gradients
-   and weights, in f32, bf16 and f16; in invariant mode all of them give the same bits.
-
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt    (and -DMT_USE_NCCL -lnccl)
-   Without:       tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda_gpt.cu - trains a GPT on 1, 2, 4 and 8 GPUs, or on ranks that share one, and compares losses, gradients
+   and weights with the CPU's, in f32, bf16 and f16. In invariant mode all have the same bits.
+     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gpt.cu -lcublasLt    (and -DMT_USE_NCCL -lnccl)
+     Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
 #include "mt_test_gpt.h"
 
-/* f32: losses within 1e-5 at every step; norms and weights with what 20 steps of AdamW make of rounding. */
+/* f32: losses agree within 1e-5 at every step, norms and weights within the rounding that 20 steps of AdamW amplify. */
 static void assert_near(const gpt_run *r, const gpt_result *a, const gpt_result *b) {
     double worst = 0;
     for (int i = 0; i < GPT_STEPS; i++) {
@@ -41,7 +40,7 @@ static gpt_run run_of(mt_device device, mt_dtype dtype, size_t split, int invari
     return r;
 }
 
-/* The arena that a meta context plans for a device is what rank 0 takes there. */
+/* The arena size that a meta context computes for a device is the peak of rank 0 there. */
 static void assert_planned(gpt_run r, const gpt_result *found) {
     static gpt_result plan;
     mt_comm *world = NULL;
@@ -75,11 +74,12 @@ static void test_training_as_on_the_cpu(void **state) {
     }
 }
 
-/* Products with epilogues give the same model; on a CPU, where operators run one after the other, the same bits. */
+/* Products with epilogues give the same model. On the CPU, which always runs separate operators, the bits are the
+   same. */
 static void test_epilogues(void **state) {
     static gpt_result on_cpu, on_gpu, apart;
     static const int ways[][2] = {
-        {MT_EPILOGUE_FUSED, 0}, {MT_EPILOGUE_MEASURED, 1}, {MT_EPILOGUE_FUSED, 2}}; /* of splits */
+        {MT_EPILOGUE_FUSED, 0}, {MT_EPILOGUE_MEASURED, 1}, {MT_EPILOGUE_FUSED, 2}}; /* index into splits */
     (void)state;
     for (int i = 0; i < 3; i++) {
         gpt_run r = run_of(MT_DEVICE_CPU, MT_F32, 0, 0, 0);
@@ -98,11 +98,11 @@ static void test_epilogues(void **state) {
     }
 }
 
-/* bf16 and f16 with loss scaling: both backends round the same numbers, but not from quite the same floats: sums of up
-   to 64 products in another order differ by about 2^-22. The middle between two neighbours, which are 2 u apart, lies
-   between the two floats in 2^-22 / 2 u of all cases; then the results are neighbours. NCCL rounds the sum over n ranks
-   n - 1 times, where ours is rounded once: n more roundings in each of ten sums, two for each layer and one for the
-   embedding or the head, forward and back. */
+/* The expected difference in bf16 and f16 with loss scaling. Both backends round nearly the same floats: sums of up to
+   64 products in another order differ by about 2^-22. Neighbours are 2 u apart. The middle between two neighbours lies
+   between the two floats in 2^-22 / 2 u of all cases, and then the results are neighbours. NCCL rounds a sum over n
+   ranks n - 1 times, the library once: this adds n roundings in each of ten sums, two per layer and one for the
+   embedding or the head, forward and backward. */
 static double backend_error(const gpt_run *r) {
     double u = gpt_roundoff(r->dtype), gap = 2 * u, error = sqrt(GPT_ROUNDINGS * ldexp(1, -22) / gap) * gap;
 #if defined(MT_USE_NCCL)
@@ -129,7 +129,7 @@ static void test_half_as_on_the_cpu(void **state) {
         }
 }
 
-/* Heads of 64 features: attention runs on tensor cores, which round probabilities to 16 bits, too. */
+/* Heads of 64 features: attention runs on tensor cores, which also round probabilities to 16 bits. */
 static void test_attention_on_tensor_cores(void **state) {
     static gpt_result on_cpu, on_gpu;
     (void)state;
@@ -145,12 +145,12 @@ static void test_attention_on_tensor_cores(void **state) {
     }
 }
 
-/* Tokens in chunks, communication beside products or not: the same bits, and what the CPU makes of the same chunks.
-   Over NCCL the two streams really run side by side; ranks that are threads on one GPU wait for each other on the host.
- */
+/* Tokens in chunks, with communication beside products or not, give the same bits, and the CPU's results for the same
+   chunks. With NCCL the two streams run concurrently; ranks that are threads on one GPU wait for each other on the
+   host. */
 static void test_overlap(void **state) {
     static gpt_result on_cpu, beside, apart;
-    static const int ways[] = {1, 2, 4, 5}; /* of splits */
+    static const int ways[] = {1, 2, 4, 5}; /* index into splits */
     (void)state;
     for (int i = 0; i < 4; i++) {
         gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, (size_t)ways[i], 0, i % 2), c;
@@ -176,16 +176,17 @@ static void test_overlap(void **state) {
     }
 }
 
-/* Gradients in buckets, summed beside the backward or not, the optimizer sharded or not: the same bits as without on
-   one GPU, and beside or not over NCCL, too; what the CPU makes of it; and what was planned. */
+/* Gradients in buckets, reduced during the backward or after it, with the optimizer sharded or not: the bits of a
+   run without these on one GPU; with NCCL, the same bits during or after; near the CPU's results; and the planned
+   memory. */
 static void test_data_parallel(void **state) {
     static gpt_result on_cpu, plain, beside, apart;
-    static const int ways[][2] = {{4, MT_F32}, {5, MT_BF16}}; /* of splits, types */
+    static const int ways[][2] = {{4, MT_F32}, {5, MT_BF16}}; /* index into splits, and type */
     (void)state;
     for (int i = 0; i < 4; i++) {
         gpt_run r = run_of(MT_DEVICE_CUDA, (mt_dtype)ways[i / 2][1], (size_t)ways[i / 2][0], 0, i / 2 % 2), c = r;
         c.device = MT_DEVICE_CPU;
-        r.clip = c.clip = 1e9f; /* no coefficient depends on the order in which the norm is added up */
+        r.clip = c.clip = 1e9f; /* the coefficient does not depend on the order in which the norm is summed */
         if (i % 2 == 0) gpt_execute(c, &on_cpu);
         if (i % 2 == 0) gpt_execute(r, &plain);
         r.begins = 1;
@@ -198,7 +199,7 @@ static void test_data_parallel(void **state) {
         r.no_overlap = MT_OVERLAP_GRADIENTS;
         gpt_execute(r, &apart);
         if (memcmp(&beside, &apart, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits without overlap", gpt_name(&r));
-#if !defined(MT_USE_NCCL) /* whose order of additions depends on the call */
+#if !defined(MT_USE_NCCL) /* with NCCL, the order of additions depends on the call */
         if (memcmp(plain.weights, beside.weights, sizeof plain.weights) != 0 ||
             memcmp(plain.masters, beside.masters, sizeof plain.masters) != 0)
             fail_msg("%s: other bits in buckets, sharded %d", gpt_name(&r), i % 2);
@@ -217,7 +218,7 @@ static void invariant(mt_dtype dtype, int llama) {
     }
 }
 
-/* Two stages, and 2 x 2 x 2 ranks, with both schedules and recomputation: as on the CPU, in the arena that was planned;
+/* Two stages, and 2 x 2 x 2 ranks, with both schedules and recomputation: near the CPU's results, in the planned arena;
    in invariant mode the bits of one rank. */
 static void test_pipeline(void **state) {
     static gpt_result on_cpu, on_gpu, one;
@@ -243,7 +244,7 @@ static void test_pipeline(void **state) {
     }
 }
 
-/* Everything on, and still one rank's bits. */
+/* All options together still give the bits of one rank. */
 static void invariant_data_parallel(mt_dtype dtype) {
     static gpt_result one, many;
     gpt_run r = run_of(MT_DEVICE_CUDA, dtype, 4, 8, 0);
@@ -262,7 +263,7 @@ static void test_invariant_mode(void **state) {
     invariant(MT_BF16, 0);
 }
 
-/* With the argument "streams" the test only in which most of them are at work. */
+/* The argument "streams" selects only the test that uses the most streams. */
 int main(int argc, char **argv) {
     const struct CMUnitTest streams[] = {cmocka_unit_test(test_data_parallel)};
     const struct CMUnitTest tests[] = {

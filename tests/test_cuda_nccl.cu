@@ -1,9 +1,8 @@
-/* test_cuda_nccl.cu - communicators over NCCL against ranks that are threads on a CPU: collectives, splits, faults,
-   registration.
-
-   On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
-   Without:       tests/engine/ runs the same file on a CPU, see there; what a stand-in has to cause is tested only
-                  there.  */
+/* test_cuda_nccl.cu - tests communicators over NCCL against ranks that are threads on a CPU: collectives, splits,
+   faults, registration.
+     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
+     Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. Only there it tests the
+                    faults that the stand-in for NCCL causes. */
 
 #define MEGATRON_IMPLEMENTATION
 #define MT_USE_NCCL
@@ -34,10 +33,10 @@ static bool is_on_nccl(const mt_comm *comm) { return comm->transport == &mti_ove
 /* ---- ranks, started in every way --------------------------------------------------------------------------------- */
 
 typedef enum way {
-    ON_CPU,     /* threads on a CPU: what the others are compared with */
-    FOR_DEVICE, /* mt_comm_create_for */
+    ON_CPU,     /* threads on a CPU: the reference */
+    FOR_DEVICE, /* created by mt_comm_create_for */
     FROM_ID,
-    FROM_CALLER, /* an ncclComm_t of the program's own */
+    FROM_CALLER, /* the program's own ncclComm_t */
     WAYS
 } way;
 static const char *const way_names[] = {"on the CPU", "mt_comm_create_for", "from an id",
@@ -49,9 +48,9 @@ struct job {
     int ranks;
     mt_status (*body)(job *j, mt_context *ctx, mt_comm *comm);
     mt_context_desc where; /* ordinal and device are set here */
-    int one_gpu;           /* all ranks share it */
+    int one_gpu;           /* 1: all ranks share one GPU */
     double timeout;
-    mt_comm *threads[RANKS_MAX]; /* the launcher's */
+    mt_comm *threads[RANKS_MAX]; /* the launcher's communicators */
     mt_nccl_id id;
     ncclComm_t callers[RANKS_MAX];
     void *result;
@@ -78,7 +77,8 @@ static mt_status job_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = job_comm(j, ctx, world, &comm);
     if (status == MT_SUCCESS) status = j->body(j, ctx, comm);
     mt_comm_destroy(comm);
-    if (j->how == FROM_CALLER && status != MT_SUCCESS) { /* as the header says: between the two */
+    /* aborted after mt_comm_destroy and before mt_context_destroy, as the header requires */
+    if (j->how == FROM_CALLER && status != MT_SUCCESS) {
         ncclCommAbort(j->callers[mt_comm_rank(world)]);
         j->callers[mt_comm_rank(world)] = NULL;
     }
@@ -190,7 +190,7 @@ static int reduces(int w) { return w <= SCATTER_ROWS; }
 static int in_chunks(int w) { return w == SCATTER_ROWS || w == GATHER_ROWS; }
 static int has_blocks(int w) { return w >= SCATTER_SUM && w <= GATHER_ROWS; }
 
-/* Numbers of each type, among them (of those that are floats) a NaN, an infinity and a negative zero on one rank. */
+/* Fills with numbers of each type. Float types include a NaN, an infinity and a negative zero, on one rank. */
 static void fill(mt_dtype dtype, int rank, int what_, unsigned char *bytes, size_t n) {
     uint64_t seed = (uint64_t)(rank * 1000 + what_);
     for (size_t i = 0; i < n; i++) {
@@ -213,7 +213,7 @@ static mt_status chain(mt_context *ctx, mt_comm *comm, const void *send, void *r
     return rank + 1 < ranks ? mt_send(ctx, comm, send, COUNT, dtype, rank + 1) : MT_SUCCESS;
 }
 
-#define ROWS 5 /* of 7 columns, in chunks of 2 and 3 */
+#define ROWS 5 /* rows of 7 columns, in chunks of 2 and 3 rows */
 #define COLS 7
 
 static mt_status rows_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, const void *send, void *recv) {
@@ -247,12 +247,12 @@ static mt_status one_call(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype,
     }
 }
 
-/* Where a rank's block begins in the buffer of all. */
+/* Offset of a rank's block in the buffer of all ranks, in bytes. */
 static size_t block(int w, mt_dtype dtype, int rank) {
     return (size_t)rank * (in_chunks(w) ? ROWS * COLS : COUNT) * mt_dtype_size(dtype);
 }
 
-/* Where sendbuf and recvbuf lie in one buffer, by NCCL's rule; messages have no such rule. */
+/* One call with sendbuf and recvbuf in one buffer, as NCCL defines in place. Point-to-point calls have no such rule. */
 static mt_status in_one_place(mt_context *ctx, mt_comm *comm, int w, mt_dtype dtype, char *x) {
     char *mine = x + block(w, dtype, mt_comm_rank(comm));
     if (!has_blocks(w)) return one_call(ctx, comm, w, dtype, x, x);
@@ -305,7 +305,7 @@ static double value(mt_dtype dtype, const unsigned char *bytes, size_t i) {
     return dtype == MT_F32 ? x : dtype == MT_BF16 ? mti_bf16_to_f32(h) : mti_f16_to_f32(h);
 }
 
-/* NCCL's sums: each of the others' hops rounds a partial sum of at most 4 a rank. */
+/* Compares with NCCL's sums, which round a partial sum of at most 4 per rank at each further hop. */
 static void near(const char *name, mt_dtype dtype, int ranks, const unsigned char *a, const unsigned char *b,
                  size_t n) {
     double last = dtype == MT_F32 ? ldexp(1, -24) : dtype == MT_BF16 ? ldexp(1, -9) : ldexp(1, -12);
@@ -316,7 +316,7 @@ static void near(const char *name, mt_dtype dtype, int ranks, const unsigned cha
                      value(dtype, b, i), value(dtype, a, i));
 }
 
-/* The same bits, or NaN both: which NaN a 16-bit type gets, a GPU decides. */
+/* Returns 1 for the same bits. Two NaN of a 16-bit type are equal: the GPU chooses their bits. */
 static int same_bits(mt_dtype dtype, const unsigned char *a, const unsigned char *b) {
     if (mt_dtype_size(dtype) != 2) return memcmp(a, b, BYTES) == 0;
     for (size_t i = 0; i < BYTES / 2; i++)
@@ -347,7 +347,7 @@ static void compare(const results *cpu, const results *gpu, const job *j) {
 
 static const int sizes[] = {1, 2, 3, 4, 8};
 
-/* One way takes all numbers of ranks, the others some. */
+/* One way of creation is tested with all numbers of ranks, the others with some. */
 static void collectives(int invariant, int one_gpu) {
     results *cpu = (results *)calloc(1, sizeof *cpu), *gpu = (results *)calloc(1, sizeof *gpu);
     for (int i = 0; i < 5; i++)
@@ -378,7 +378,7 @@ static void test_collectives_in_invariant_mode(void **state) {
     collectives(8, 0);
 }
 
-/* NCCL would refuse them: they keep the backend of the threads. */
+/* NCCL would refuse ranks on one GPU: they keep the thread backend. */
 static void test_ranks_on_one_gpu(void **state) {
     (void)state;
 #if defined(MT_CUDA_ENGINE)
@@ -390,7 +390,7 @@ static void test_ranks_on_one_gpu(void **state) {
 #endif
 }
 
-/* More than one chunk of scratch, and a last one that does not fill all ranks. */
+/* More elements than one chunk of scratch memory has; the last chunk does not have parts for all ranks. */
 #define MANY 1049000
 
 static mt_status long_sums(job *j, mt_context *ctx, mt_comm *comm) {
@@ -437,7 +437,8 @@ typedef struct group_of {
 
 #define SPLITS 6
 
-/* Rank r's color and key: rows, columns in reverse, some in none, all alone, everybody, one alone. */
+/* Rank r's color and key: rows, columns in reverse order, some ranks in no group, one group per rank, all ranks in one,
+   rank 0 alone. */
 static int color_of(int split, int rank) {
     const int colors[SPLITS] = {rank / 2, rank % 2, rank == 2 ? -5 : 3, rank, 0, rank > 0};
     return colors[split];
@@ -492,10 +493,10 @@ static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-/* World, tensor, data and model; none for groups of one. */
+/* World, tensor, data and model group. A group of one rank has no NCCL communicator. */
 static void test_no_communicator_for_one(void **state) {
     static const int cases[][3] = {
-        {1, 1, 0}, {4, 1, 2}, {4, 2, 4}, {4, 4, 3}}; /* ranks, tensor, communicators of a rank */
+        {1, 1, 0}, {4, 1, 2}, {4, 2, 4}, {4, 4, 3}}; /* ranks, tensor ranks, communicators per rank */
     (void)state;
     for (int i = 0; i < 4; i++) {
         job j = job_make(FOR_DEVICE, cases[i][0], make_grid);
@@ -537,7 +538,7 @@ static mt_status refusals(job *j, mt_context *ctx, mt_comm *comm) {
     CHECK(strstr(mt_last_error(other), "another context"));
     CHECK(mt_nccl_unique_id(other, &j->id) == MT_ERR_ARGUMENT && strstr(mt_last_error(other), "MT_DEVICE_CUDA"));
     mt_context_destroy(other);
-    return mt_barrier(ctx, comm); /* nothing of that has harmed it */
+    return mt_barrier(ctx, comm); /* the refused calls have had no effect on the communicator */
 }
 
 static void test_refusals(void **state) {
@@ -579,10 +580,10 @@ typedef struct fault {
     mt_status status[RANKS_MAX];
     double seconds[RANKS_MAX];
     char text[RANKS_MAX][MT_ERROR_BYTES];
-    int in_group;  /* 1: of two, split off, instead of everybody; 2: in that, then everybody */
-    int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: nobody waits */
-    int absent;    /* this rank does not even call; -1: nobody */
-    int beside;    /* 1: on the second stream; the call is waited for unless how_waits is 3 */
+    int in_group;  /* 1: on a group of two that was split off; 2: there, then on all ranks; 0: on all ranks */
+    int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: no wait */
+    int absent;    /* this rank makes no call; -1: every rank calls */
+    int beside;    /* 1: on the second stream; the rank waits for the call unless how_waits is 3 */
 } fault;
 
 static mt_status wait_somehow(mt_context *ctx, mt_comm *comm, int how, void *x) {
@@ -591,7 +592,7 @@ static mt_status wait_somehow(mt_context *ctx, mt_comm *comm, int how, void *x) 
     return how == 2 ? mt_barrier(ctx, comm) : mt_context_synchronize(ctx);
 }
 
-/* What comes after the barrier goes wrong. */
+/* The call after the barrier fails. */
 static mt_status suffer_on(job *j, mt_context *ctx, mt_comm *all, mt_comm *part, void *x) {
     fault *f = (fault *)j->result;
     int rank = mt_comm_rank(ctx->world);
@@ -631,7 +632,8 @@ static mt_status suffer(job *j, mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
-/* The ranks whose bits are set have timed out, in time, with both words; the others not. */
+/* Checks that the ranks whose bits are set have timed out, in time, with a message that contains both words, and that
+   the other ranks have not. */
 static void expect(const job *j, const fault *f, unsigned ranks, const char *call, const char *name) {
     for (int r = 0; r < j->ranks; r++) {
         mt_status wanted = ranks >> r & 1 ? MT_ERR_TIMEOUT : MT_SUCCESS;
@@ -654,8 +656,8 @@ static job fault_job(way how, int ranks, fault *f) {
     return j;
 }
 
-/* A rank whose call never arrives, whoever waits in whatever way. The calls before: a barrier, and of a split one
- * gather. */
+/* The call of one rank never arrives, for every way of waiting. The calls before it are a barrier, and one all-gather
+   of a split. */
 static void test_silent_rank(void **state) {
     (void)state;
     for (int how = FOR_DEVICE; how < WAYS; how++)
@@ -671,7 +673,7 @@ static void test_silent_rank(void **state) {
         }
 }
 
-/* In another group nobody is disturbed. */
+/* Ranks of another group are not affected. */
 static void test_silent_rank_in_a_group(void **state) {
     (void)state;
     for (int how = FOR_DEVICE; how < WAYS; how++) {
@@ -686,7 +688,7 @@ static void test_silent_rank_in_a_group(void **state) {
     }
 }
 
-/* Two collectives in the stream, one behind the other, and nobody knows which of them hangs. */
+/* Two collectives are in the stream, and it is unknown which of them hangs. */
 static void test_two_that_hang(void **state) {
     fault f;
     job j = fault_job(FOR_DEVICE, 4, &f);
@@ -756,7 +758,7 @@ static void test_silent_rank_beside_computation(void **state) {
     nothing_left();
 }
 
-/* Nobody waits for a peer that never joins. */
+/* A peer never joins: the call must return. */
 static mt_status join_alone(job *j, mt_context *ctx, mt_comm *comm) {
     mt_comm *pair = NULL;
     double start = mti_now();
@@ -767,7 +769,7 @@ static mt_status join_alone(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-/* Both on GPU 0. */
+/* Both ranks use GPU 0. */
 static mt_status join_on_one_gpu(job *j, mt_context *ctx, mt_comm *comm) {
     mt_comm *pair = NULL;
     const mt_nccl_id *id = (const mt_nccl_id *)j->result;
@@ -791,9 +793,9 @@ static void test_ids_that_lead_nowhere(void **state) {
 /* ---- what one rank cannot do, on ranks that share a GPU ---------------------------------------------------------- */
 
 typedef struct failure {
-    const char *call; /* of CUDA, that fails on rank 1 */
+    const char *call; /* the CUDA function that fails on rank 1 */
     int after, what;
-    const char *name; /* in the sentence of the others */
+    const char *name; /* in the message of the other ranks */
     mt_status status[RANKS_MAX];
     char text[RANKS_MAX][MT_ERROR_BYTES];
 } failure;
@@ -813,7 +815,7 @@ static mt_status fail_alone(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-/* The others learn at once that it was rank 1, and why. */
+/* The other ranks learn at once that rank 1 failed, and why. */
 static void test_failure_of_one_rank_is_told(void **state) {
     static const failure cases[] = {
         {"cudaStreamSynchronize", 0, REDUCE_SUM, "all_reduce", {}, {}},
@@ -836,7 +838,7 @@ static void test_failure_of_one_rank_is_told(void **state) {
         for (int r = 0; r < 3; r++) {
             mt_status wanted = r == 1 ? MT_ERR_SYSTEM : MT_ERR_PEER;
             if (f.what == RING && r == 2 && f.status[r] == MT_SUCCESS)
-                continue; /* its messages have come and gone before */
+                continue; /* its messages are complete before the failure */
             if (f.status[r] != wanted ||
                 (r != 1 && (!strstr(f.text[r], f.name) || !strstr(f.text[r], "rank 1 failed") ||
                             !strstr(f.text[r], "unspecified launch failure"))))
@@ -864,7 +866,8 @@ static void plain_free(void *user, void *p, size_t bytes) {
     cudaFree(p);
 }
 
-/* The grid is 2 x 2: world, tensor, data and model hold the arena when it is symmetric, data the gradients. */
+/* The grid is 2 x 2. The communicators of world, tensor, data and model register the arena when it is symmetric, and
+   data also registers the gradients. */
 static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
     registration *r = (registration *)j->result;
     mt_grid_desc shape = {2, 2, 0};
@@ -893,14 +896,14 @@ static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 64, &x));
     MT_TRY(mt_fill(ctx, x, 1.0f));
     MT_TRY(mt_all_reduce(ctx, grid.tp, x.data, x.data, 64, MT_F32, MT_SUM));
-    mt_params_destroy(params); /* frees what is registered, with the sum in the stream */
+    mt_params_destroy(params); /* frees registered memory while the sum is in the stream */
     CHECK(mte::nccl_counts().windows <= r->windows);
     mt_grid_destroy(&grid);
     return MT_SUCCESS;
 }
 
 static void test_registration(void **state) {
-    /* symmetric, version, own allocator; communicators made; windows; registrations, of 4 ranks */
+    /* symmetric, version, own allocator; then, for 4 ranks: communicators created, windows, registrations */
     static const registration cases[] = {
         {0, 0, 0, 16, 4, 4},
         {1, 0, 0, 16, 20, 20},
@@ -941,7 +944,7 @@ static mt_status told(job *j, mt_context *ctx, mt_comm *comm) {
     CHECK(mt_comm_compare(ctx, comm, "told", 0, list, 2) == MT_ERR_MISMATCH);
     CHECK(strstr(mt_last_error(ctx), words) && strstr(mt_last_error(ctx), ", but two on rank "));
     CHECK(mt_context_allocated(ctx) == allocated);
-    return mt_comm_compare(ctx, comm, "told", 0, list, 1); /* it can be used afterwards */
+    return mt_comm_compare(ctx, comm, "told", 0, list, 1); /* the communicator still works */
 }
 
 static void test_ranks_that_were_told_different_things(void **state) {

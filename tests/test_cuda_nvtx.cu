@@ -1,8 +1,8 @@
-/* test_cuda_nvtx.cu - the ranges that MT_USE_NVTX puts into a profile: each block and each collective has one, they
-   nest, and they are closed when a call fails. NVTX itself is real; this program is the tool that it reports to.
-
-   On a GPU:      nvcc -std=c++17 -O2 -I. tests/test_cuda_nvtx.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU, see there.                                               */
+/* test_cuda_nvtx.cu - tests the ranges that MT_USE_NVTX adds to a profile, against the expected names: each block
+   and each collective has one, they nest, and they are closed when a call fails. NVTX is real; this program is the
+   tool that receives the ranges.
+     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nvtx.cu -lcublasLt
+     Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MT_USE_NVTX
 #define MEGATRON_IMPLEMENTATION
@@ -13,11 +13,11 @@
 #define DEEPEST 16
 #define NAMES 64
 
-/* What one thread did. */
+/* The ranges of one thread. */
 typedef struct profile {
     const char *open[DEEPEST];
     int depth, deepest, unbalanced, names;
-    char names_seen[NAMES][96]; /* "outer > inner" of each range when it was opened */
+    char names_seen[NAMES][96]; /* "outer > inner" of each range that was opened */
 } profile;
 
 static __thread profile mine;
@@ -59,7 +59,7 @@ typedef struct job {
     profile found;
 } job;
 
-/* A training step of a small GPT, then one that fails in the middle. */
+/* A training step of a small GPT, then a step that fails in the middle. */
 static mt_status step(mt_comm *world, mt_context *ctx, mt_params **params, mt_gpt *gpt, mt_gpt_saved *saved,
                       mt_optimizer *optimizer, mt_grid *grid) {
     mt_grid_desc shape = {0, 1, 1};
@@ -89,7 +89,7 @@ static mt_status step(mt_comm *world, mt_context *ctx, mt_params **params, mt_gp
     MT_TRY(mt_optimizer_step(ctx, optimizer, 1e-3f, 1.0f));
     mt_arena_release(ctx, mark);
     if (mine.depth != 0) return MT_ERR_DATA;
-    for (size_t more = 256; more < 40000; more += 1500) { /* the arena is full earlier and earlier */
+    for (size_t more = 256; more < 40000; more += 1500) { /* the arena is exhausted earlier each time */
         mark = mt_arena_mark(ctx);
         if (mt_arena_alloc(ctx, ((size_t)4 << 20) - mark - 40000 + more, &rest) != MT_SUCCESS) return MT_ERR_MEMORY;
         mt_status status = mt_gpt_forward(ctx, gpt, &batch, (int32_t *)ids.data, (int32_t *)ids.data, loss, saved);
@@ -167,6 +167,6 @@ static void test_ranges(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_ranges)};
-    InitializeInjectionNvtx2_fnptr = initialize; /* a tool that is linked, not loaded */
+    InitializeInjectionNvtx2_fnptr = initialize; /* the tool is linked, not loaded */
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

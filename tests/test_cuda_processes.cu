@@ -1,11 +1,9 @@
-/* test_cuda_processes.cu - ranks that are processes with a GPU each, started as torchrun or srun would, over NCCL:
-   where they meet, what they compute, and what the others are told when one of them is killed, stopped, stuck, fails
-   or never comes.
-
-   On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl    (4 of them)
-   Without:       tests/engine/ runs the same file on a CPU, see there.
-
-   The test itself never touches a GPU: CUDA does not survive a fork. */
+/* test_cuda_processes.cu - tests ranks that are processes with a GPU each, over NCCL, with the environment of
+   torchrun or srun: how they connect; their results against sums computed on the host; and the messages of the other
+   ranks when one is killed, stopped, stuck, fails or never starts.
+     On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl    (4 GPUs)
+     Without GPUs:  the engine in tests/engine/ runs the same file on a CPU.
+   The test process itself does not use a GPU: CUDA does not work after a fork. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
@@ -18,23 +16,22 @@
 #include <sys/wait.h>
 
 #define MAX_RANKS 4
-#define TIMEOUT                                                                                                        \
-    2.5 /* seconds, of every communicator of a job that loses a rank; others have all the time of a slow machine */
+#define TIMEOUT 2.5 /* timeout in seconds for jobs that lose a rank; other jobs have a long one, for slow machines */
 #define SLACK 15.0
 
 /* ---- a job of processes ------------------------------------------------------------------------------------------ */
 
 typedef struct job {
     int ranks;
-    const char *environment[MAX_RANKS]; /* "RANK=%d ..." of each; NULL: as torchrun, all on one machine */
+    const char *environment[MAX_RANKS]; /* "RANK=%d ..." of each rank; NULL: that of torchrun on one machine */
     mt_rank_function function;
     int fault, collective, victim; /* -1: none */
     double timeout;
     int port;
-    /* what came of it */
+    /* results */
     pid_t pid[MAX_RANKS];
-    int code[MAX_RANKS];       /* of exit; 128 + signal */
-    double seconds[MAX_RANKS]; /* from the start to the end */
+    int code[MAX_RANKS];       /* exit status, or 128 + signal */
+    double seconds[MAX_RANKS]; /* from start to end */
     char said[MAX_RANKS][2000];
 } job;
 
@@ -60,7 +57,7 @@ static void set_environment(const char *text) {
     }
 }
 
-/* What torchrun says to a rank; its own port is the one before that of NCCL. */
+/* Writes the environment that torchrun sets for a rank. torchrun's port is the one before NCCL's. */
 static void say_torchrun(char *text, size_t bytes, int rank, int ranks, int local_rank, int port, const char *more) {
     snprintf(text, bytes, "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d%s", rank, ranks,
              local_rank, port - 1, more);
@@ -92,7 +89,7 @@ static void wait_child(job *j, int rank, double start, double limit) {
     j->code[rank] = WIFEXITED(state) ? WEXITSTATUS(state) : 128 + WTERMSIG(state);
 }
 
-/* Runs it to the end: the survivors first, then what is left of the victim. */
+/* Runs the job to its end. The survivors end first, then the victim is killed. */
 static void run_job(job *j) {
     FILE *errors[MAX_RANKS];
     double start = mti_now();
@@ -134,7 +131,7 @@ static void assert_all_succeed(job *j) {
 #define WANT_GPUS(n)                                                                                                   \
     if (gpus() < (n)) skip()
 
-/* Asked in a process of its own. */
+/* Returns the number of GPUs. A child process asks CUDA. */
 static int gpus(void) {
     int state = 0;
     pid_t pid;
@@ -149,7 +146,7 @@ static int gpus(void) {
 
 typedef struct rank_state {
     mt_context *ctx;
-    mt_comm *all, *tp, *data; /* groups of neighbours, and across them */
+    mt_comm *all, *tp, *data; /* all ranks, groups of neighbours, and groups across them */
     float *a, *b;
 } rank_state;
 
@@ -186,7 +183,7 @@ static void close_rank(rank_state *s) {
     mt_context_destroy(s->ctx);
 }
 
-/* Small whole numbers, which add up without rounding in any order. */
+/* Small whole numbers: sums are exact in any order. */
 static float value(int world_rank, int i) { return (float)(100 * world_rank + i % 50); }
 
 static mt_status fill(const rank_state *s, float *to, int world_rank, int first, int n) {
@@ -197,7 +194,7 @@ static mt_status fill(const rank_state *s, float *to, int world_rank, int first,
     return MT_SUCCESS;
 }
 
-/* The sum over the world ranks first, first + step, ... */
+/* Checks for the sum over the world ranks first, first + step, ... */
 static mt_status is_sum(const rank_state *s, const float *from, int first, int step, int ranks, int offset, int n) {
     float host[MAX_RANKS * COUNT];
     MT_TRY(mt_context_synchronize(s->ctx));
@@ -236,8 +233,8 @@ static void take_a_nap(void) {
     nanosleep(&nap, NULL);
 }
 
-/* To free memory, CUDA waits until the device has nothing left to do. What the others do meanwhile, most probably the
-   next collective, is on other devices: it must not be waited for. */
+/* cudaFree waits until the device is idle. The next collective, which the other ranks have probably started, runs on
+   other devices: cudaFree must not wait for it. */
 static mt_status free_late(rank_state *s, int late) {
     const size_t bytes = 1024;
     void *memory = NULL;
@@ -256,7 +253,7 @@ static mt_status compute(mt_comm *world, void *user) {
     for (int i = 0; i < 2 && status == MT_SUCCESS; i++) {
         status = every_collective(&s, s.all, 0, 1);
         if (status == MT_SUCCESS) status = every_collective(&s, s.tp, rank / half * half, 1);
-        /* whose order is the other way round: ranks come by key */
+        /* This group has the reverse order: ranks are ordered by key. */
         if (status == MT_SUCCESS) status = every_collective(&s, s.data, rank % half + (size / half - 1) * half, -half);
     }
     if (status == MT_SUCCESS) status = free_late(&s, rank == 0);
@@ -276,7 +273,7 @@ static void test_torchrun(void **state) {
     }
 }
 
-/* As two machines with two GPUs each. */
+/* The environment of two machines with two GPUs each. */
 static void test_two_machines(void **state) {
     job j = new_job(4, compute);
     char text[MAX_RANKS][200];
@@ -291,7 +288,7 @@ static void test_two_machines(void **state) {
     assert_all_succeed(&j);
 }
 
-/* The port comes from the number of the job, the host is the first of a list. */
+/* The port is derived from the job's number; the host is the first in the list. */
 static void test_srun(void **state) {
     job j = new_job(2, compute);
     char text[MAX_RANKS][300];
@@ -309,7 +306,7 @@ static void test_srun(void **state) {
     assert_all_succeed(&j);
 }
 
-/* What the user says comes first; mpirun says nothing of a place. */
+/* NCCL_COMM_ID set by the user has priority. mpirun sets no address. */
 static void test_nccl_comm_id(void **state) {
     job j = new_job(2, compute);
     char text[MAX_RANKS][300];
@@ -341,7 +338,7 @@ static void test_nccl_comm_id(void **state) {
 enum { KILLED, STOPPED, STUCK, RETURNS, FAILS, FAULTS };
 static const char *const fault_names[] = {"killed", "stopped", "stuck", "returns", "fails"};
 
-/* The last one: first beside the victim's group, then across it, so that it reaches every rank. */
+/* IN_GROUP: first in the groups beside the victim's, then in the groups across, so that every rank is affected. */
 enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, BARRIER, SEND_RECV, IN_GROUP, COLLECTIVES };
 static const char *const collective_names[] = {"all_reduce(count 300, f32, sum) on \"world\" (4 ranks)",
                                                "all_gather(count 300, f32) on \"world\"",
@@ -367,7 +364,7 @@ static mt_status one_collective(rank_state *s, int kind) {
     }
 }
 
-/* The others are by then in the collective, most probably. */
+/* By this time the other ranks are most probably in the collective. */
 static mt_status suffer(int fault) {
     take_a_nap();
     if (fault == KILLED) raise(SIGKILL);
@@ -382,7 +379,7 @@ static mt_status survive(mt_comm *world, void *user) {
     const job *j = (const job *)user;
     rank_state s;
     mt_status status = open_rank(world, &s);
-    if (status == MT_SUCCESS) status = mt_barrier(s.ctx, s.all); /* nobody is lost while they connect */
+    if (status == MT_SUCCESS) status = mt_barrier(s.ctx, s.all); /* no rank is lost while the ranks connect */
     if (status == MT_SUCCESS && mt_comm_rank(world) == j->victim) {
         status = suffer(j->fault);
     } else {
@@ -393,18 +390,20 @@ static mt_status survive(mt_comm *world, void *user) {
     return status;
 }
 
-/* Of a rank that needed the victim: it ends by itself, in time, with one sentence that names itself and the call. */
+/* Checks a rank that needed the victim: it ends by itself, in time, with one message that names the rank and the
+   call. */
 static void assert_told(const job *j, int rank) {
     const char *name = collective_names[j->collective], *said = j->said[rank], *line = strchr(said, '\n');
     int named =
-        strstr(said, name) != NULL || (j->fault == KILLED && strstr(said, "barrier on \"world\"")); /* the one before */
+        /* or the call before */
+        strstr(said, name) != NULL || (j->fault == KILLED && strstr(said, "barrier on \"world\""));
     char who[32];
     if (j->collective == SEND_RECV && rank == (j->victim + 2) % 4 && j->code[rank] == 0 && !said[0])
-        return; /* no neighbour */
+        return; /* not a neighbour of the victim */
     snprintf(who, sizeof who, "rank %d of 4: MT_ERR_", rank);
     if (j->code[rank] != 1 || strncmp(said, who, strlen(who)) != 0 || !line || line[1] || !named ||
         (!strstr(said, "MT_ERR_PEER") &&
-         (!strstr(said, "MT_ERR_TIMEOUT") || j->fault == KILLED))) /* that is seen at once */
+         (!strstr(said, "MT_ERR_TIMEOUT") || j->fault == KILLED))) /* a killed process is detected at once */
         fail_msg("rank %d is %s in %s; rank %d: code %d, \"%s\"", j->victim, fault_names[j->fault], name, rank,
                  j->code[rank], said);
     if (j->seconds[rank] > 2 * j->timeout + SLACK) fail_msg("rank %d took %.1f s", rank, j->seconds[rank]);
@@ -490,7 +489,7 @@ static void test_never_comes(void **state) {
     }
 }
 
-/* Both on GPU 0 of one machine. */
+/* Both ranks use GPU 0 of one machine. */
 static void test_one_gpu_for_two(void **state) {
     job j = new_job(2, connect_only);
     char text[MAX_RANKS][200];

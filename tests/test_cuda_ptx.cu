@@ -1,7 +1,8 @@
-/* test_cuda_ptx.cu - the wrappers of PTX instructions, against the layouts that the PTX manual (9.7) documents.
-
-   The first thing to run on a new GPU (sm_80 or later):  nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt
-   Without one:   tests/engine/ runs the same file on a CPU; there it tests the engine's models of them.              */
+/* test_cuda_ptx.cu - tests the wrappers of PTX instructions against the layouts in the PTX manual (9.7). Run it
+   first on a new GPU (sm_80 or later).
+     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt
+     Without a GPU:  the engine in tests/engine/ runs the same file on a CPU, which tests the engine's models of them.
+  */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
@@ -23,7 +24,7 @@ static void *to_gpu(const void *host, size_t bytes) {
     return p;
 }
 
-/* Brings a kernel's results back, and gives its memory back. */
+/* Copies a kernel's results to the host and frees the device memory. */
 static void from_gpu(void *host, void *p, size_t bytes) {
     CUDA_OK(cudaGetLastError());
     CUDA_OK(cudaDeviceSynchronize());
@@ -33,7 +34,7 @@ static void from_gpu(void *host, void *p, size_t bytes) {
 
 /* ---- cp.async ---------------------------------------------------------------------------------------------------- */
 
-#define COPIES 17 /* of 0 to 16 bytes */
+#define COPIES 17 /* copies of 0 to 16 bytes */
 
 /* Thread t copies t bytes, and zeros up to 16. */
 static __global__ void copy_kernel(const unsigned char *from, unsigned char *to) {
@@ -57,7 +58,8 @@ static void test_cp_async(void **state) {
     for (int i = 0; i < 16 * COPIES; i++) assert_int_equal(to[i], i % 16 < i / 16 ? from[i] : 0);
 }
 
-/* A wait for all but the last group has what the groups before copied, from other threads too after a barrier. */
+/* A wait for all groups except the last makes the data of the earlier groups available, and after a barrier also that
+   of other threads. */
 static __global__ void groups_kernel(const mti_words *from, mti_words *to) {
     MT_SHARED(mti_words, first, 32);
     MT_SHARED(mti_words, second, 32);
@@ -88,9 +90,9 @@ static void test_cp_async_groups(void **state) {
 
 /* ---- ldmatrix ---------------------------------------------------------------------------------------------------- */
 
-#define PITCH 24 /* of a row, in elements: 48 bytes */
+#define PITCH 24 /* elements per row: 48 bytes */
 
-/* Four matrices of 8 rows lie one below the other; lane l gives the address of row l. */
+/* Four matrices of 8 rows lie below each other. Lane l passes the address of row l. */
 static __global__ void ldmatrix_kernel(const uint16_t *from, uint32_t *to, int trans) {
     MT_SHARED(mti_words, room, 32 * PITCH / 8);
     uint16_t *tile = (uint16_t *)room;
@@ -143,7 +145,7 @@ static __global__ void mma_kernel(const uint32_t *a, const uint32_t *b, float *d
     for (int i = 0; i < 4; i++) d[lane * 4 + i] = acc[i];
 }
 
-/* Small integers have one 16-bit form each in both types, and sums of their products are exact. */
+/* Small integers are exact in both 16-bit types, and so are sums of their products. */
 static uint16_t small(int x, int bf16) { return bf16 ? mti_f32_to_bf16((float)x) : mti_f32_to_f16((float)x); }
 static int a_of(int row, int k) { return (row * 7 + k * 3) % 13 - 6; }
 static int b_of(int k, int col) { return (k * 5 + col * 11) % 17 - 8; }
@@ -152,7 +154,7 @@ static int c_of(int row, int col) { return row * 8 + col; }
 static void mma(int bf16) {
     uint16_t a[32 * 8], b[32 * 4];
     float d[32 * 4];
-    for (int i = 0; i < 32 * 8; i++) { /* the manual's groupID and threadID_in_group */
+    for (int i = 0; i < 32 * 8; i++) { /* names as in the manual: groupID and threadID_in_group */
         int group = i / 8 / 4, thread = i / 8 % 4, e = i % 8;
         int row = e < 2 || (e >= 4 && e < 6) ? group : group + 8, col = thread * 2 + (e & 1) + (e < 4 ? 0 : 8);
         a[i] = small(a_of(row, col), bf16);

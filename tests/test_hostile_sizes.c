@@ -1,7 +1,7 @@
 /* test_hostile_sizes.c - tests impossible sizes: every size that a public function takes is sometimes one of
    {INT64_MIN, -1, 0, 1, 7, 2^31, 2^62, INT64_MAX}. A call must return at once, and an error must have a message.
    Built mainly for the sanitizers, which detect overflows and invalid addresses.
-       cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lpthread -lm
+    cc -std=gnu17 -g -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_hostile_sizes.c -lpthread -lm
   */
 
 #define MEGATRON_IMPLEMENTATION
