@@ -1,18 +1,18 @@
 #!/bin/sh
-# Checks the four headers for what a test program cannot see: that they compile in every dialect that is promised, alone and
-# twice, and leak no name, macro, symbol, mutable data or exit into the program that includes them.
+# Checks properties of the four headers that test programs cannot check: that they compile in every supported dialect,
+# alone and included twice, and add no name, macro, symbol, mutable data or exit to the program that includes them.
 #
 #   sh tests/check_headers.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: text, gcc, clang, programs, sanitized (programs with sanitizers), nvcc, and planted: the checks find faults that
-# are planted into a copy of the headers. Default: all of them.
+# Parts: text, gcc, clang, programs, sanitized (programs with sanitizers), nvcc, and planted: the checks must find
+# faults that are planted into a copy of the headers. Default: all of them.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
 . tests/packages.sh
 # shellcheck source=tests/report.sh
 . tests/report.sh
-headers="mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h" # from the ground floor up
+headers="mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h" # from the lowest to the highest
 warnings="-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Werror -Wfatal-errors"
 sources=$PWD/tests/package
 H=$PWD # the headers under test
@@ -23,7 +23,7 @@ trap 'exit 1' HUP INT TERM
 
 # ---- text ----------------------------------------------------------------------------------------------------------
 
-# code_only HEADER [strings]: comments go, strings and characters become empty unless wanted, lines stay where they are
+# code_only HEADER [strings]: removes comments and empties strings and characters (unless `strings`); keeps line numbers
 code_only() {
     awk -v keep="${2:-}" '
     {
@@ -61,7 +61,7 @@ check_function_length() {
     done | fail_on_output
 }
 
-# Each header may include the floors below it, and system headers.
+# Each header may include only lower headers and system headers.
 check_floors() {
     below=
     for header in $headers; do
@@ -76,8 +76,8 @@ check_floors() {
     done | fail_on_output
 }
 
-# A header uses no private name of another one, nor a field of what another one keeps to itself: what it needs of a lower
-# header is public there, so that the author of a block has it, too.
+# A header uses no private name of another header, and no private field of its structures: what it needs from a lower
+# header is public there, so that authors of blocks can use it, too.
 check_private() {
     {
         for header in $headers; do
@@ -89,7 +89,7 @@ check_private() {
     } | fail_on_output
 }
 
-# The sections that the head of a header names are those of its text, each in one piece, in this order.
+# The sections that the head of a header lists are those of its text, in this order, each in one piece.
 check_sections() {
     for header in $headers; do
         awk '/[Ss]ections? of the implementation/ { head = 1 } head { print } head && /\*\/$/ { exit }' "$H/$header" |
@@ -99,7 +99,7 @@ check_sections() {
     done | fail_on_output
 }
 
-# A library ends no process and writes to nobody's standard output.
+# A library does not end the process, and does not write to standard output or standard error.
 check_calls() {
     for header in $headers; do
         code_only "$H/$header" | awk -v f="$header" '
@@ -108,8 +108,8 @@ check_calls() {
     done | fail_on_output
 }
 
-# Memory comes from the context's allocator; only the ground floor calls malloc and its kin: for the default allocator, and for
-# communicators, which exist before any context.
+# Memory comes from the context's allocator. Only the lowest header calls malloc and related functions: for the default
+# allocator, and for communicators, which exist before any context.
 check_allocation() {
     for header in mt_kernels.cuh mt_parallel.h megatron.h; do
         code_only "$H/$header" | awk -v f="$header" '
@@ -120,7 +120,7 @@ check_allocation() {
 
 # ---- macros and names ----------------------------------------------------------------------------------------------
 
-# preprocess HEADER DEFINE OPTIONS...: what comes out of our own headers, line markers dropped
+# preprocess HEADER DEFINE OPTIONS...: prints the preprocessed text of the four headers, without line markers
 preprocess() {
     header=$1 define=$2
     shift 2
@@ -139,7 +139,7 @@ check_macros() {
     done | sort -u | fail_on_output
 }
 
-# Every name that the headers put into the program's file scope: functions, variables, typedefs, tags, enum constants.
+# All names in file scope that the headers define: functions, variables, typedefs, tags, enum constants.
 file_scope_names() {
     awk '
     function name(n) { if (n ~ /^[A-Za-z_]/ && n !~ /^(_|int$|void$|sizeof$|extern$)/) print n }
@@ -184,7 +184,7 @@ check_names() {
 
 # ---- compilers -----------------------------------------------------------------------------------------------------
 
-# form HEADER FORM: a file that includes the header, in one of the ways users do
+# form HEADER FORM: prints a file that includes the header in one of the usual ways
 form() {
     case $2 in
     declarations) printf '#include "%s"\n' "$1" "$1" ;;
@@ -196,7 +196,7 @@ form() {
 # check_dialect COMPILER LANGUAGE STANDARD [OPTIONS...]: every header, in every form
 check_dialect() { check_forms "$headers" "declarations implementation late" "$@"; }
 
-# check_top FORMS ...: megatron.h, which has the others in it
+# check_top FORMS ...: only megatron.h, which includes the others
 check_top() { check_forms megatron.h "$@"; }
 
 # check_forms HEADERS FORMS COMPILER LANGUAGE STANDARD [OPTIONS...]
@@ -217,8 +217,8 @@ check_forms() {
     return $bad
 }
 
-# check_optimized COMPILER LANGUAGE STANDARD LEVELS...: the implementation. Some warnings, of values that may not be
-# set, need an optimizer. A level is -O and the flags that go with it.
+# check_optimized COMPILER LANGUAGE STANDARD LEVELS...: compiles the implementation with optimisation, because some
+# warnings (of uninitialised values) need it. A level is -O and further flags.
 check_optimized() {
     compiler=$1 language=$2 standard=$3 bad=0
     shift 3
@@ -232,8 +232,8 @@ check_optimized() {
     return $bad
 }
 
-# check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: the implementation after these system headers and the
-# usual macros
+# check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: compiles the implementation after these system headers
+# and after common macros
 check_macros_before() {
     compiler=$1 language=$2 standard=$3
     shift 3
@@ -246,7 +246,8 @@ check_macros_before() {
     "$compiler" -x "$language" "-std=$standard" $warnings -fsyntax-only -I "$H" "$work/form.c"
 }
 
-# With tgmath.h, sqrt and its kin mean another function for a float than for a double. Training has the same bits.
+# With tgmath.h, sqrt and related names mean another function for a float than for a double. The bits of training must
+# not change.
 check_tgmath_bits() {
     for how in plain tgmath; do
         set -- -std=gnu17
@@ -283,7 +284,7 @@ check_declarations_define_nothing() {
     done 2>&1 | fail_on_output
 }
 
-# A first include without the implementation must not keep a second one from giving all of it.
+# A first #include without the implementation must not prevent a second one from defining all of it.
 check_late_symbols() {
     for how in implementation late; do
         form megatron.h $how >"$work/$how.c"
@@ -310,7 +311,7 @@ check_symbols() {
         END { if (n < 20) print "only " n " symbols seen: the check is broken" }' | fail_on_output
 }
 
-# Both halves of a program in C and in C++ (extension of the objects: c, cpp), to be linked every way round.
+# Builds both halves of a program in C and in C++ (objects *.c.o and *.cpp.o), to link all combinations.
 build_c() {
     "$CC" -c -I "$H" "$sources/implementation.c" -o "$work/implementation.c.o" &&
         "$CC" -c -I "$H" "$sources/use.c" -o "$work/use.c.o"
@@ -333,7 +334,7 @@ check_no_implementation() {
     grep -q 'mt_launch' "$work/link.log" || { cat "$work/link.log"; return 1; }
 }
 
-# clang's MemorySanitizer sees reads of memory that nobody has written.
+# clang's MemorySanitizer detects reads of uninitialised memory.
 msan() { clang -g -O1 -fsanitize=memory -I "$H" "$@" -o "$work/msan" -lm -lpthread && "$work/msan"; }
 has_msan() {
     echo 'int main(void) { return 0; }' >"$work/empty.c"
@@ -341,7 +342,7 @@ has_msan() {
 }
 check_msan() { msan "$sources/implementation.c" "$sources/use.c"; }
 
-# An exception through the single rank of a launch, with the implementation as C++ and as C that knows of exceptions.
+# An exception passes through a launch of one rank, with the implementation as C++, and as C with -fexceptions.
 throws() {
     for language in "$CXX -x c++" "$CC -x c -fexceptions"; do
         # shellcheck disable=SC2086  # a command and its arguments
@@ -356,7 +357,8 @@ has_asan() {
 }
 check_throws() { throws "$sources/throws.cpp"; }
 
-# Without infinities and NaN, losses that diverge would go unnoticed.
+# With these flags infinities and NaN do not work, and a diverging loss would go unnoticed: the implementation refuses
+# them.
 check_fast_math() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$work/fast.c"
     for flag in -ffast-math -ffinite-math-only; do
@@ -368,7 +370,8 @@ check_fast_math() {
     done
 }
 
-# Files have one byte order, and what reads and writes them swaps no bytes. Declarations compile everywhere.
+# Files have little-endian byte order, and the library swaps no bytes: on a big-endian machine the implementation is
+# refused, and the declarations compile.
 check_big_endian() {
     form megatron.h implementation >"$work/endian.c"
     set -- -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__ -fsyntax-only -I "$H"
@@ -383,8 +386,8 @@ check_big_endian() {
 
 # ---- the checks find planted faults --------------------------------------------------------------------------------
 
-# planted WHERE FAULTS COMMAND...: copies the headers, adds the faults at their end, and the command has to fail and to
-# name each of them; one fault has "bad" in it, several have "bad1", "bad2", ...
+# planted WHERE FAULTS COMMAND...: appends the faults to a copy of the headers. The command must fail and name each of
+# them: "bad" for one fault, "bad1", "bad2", ... for several.
 planted() {
     where=$1 fault=$2 n=1
     shift 2
@@ -456,7 +459,7 @@ planted_dialects() {
     planted implementation 'static int mti_bad(void) { return 0; }' check_forms mt_comm.h implementation "$CC" c c17
     planted implementation 'static inline int mti_bad(int N) { return N; }' check_macros_before "$CC" c c11
     case $("$CC" --version) in
-    *clang*) ;; # does not look for it
+    *clang*) ;; # does not check this
     *) planted implementation \
         'int mt_bad(int n); int mt_bad(int n) { int x; if (n > 3) x = n; return n > 2 ? x : 0; }' \
         check_optimized "$CC" c c99 -O1 ;;
@@ -502,7 +505,7 @@ check_compiler() {
     gcc) if in_full; then set -- -O1 -O2 "-O3 -march=native"; else set -- "-O3 -march=native"; fi ;;
     g++) if in_full; then set -- -O3; else set --; fi ;;
     clang) if in_full; then set -- "-O3 -march=native"; else set --; fi ;;
-    *) set -- ;; # warns of nothing more
+    *) set -- ;; # has no further warnings
     esac
     [ $# -eq 0 ] || check "$compiler with optimization: $*" check_optimized "$compiler" "$language" "$standard" "$@"
     if [ "$language" = c ]; then
@@ -520,7 +523,7 @@ check_compiler() {
     ! in_full || check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
 }
 
-# Without the extensions of gnu99, which are the default: what an example takes of POSIX it has to ask for.
+# Compiles without the GNU extensions, which are on by default: an example must declare what it uses of POSIX.
 check_examples() {
     for standard in c99 c11; do
         for example in examples/*.c; do
@@ -558,7 +561,7 @@ check_programs() {
     done
 }
 
-# What takes a sanitizer is part of the full matrix.
+# Checks with a sanitizer belong to the full matrix.
 check_sanitized() {
     if has_msan; then
         check "ranks as threads read nothing that MemorySanitizer has not seen written" check_msan

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Checkpoints against what is not ours: a fuzzer, Python's safetensors, and signal 9 at random moments of a training run.
+# Tests checkpoints against other programs: a fuzzer, Python's safetensors, and training runs killed at random times.
 #
 #   sh tests/checkpoints.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
 # Parts: fuzzing, python_safetensors, generating, killing; default: all of them. MT_TEST_ALL=1 kills runs of each type.
-# MT_FUZZ_SECONDS says how long the fuzzer runs (60). Python needs numpy and safetensors of PyPI, which go to a virtual
-# environment in the build directory; what cannot be had is left out, and the line says so.
+# MT_FUZZ_SECONDS is the time that the fuzzer runs (60). Python needs numpy and safetensors of PyPI, which are installed
+# in a virtual environment in the build directory. A part whose packages cannot be installed is skipped, with a message.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -25,7 +25,7 @@ build_fuzzer() {
         -o "$build/fuzz_readers" -lm -lpthread
 }
 
-# What is found lies in the build directory, as crash-... or timeout-...
+# Failing inputs are written to the build directory, as crash-... or timeout-...
 fuzz() {
     mkdir -p "$build/corpus"
     "$build/fuzz_readers" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
@@ -44,7 +44,7 @@ fuzzing() {
 
 python_has() { "$1" -c 'import numpy, safetensors' 2>/dev/null; }
 
-# Sets python to one that has both packages.
+# Sets python to an interpreter that has both packages.
 find_python() {
     for python in python3 "$build/python/bin/python"; do
         python_has "$python" && return 0
@@ -73,7 +73,7 @@ python_safetensors() {
 model="--data README.md --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 40 --warmup 4 --dropout 0.1 --sample 0
     --eval-interval 0 --no-pinning"
 
-# train FLAGS: which is killed after $1 seconds, if $1 is not "to_the_end"
+# train SECONDS FLAGS: trains, and kills the run after this time; SECONDS may be "to_the_end"
 train() {
     after=$1
     shift
@@ -85,10 +85,11 @@ train() {
     fi
 }
 
-# goes_on FLAGS -- SPLIT [SPLIT...]: killed again and again, on one split after the other, until it is done; its hash log is the
-# uninterrupted run's, its losses and norms are, too, and after the last step, done once more on the first split, so that there
-# are as many files, the checkpoint is that run's to the last byte. The first three kills come within parts of the time of the
-# uninterrupted run, on whatever machine, that make less than half of it together.
+# goes_on FLAGS -- SPLIT [SPLIT...]: kills a run again and again, each time resumed on the next split, until it is done.
+# Its hash log, losses and norms must be those of an uninterrupted run. Then its last step is run again on the first
+# split (for the same number of files), and its checkpoint must have the same bytes. The first three kills come after
+# fractions of the uninterrupted run's time that add up to less than half of it, so that they happen on fast machines,
+# too.
 goes_on() {
     flags=
     while [ "$1" != -- ]; do
@@ -113,7 +114,7 @@ goes_on() {
         [ $code -ne 0 ] || break
         [ $code -eq 137 ] || { cat "$build/out.log"; echo "exit code $code"; return 1; }
         kills=$((kills + 1))
-        split=$1 # the next one's turn
+        split=$1 # moves to the end of the list
         shift
         set -- "$@" "$split"
     done
@@ -138,7 +139,7 @@ whole_numbers() {
         ! grep 'e+0' "$build/numbers"
 }
 
-# Where hashes differ between splits without --invariant, only the same split goes on.
+# Without --invariant, hashes differ between splits, so the run is resumed on the same split.
 killing() {
     if ! command -v timeout >/dev/null 2>&1; then
         leave_out "train_gpt, killed: no timeout here"
@@ -156,7 +157,7 @@ killing() {
 
 # ---- 04_generate ---------------------------------------------------------------------------------------------------
 
-# same_tokens ARGUMENTS: on 1, 2 and 4 ranks.
+# same_tokens ARGUMENTS: compares the tokens on 1, 2 and 4 ranks
 same_tokens() {
     for tp in 1 2 4; do
         "$build/generate" "$@" --tp $tp >"$build/tokens.$tp" || return 1
@@ -181,7 +182,7 @@ of_train_gpt() {
         same_tokens "$build/text/step-00000040" --prompt "The rank" && cmp "$build/tokens.1" "$build/tokens.newest"
 }
 
-# refused SENTENCE ARGUMENTS: with an exit code, a sentence and no token.
+# refused MESSAGE ARGUMENTS: expects an exit status that is not 0, this message and no token
 refused() {
     words=$1
     shift

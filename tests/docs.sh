@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks what README.md and docs/ promise: the first program compiles and learns, and every link leads somewhere.
+# Tests README.md and docs/: the first program compiles and learns, and every link has a target.
 #
 #   sh tests/docs.sh        one line per check, closing line "N passed, N failed, N skipped"
 set -u
@@ -13,7 +13,7 @@ check_log=$work/log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# The first block of C in README.md, and the program in the head of megatron.h.
+# The first block of C in README.md, and the program at the head of megatron.h.
 readme_program() { awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' README.md; }
 header_program() {
     awk '/^    #define MEGATRON_IMPLEMENTATION/ { inside = 1 }
@@ -21,7 +21,7 @@ header_program() {
         /^int main/ { exit }' megatron.h
 }
 
-# It is short, says the same twice, compiles without a warning, and its loss falls below a tenth.
+# The program is short, the same in both places, compiles without a warning, and its loss falls below a tenth.
 first_program() {
     readme_program >"$work/loop.c" && header_program >"$work/header.c" || return 1
     diff "$work/loop.c" "$work/header.c" || return 1
@@ -32,15 +32,15 @@ first_program() {
         END { print NR " steps: " first " -> " $2; exit !(NR == 50 && first > 1 && $2 > 0 && $2 < first / 10) }' "$work/loop.txt"
 }
 
-# links_of PAGE: what stands in the parentheses of [text](link), outside code
+# links_of PAGE: the targets of all [text](target) outside code
 links_of() {
     awk '/^```/ { code = !code; next } !code' "$1" | tr '\n' ' ' | grep -o ']([^)]*)' | sed 's/^](//; s/)$//'
 }
 
-# anchors_of PAGE: what the headings of a page are called in links
+# anchors_of PAGE: the link names of a page's headings
 anchors_of() { grep '^#' "$1" | tr 'A-Z ' 'a-z-' | sed 's/^#*-//; s/[^a-z0-9_-]//g'; }
 
-# check_link PAGE LINK: a file, a heading, or both
+# check_link PAGE LINK: LINK is a file, a heading, or both
 check_link() {
     case $2 in http://* | https://*) return ;; esac
     target=$(dirname "$1")/${2%%#*}
@@ -55,7 +55,7 @@ links() {
     done | fail_on_output
 }
 
-# README.md leads to every chapter, and every chapter ends with something to run.
+# README.md links to every chapter, and every chapter ends with commands to run.
 chapters() {
     [ "$(wc -l <README.md)" -le 200 ] || { wc -l README.md; return 1; }
     for page in docs/*.md; do

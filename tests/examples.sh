@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds each example by the command in its first lines, and runs it; train_gpt for 3 steps only.
+# Builds each example with the command in its first lines and runs it, train_gpt for only 3 steps.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -13,10 +13,10 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/${1:-all}.log
 
-# Each example names, in its first lines, the commands that build it: cc ... -o NAME ... [&& ./NAME ARGUMENTS]
+# Each example has the commands that build it in its first lines: cc ... -o NAME ... [&& ./NAME ARGUMENTS]
 example_commands() { sed -n '1,30s/^[^A-Za-z]*\(cc .* -o .*\)$/\1/p' "$1" | sed 's|[ ]*\*/.*||'; }
 
-# What to run it with: as its command says, but do not train for long.
+# The arguments to run it with: those of its command, but only few steps of training.
 example_arguments() {
     case $1:$2 in
     train_gpt:*) echo "--steps 3" ;;
@@ -24,7 +24,7 @@ example_arguments() {
     esac
 }
 
-# run_example NAME COMMAND: with each GEMM library in the full matrix only
+# run_example NAME COMMAND: commands with a GEMM library run only in the full matrix
 run_example() {
     title=$1
     case $2 in
@@ -39,7 +39,7 @@ run_example() {
     check "$title" sh -c "$compile && exec \"\$@\"" sh "$build/$1" $(example_arguments "$1" "$2")
 }
 
-# Without the implementation, whose includes would serve the example, too.
+# Compiles without the implementation: its #includes would hide one that the example lacks.
 includes_what_it_uses() {
     # shellcheck disable=SC2086  # a list of flags
     "$CC" -Wall -Wextra -Werror -I. $DECLARATIONS_ONLY -fsyntax-only "$1"

@@ -1,11 +1,11 @@
 #!/bin/sh
 # shellcheck disable=SC2317,SC2086,SC2016  # check calls functions; lists of flags and numbers; programs for other shells
-# Tests communicators over MPI, whose ranks are processes: under Open MPI's mpirun, through shared memory and through TCP, also
-# between two machines made of network namespaces; ranks that die, stand still, sleep, leave or fail.
+# Tests communicators over MPI, whose ranks are processes: under Open MPI's mpirun, through shared memory and TCP, also
+# between two machines made of network namespaces; and with ranks that are killed, stopped, sleep, return or fail.
 #
 #   sh tests/mpi.sh [PART...]      one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: builds (which the others need), all_tests, sanitizers, training, faults, two_machines; default: all of them.
+# Parts: builds (needed by the others), all_tests, sanitizers, training, faults, two_machines; default: all of them.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -18,7 +18,8 @@ build=$(cd "$build" && pwd)
 check_log=$build/check-${1:-all}.log check_lines=40
 warnings="-Wall -Wextra -Wpedantic -Wconversion -Werror"
 tcp="--mca btl tcp,self"
-# As root, and with more ranks than cores; ranks are not bound, or those of two jobs would share a core.
+# Allows Open MPI to run as root and with more ranks than cores. Ranks are not bound: those of two jobs would share
+# cores.
 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
 export OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM OMPI_MCA_rmaps_base_oversubscribe \
@@ -26,7 +27,7 @@ export OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM OMPI_MCA_rmaps_base
 
 # ---- building ------------------------------------------------------------------------------------------------------
 
-# mpi.h is not ours to be free of warnings
+# mpi.h may have warnings
 mpi_flags() { for folder in $(mpicc --showme:incdirs); do echo "-isystem $folder"; done; }
 
 # program NAME SOURCE FLAGS...
@@ -37,7 +38,7 @@ program() {
     "$CC" -g "$@" $warnings -I. -Itests $(mpi_flags) "$source" -o "$build/$name" $(mpicc --showme:link) -lm -lpthread
 }
 
-# The implementation, by compiler $1, as language $2, in standard $3, with mpi.h from the folders of flags $4
+# dialect COMPILER LANGUAGE STANDARD FLAGS: compiles the implementation; FLAGS name the folders of mpi.h
 dialect() {
     printf '#define MT_USE_MPI\n#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/dialect.c"
     # shellcheck disable=SC2086
@@ -94,7 +95,7 @@ tests_over() {
     check "large messages, grids, many groups and worlds, their ends, over $1" run 200 4 "$2" "$build/test_mpi"
 }
 
-# Leaks of memory that our code, not MPI, asked for; but two tests leave it to MPI on purpose.
+# Prints leaks of memory that the library, not MPI, allocated. Two tests leave memory to MPI on purpose.
 our_leaks() {
     awk '/ leak of / { block = ""; ours = meant = 0; inside = 1 }
         inside { block = block "\n" $0 }
@@ -103,7 +104,8 @@ our_leaks() {
         /^ *$/ { if (inside && ours && !meant) print block; inside = 0 }' "$1"
 }
 
-# sanitized PROGRAM RANKS. What breaks may leave memory to MPI, see mt_comm_create_mpi; so leaks are looked at separately.
+# sanitized PROGRAM RANKS: leaks are checked separately, because a broken communicator may leave memory to MPI (see
+# mt_comm_create_mpi)
 sanitized() {
     # shellcheck disable=SC2086
     program "$1_asan" "tests/mpi/$1.c" -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
@@ -119,7 +121,7 @@ no_leak() { grep -q 'PASSED' "$build/$1_asan.log" && our_leaks "$build/$1_asan.l
 
 small="--steps 10 --hidden 64 --layers 2 --seq 32 --batch 4 --eval-interval 5 --sample 10"
 
-# What a log holds besides the speed.
+# A log without its speed.
 losses() { cut -d, -f1,2,3,5,6 "$1"; }
 
 # same_losses RANKS FLAGS...
@@ -132,13 +134,13 @@ same_losses() {
         run 100 "$ranks" "" "$build/train_gpt" $small "$@" --log "$build/processes.csv" >"$build/processes.out" || return 1
     [ "$(wc -l <"$build/threads.csv")" -gt 10 ] && losses "$build/threads.csv" >"$build/threads.losses" &&
         losses "$build/processes.csv" | cmp - "$build/threads.losses" || return 1
-    # rank 0 prints what threads print, and nobody else prints anything
+    # rank 0 prints what the threads print, and the other ranks print nothing
     grep -v 'tokens/s' "$build/threads.out" >"$build/threads.text"
     grep -v 'tokens/s' "$build/processes.out" | cmp - "$build/threads.text"
 }
 
-# told_otherwise RANKS VALUES SPLIT FLAGS...: rank 1 has FLAGS, the others have not. The sentence of each rank has VALUES;
-# no step is done and nothing is written.
+# told_otherwise RANKS VALUES SPLIT FLAGS...: only rank 1 has FLAGS. The message of each rank must contain VALUES; no
+# step is run and nothing is written.
 told_otherwise() {
     ranks=$1 values=$2 split=$3
     shift 3
@@ -164,7 +166,8 @@ told_by_flags() {
         told_otherwise 2 '--tp is 2 on rank 0, but 1 on rank 1 of' "--tp 2" --tp 1 --dp 2
 }
 
-# The same number of bytes, one of which differs; and the same bytes by another path, beside other things that may differ.
+# A file of the same size that differs in one byte is refused. The same file by another path is accepted, and so are
+# other settings that may differ.
 told_by_data() {
     sed 's/megatron/Megatron/' README.md >"$build/other.md"
     told_otherwise 2 '--data is [0-9]* tokens with hash [0-9a-f]* on rank 0, but [0-9]* tokens with hash' "--tp 1 --dp 2" \
@@ -176,7 +179,7 @@ told_by_data() {
 
 # ---- faults --------------------------------------------------------------------------------------------------------
 
-recovery="--enable-recovery --mca orte_abort_on_non_zero_status 0" # are not killed by mpirun, and live to tell
+recovery="--enable-recovery --mca orte_abort_on_non_zero_status 0" # mpirun does not kill the survivors
 
 # faulty FAULT CALL OPTIONS: rank 2 of 4 has the fault
 faulty() {
@@ -186,7 +189,7 @@ faulty() {
     echo "mpirun exits with $?" >>"$log") &
 }
 
-# told FAULT CALL RANK SENTENCE: that rank said this, and it exited with 1, or mpirun did and ended it
+# told FAULT CALL RANK MESSAGE: expects this message from the rank, and its exit status 1, or mpirun's, which ended it
 told() {
     log=$build/faulty-$1-$2.log
     grep -q "^rank $3 of 4: $4" "$log" && grep -q -e "^rank $3 exits with 1" -e "^mpirun exits with 1$" "$log" && return 0
@@ -201,7 +204,7 @@ all_told() { # FAULT CALL SENTENCE
     told "$1" "$2" 0 "$3" && told "$1" "$2" 1 "$3" && told "$1" "$2" 3 "$3"
 }
 
-# Several jobs at once: they wait most of the time.
+# Runs several jobs at once, because they wait most of the time.
 start_faults() {
     faulty kill all_reduce "$recovery"
     faulty kill large "$recovery"
@@ -217,13 +220,13 @@ start_faults() {
     wait
 }
 
-group_told() { # the ranks of the other group wait for it at the end
+group_told() { # the ranks of the other group wait for rank 2 at the end
     told kill group 0 'MT_ERR_TIMEOUT: all_reduce(count 100, f32, sum) on "even" (2 ranks): waited 2.00 s for rank 1' &&
         told kill group 1 'MT_ERR_TIMEOUT: waited [2-9][.0-9]* s at the end for rank \(0, \)*2' &&
         told kill group 3 'MT_ERR_TIMEOUT: waited [2-9][.0-9]* s at the end for rank \(0, \)*2'
 }
 
-ring_told() { # only its neighbours wait for it; the first of them whose time is over tells the others
+ring_told() { # only the neighbours wait for rank 2; the first one that times out informs the others
     told kill ring 1 'MT_ERR_[TP].*: send_recv(count 9000 to rank [02], count 9000 from rank [02]' &&
         told kill ring 3 'MT_ERR_[TP].*: send_recv(' && told kill ring 0 'MT_ERR_[TP].*: send_recv('
 }
@@ -233,13 +236,13 @@ failed_told() {
     all_told fail broadcast "MT_ERR_PEER: broadcast.*$cause" && told fail broadcast 2 "MT_ERR_DATA: loss is 17"
 }
 
-# Without these options mpirun ends the job when a rank dies by a signal, long before the timeout.
+# Without these options, mpirun ends the job when a signal kills a rank, long before the timeout.
 mpirun_ends() {
     start=$(now)
     ! run 40 4 "" "$build/faulty" kill 2 all_reduce 50 && [ $(($(now) - start)) -lt 30000 ]
 }
 
-# A trainer whose rank 1 is killed from outside, at any moment.
+# Rank 1 of a training run is killed from outside at any time.
 killed_trainer() {
     rm -f "$build/pid"
     (sleep 4; [ -s "$build/pid" ] && kill -9 "$(cat "$build/pid")") &
@@ -254,17 +257,18 @@ killed_trainer() {
     return 1
 }
 
-# As it is killed again and again, the run has more steps than it does in that time.
+# The run has more steps than it can do before the last kill.
 long_run="--data README.md --tp 2 --pp 2 --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 200 --warmup 4 --dropout 0.1
     --sample 0 --eval-interval 0 --timeout 1"
 
-# The victim writes who it is; the others, how they end.
+# The victim writes its process id, the other ranks their exit status.
 # shellcheck disable=SC2016
 lives='victim=$1; shift; [ "$OMPI_COMM_WORLD_RANK" != "$victim" ] || { echo $$ >"$0"; exec "$@"; }
     "$@"; echo "rank $OMPI_COMM_WORLD_RANK exits with $?"'
 
-# interrupted NAME VICTIM DELAY: the run goes on from its checkpoint, and so long after it has begun that rank dies. Sets
-# survivors to how many others say why they end, with an exit code that is not 0; it is 0 when the run was done.
+# interrupted NAME VICTIM DELAY: resumes the run from its checkpoint, and kills the victim DELAY seconds after its
+# start. Sets survivors to the number of ranks that report an error and exit with a status that is not 0; 0 if the run
+# was done.
 interrupted() {
     log=$build/$1.log pid=$build/$1.pid tries=0
     rm -f "$pid"
@@ -290,7 +294,7 @@ interrupted() {
     return 1
 }
 
-# killed_5_times NAME VICTIM: one rank after the other, mostly in a save, since it saves after each step
+# killed_5_times NAME VICTIM: kills one rank after the other, mostly in a save, because the run saves after each step
 killed_5_times() {
     kills=0 seed=$(date +%s)$2
     echo "seed $seed"
@@ -298,7 +302,7 @@ killed_5_times() {
     while [ $kills -lt 5 ]; do
         interrupted "$1" $((($2 + kills) % 4)) \
             "$(awk -v seed="$seed" -v n=$kills 'BEGIN { srand(seed + 7919 * n); print 0.3 * rand() }')" || return 1
-        [ "$survivors" != 0 ] || break # a fast machine
+        [ "$survivors" != 0 ] || break # a fast machine: the run was done
         kills=$((kills + 1))
     done
     echo "$kills kills"
@@ -306,7 +310,7 @@ killed_5_times() {
         diff -r "$build/whole/step-00000200" "$build/$1/step-00000200"
 }
 
-# Two runs at once, which wait most of the time; the last checkpoint is that of a run that was not interrupted.
+# Two runs at once, because they wait most of the time. The last checkpoint is that of an uninterrupted run.
 resumed_after_kills() {
     rm -rf "$build/whole"
     run 100 4 "" "$build/train_gpt" $long_run --checkpoint "$build/whole" >/dev/null || return 1
@@ -344,7 +348,7 @@ near=mtn$$a far=mtn$$b
 trap 'ip netns del $near 2>/dev/null; ip netns del $far 2>/dev/null' EXIT
 trap 'exit 1' HUP INT TERM
 
-# Prints why there are none.
+# Creates two machines, or prints why this is not possible.
 machines() {
     [ "$(id -u)" = 0 ] || { echo "not root"; return 1; }
     if ! have_command ip || ! have_command unshare; then
@@ -358,7 +362,8 @@ machines() {
     ip -n $far link show dev veth0 up >/dev/null 2>&1
 }
 
-# between RANKS PROGRAM ARGUMENTS...: half of them on either; mpirun starts its daemon there as it would by ssh
+# between RANKS PROGRAM ARGUMENTS...: runs half of the ranks on each machine; mpirun starts its daemon as it would by
+# ssh
 between() {
     ranks=$1
     shift
@@ -372,7 +377,7 @@ between() {
         --host 10.99.7.1:$((ranks / 2)),10.99.7.2:$((ranks / 2)) -n "$ranks" "$@"
 }
 
-# Two ranks on either machine, as their names say.
+# Checks by the host names that each machine has two ranks.
 spread() {
     between 4 sh -c 'echo "$(hostname)"; exec "$@"' sh "$build/faulty" none 0 large 20 >"$build/spread.log" 2>&1 || return 1
     [ "$(grep -c '^near$' "$build/spread.log")" = 2 ] && [ "$(grep -c '^far$' "$build/spread.log")" = 2 ]
@@ -386,9 +391,10 @@ trains_between() {
     losses "$build/processes.csv" | cmp - "$build/threads.losses"
 }
 
-# The cable is cut while ranks talk.
+# Interrupts the connection while ranks communicate.
 cut_cable() {
-    (sleep 3; ip -n $far link set veth0 down; sleep 7; ip -n $far link set veth0 up) & # mpirun waits for its own daemon
+    # mpirun needs it at the end, to reach its daemon
+    (sleep 3; ip -n $far link set veth0 down; sleep 7; ip -n $far link set veth0 up) &
     between 4 "$build/train_gpt" --tp 4 --steps 1000000 --eval-interval 0 --timeout 2 >"$build/cut.log" 2>&1
     code=$?
     wait

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs the package, and uses it in projects of somebody else's, in each of the ways there are.
+# Installs the package and uses it in other projects, in each supported way.
 #
 #   sh tests/package.sh      one line per check, closing line "N passed, N failed, N skipped"
 set -u
@@ -13,7 +13,7 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log
 
-# The header's version, which is the package's.
+# The version of the header, which is that of the package.
 version() { sed -n 's/^#define MT_VERSION "\(.*\)"/\1/p' mt_comm.h; }
 
 install_package() {
@@ -23,7 +23,7 @@ install_package() {
         -DMEGATRON_BUILD_BENCH=OFF -DCMAKE_C_COMPILER="$CC" && cmake --build "$build/install" --target install
 }
 
-# A project of somebody else's, in C and in C++.
+# Another project, in C and in C++.
 consume_with_cmake() {
     rm -rf "${build:?}/$1"
     cmake -S tests/package -B "$build/$1" -G "Unix Makefiles" -DMT_HOW="$1" -DMT_SOURCE="$PWD" -DMT_VERSION="$(version)" \
@@ -44,7 +44,7 @@ consume_with_pkg_config() {
             $(pkg-config --libs megatron) && "$build/use_cpp"
 }
 
-# A program that was compiled with the headers of another version is refused, with both versions.
+# A program that was compiled with headers of another version gets an error that names both versions.
 refuse_another_version() {
     rm -rf "$build/other" && mkdir "$build/other" && cp ./*.h ./*.cuh "$build/other" || return 1
     sed 's/^#define MT_VERSION_PATCH .*/#define MT_VERSION_PATCH 987/' mt_comm.h >"$build/other/mt_comm.h"

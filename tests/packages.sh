@@ -1,16 +1,16 @@
 # shellcheck shell=sh
-# Read by tests/run.sh and examples/train.sh: what is on this machine, and how what is missing gets there.
+# Read by tests/run.sh and examples/train.sh: finds what is installed on this machine, and installs what is missing.
 #
-#   MT_TEST_WITHOUT="cmake dnnl openblas openmpi clang nvcc ..."   behave as if these were not there, and could not be had
-#   MT_INSTALL=no                                                 install nothing, only say what is missing
+#   MT_TEST_WITHOUT="cmake dnnl openblas openmpi clang nvcc ..."   treat these as missing and not installable
+#   MT_INSTALL=no                                                 install nothing, only report what is missing
 
-# For programs that are linked to the implementation, though they ask for one of their own.
+# For programs that define MEGATRON_IMPLEMENTATION, but are linked to another build of the implementation.
 DECLARATIONS_ONLY="-DMEGATRON_IMPLEMENTED -DMT_PARALLEL_IMPLEMENTED -DMT_KERNELS_IMPLEMENTED -DMT_COMM_IMPLEMENTED"
 
 CC=${CC:-cc}
 CXX=${CXX:-c++}
 
-# Is $1 meant to be absent?
+# Does MT_TEST_WITHOUT hide $1?
 hidden() {
     case " ${MT_TEST_WITHOUT:-} " in
     *" $1 "*) return 0 ;;
@@ -27,7 +27,7 @@ have_library() {
         'int main(void) { return 0; }' | "$CC" -x c - -o /dev/null "-l$3" 2>/dev/null
 }
 
-# Is package $1, by its Debian and Ubuntu name, there in effect?
+# Is the package $1 (its Debian and Ubuntu name), or an equivalent, installed?
 have_package() {
     case $1 in
     build-essential) have_command "$CC" && have_command "$CXX" && have_command make && have_library libc stdio.h m ;;
@@ -40,7 +40,7 @@ have_package() {
     esac
 }
 
-# Prints the flags of the fastest GEMM library that is here; none: the built-in GEMM.
+# Prints the flags of the fastest GEMM library that is installed; nothing: the built-in GEMM.
 fastest_gemm() {
     if have_package libdnnl-dev; then
         echo "-DMT_USE_ONEDNN -ldnnl"
@@ -55,7 +55,7 @@ missing_packages() {
     done
 }
 
-# Prints how to become root without being asked anything ("" when we are); fails where that cannot be done.
+# Prints the command prefix that gives root without a prompt ("" for root itself). Fails where there is none.
 as_root() {
     if [ "$(id -u)" = 0 ]; then
         return 0
@@ -63,13 +63,13 @@ as_root() {
     sudo -n true 2>/dev/null && echo "sudo -n"
 }
 
-# A package may have no counterpart on an older release: then the others are still installed.
+# An older release may lack a package: the others are still installed.
 apt_install() {
     root=$1
     shift
     apt_get="$root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y"
     echo "Installing: $*"
-    # The lists of a fresh machine are empty, those of an old one name files that are gone.
+    # Package lists are empty on a fresh machine, and may name deleted files on an old one.
     $apt_get update >/dev/null || echo "apt-get update failed; trying with the package lists that are here"
     $apt_get install --no-install-recommends "$@" >/dev/null </dev/null && return 0
     for package in "$@"; do
@@ -77,7 +77,7 @@ apt_install() {
     done
 }
 
-# Installs those of the packages that are missing, where that is allowed; says what to install where it is not.
+# Installs the missing packages if it is allowed to. Otherwise prints what to install.
 ensure_packages() {
     wanted=
     for package in $(missing_packages "$@"); do
@@ -94,7 +94,7 @@ ensure_packages() {
     fi
 }
 
-# What MT_TEST_WITHOUT hides is not installed either.
+# Packages that MT_TEST_WITHOUT hides are not installed.
 hidden_package() {
     case $1 in
     libdnnl-dev) hidden dnnl ;;
@@ -105,11 +105,12 @@ hidden_package() {
     esac
 }
 
-# nvcc_fast [NVCC]: prints the flag with which nvcc compiles kernels fastest, if it knows it: for what is built and not run.
+# nvcc_fast [NVCC]: prints nvcc's flag for the fastest compilation of kernels, if there is one: for programs that are
+# not run
 nvcc_fast() { "${1:-nvcc}" --help | grep -q -e --Ofast-compile && echo -Ofc=max; }
 
-# need_gpu FOLDER WORDS: prints which GPU is here. Without one, or without nvcc, it says so and WORDS, and ends the script with 77.
-# The probe, built in FOLDER, has no kernels: only the host's compiler runs.
+# need_gpu FOLDER WORDS: prints the GPU of this machine. Without a GPU or without nvcc, prints this and WORDS, and ends
+# the script with status 77. The probe, built in FOLDER, has no kernels, so only the host compiler runs.
 need_gpu() {
     have_command nvcc || { echo "no GPU: nvcc is not here to build for one; $2"; exit 77; }
     cat >"$1/probe.cpp" <<'END'

@@ -1,31 +1,32 @@
 #!/bin/sh
-# Whether the tests catch what they once caught: bugs are planted into a copy of the headers, one at a time, and for
-# each the test that is meant to catch it has to fail.
+# Tests the tests: plants known bugs into a copy of the headers, one at a time. For each bug, the test that is meant to
+# find it must fail.
 #
-#   sh tests/planted.sh [-v] [LIST...]     LIST: tests/planted/LIST.txt, all of them by default; -v: a line for each bug
+#   sh tests/planted.sh [-v] [LIST...]     LIST: tests/planted/LIST.txt, by default all of them; -v: a line for each bug
 #
-# A bug that nobody catches is a failure, and so is one whose old text is no longer there: then a change of the library
-# has to be followed in the list. A list is plain text:
+# A bug that is not found is a failure. So is a bug whose old text is no longer in the headers: after a change of the
+# library, adapt the list. A list is plain text:
 #
 #   bug  what is wrong, in a few words
-#   run  test_parallel                     the program that has to fail: tests/test_parallel.c, or .cu on the engine
-#   case test_row_parallel                 part of the names of its test cases that run; without this line all of them
-#   in   mti_row_forward                   the function or structure with the old text, where that is not unique
-#   -    y = x + bias;                     the old text, which is there once in all four headers
-#   +    y = x;                            what it becomes; without this line nothing
+#   run  test_parallel                     the program that must fail: tests/test_parallel.c, or .cu on the engine
+#   case test_row_parallel                 part of the names of the test cases to run; without this line all of them
+#   in   mti_row_forward                   the function or structure with the old text, if the text is not unique
+#   -    y = x + bias;                     the old text, which must occur exactly once in the four headers
+#   +    y = x;                            the new text; without this line it is empty
 #
-# Any white space stands for any other and for comments, and several lines of - or + follow each other. An old text that
-# ends in ; or } is a statement: it becomes `if (planted) { new } else { old }`. Any other one is an expression:
-# `(planted ? (new) : (old))`. Where neither fits, the new text holds the word PLANTED, which is 1 for this bug and 0
-# for the others, and replaces the old text as it is. So all bugs are compiled at once, and MT_PLANTED=NUMBER in the
-# environment says which of them is there.
+# White space in the old text matches any white space and comments. Several lines of - or + are joined. An old text that
+# ends in ; or } is a statement: it becomes `if (planted) { new } else { old }`. Any other old text is an expression: it
+# becomes `(planted ? (new) : (old))`. Where neither fits, use the word PLANTED in the new text: it is 1 for this bug
+# and 0 for the others, and the new text replaces the old text as it is. So all bugs are compiled at once, and
+# MT_PLANTED=NUMBER in the environment selects one of them.
 #
-# Before the program's name may stand settings (MTE_STREAMS=lazy test_cuda_nccl) and a build: asan/test_safetensors with
-# the address and undefined behaviour sanitizers, checked/test_cuda with the engine's checker. Instead of `run`, `split`
-# and `line` ask the hash log: train_gpt on one rank and with the flags of `split` must first differ in `line`.
+# Settings may precede the program's name (run MTE_STREAMS=lazy test_cuda_nccl), and so may a build:
+# asan/test_safetensors is built with the address and undefined behaviour sanitizers, checked/test_cuda with the
+# engine's checker. Instead of `run`, `split` and `line` use the hash log: the logs of train_gpt on one rank and with
+# the flags of `split` must first differ in `line`.
 #
-# Each program must pass without a bug. With one it has MT_PLANTED_LIMIT seconds (20), and at least four times as long
-# as without, to fail; not to end by then is failing, too.
+# Each program must pass without a bug. With a bug it must fail within MT_PLANTED_LIMIT seconds (20), or four times its
+# time without a bug if this is longer; a timeout counts as a failure, too.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -75,7 +76,7 @@ cpu_program() {
     "$CC" $1 "$work/$2.o" ${3:-} -o "$work/$2" -lm -lpthread
 }
 
-# Those that use nothing private are linked to one build of the implementation.
+# Programs that use nothing private are linked to one build of the implementation.
 build_cpu() {
     case $1 in
     asan/*) cpu_program "-O1 -g $sanitize" "$1" ;;
@@ -119,7 +120,7 @@ build_program() {
     if on_the_engine "$1"; then build_on_the_engine "$1"; else build_cpu "$1"; fi >"$work/$1.log" 2>&1
 }
 
-# What they need, then the programs, as many at a time as there are cores.
+# Builds what the programs need, then the programs, as many at a time as there are cores.
 build_all() {
     mkdir -p "$work/asan" "$work/fast" "$work/checked"
     while read -r program; do
@@ -143,13 +144,13 @@ build_all() {
 
 # ---- running -------------------------------------------------------------------------------------------------------
 
-# What a program with a bug may take: more than it does without, however busy the machine is.
+# The time limit of a program with a bug: more than its time without, in case the machine is busy.
 seconds_for() {
     awk -F "$tab" -v key="$1 $2 $3" -v least="$limit" '$1 == key { t = 4 * $2 }
         END { print (t > least ? t : least) }' "$work/seconds"
 }
 
-# run_with NUMBER SECONDS PROGRAM SETTINGS CASE: its status; 124 or 137 when it did not end
+# run_with NUMBER SECONDS PROGRAM SETTINGS CASE: returns its status; 124 or 137: it timed out
 run_with() {
     settings=$4
     [ "$settings" != - ] || settings=
@@ -164,13 +165,14 @@ train() {
     MT_PLANTED=$1 timeout -k 2 "$limit" "$work/train_gpt" $model $3 --hash-log "$2" >"$work/run.$1" 2>&1 </dev/null
 }
 
-# first_difference NUMBER SPLIT: the first line of one rank's log that the split does not have, without the hash
+# first_difference NUMBER SPLIT: prints the first line, without its hash, of one rank's log that the log of the split
+# lacks
 first_difference() {
     train "$1" "$work/one.$1" "--tp 1" && train "$1" "$work/split.$1" "$2" || return 1
     diff "$work/one.$1" "$work/split.$1" | sed -n 's/^< \([0-9]* [^ ]*\) .*/\1/p' | head -n 1
 }
 
-# how_found NUMBER PROGRAM SETTINGS CASE LINE SPLIT: prints how, or fails and prints why not
+# how_found NUMBER PROGRAM SETTINGS CASE LINE SPLIT: prints how the bug was found, or fails and prints why it was not
 how_found() {
     if [ "$5" != - ]; then
         found=$(first_difference "$1" "$6") || { echo "train_gpt failed: $(tail -n 1 "$work/run.$1")"; return 1; }
@@ -188,7 +190,7 @@ how_found() {
     esac
 }
 
-# The bugs of a lane, whose numbers are those of the lane modulo the number of lanes.
+# Tries the bugs of one lane: those whose number modulo the number of lanes is its argument.
 try_lane() {
     while IFS=$tab read -r number list title program settings case line split; do
         [ $((number % jobs)) -eq "$1" ] || continue
@@ -199,7 +201,7 @@ try_lane() {
     done <"$work/bugs"
 }
 
-# pass PROGRAM SETTINGS CASE: without a bug
+# pass PROGRAM SETTINGS CASE: runs a program without a bug, which must pass
 pass() {
     run_with 0 $((10 * limit)) "$1" "$2" "$3"
     code=$?
@@ -212,7 +214,7 @@ no_difference() { [ -z "$(first_difference 0 "$1")" ]; }
 
 # ---- everything ----------------------------------------------------------------------------------------------------
 
-# Keeps, of the bugs, those that can be tried here.
+# Keeps only the bugs that can be tried on this machine.
 leave_engine_out() {
     while IFS=$tab read -r number list title program rest; do
         if [ "$number" = 0 ] || ! on_the_engine "$program"; then
@@ -227,7 +229,7 @@ leave_engine_out() {
     mv "$work/bugs.here" "$work/bugs"
 }
 
-# The line of a list, those of its bugs that were not found, and with -v the others.
+# Prints the line of a list, the bugs that were not found, and with -v the others.
 report_list() {
     missed=$(awk -F "$tab" -v list="$1" '$1 == list && $2 == "FAIL"' "$work/outcomes" | wc -l)
     found=$(awk -F "$tab" -v list="$1" '$1 == list && $2 == "ok"' "$work/outcomes" | wc -l)

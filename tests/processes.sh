@@ -1,22 +1,22 @@
 #!/bin/sh
-# train_gpt as processes that meet over NCCL, started with the environment of torchrun, on as many machines as NCCL is told.
+# Tests train_gpt as processes over NCCL, started with the environment of torchrun, on as many machines as NCCL sees.
 #
 #   sh tests/processes.sh PROGRAM FOLDER [FLAGS...]
 #
-# PROGRAM is examples/train_gpt.c built for GPUs with MT_USE_NCCL, or for the engine, of which tests/cuda.sh makes one. Checked:
-# the losses are to the last digit those of the same number of threads; only rank 0 prints and writes; when a rank is killed or
-# stopped, every other one ends within the timeout, with one sentence and an exit status that is not 0; and what goes on from the
-# last checkpoint has the bits of a run that lost nobody. Logs go to FOLDER.
+# PROGRAM is examples/train_gpt.c with MT_USE_NCCL, built for GPUs or by tests/cuda.sh for the engine. It checks that
+# losses are those of the same number of threads, to the last digit; that only rank 0 prints and writes; that when a
+# rank is killed or stopped, every other one ends within the timeout with one message and an exit status that is not 0;
+# and that a run resumed from the last checkpoint has the bits of an uninterrupted run. Logs go to FOLDER.
 set -u
 program=$1 out=$2
 shift 2
 ranks=4
-port=$((20000 + $$ % 12000)) # below those that the system hands out
+port=$((20000 + $$ % 12000)) # below the ports that the system assigns
 mkdir -p "$out" || exit 1
 
 pid() { eval "echo \${pid_$1:-}"; }
 
-# Those of `start` that have not been waited for.
+# Kills the processes that `start` has started and that have not ended.
 end_all() {
     for rank in 0 1 2 3; do
         [ -z "$(pid $rank)" ] || kill -s KILL "$(pid $rank)" 2>/dev/null
@@ -26,7 +26,7 @@ end_all() {
 trap 'exit 1' HUP INT TERM
 trap end_all EXIT
 
-# ends RANK: waits for it, and has its exit status
+# ends RANK: waits for the rank and returns its exit status
 ends() {
     process=$(pid "$1")
     eval "pid_$1="
@@ -57,7 +57,7 @@ start() {
     done
 }
 
-# threads FLAGS...: what is expected of processes
+# threads FLAGS...: runs with threads, to get the expected results of the processes
 threads() {
     rm -f "$out/threads.csv"
     "$program" --device cuda --tp 2 --dp 2 "$@" --log "$out/threads.csv" >"$out/threads.out" 2>&1 ||
@@ -65,11 +65,11 @@ threads() {
 }
 
 same_losses() {
-    cut -d , -f 1-3,5- "$out/threads.csv" >"$out/expected.csv" # all but the tokens per second
+    cut -d , -f 1-3,5- "$out/threads.csv" >"$out/expected.csv" # without the tokens per second
     cut -d , -f 1-3,5- "$out/$1.csv" | cmp -s - "$out/expected.csv" || fail "$1: other losses" "$out/expected.csv" "$out/$1.csv"
 }
 
-# What every rank says, if one fails: the first to end is seldom the one to blame.
+# Waits for all ranks. If one fails, prints the messages of every rank: the first to end is seldom the cause.
 all_succeed() {
     bad=
     for rank in 0 1 2 3; do
@@ -93,13 +93,14 @@ trains() {
 
 now() { date +%s; }
 
-# says NAME RANK SIGNAL: one sentence, of the rank, that names a collective and its communicator; who is killed is seen at once
+# says NAME RANK SIGNAL: expects one message, of this rank, that names a collective and its communicator; a killed rank
+# is detected at once, a stopped one may cause a timeout
 says() {
     [ "$(wc -l <"$out/$1.err")" -eq 1 ] && grep -q "^rank $2 of $ranks: MT_ERR_[A-Z]*: [a-z_]*.* on \"" "$out/$1.err" || return 1
     grep -q 'MT_ERR_PEER' "$out/$1.err" || { [ "$3" = STOP ] && grep -q 'MT_ERR_TIMEOUT' "$out/$1.err"; }
 }
 
-# lost SIGNAL VICTIM: what the others do about it
+# lost SIGNAL VICTIM: sends the signal, and checks the other ranks
 lost() {
     kill -s "$1" "$(pid "$2")"
     begin=$(now)
@@ -114,7 +115,7 @@ lost() {
     echo "$name: $took s; $(cat "$out/$name".*.err | head -n 1)"
 }
 
-# until_there COMMAND...: waits until it succeeds
+# until_there COMMAND...: repeats the command until it succeeds
 until_there() {
     tries=0
     until "$@"; do
@@ -124,7 +125,7 @@ until_there() {
     done
 }
 
-# loses SIGNAL VICTIM FLAGS...: in the middle of a long run
+# loses SIGNAL VICTIM FLAGS...: loses a rank in the middle of a long run
 loses() {
     signal=$1 victim=$2
     shift 2
@@ -133,7 +134,7 @@ loses() {
     lost "$signal" "$victim"
 }
 
-# resumes VICTIM FLAGS...: a run that loses that rank goes on, and ends with the files of one that did not
+# resumes VICTIM FLAGS...: a run that loses this rank is resumed, and must end with the files of an uninterrupted run
 resumes() {
     victim=$1
     shift

@@ -1,16 +1,16 @@
 # shellcheck shell=sh disable=SC2034
-# Read by tests/run.sh, the scripts beside it and .ci/run: one line per thing tested, and the totals.
+# Read by tests/run.sh, the scripts beside it and .ci/run: prints one line per check, and the totals.
 
 LC_ALL=C
 export LC_ALL
 passed=0 failed=0 skipped=0
-check_log=/dev/null # a file, for check
-left_out= # what was skipped and need not be, a line each
+check_log=/dev/null # the log of `check`; must be a file
+left_out= # skipped checks that could have run with more packages, one per line
 
-# Is the full matrix asked for, not only everything once?
+# Is the full matrix requested (MT_TEST_ALL=1)?
 in_full() { [ "${MT_TEST_ALL:-0}" = 1 ]; }
 
-# Milliseconds since some moment; whole seconds where date knows no better.
+# A clock in milliseconds; in whole seconds where date has no %N.
 now() {
     t=$(date +%s%3N)
     case $t in
@@ -27,7 +27,7 @@ line() {
 
 show_log() { sed 's/^/        /' "$1"; }
 
-# Of a long log, how it begins and how it ends.
+# show_ends FILE: prints a log; of a long one, only the beginning and the end
 show_ends() {
     lines=$(wc -l <"$1") most=${check_lines:-200}
     if [ "$lines" -le "$most" ]; then
@@ -39,7 +39,7 @@ show_ends() {
     fi
 }
 
-# check TITLE COMMAND...: the command fails and prints what is wrong, or it passes
+# check TITLE COMMAND...: runs the command. When it fails, prints its output.
 check() {
     title=$1 check_start=$(now)
     shift
@@ -53,10 +53,10 @@ check() {
     [ $outcome = ok ] || show_ends "$check_log"
 }
 
-# Reads what is wrong, passes it on, and fails when there was anything.
+# Copies its input, which is a list of errors, and fails if there was any.
 fail_on_output() { awk '{ print } END { exit NR > 0 }'; }
 
-# Something that was not there to be tested, which --strict does not accept ...
+# leave_out TITLE: reports a check that could not run because something is missing; --strict does not accept it
 leave_out() {
     skipped=$((skipped + 1))
     printf '  skip  %s\n' "$1"
@@ -64,13 +64,13 @@ leave_out() {
 "
 }
 
-# ... and something that nobody is expected to have.
+# skip TITLE: reports a check that is not expected to run on every machine
 skip() {
     skipped=$((skipped + 1))
     printf '  skip  %s (not a failure, also with --strict)\n' "$1"
 }
 
-# tally FILE: adds what a script wrote into it; without a closing line it did not finish
+# tally FILE: adds the totals of a script's output; without a closing line, the script did not finish
 tally() {
     totals=$(sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p' "$1" | tail -n 1)
     # shellcheck disable=SC2086  # three numbers

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds and runs the tests: installs what is missing, and has CTest do the rest. See usage below and tests/README.md.
+# Builds and runs the tests: installs what is missing, then runs CTest. See usage below and tests/README.md.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -43,7 +43,8 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 export CC CXX
 
-# What is hidden from us is hidden from CMake, too: a path that is OFF is not searched for. -U forgets an earlier run.
+# Hides from CMake what MT_TEST_WITHOUT hides: CMake does not search for a path that is OFF. -U removes the result of an
+# earlier run.
 cmake_options() {
     for pair in libdnnl-dev:ONEDNN libopenblas-dev:CBLAS; do
         variable=MEGATRON_${pair#*:}_INCLUDE
@@ -53,7 +54,7 @@ cmake_options() {
 }
 
 with_cmake() {
-    rm -rf "$build"/tests/test_* "$build/engine" # or a program that no longer builds would pass
+    rm -rf "$build"/tests/test_* "$build/engine" # otherwise a program that no longer builds would pass
     # shellcheck disable=SC2046  # a list of options
     cmake -S . -B "$build" -G "Unix Makefiles" -DCMAKE_C_COMPILER="$CC" -DMEGATRON_TEST_ALL=$all \
         -DMEGATRON_BUILD_EXAMPLES=OFF -DMEGATRON_BUILD_BENCH=$all $(cmake_options) >"$build/configure.log" 2>&1 ||
@@ -68,7 +69,7 @@ with_cmake() {
     [ $code -eq 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
 }
 
-# Counts the cases of harness and scripts, lists what was skipped, and prints the tests that took longest.
+# Counts the cases of test programs and scripts, lists what was skipped, and prints the tests that took longest.
 summary() {
     awk -f tests/summary.awk "$1" >"$build/summary" || failed=$((failed + 1))
     tally "$build/summary"
@@ -77,7 +78,7 @@ summary() {
     sed -n 's/^time: //p' "$build/summary" | sort -rn | head -n 20
 }
 
-# Where there is no CMake: the programs alone, one after the other.
+# Without CMake: builds and runs only the test programs, one after the other.
 with_cc() {
     echo "CMake and make: not here, $CC alone builds the test programs, and nothing else is tested" >"$build/left_out"
     for source in tests/test_*.c; do
@@ -100,7 +101,7 @@ if have_command cmake && have_command make; then with_cmake; else with_cc; fi
 if [ -s "$build/left_out" ]; then
     echo "Left out$([ "$strict" = 0 ] || echo ", which is a failure with --strict"):"
     sed 's/^/  /' "$build/left_out"
-    skipped=$((skipped + $(grep -vc '^in ' "$build/left_out"))) # those in tests are counted
+    skipped=$((skipped + $(grep -vc '^in ' "$build/left_out"))) # skips in tests are already counted
     [ "$strict" = 0 ] || [ "$failed" -gt 0 ] || failed=1
 fi
 closing_line

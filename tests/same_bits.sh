@@ -1,11 +1,12 @@
 #!/bin/sh
-# Compares the bits that this tree computes with those of another revision. A change that only moves code changes none.
+# Compares the bits that this tree computes with those of another revision: a change that only moves code must keep
+# them.
 #
 #   sh tests/same_bits.sh REVISION        one line per run, closing line "N passed, N failed, N skipped"
 #
-# Both revisions of examples/train_gpt.c train the same small models on the same file. The hash log of every tensor of every
-# step must be the same, and so must losses, norms and learning rates. The CUDA runs take place on the engine (tests/engine/),
-# where CUDA's headers are installed.
+# Both revisions of examples/train_gpt.c train the same small models on the same file. The hash log of every tensor in
+# every step must be the same, and so must losses, norms and learning rates. The CUDA runs use the engine
+# (tests/engine/), if CUDA's headers are installed.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -18,7 +19,7 @@ mkdir -p "$build" && build=$(cd "$build" && pwd) || exit 1
 check_log=$build/check.log check_lines=40
 cuda=${CUDA_HOME:-/usr/local/cuda}
 
-# A text that is the same in both, long enough for four sequences of validation.
+# Writes the text for both revisions, long enough for four sequences of validation.
 write_data() {
     awk 'BEGIN { for (i = 1; i <= 4000; i++) { x = (x * 75 + 74) % 65537; printf "%d%s", x, i % 9 ? " of " : ".\n" } }' >"$build/data.txt"
 }
@@ -30,7 +31,7 @@ extract() {
 # build_cpu TREE NAME
 build_cpu() { "$CC" -O2 -I"$1" "$1/examples/train_gpt.c" -o "$build/$2-cpu" -lm -lpthread; }
 
-# build_engine TREE NAME: train_gpt over NCCL, executed by the engine of the same tree
+# build_engine TREE NAME: builds train_gpt over NCCL with the engine of the same tree
 build_engine() {
     mkdir -p "$build/$2-objects"
     for part in core runtime check blaslt nccl; do
@@ -41,7 +42,7 @@ build_engine() {
         "$CXX" "$build/$2-objects"/*.o -o "$build/$2-engine" -lpthread
 }
 
-# run PROGRAM NAME FLAGS: the logs NAME.hash, and NAME.csv without the column of the speed
+# run PROGRAM NAME FLAGS: writes the logs NAME.hash and NAME.csv, the latter without its speed
 run() {
     rm -f "$build/$2.hash" "$build/$2.log"
     # shellcheck disable=SC2086  # a list of flags
@@ -50,14 +51,14 @@ run() {
         "$build/$2.log" >"$build/$2.csv"
 }
 
-# same ON FLAGS
+# same DEVICE FLAGS: runs both revisions and compares
 same() {
     run "before-$1" before "$2" && run "after-$1" after "$2" || return 1
     diff "$build/before.csv" "$build/after.csv" && [ -s "$build/after.hash" ] || return 1
     diff "$build/before.hash" "$build/after.hash" | head -n 20 | fail_on_output
 }
 
-# runs ON: each line is a run
+# runs DEVICE: runs each line of its input
 runs() {
     while read -r flags; do
         case $flags in

@@ -1,9 +1,8 @@
-/* fuzz_readers - libFuzzer gives any bytes to the readers of safetensors files, of their index and of config.json.
-
-   clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_readers.c -o fuzz_readers -lm -lpthread
-   ./fuzz_readers -max_total_time=60 corpus tests/fuzz/seeds       new finds go to corpus, a folder of yours
-
-   tests/checkpoints.sh runs it; tests/test_safetensors.c does the same with few, always the same mutations. */
+/* fuzz_readers.c - libFuzzer passes arbitrary bytes to the readers of safetensors files, of their index and of
+   config.json.
+       clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_readers.c -o fuzz_readers -lm -lpthread
+       ./fuzz_readers -max_total_time=60 corpus tests/fuzz/seeds       writes new inputs to the directory corpus
+   tests/checkpoints.sh runs it. tests/test_safetensors.c tests a few fixed mutations in the same way. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

@@ -1,5 +1,5 @@
-/* readers.h - what fuzz_readers.c and test_safetensors.c share: any bytes, given to every reader of megatron.h as a
-   whole file, and what has to hold of those that are accepted. Include it after the implementation of megatron.h. */
+/* readers.h - shared by fuzz_readers.c and test_safetensors.c: passes arbitrary bytes as a whole file to every reader
+   of megatron.h, and checks what must hold for accepted files. Include it after the implementation of megatron.h. */
 
 #ifndef MT_FUZZ_READERS_H
 #define MT_FUZZ_READERS_H
@@ -16,14 +16,14 @@
         }                                                                                                              \
     } while (0)
 
-/* A status is an error with a sentence that names the file, or success. */
+/* A status is MT_SUCCESS, or an error with a message that names the file. */
 static inline void readers_status(mt_context *ctx, mt_status status) {
     READERS_HOLD(status == MT_SUCCESS || status == MT_ERR_DATA || status == MT_ERR_IO || status == MT_ERR_ARGUMENT);
     if (status != MT_SUCCESS) READERS_HOLD(strstr(mt_last_error(ctx), "fuzz") != NULL);
     ctx->error[0] = 0;
 }
 
-/* Whoever believes the header of an accepted file reads nothing outside of it, and all of it. */
+/* The tensors of an accepted file lie inside the file, and together cover its data. */
 static inline void readers_tensors(mt_context *ctx, const mt_safetensors *s, const unsigned char *bytes, size_t size) {
     int64_t sum = 0;
     for (int i = 0; i < mt_safetensors_count(s); i++) {
@@ -42,8 +42,8 @@ static inline void readers_tensors(mt_context *ctx, const mt_safetensors *s, con
     READERS_HOLD(sum == s->data_bytes);
 }
 
-/* What a file says of a run: whoever goes on with it has counters that count and a scale that scales. 1 when it says
- * it. */
+/* Reads the state of a run. If the file has one, its counters and its scale are valid, so that training can continue.
+   Returns 1 if it has one. */
 static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     mti_source source;
     mt_training_state state;
@@ -51,7 +51,7 @@ static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     float norm = 1.0f, overflow = INFINITY;
     memset(&source, 0, sizeof source);
     memset(&optimizer, 0, sizeof optimizer);
-    source.model.files = source.optimizer.files = &s; /* as if both were this one */
+    source.model.files = source.optimizer.files = &s; /* both files of a checkpoint are this one */
     source.model.count = source.optimizer.count = 1;
     mt_status status = mti_source_state(ctx, &source, 7, &state, &optimizer);
     readers_status(ctx, status);
@@ -66,7 +66,7 @@ static inline int readers_state(mt_context *ctx, mt_safetensors *s) {
     return 1;
 }
 
-/* A file that is in memory. */
+/* Opens a file that is in memory. */
 static inline mt_status readers_parse(mt_context *ctx, mt_safetensors *s, const unsigned char *bytes, size_t size) {
     s->map.fd = -1;
     s->map.data = (void *)(uintptr_t)bytes;
@@ -74,7 +74,7 @@ static inline mt_status readers_parse(mt_context *ctx, mt_safetensors *s, const 
     return mti_safetensors_parse(ctx, s);
 }
 
-/* 1 when it is a safetensors file; and 8 when it is of a checkpoint of step 7. */
+/* Returns 1 if the bytes are a safetensors file, plus 8 if it is one of a checkpoint of step 7. */
 static inline int readers_safetensors(mt_context *ctx, const unsigned char *bytes, size_t size) {
     mt_safetensors *s = (mt_safetensors *)calloc(1, sizeof *s);
     READERS_HOLD(s);
@@ -103,7 +103,8 @@ static inline int readers_config(mt_context *ctx, const unsigned char *bytes, si
 static inline int readers_index(mt_context *ctx, const unsigned char *bytes, size_t size) {
     mt_safetensors_set b;
     mti_json j = mti_json_begin(bytes, size);
-    char *text = (char *)malloc(size + 1); /* as mti_set_open_index has it, with ends that a sanitizer sees */
+    /* as in mti_set_open_index, of the exact size, so that a sanitizer detects reads beyond the end */
+    char *text = (char *)malloc(size + 1);
     READERS_HOLD(text);
     memset(&b, 0, sizeof b);
     snprintf(b.path, sizeof b.path, "fuzz");
@@ -114,7 +115,7 @@ static inline int readers_index(mt_context *ctx, const unsigned char *bytes, siz
     return status == MT_SUCCESS;
 }
 
-/* Bit i of the result: reader i took it; the last one is that of a run's state. */
+/* Bit i of the result: reader i accepted the bytes. The last bit is for the state of a run. */
 static inline int readers_all(mt_context *ctx, const unsigned char *bytes, size_t size) {
     return readers_safetensors(ctx, bytes, size) | readers_config(ctx, bytes, size) << 1 |
            readers_index(ctx, bytes, size) << 2;

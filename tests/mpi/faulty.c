@@ -1,9 +1,9 @@
-/* faulty - a program whose ranks do the same collectives again and again, until one of them does not: what the others
-   say, and how they end, is what tests/mpi.sh looks at.
-
-   faulty FAULT RANK CALL TIMEOUT: in round 5 the rank dies (kill), stands still (stop), sleeps (sleep), returns
-   (return), fails (fail), or does nothing of the kind (none). CALL: all_reduce, large, all_gather, reduce_scatter,
-   broadcast, barrier, ring, or group for an all_reduce among the even and among the odd ranks. */
+/* faulty.c - a program for tests/mpi.sh, which checks the messages and the exit status of its ranks. The ranks
+   repeat the same collectives until one of them has a fault.
+       faulty FAULT RANK CALL TIMEOUT
+   In round 5 the rank is killed (kill), stopped (stop), sleeps (sleep), returns (return), fails (fail), or has no
+   fault (none). CALL: all_reduce, large, all_gather, reduce_scatter, broadcast, barrier, ring, or group for an
+   all_reduce among the even and among the odd ranks. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"

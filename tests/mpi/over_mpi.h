@@ -1,7 +1,7 @@
-/* over_mpi.h - a test program written for ranks that are threads, run by processes: included by mt_test.h when
-   MT_TEST_OVER_MPI is defined. Every process runs the whole program, under an mpirun with at least as many ranks as
-   the program launches; only what test_run starts is spread over them, and afterwards every process knows what all of
-   them have found out. */
+/* over_mpi.h - runs a test program that was written for ranks as threads with ranks as processes. mt_test.h includes it
+   when MT_TEST_OVER_MPI is defined. Every process runs the whole program, under an mpirun with at least as many ranks
+   as the program launches. Only functions started by test_run are distributed over the processes. Afterwards every
+   process has the results of all of them. */
 
 #ifndef OVER_MPI_H
 #define OVER_MPI_H
@@ -15,7 +15,7 @@ static void over_mpi_keep(void *user, mt_log_level level, const char *message) {
     snprintf((char *)user, OVER_MPI_TEXT, "%s", message);
 }
 
-/* What a rank has changed in its copy of user counts, as when they all share one. */
+/* Merges the changes that each rank has made in its copy of `user`, as if they shared one copy. */
 static void over_mpi_merge(char *user, size_t bytes, const char *before, int ranks) {
     char *theirs = (char *)malloc(bytes + 1);
     for (int r = 0; r < ranks; r++) {
@@ -27,7 +27,7 @@ static void over_mpi_merge(char *user, size_t bytes, const char *before, int ran
     free(theirs);
 }
 
-/* The sentences of all ranks, in the order of mt_launch: those that failed only because of a peer come last. */
+/* Logs the messages of all ranks in the order of mt_launch: ranks that failed only because of a peer come last. */
 static void over_mpi_say(const mt_launch_desc *desc, const char *line, int me) {
     char text[OVER_MPI_TEXT];
     for (int secondary = 0; secondary < 2; secondary++) {
@@ -65,7 +65,7 @@ static mt_status test_run(const mt_launch_desc *desc, mt_rank_function f, void *
     return status;
 }
 
-/* The program's own main, once per process. Rank 0 alone tells what it runs. */
+/* The main of each process calls the program's own main. Only rank 0 prints which tests it runs. */
 int test_main(void);
 int main(void) {
     int me, code, worst;

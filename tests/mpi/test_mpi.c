@@ -1,10 +1,11 @@
-/* test_mpi.c - what only communicators over MPI have: the caller's MPI_Comm, messages too large for one piece, many
-   groups, grids, two worlds at once, the end. The rest is in test_comm.c, test_faults.c and test_comm_stress.c, run
-   over MPI. Started with 4 ranks; every rank is a process, and asserts by itself. */
+/* test_mpi.c - tests what only communicators over MPI have, against known data: the caller's MPI_Comm, messages that
+   are sent in several pieces, many groups, grids, two worlds at once, the end of a run. test_comm.c, test_faults.c and
+   test_comm_stress.c test the rest; they are run over MPI, too. Start with 4 ranks. Every rank is a process with its
+   own assertions. */
 
 #include <stdlib.h>
 
-static int allocations, alive; /* of the library: none after create, all freed in the end */
+static int allocations, alive; /* blocks of the library: no new ones after a world is created, and 0 at the end */
 static void *counting_calloc(size_t count, size_t bytes) {
     allocations++, alive++;
     return (calloc)(count, bytes);
@@ -19,7 +20,7 @@ static void counting_free(void *memory) {
 }
 #define calloc(count, bytes) counting_calloc(count, bytes)
 #define posix_memalign(out, alignment, bytes) counting_memalign(out, alignment, bytes)
-#define free counting_free /* also the member of an allocator, everywhere alike */
+#define free counting_free /* also renames the member of an allocator, consistently in all places */
 
 #define MT_USE_MPI
 #define MEGATRON_IMPLEMENTATION
@@ -32,9 +33,9 @@ static void counting_free(void *memory) {
 
 /* ---- between the library and MPI, by MPI's profiling interface --------------------------------------------------- */
 
-static double slow;   /* seconds that this rank is away when its messages of a call are on their way */
-static int pretends;  /* that MPI has not begun, and allows no threads */
-static int finalized; /* how often, since */
+static double slow;   /* seconds that this rank sleeps while the messages of a call are being sent */
+static int pretends;  /* 1: MPI is not initialised yet, and supports no threads */
+static int finalized; /* number of MPI_Finalize calls since then */
 
 int MPI_Testsome(int count, MPI_Request requests[], int *done, int indices[], MPI_Status statuses[]) {
     struct timespec nap = mti_timespec(slow);
@@ -77,7 +78,8 @@ static mt_comm *new_world(MPI_Comm theirs, double timeout_s) {
 
 /* ---- the caller's communicator ----------------------------------------------------------------------------------- */
 
-/* Its ranks, not those of MPI_COMM_WORLD; its messages and ours do not meet; it is as it was. */
+/* The ranks are those of the caller's communicator, not of MPI_COMM_WORLD. Its messages and the library's are separate.
+   The communicator is unchanged at the end. */
 static void test_callers(void **state) {
     MPI_Comm theirs, near;
     MPI_Errhandler before, after;
@@ -104,7 +106,7 @@ static void test_callers(void **state) {
     mt_comm_destroy(world);
     assert_int_equal(heard, 0);
     MPI_Barrier(MPI_COMM_WORLD);
-    MPI_Send(&hello, 1, MPI_INT, (ranks - me) % ranks, 7, theirs); /* to the next rank of theirs */
+    MPI_Send(&hello, 1, MPI_INT, (ranks - me) % ranks, 7, theirs); /* to the next rank of `theirs` */
     MPI_Wait(&request, MPI_STATUS_IGNORE);
     assert_int_equal(heard, 1000 + (me + 1) % ranks);
     MPI_Comm_get_errhandler(theirs, &after);
@@ -127,7 +129,7 @@ static void test_arguments(void **state) {
     assert_int_equal(mt_comm_create_mpi(&theirs, strtod("nan", NULL), &world), MT_ERR_ARGUMENT);
 }
 
-/* A group of one is free, and no part of MPI. */
+/* A group of one rank can be freed, and does not use MPI. */
 static void test_alone(void **state) {
     mt_comm *world = new_world(MPI_COMM_SELF, 1);
     mt_context *ctx = new_context(world);
@@ -140,7 +142,7 @@ static void test_alone(void **state) {
     mt_comm_destroy(world);
 }
 
-/* Ranks that do not come to the creation. */
+/* The other ranks do not take part in the creation. */
 static void test_nobody_comes(void **state) {
     MPI_Comm theirs;
     mt_comm *world = NULL;
@@ -150,16 +152,16 @@ static void test_nobody_comes(void **state) {
     if (me != 1) assert_int_equal(mt_comm_create_mpi(&theirs, 0.3, &world), MT_ERR_TIMEOUT);
     assert_null(world);
     assert_true(mti_now() - start < 10);
-    MPI_Barrier(MPI_COMM_WORLD); /* theirs is left to MPI, which has not ended its duplication */
+    MPI_Barrier(MPI_COMM_WORLD); /* `theirs` is not freed: its duplication has not ended */
 }
 
-/* Only contexts on CPUs: MPI does not know the memory of others. */
+/* Only contexts on the CPU are allowed: MPI cannot access the memory of others. */
 static void test_device(void **state) {
     mt_comm *world = new_world(MPI_COMM_WORLD, 30);
     mt_context *ctx = new_context(world);
     float x = 1;
     (void)state;
-    ctx->device = MT_DEVICE_CUDA; /* which this program cannot create */
+    ctx->device = MT_DEVICE_CUDA; /* this program cannot create such a context */
     assert_int_equal(mti_mpi_call(ctx, world, &(mti_call){.kind = MT_BARRIER}), MT_ERR_UNSUPPORTED);
     assert_non_null(strstr(mt_last_error(ctx), "barrier: \"world\" (4 ranks) is over MPI"));
     assert_non_null(strstr(mt_last_error(ctx), "use mt_comm_create_for"));
@@ -210,7 +212,7 @@ static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t 
     for (size_t i = 0; i < n; i++)
         if (b[i] != element(last, i)) fail_msg("send_recv: element %zu of %zu", i, n);
     ASSERT_STATUS(ctx, MT_SUCCESS,
-                  mt_send_recv(ctx, world, a, n, me ^ 1, b, n, me ^ 1, MT_I32)); /* one peer for both */
+                  mt_send_recv(ctx, world, a, n, me ^ 1, b, n, me ^ 1, MT_I32)); /* the same peer in both directions */
     for (size_t i = 0; i < n; i++)
         if (b[i] != element(me ^ 1, i)) fail_msg("exchange: element %zu of %zu", i, n);
     n /= (size_t)ranks;
@@ -234,7 +236,7 @@ static void test_large(void **state) {
         large_copies(ctx, world, a, b, n - 4);
         large_copies(ctx, world, a, b, n + 4);
     }
-    large_copies(ctx, world, a, b, 4 * (bytes[1] / 4 + 36)); /* blocks of more than a message */
+    large_copies(ctx, world, a, b, 4 * (bytes[1] / 4 + 36)); /* blocks larger than a message */
     assert_int_equal(allocations, before);
     free(a);
     free(b);
@@ -242,7 +244,7 @@ static void test_large(void **state) {
     mt_comm_destroy(world);
 }
 
-/* Every number of bytes around what travels with the header. */
+/* Every message size around the number of bytes that fit in the header message. */
 static void test_small(void **state) {
     mt_comm *world = new_world(MPI_COMM_WORLD, 60);
     mt_context *ctx = new_context(world);
@@ -260,7 +262,7 @@ static void test_small(void **state) {
 
 /* ---- groups ------------------------------------------------------------------------------------------------------ */
 
-/* What the ranks of a group say, against the description of the grid. */
+/* Compares the members of a group with the description of the grid. */
 static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group group, mt_comm *comm) {
     int expected[4], count = 0;
     int32_t all[4], mine = me;
@@ -292,7 +294,7 @@ static void test_grids(void **state) {
     mt_comm_destroy(world);
 }
 
-/* Groups come and go, not at the same time on all ranks, and their numbers do not return. */
+/* Groups are created and destroyed, at different times on different ranks. Their numbers are not reused. */
 static void test_many_groups(void **state) {
     mt_comm *world = new_world(MPI_COMM_WORLD, 60), *kept[8] = {NULL};
     mt_context *ctx = new_context(world);
@@ -312,7 +314,7 @@ static void test_many_groups(void **state) {
     mt_comm_destroy(world);
 }
 
-/* A tag has room for so many groups, then there are no more. */
+/* A tag can number a limited number of groups. The next one is refused. */
 static void test_last_group(void **state) {
     mt_comm *world = new_world(MPI_COMM_WORLD, 60), *group = NULL;
     mti_mpi_port *port = world->mpi->port;
@@ -326,7 +328,7 @@ static void test_last_group(void **state) {
     mt_comm_destroy(world);
 }
 
-/* Two worlds of the same ranks, used in turn, ended in another order than they were made. */
+/* Two worlds of the same ranks, used alternately, destroyed in another order than created. */
 static void test_two_worlds(void **state) {
     mt_comm *a = new_world(MPI_COMM_WORLD, 60), *b = new_world(MPI_COMM_WORLD, 60);
     mt_context *ctx = new_context(NULL);
@@ -342,21 +344,21 @@ static void test_two_worlds(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* Many worlds: each is given back. */
+/* Many worlds: each is freed. */
 static void test_many_worlds(void **state) {
     int before = alive;
     (void)state;
     for (int k = 0; k < 300; k++) {
         mt_comm *world = new_world(MPI_COMM_WORLD, 60), *group = NULL;
         ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_split(world, k % 2 ? 0 : me / 2, 0, &group));
-        if (k % 3) mt_comm_destroy(world); /* the group outlives its world */
+        if (k % 3) mt_comm_destroy(world); /* the group is destroyed after its world */
         mt_comm_destroy(group);
         if (k % 3 == 0) mt_comm_destroy(world);
     }
     assert_int_equal(alive, before);
 }
 
-/* A call on one group is none on another, though it is the same and meets the same rank. */
+/* A call on one group does not match a call on another, even if both groups have the same ranks. */
 static mt_status other_group(mt_comm *world, void *user) {
     mt_context *ctx;
     mt_comm *pair = NULL;
@@ -380,7 +382,7 @@ static void test_other_group(void **state) {
     assert_int_equal(test_run(&d, other_group, NULL, 0), MT_SUCCESS);
 }
 
-/* A rank that leaves right after a split, before others have looked at the new group: they learn it all the same. */
+/* A rank leaves right after a split, before other ranks have used the new group. They still learn of it. */
 static mt_status leaves_early(mt_comm *world, void *user) {
     mt_context *ctx;
     mt_comm *group = NULL;
@@ -402,12 +404,12 @@ static void test_leaves_early(void **state) {
     (void)state;
     for (int k = 0; k < 20; k++) {
         double start = mti_now();
-        assert_int_equal(test_run(&d, leaves_early, NULL, 0), MT_ERR_IO); /* the same on all ranks */
+        assert_int_equal(test_run(&d, leaves_early, NULL, 0), MT_ERR_IO); /* the same status on all ranks */
         assert_true(mti_now() - start < 10);
     }
 }
 
-/* Ranks of a group that leave it, or break it, when this one is still in the split that makes it. */
+/* Ranks leave a group, or break it, while this rank is still in the split that creates it. */
 static mt_status slow_split(mt_comm *world, void *user) {
     int size = *(const int *)user, rank = mt_comm_rank(world), mine = rank < size;
     mt_context *ctx;
@@ -419,10 +421,10 @@ static mt_status slow_split(mt_comm *world, void *user) {
     if (rank == 0) slow = 0.1;
     MT_TRY(mt_comm_split(world, mine ? 0 : -1, 0, &group));
     start = mti_now();
-    if (mine && rank < size - 1) status = mt_barrier(ctx, group); /* the last one of them leaves at once */
+    if (mine && rank < size - 1) status = mt_barrier(ctx, group); /* the last of them leaves at once */
     mt_comm_destroy(group);
     CHECK(!mine || rank == size - 1 || (status == MT_ERR_PEER && mti_now() - start < 2));
-    status = mt_barrier(ctx, world); /* which is whole */
+    status = mt_barrier(ctx, world); /* the world still works */
     mt_context_destroy(ctx);
     return status;
 }
@@ -436,7 +438,7 @@ static void test_slow_split(void **state) {
     }
 }
 
-/* A rank that is through waits for the others, but not for ever; a late one finds that out. */
+/* A rank that has finished waits for the others, but only for the timeout. A late rank gets an error. */
 static mt_status slow_end(mt_comm *world, void *user) {
     struct timespec nap = mti_timespec(mt_comm_rank(world) == 3 ? *(const double *)user : 0);
     nanosleep(&nap, NULL);

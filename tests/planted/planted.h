@@ -1,10 +1,12 @@
-/* planted.h - which of the bugs that plant.pl put into a copy of the headers is there: the one that MT_PLANTED says. */
+/* planted.h - selects one of the bugs that plant.pl has put into a copy of the headers: the one with number
+   MT_PLANTED. */
 #ifndef MT_TEST_PLANTED_H
 #define MT_TEST_PLANTED_H
 
 #include <stdlib.h>
 
-/* A kernel that the engine's checker watches may ask, too: this is no memory of the program's. */
+/* Kernels under the engine's checker call mti_planted, too. The checker must not report mti_planted_number as host
+   memory. */
 #if defined(__SANITIZE_THREAD__)
 #define MTI_PLANTED_UNSEEN __attribute__((no_sanitize_thread, noinline))
 #else
