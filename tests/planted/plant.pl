@@ -1,10 +1,10 @@
 #!/usr/bin/perl
-# Puts all bugs of lists into a copy of the headers, each of them behind a question at run time; see ../planted.sh.
+# Puts all bugs of the lists into a copy of the headers, each with a run-time check that selects it; see ../planted.sh.
 #
-#   perl plant.pl FOLDER LIST...     the headers of the working folder, with the bugs, go to FOLDER
+#   perl plant.pl FOLDER LIST...     reads the headers of the working directory, writes those with the bugs to FOLDER
 #
 # Prints a line for each bug, its fields separated by tabs: number, list, title, program, settings, case, line, split;
-# or, for one that cannot be planted: 0, list, title, what is wrong.
+# or, for a bug that cannot be planted: 0, list, title, error.
 use strict;
 use warnings;
 
@@ -32,7 +32,7 @@ sub read_list {
     return @bugs;
 }
 
-# Where the bodies of a function or a structure are; without a name, the whole text.
+# Returns the ranges of the bodies of a function or a structure; without a name, the whole text.
 sub bodies {
     my ($header, $name) = @_;
     my @bodies;
@@ -44,7 +44,7 @@ sub bodies {
     return @bodies;
 }
 
-# All places of the old text, with any white space and comments where it has white space.
+# Returns all places of the old text. Its white space matches any white space and comments.
 sub places {
     my ($bug) = @_;
     my $pattern = join '(?:\s|/\*(?:(?!\*/).)*\*/)+', map { quotemeta } split ' ', $bug->{'-'};
