@@ -285,6 +285,7 @@ struct Epilogue {
     bool uses_aux() const { return write_aux || dgelu; }
 };
 
+// Translates the value of the epilogue attribute.
 Epilogue decode(uint32_t value) {
     Epilogue e;
     switch (value) {
@@ -542,6 +543,7 @@ uint64_t cost(const Problem &p, const Algorithm &algorithm) {
     return mix(hash, static_cast<uint64_t>(algorithm.id * 64 + algorithm.splits) * 8 + algorithm.tile);
 }
 
+// Returns the algorithms that a problem and a preference allow, in the order of their cost.
 std::vector<Algorithm> candidates(const Problem &p, const Preference &preference) {
     const uint64_t types = types_of(p);
     const Alignments have = {preference.align_a, preference.align_b, preference.align_c, preference.align_d,
@@ -662,6 +664,7 @@ bool announce(const Layout &l, const void *base, bool write, const char *what) {
     return true;
 }
 
+// Tells the checker which memory a product reads and writes. Returns false if part of it is invalid.
 bool announce_all(const Run &r) {
     const Epilogue &e = r.p.epilogue;
     bool good = announce(r.p.a, r.a, false, "cublasLtMatmul A");
@@ -727,6 +730,7 @@ void store_sums(const Run &r, const std::vector<float> &operand) {
     }
 }
 
+// Computes one product of the batch, including its epilogue.
 void multiply(const Run &r, int batch) {
     const Problem &p = r.p;
     const std::vector<float> a = gather(p, p.a, r.a, batch, p.desc.trans_a == CUBLAS_OP_T);
@@ -783,6 +787,7 @@ cublasStatus_t check_aliases(const Run &r) {
     return invalid("C overlaps D without being D");
 }
 
+// Checks what is known only at the call: pointers, their alignment, the workspace and overlaps.
 cublasStatus_t check_pointers(const Run &r) {
     const Epilogue &e = r.p.epilogue;
     if (!r.a || !r.b || !r.d) return invalid("a null matrix");

@@ -279,6 +279,7 @@ static void keep_write(Cell *cell, const Record &now) {
     keep(cell->writes, now);
 }
 
+// Checks an access to one cell for pending copies, unwritten bytes and conflicts, and records it.
 static void access_cell(Shadow *shadow, size_t index, Record now, Access kind, const Here &here) {
     Cell *cell = &shadow->cells[index];
     bool shared = shadow == &shared_shadow;
@@ -338,6 +339,8 @@ static const char *device_fault(const void *p, size_t bytes) {
     return recent->device == device || reachable(*recent, device) ? nullptr : "memory of another device";
 }
 
+// Checks one access of a kernel. Device and shared memory have shadow cells; any other address must be in the kernel's
+// arguments, its stack, the program's constants or pinned host memory.
 void access(const Thread *t, const void *p, size_t bytes, Access kind, const void *code) {
     if (on_kernel_stack(p)) return;
     Here here = {p, bytes, kind != Access::read, code};

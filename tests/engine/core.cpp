@@ -365,6 +365,7 @@ static void divergent_barrier(Where where) {
          block.barrier.line);
 }
 
+// Waits until all threads that have not exited are at the barrier. Returns how many of their predicates are true.
 int barrier(int predicate, Where where) {
     if (!block.arrived) {
         block.barrier = where;
@@ -390,6 +391,7 @@ int barrier(int predicate, Where where) {
 // Returns the lanes of `mask` that must arrive: those that exist in the block and have not exited.
 static unsigned lanes_needed(const Warp *warp, unsigned mask) { return mask & warp->present & ~warp->exited; }
 
+// Checks that all lanes of a collective call the same one at the same place, with masks for the same lanes.
 static void check_agreement(const Warp *warp, unsigned group) {
     const Thread *first = warp->lanes[__builtin_ctz(group)];
     for (unsigned lane = 0; lane < warp_lanes; lane++) {
@@ -417,6 +419,7 @@ static bool try_complete(Warp *warp, unsigned mask) {
     return true;
 }
 
+// Waits in a warp collective until all lanes of the mask have arrived. The last one completes it for all.
 void collective(Collective complete, unsigned mask, void *operands, Where where) {
     Thread *t = current;
     if (!(mask >> t->lane & 1))
@@ -641,6 +644,7 @@ static void check_shared_size(size_t bytes, const char *name) {
              shared_per_block_optin);
 }
 
+// Appends an array and a red zone to the arena, and fills both with 0xff.
 static void *new_shared_array(const void *key, size_t bytes, size_t alignment, const char *name) {
     alignment = std::max<size_t>(alignment, 16);
     size_t offset = (arena_used + alignment - 1) / alignment * alignment;

@@ -250,6 +250,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         return true;
     }
 
+    // Exchanges addresses with rank 0, connects to the lower ranks and accepts the higher ones.
     bool begin_as_other() {
         sockaddr_in any = {}, mine = {};
         socklen_t bytes = sizeof mine;
@@ -292,6 +293,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         if (!peer.left && closing_ == kOpen) hooks_.lost(rank, "Connection closed by remote peer " + peer.name);
     }
 
+    // Delivers the complete messages in the input buffer of a peer.
     void take_messages(int rank) {
         Peer &peer = peers_[static_cast<size_t>(rank)];
         size_t at = 0;
@@ -308,6 +310,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         peer.in.erase(0, at);
     }
 
+    // Reads what has arrived from a peer, without blocking.
     void read_some(int rank) {
         char buffer[65536];
         for (;;) {
@@ -342,6 +345,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         return all;
     }
 
+    // Sends and receives until the mesh is closed. The lock is not held in poll.
     void serve() {
         for (;;) {
             std::vector<pollfd> all;
@@ -362,6 +366,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
         }
     }
 
+    // The body of the mesh's thread.
     void run() {
         const bool good = self_.rank == 0 ? begin_as_root() : begin_as_other();
         {

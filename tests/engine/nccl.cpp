@@ -197,6 +197,7 @@ template <class W> W wrapped(W x, W y, bool product) {
     return static_cast<W>(product ? a * b : a + b);
 }
 
+// Applies a reduction to two elements and rounds the result to T.
 template <class T> T combine(T left, T right, ncclRedOp_t op) {
     using N = Number<T>;
     const typename N::Wide x = N::widen(left), y = N::widen(right);
@@ -476,6 +477,7 @@ Bytes result_of(const Call &c, const std::vector<Bytes> &inputs) {
     return all;
 }
 
+// Executes a collective. It reads all inputs before it writes an output, because buffers may be in place.
 void run_collective(const Op &op) {
     const Call &first = op.calls[0];
     std::vector<Bytes> inputs(op.calls.size());
@@ -574,6 +576,7 @@ void mismatch(Op &op, int rank, const Call &call, int other_rank, const Call &ot
            op.number, op.clique->size, other_rank, describe(other).c_str(), rank, describe(call).c_str());
 }
 
+// Adds a rank's call to the collective with this number. The first rank creates it. A call that differs is reported.
 void join_collective(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
     Clique &clique = *comm.clique;
     std::shared_ptr<Op> &slot = clique.open[number];
@@ -636,6 +639,7 @@ Message message_from(const ncclComm &comm, MessageKind what, uint64_t number) {
 
 bool has_left(const Clique &clique) { return clique.members[static_cast<size_t>(clique.here)]->magic != kCommMagic; }
 
+// Sends a call to the other processes: the call itself at once, its input data when its stream reaches it.
 void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
     const std::shared_ptr<Clique> clique = comm.clique;
     Message message = message_from(comm, MessageKind::call, number);
@@ -658,6 +662,7 @@ void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
     });
 }
 
+// Adds a call of another process to its op.
 void join_remote(Clique &clique, const Message &message) {
     ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
     Call call{static_cast<Kind>(message.kind),
@@ -820,6 +825,7 @@ bool is_blocking(const ncclConfig_t *config, bool inherited) {
     return config && config->blocking != NCCL_CONFIG_UNDEF_INT ? config->blocking != 0 : inherited;
 }
 
+// Adds a rank to the communicator of a unique id. The last rank completes it.
 ncclResult_t enter_lobby(ncclComm &comm, int ranks, const ncclUniqueId &id, int rank) {
     const auto entry = lobby.find(std::string(id.internal, sizeof id.internal));
     if (entry == lobby.end()) return refuse(ncclInvalidArgument, "a unique id that ncclGetUniqueId did not make");
@@ -884,6 +890,7 @@ void connect_children(const Clique &parent, uint64_t number, const std::map<int,
     }
 }
 
+// Creates the communicators of a split: one for each color, its ranks ordered by key and parent rank.
 void form_children(const Clique &parent, uint64_t number, Round &round) {
     std::sort(round.entries.begin(), round.entries.end(), [](const Entry &x, const Entry &y) {
         return std::make_tuple(x.color, x.key, x.rank) < std::make_tuple(y.color, y.key, y.rank);
@@ -910,6 +917,7 @@ void tell_round(const ncclComm &comm, RoundKind kind, const Entry &entry, size_t
     for (int rank = 0; rank < comm.clique->size; rank++) tell(*comm.clique, rank, message, {});
 }
 
+// Adds a rank to its next round. The last rank completes the round.
 std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &entry) {
     Clique &clique = *comm.clique;
     const size_t number = comm.rounds++;
@@ -1026,6 +1034,7 @@ void form_root(ncclComm &comm, const std::vector<Introduction> &all) {
 
 const std::string id_of_environment = "NCCL_COMM_ID=";
 
+// Starts the connections to ranks in other processes. The mesh's thread completes the communicator.
 ncclResult_t enter_mesh(ncclComm &comm, int ranks, const std::string &place, int rank) {
     static const bool eager = !getenv("MTE_STREAMS") || strcmp(getenv("MTE_STREAMS"), "eager") == 0;
     const char *const host = getenv("NCCL_HOSTID");
@@ -1085,6 +1094,7 @@ ncclResult_t wait_for(const Job &job) {
     return job.comm->state;
 }
 
+// Waits for the jobs of blocking communicators. For a non-blocking one the result is ncclInProgress.
 ncclResult_t finish_jobs(const std::vector<Job> &jobs) {
     ncclResult_t result = ncclSuccess;
     Guard guard;
@@ -1120,6 +1130,7 @@ ncclResult_t launch(ncclComm &comm, const std::vector<Call> &calls) {
     return ncclInProgress;
 }
 
+// Launches the calls of a group, for one communicator after the other.
 ncclResult_t launch_all(const std::vector<std::pair<ncclComm *, Call>> &calls) {
     std::vector<std::pair<ncclComm *, std::vector<Call>>> by_comm;
     for (const auto &item : calls) {
@@ -1256,6 +1267,7 @@ void drop_registrations(ncclComm &comm) {
     comm.windows.clear();
 }
 
+// Ends a communicator and makes its handle stale. The last rank to leave destroys the streams.
 void leave(ncclComm &comm) {
     comm.magic = 0;
     comm.handles.clear();

@@ -275,6 +275,7 @@ static void fill_new(char *begin, size_t bytes, size_t end) {
     m.used = end;
 }
 
+// Cuts an allocation with red zones from the reserved range. Returns NULL when the device or the range is full.
 static void *device_allocate(size_t bytes, int device) {
     Memory &m = memory();
     device_range();
@@ -301,6 +302,7 @@ static void shrink_quarantine() {
     }
 }
 
+// Fills an allocation with 0xff and puts it into quarantine. Returns false if p is not a live allocation.
 static bool device_release(void *p) {
     Memory &m = memory();
     auto found = m.allocations.find(static_cast<const char *>(p));
@@ -450,6 +452,7 @@ bool operation_before(uint32_t id) {
     return past.stream < o->clock.size() && o->clock[past.stream] >= past.sequence;
 }
 
+// Prints the operations of each stream, and what the first one waits for.
 static void print_streams() {
     for (const Stream *s : queues().streams) {
         if (s->queue.empty()) continue;
@@ -518,6 +521,7 @@ static void retire(const OperationRef &o) {
     if (s->destroyed && s->queue.empty()) forget(s);
 }
 
+// Runs an operation and removes it from its stream; of a rendezvous, from the streams of all participants.
 static void run(OperationRef o) {
     Queues &q = queues();
     std::unique_ptr<Rendezvous> rendezvous(o->rendezvous);
@@ -577,6 +581,7 @@ static OperationRef choose(const Needed &needed) {
     }
 }
 
+// Runs operations until `target` is done. When none can run, waits for other host threads.
 static void wait_for(OperationRef target) {
     while (!target->done) {
         Needed needed = needed_for(target);
@@ -1131,6 +1136,7 @@ static bool pageable(const char *p, size_t pitch, const Copy &copy) {
     return !in_device_range(p) && !host_pinned(p, pitch * (copy.height - 1) + copy.width);
 }
 
+// Enqueues a copy. Pageable host memory as source is copied at once; as destination, it makes the host wait.
 static cudaError_t copy_asynchronously(const Copy &copy, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
     if (!copy.width || !copy.height) return result(cudaSuccess);
     if (copy.width > copy.destination_pitch && copy.height > 1) return result(cudaErrorInvalidPitchValue);

@@ -1,23 +1,21 @@
-"""Writes the golden values that tests/test_golden.c compares megatron.h with, from plain PyTorch.
+"""Writes the golden values for tests/test_golden.c, which compares megatron.h with plain PyTorch.
 
     python tests/golden/make_golden.py            writes NAME.bin beside this script, prints a table
     python tests/golden/make_golden.py --check    writes nothing; exit 1 if a file would change
 
-Each model is written here a second time, from torch.nn.functional and autograd, and shares no code
-with the library. It computes in float64 from parameters that were first rounded to float32: the
-library starts from exactly the same numbers, and the reference's own rounding (1e-16) is nothing
-beside what is tested, so every difference found is the library's. The table shows how far PyTorch
-itself is from these values when it computes in float32: the errors that are ordinary.
+Each model is implemented here with torch.nn.functional and autograd, and shares no code with the
+library. It computes in float64 from parameters that are first rounded to float32, so the library
+starts from exactly the same numbers. The reference's own rounding (1e-16) is negligible: every
+difference is the library's. The table shows the errors of PyTorch itself in float32, for comparison.
 
-Every weight, bias and norm gain is random, so a bias that is left out or a gain that is taken for 1
-shows.
+Every weight, bias and norm gain is random, so the test detects an omitted bias, or a gain taken as 1.
 
 The four models, each with 4 sequences of 12 tokens:
 
     gpt2              pre-LN, LayerNorm, GELU (tanh), biases, learned positions, tied head, causal;
                       label smoothing, some targets ignored
     llama             pre-LN, RMSNorm with a large eps, SwiGLU, rotary positions, grouped queries,
-                      no biases, own head; its ffn of 34 is divided neither by 3 nor by 4
+                      no biases, untied head; its ffn of 34 is a multiple of neither 3 nor 4
     bert              post-LN, GELU (erf), bidirectional with key padding, tied head; 8 heads of
                       size 2; targets of the padding are ignored; some steps are not clipped
     residual_post_ln  one layer, residual connection taken after the norm; its ignore_index is -1
@@ -25,9 +23,9 @@ The four models, each with 4 sequences of 12 tokens:
 Gradients are those of sum(loss of each token) / (number of targets that are not ignored). Then
 AdamW does 5 steps on the same batch, each with the gradient clipped to norm max_norm, weight decay
 on matrices and embeddings only. AdamW's eps is 1e-8 for llama and 1e-5 for the others: a key bias
-shifts all scores of a query alike, so its true gradient is 0, and with 1e-8 AdamW would turn the
-rounding noise that stands in its place into full steps, which no two programs take alike. A larger
-eps also shows where it is added.
+shifts all scores of a query alike, so its true gradient is 0. With 1e-8, AdamW would turn the
+rounding noise of this gradient into full steps, which differ between any two programs. A larger eps
+also tests where it is added.
 
 File format, little endian, no padding:
 
@@ -203,7 +201,7 @@ def forward(c, p, ids, targets, lengths):
 
 
 def train(c, initial, ids, targets, lengths, dtype):
-    """Everything that a file records about one run, computed in dtype."""
+    """All values that a file records about one run, computed in dtype."""
     p = {name: value.to(dtype).clone().requires_grad_() for name, value in initial.items()}
     optimizer = torch.optim.AdamW(
         [{"params": [t for t in p.values() if t.dim() == 2], "weight_decay": c["weight_decay"]},

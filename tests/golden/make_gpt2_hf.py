@@ -1,16 +1,17 @@
-"""Writes a small GPT-2 as Hugging Face's transformers does, and what PyTorch computes with it.
+"""Writes a small GPT-2 with Hugging Face's transformers, and the values that PyTorch computes with it.
 
     python tests/golden/make_gpt2_hf.py
 
 gpt2_hf/          GPT2LMHeadModel.save_pretrained: model.safetensors, config.json
-gpt2_hf_bare/     the same model as the hub's first GPT-2 files have it: no "transformer." before the names, the buffers of the
-                  causal mask among the tensors, a copy of the embedding as lm_head.weight, few members in config.json
+gpt2_hf_bare/     the same model in the form of the hub's first GPT-2 files: names without the prefix "transformer.", the
+                  buffers of the causal mask among the tensors, a copy of the embedding as lm_head.weight, and few members
+                  in config.json
 gpt2_hf/expected.safetensors
                   ids, targets [tokens] (as floats), logits [tokens, vocab], loss [tokens] and grad_norm [1], that of the mean
                   loss, computed in float64 from the float32 weights
 
-tests/test_checkpoint.c loads both and compares. Every weight and bias is random, so that one that is left out, or transposed,
-shows; heads, layers and sizes are different numbers. Made with PyTorch 2.6.0, transformers 5.23.0, safetensors 0.8.0.
+tests/test_checkpoint.c loads both and compares. Every weight and bias is random, and heads, layers and sizes are different
+numbers, so the test detects a tensor that is omitted or transposed. Created with PyTorch 2.6.0, transformers 5.23.0, safetensors 0.8.0.
 """
 
 import json
