@@ -1820,7 +1820,8 @@ static void pointwise_values(const pointwise_case *c) {
     }
 }
 
-/* drow and dcol against sums in double, and the gradient that a gate passes on. drow is f32 for every type. */
+/* drow and dcol against sums in double, and the gradient of the tensor that a gate scales. drow is f32 for every
+   type. */
 static void pointwise_sums(const pointwise_case *c) {
     const float *at = c->at.data, *up = c->up.data, *sums = c->sums.data;
     int64_t cols = c->x.cols;

@@ -293,7 +293,7 @@ static mt_status check_counts(test_rank *r) {
     return MT_SUCCESS;
 }
 
-/* With an odd number of ranks, the parameters are created in reverse order: the values depend on the name, not on the
+/* With an even number of ranks, the parameters are created in reverse order: the values depend on the name, not on the
    order. Then they are overwritten and initialised again. */
 static mt_status params_body(test_rank *r, params_test *t) {
     MT_TRY(add_some_params(r, r->grid.tp_size % 2 == 0));

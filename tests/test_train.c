@@ -369,7 +369,8 @@ static double bytes_per_parameter(const char *flags) {
     return (double)(model + state) / (double)parameters;
 }
 
-/* Memory for other things than parameters, gradients and optimizer state: the tokens of a batch, and alignment. */
+/* Bytes per parameter for parameters, gradients and optimizer state. The tolerance of 0.03 is for the tokens of a batch
+   and for alignment. */
 static void test_dry_run_of_the_distributed_optimizer(void **state) {
     static const double want[] = {16, 8 + 8 / 4.0, 18, 6 + 12 / 4.0};
     static const char *const flags[] = {"", "--use-distributed-optimizer", "--dtype bf16",
