@@ -16,13 +16,44 @@ trap 'exit 1' HUP INT TERM
 
 sources() { find . -path "./build*" -prune -o -name .git -prune -o -type f -regex '.*\.\(h\|c\|cu\|cuh\|cpp\)' -print; }
 
-columns() { sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }' | fail_on_output; }
+# columns FOLDER, formatted FOLDER: print what is wrong in the files below it
+columns() {
+    (cd "$1" && sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }') | fail_on_output
+}
+formatted() { (cd "$1" && sources | xargs clang-format --dry-run -Werror 2>&1 | grep error) | fail_on_output; }
 
-formatted() { sources | xargs clang-format --dry-run -Werror 2>&1 | grep error | fail_on_output; }
+# finds CHECK FILE...: CHECK finds the faults that were planted in these files of the folder $work/CHECK, and no others
+finds() {
+    "$1" "$work/$1" >"$work/found" 2>&1 && { echo "$1 finds nothing"; return 1; }
+    cat "$work/found"
+    sed 's/:.*//' "$work/found" | sort -u >"$work/files"
+    shift
+    printf './%s\n' "$@" | sort | diff - "$work/files"
+}
 
-check "lines of at most 120 columns" columns
+comment_of() { awk -v columns="$1" 'BEGIN { s = "// "; while (length(s) < columns) s = s "x"; print "int i;"; print s }'; }
+
+finds_columns() {
+    mkdir "$work/columns" || return 1
+    comment_of 120 >"$work/columns/narrow.c"
+    for suffix in h c cu cuh cpp; do comment_of 121 >"$work/columns/wide.$suffix"; done
+    finds columns wide.h wide.c wide.cu wide.cuh wide.cpp
+}
+
+finds_format() {
+    mkdir "$work/formatted" && cp .clang-format "$work/formatted" || return 1
+    printf 'int f(int a) {\n    a++;\n    return a;\n}\n' >"$work/formatted/indented.c"
+    printf 'int f(int a) {\n  a++;\n  return a;\n}\n' >"$work/formatted/crooked.c"
+    finds formatted crooked.c
+}
+
+check "lines of at most 120 columns" columns .
+check "one of 121 columns is found, one of 120 is not" finds_columns
 case $(hidden clang-format || clang-format --version 2>/dev/null) in
-*'version 14.'*) check "clang-format 14 would change nothing" formatted ;;
+*'version 14.'*)
+    check "clang-format 14 would change nothing" formatted .
+    check "a file that it would change is found" finds_format
+    ;;
 *) leave_out "clang-format 14 is not here" ;;
 esac
 closing_line
