@@ -9,6 +9,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "mt_test_scratch.h"
+
 static inline int test_find_comma_locale(void) {
     static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "fr_FR.utf8", "de_DE", "fr_FR"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -16,19 +18,18 @@ static inline int test_find_comma_locale(void) {
     return 0;
 }
 
-/* Sets such a locale: an installed one, or one that it creates. Returns 0 when neither is possible (Debian's package
-   locales is missing). setlocale(LC_NUMERIC, "C") sets the default again. */
+/* Sets such a locale: an installed one, or one that it creates in the program's scratch folder. Returns 0 when neither is
+   possible (Debian's package locales is missing). setlocale(LC_NUMERIC, "C") sets the default again. */
 static inline int test_comma_locale(void) {
-    char folder[64], command[320];
+    char folder[SCRATCH_PATH], command[4 * SCRATCH_PATH];
     int found = test_find_comma_locale();
     if (found) return 1;
-    snprintf(folder, sizeof folder, "/tmp/mt_locale.%ld", (long)getpid());
-    snprintf(command, sizeof command, "mkdir %s && localedef -i de_DE -f UTF-8 %s/de_DE.UTF-8 >%s/log 2>&1", folder,
-             folder, folder);
+    print_to(folder, sizeof folder, "%s", in_scratch("locale"));
+    print_to(command, sizeof command, "mkdir '%s' && localedef -i de_DE -f UTF-8 '%s/de_DE.UTF-8' >'%s/log' 2>&1",
+             folder, folder, folder);
     if (system(command) == 0 && setenv("LOCPATH", folder, 1) == 0) found = test_find_comma_locale();
     unsetenv("LOCPATH");
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    if (system(command) != 0) fprintf(stderr, "%s stays\n", folder);
+    forget("locale");
     return found;
 }
 

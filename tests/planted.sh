@@ -122,7 +122,7 @@ build_program() {
 
 # Builds what the programs need, then the programs, as many at a time as there are cores.
 build_all() {
-    mkdir -p "$work/asan" "$work/fast" "$work/checked"
+    mkdir -p "$work/asan" "$work/fast" "$work/checked" "$work/tmp"
     while read -r program; do
         if on_the_engine "$program"; then engine_build "$program"; else echo implementation; fi
     done <"$work/programs" | sort -u >"$work/builds"
@@ -155,8 +155,10 @@ run_with() {
     settings=$4
     [ "$settings" != - ] || settings=
     [ "$5" = - ] || settings="$settings MT_TEST_CASE=$5"
+    # A program that fails leaves its files: in a folder that is removed at the end.
     # shellcheck disable=SC2086  # a list of assignments
-    timeout -k 2 "$2" env MT_PLANTED="$1" MTE_PATIENCE=2 $settings "$work/$3" >"$work/run.$1" 2>&1 </dev/null
+    timeout -k 2 "$2" env MT_PLANTED="$1" MTE_PATIENCE=2 TMPDIR="$work/tmp" $settings "$work/$3" \
+        >"$work/run.$1" 2>&1 </dev/null
 }
 
 # train NUMBER LOG FLAGS

@@ -323,7 +323,8 @@ static mt_status replica_open(mt_comm *world, const job *j, replica *m) {
     mt_optimizer_desc adamw = {.stochastic_rounding = j->stochastic};
     mt_data_parallel_desc share = {.sharded_optimizer = j->sharded};
     mt_gpt_desc d = model_desc(j);
-    mt_checkpoint_desc c = {.directory = in_scratch(j->directory ? j->directory : "none"), .keep = j->keep};
+    const char *directory = j->directory && j->action != IMPORT ? j->directory : "none";
+    mt_checkpoint_desc c = {.directory = in_scratch(directory), .keep = j->keep};
     memset(m, 0, sizeof *m);
     MT_TRY(test_rank_open(world, shape, &where, &m->r));
     MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, j->dtype));
@@ -663,8 +664,8 @@ static void indices(void **state) {
     (void)state;
     run_quietly(&save);
     expect_success(&save);
-    char index[256];
-    snprintf(index, sizeof index, "%s", in_scratch("cut/step-00000001/model.safetensors.index.json"));
+    char index[SCRATCH_PATH];
+    print_to(index, sizeof index, "%s", in_scratch("cut/step-00000001/model.safetensors.index.json"));
     shell("cp '%s' '%s'", index, in_scratch("index"));
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         job load = {.model = GPT2, .action = LOAD, .directory = "cut", .step = 1, .tp = 2};
@@ -945,9 +946,9 @@ static void damaged(void **state) {
     (void)state;
     save_one("d", 1, 1);
     for (int i = 0; i < 2; i++) {
-        char path[300];
+        char path[SCRATCH_PATH];
         struct stat info;
-        snprintf(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
+        print_to(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
         assert_int_equal(stat(path, &info), 0);
         for (int k = 0; k < 120; k += STRIDE) {
             size_t size = k < 100 ? 4000 : (size_t)info.st_size; /* most of the flipped bits are in the header */
@@ -986,9 +987,9 @@ static void truncated_while_loaded(void **state) {
     (void)state;
     save_one("d", 1, 1);
     for (int i = 0; i < 2; i++) {
-        char path[300];
+        char path[SCRATCH_PATH];
         int refused = 0, changed = 0, late = 0;
-        snprintf(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
+        print_to(path, sizeof path, "%s/%s", in_scratch("d/step-00000001"), names[i]);
         shell("cp '%s' '%s'", path, in_scratch("whole"));
         shortened.path = path;
         for (shortened.at = 0; late < 8; shortened.at += shortened.at < 30 ? 1 : 17) {
@@ -1166,14 +1167,14 @@ static void bounds_of_a_state(void **state) {
         {"loss_scaler.skipped", "281474976710656", "9223372036854775807", "from 0 to 281474976710656"},
         {"optimizer_step", "281474976710656", "281474976710657", "from 0 to 281474976710656"},
         {"optimizer_step", "0", "9223372036854775807", "must be a whole number from 0 to 281474976710656"}};
-    char path[300], words[256];
+    char path[SCRATCH_PATH], words[256];
     job save = a_save("i", 1, 1), load;
     (void)state;
     save.state = some_state(1);
     save.state.scaler.desc.min_scale = save.state.scaler.scale = 1.0f;
     run_quietly(&save);
     expect_success(&save);
-    snprintf(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
+    print_to(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
     shell("cp '%s' '%s'", path, in_scratch("whole"));
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         if (fields[i].good) {
@@ -1225,12 +1226,12 @@ static void bounds_of_a_model(void **state) {
                   {"gpt.rotary_base", "0", "4e38", "must be a finite number"},
                   {"gpt.no_bias", "1", "2", "must be a whole number from 0 to 1"},
                   {"gpt.untied_head", "1", "2147483648", "must be a whole number from 0 to 1"}};
-    char path[300], words[256];
+    char path[SCRATCH_PATH], words[256];
     mt_context *ctx;
     mt_gpt_desc d, before;
     (void)state;
     save_one("i", 1, 1);
-    snprintf(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
+    print_to(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
     shell("cp '%s' '%s'", path, in_scratch("whole"));
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     memset(&d, 0x5a, sizeof d);
@@ -1260,7 +1261,7 @@ static void versions(void **state) {
     static const char *const names[] = {"model.safetensors", "optimizer.safetensors"};
     static const char *const older[] = {MT_VERSION, "0.4.0", "0.0.999999", "0.3.7"};
     static const char *const none[] = {"", "0.4", "0.4.", "0.4.x", "0.4.0.0", "-1.0.0", "0.4.0 ", "9999999.0.0", "a"};
-    char newer[6][32], words[256], path[300];
+    char newer[6][32], words[256], path[SCRATCH_PATH];
     const int now[] = {MT_VERSION_MAJOR, MT_VERSION_MINOR, MT_VERSION_PATCH};
     mt_context *ctx;
     mt_gpt_desc d;
@@ -1275,7 +1276,7 @@ static void versions(void **state) {
     save_one("v", 1, 1);
     for (int i = 0; i < 2; i++) {
         job load = a_load("v", 1);
-        snprintf(path, sizeof path, "%s/%s", in_scratch("v/step-00000001"), names[i]);
+        print_to(path, sizeof path, "%s/%s", in_scratch("v/step-00000001"), names[i]);
         shell("cp '%s' '%s'", path, in_scratch("whole"));
         for (int k = 0; k < 4; k++) {
             set_field(path, "megatron", older[k]);
@@ -1288,8 +1289,8 @@ static void versions(void **state) {
             load = a_load("v", 1), run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);
         }
         if (i == 0) { /* the file contains only parameters and the description of the model: the same */
-            char directory[300];
-            snprintf(directory, sizeof directory, "%s", in_scratch("v/step-00000001"));
+            char directory[SCRATCH_PATH];
+            print_to(directory, sizeof directory, "%s", in_scratch("v/step-00000001"));
             load.action = IMPORT;
             load.directory = directory;
             run_quietly(&load), expect_refusal(&load, MT_ERR_DATA, words);

@@ -764,7 +764,7 @@ static void wrong_layouts(void **state) {
     mt_checkpoint_desc c = {.directory = in_scratch("wide")};
     mt_training_state s = {.step = 1};
     mt_checkpoint *wide;
-    char path[64];
+    char path[SCRATCH_PATH];
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
@@ -804,11 +804,11 @@ static void json(void **state) {
                                {.name = "real", .kind = MT_FIELD_F64, .value = &v.real},
                                {.name = "on", .kind = MT_FIELD_BOOL, .value = &v.on},
                                {.name = "text", .kind = MT_FIELD_TEXT, .value = v.text, .bytes = sizeof v.text}};
-    char path[256];
+    char path[SCRATCH_PATH];
     mt_context *ctx;
     int exists = 1;
     (void)state;
-    snprintf(path, sizeof path, "%s/a.json", scratch);
+    print_to(path, sizeof path, "%s/a.json", scratch);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_read(ctx, scratch, "a.json", fields, 5, &exists));
     assert_true(!exists);

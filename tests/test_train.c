@@ -15,13 +15,14 @@
 
 #define MAX_ARGS 64
 #define STEPS 50
+#define WORDS 4096 /* characters of a command line */
 
 /* Runs train_gpt with these words as its arguments. Its output goes to the files "out" and "err". */
 static int run_train_gpt(const char *words) {
-    static char text[2048];
+    static char text[WORDS];
     char *argv[MAX_ARGS] = {(char *)(uintptr_t) "train_gpt"};
     int argc = 1, out = dup(1), err = dup(2), rc;
-    snprintf(text, sizeof text, "%s", words);
+    print_to(text, sizeof text, "%s", words);
     for (char *w = strtok(text, " "); w && argc < MAX_ARGS - 1; w = strtok(NULL, " ")) argv[argc++] = w;
     fflush(NULL);
     assert_non_null(freopen(in_scratch("out"), "w", stdout));
@@ -61,13 +62,13 @@ static void expect_error(const char *words, const char *sentence) {
 
 /* Rank 0, a thread, opens a pipe that no process reads, and blocks for ever. */
 static void test_stuck_rank_ends_the_process(void **state) {
-    char words[256], text[4096];
+    char words[WORDS], text[4096];
     double start = mti_now();
     int status = 0;
     pid_t child;
     (void)state;
     assert_int_equal(mkfifo(in_scratch("pipe"), 0600), 0);
-    snprintf(words, sizeof words, "--data LICENSE --layers 1 --hidden 16 --seq 8 --timeout 0.5 --log %s",
+    print_to(words, sizeof words, "--data LICENSE --layers 1 --hidden 16 --seq 8 --timeout 0.5 --log %s",
              in_scratch("pipe"));
     child = fork();
     assert_true(child >= 0);
@@ -105,11 +106,11 @@ typedef struct curve {
 } curve;
 
 static curve train_curve(const char *model, const char *split) {
-    char words[1024], line[256];
+    char words[WORDS], line[256];
     curve c;
     FILE *f;
     write_text();
-    snprintf(words, sizeof words, "--data %s --steps %d --log %s --sample 0 --eval-interval 25 %s %s",
+    print_to(words, sizeof words, "--data %s --steps %d --log %s --sample 0 --eval-interval 25 %s %s",
              in_scratch("text"), STEPS, in_scratch("log.csv"), model, split);
     if (run_train_gpt(words) != 0) {
         read_text("err", line, sizeof line);
@@ -216,13 +217,13 @@ static void assert_same_file(const char *name, const char *other, const char *sp
 /* Compares losses, norms and validation losses of the CSV, and a hash of every tensor of every step. */
 static void compare_bits(const char *model, const char *const *splits, size_t count) {
     curve serial, c;
-    char words[512];
-    snprintf(words, sizeof words, "%s --invariant 8 --hash-log %s", model, in_scratch("one.hash"));
+    char words[WORDS];
+    print_to(words, sizeof words, "%s --invariant 8 --hash-log %s", model, in_scratch("one.hash"));
     serial = train_curve(words, "--tp 1");
     assert_true(serial.loss[STEPS - 1] < serial.loss[0] - 1.0);
     for (size_t i = 0; i < (SANITIZED ? 1 : count); i++) {
         if (!test_takes(i, 4)) continue;
-        snprintf(words, sizeof words, "%s --invariant 8 --hash-log %s", model, in_scratch("split.hash"));
+        print_to(words, sizeof words, "%s --invariant 8 --hash-log %s", model, in_scratch("split.hash"));
         c = train_curve(words, splits[i]);
         if (memcmp(&serial, &c, sizeof c) != 0) fail_msg("%s: losses differ", splits[i]);
         assert_same_file("one.hash", "split.hash", splits[i]);
@@ -265,14 +266,14 @@ static void test_invariant_in_bf16(void **state) {
 
 /* The messages between the stages of a small model fit into the planned arena. */
 static void test_hash_log_of_stages(void **state) {
-    char words[512];
+    char words[WORDS];
     (void)state;
-    snprintf(words, sizeof words,
+    print_to(words, sizeof words,
              "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
              "--tp 1 --hash-log %s",
              in_scratch("one.hash"));
     assert_int_equal(run_train_gpt(words), 0);
-    snprintf(words, sizeof words,
+    print_to(words, sizeof words,
              "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
              "--pp 4 --hash-log %s",
              in_scratch("split.hash"));
@@ -307,11 +308,11 @@ static void test_device_that_is_not_built(void **state) {
 
 /* The log of a step that is not finite is written before the run stops, because this step is of interest. */
 static void test_hash_log_of_the_last_step(void **state) {
-    char words[512], text[64] = "";
+    char words[WORDS], text[64] = "";
     int last = 0;
     FILE *f;
     (void)state;
-    snprintf(words, sizeof words,
+    print_to(words, sizeof words,
              "--data megatron.h --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
              "--hidden 16 --seq 8 --batch 2 --hash-log %s",
              in_scratch("one.hash"));
@@ -339,10 +340,10 @@ static void test_recomputation(void **state) {
 static void test_steps_that_are_not_finite(void **state) {
     static const char *const splits[] = {"--tp 1", "--tp 2 --dp 2 --use-distributed-optimizer", "--dp 4 --dtype bf16",
                                          "--tp 1 --pp 2 --dp 2 --dtype f16 --use-distributed-optimizer"};
-    char words[512], text[16384], *first;
+    char words[WORDS], text[16384], *first;
     (void)state;
     for (size_t i = 0; i < COUNT(splits); i++) {
-        snprintf(words, sizeof words,
+        print_to(words, sizeof words,
                  "--data LICENSE --sample 0 --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 2 "
                  "--hidden 16 --seq 8 --batch 4 %s",
                  splits[i]);
@@ -355,10 +356,10 @@ static void test_steps_that_are_not_finite(void **state) {
 }
 
 static double bytes_per_parameter(const char *flags) {
-    char words[512], text[4096], *at;
+    char words[WORDS], text[4096], *at;
     long long parameters;
     size_t model, state;
-    snprintf(words, sizeof words, "--data megatron.h --hidden 256 --tp 2 --dp 4 --dry-run %s", flags);
+    print_to(words, sizeof words, "--data megatron.h --hidden 256 --tp 2 --dp 4 --dry-run %s", flags);
     assert_int_equal(run_train_gpt(words), 0);
     read_text("out", text, sizeof text);
     at = strstr(text, "per rank: ");
@@ -400,9 +401,9 @@ static void test_seed_and_dropout_matter(void **state) {
 
 /* A step sends what a dry run says that it sends. */
 static void assert_done_as_planned(const char *model, const char *dry) {
-    char words[512], wet[4096];
+    char words[WORDS], wet[4096];
     const char *at = strstr(dry, "communication of one step");
-    snprintf(words, sizeof words, "%s --steps 1 --sample 0", model);
+    print_to(words, sizeof words, "%s --steps 1 --sample 0", model);
     assert_int_equal(run_train_gpt(words), 0);
     read_text("out", wet, sizeof wet);
     assert_non_null(at);
@@ -412,9 +413,9 @@ static void assert_done_as_planned(const char *model, const char *dry) {
 static void test_dry_run_and_ledger(void **state) {
     static const char *const model =
         "--tp 4 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h";
-    char words[512], dry[4096];
+    char words[WORDS], dry[4096];
     (void)state;
-    snprintf(words, sizeof words, "%s --dry-run", model);
+    print_to(words, sizeof words, "%s --dry-run", model);
     assert_int_equal(run_train_gpt(words), 0);
     read_text("out", dry, sizeof dry);
     assert_null(strstr(dry, "step "));
@@ -436,14 +437,14 @@ static void test_configurations(void **state) {
                  {"gpt2-2.5b", 1920, 54, 2, 2.5},
                  {"gpt2-4.2b", 2304, 64, 4, 4.2},
                  {"gpt2-8.3b", 3072, 72, 8, 8.3}};
-    char words[256], text[4096], line[256];
+    char words[WORDS], text[4096], line[256];
     (void)state;
     for (size_t i = 0; i < 4; i++) {
         long long h = paper[i].h, l = paper[i].layers, t = paper[i].tp, rows = (50257 + t - 1) / t;
         long long whole = l * (12 * h * h + 13 * h) + (50257 + 1024) * h + 2 * h;
         long long rank = l * (12 * h * h / t + 7 * h / t + 6 * h) + (rows + 1024) * h + 2 * h;
         double all;
-        snprintf(words, sizeof words, "--config %s --dp 64 --batch 512 --dtype f16 --dry-run --sample 0",
+        print_to(words, sizeof words, "--config %s --dp 64 --batch 512 --dtype f16 --dry-run --sample 0",
                  paper[i].name);
         assert_int_equal(run_train_gpt(words), 0);
         read_text("out", text, sizeof text);
@@ -473,9 +474,9 @@ static void test_dry_run_of_a_pipeline(void **state) {
     static const char *const model =
         "--pp 3 --tp 1 --dp 2 --layers 3 --hidden 32 --heads 8 --seq 16 --batch 8 --micro-batch 1 "
         "--data megatron.h";
-    char words[512], dry[4096];
+    char words[WORDS], dry[4096];
     (void)state;
-    snprintf(words, sizeof words, "%s --dry-run", model);
+    print_to(words, sizeof words, "%s --dry-run", model);
     assert_int_equal(run_train_gpt(words), 0);
     read_text("out", dry, sizeof dry);
     assert_non_null(
@@ -537,10 +538,10 @@ static void write_bin(const char *name, int32_t magic, int32_t version, int32_t 
 #define SMALL "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --sample 0 "
 
 static void test_token_file(void **state) {
-    char words[512], text[4096];
+    char words[WORDS], text[4096];
     (void)state;
     write_bin("good.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 50256);
-    snprintf(words, sizeof words, SMALL "--data %s", in_scratch("good.bin"));
+    print_to(words, sizeof words, SMALL "--data %s", in_scratch("good.bin"));
     assert_int_equal(run_train_gpt(words), 0);
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "vocabulary 50257"));
@@ -549,7 +550,7 @@ static void test_token_file(void **state) {
 }
 
 static void test_bad_files(void **state) {
-    char words[512];
+    char words[WORDS];
     static const struct {
         const char *name;
         int32_t magic, version, announced;
@@ -563,33 +564,33 @@ static void test_bad_files(void **state) {
     (void)state;
     for (size_t i = 0; i < COUNT(bad); i++) {
         write_bin(bad[i].name, bad[i].magic, bad[i].version, bad[i].announced, bad[i].tokens, 0);
-        snprintf(words, sizeof words, SMALL "--data %s", in_scratch(bad[i].name));
+        print_to(words, sizeof words, SMALL "--data %s", in_scratch(bad[i].name));
         expect_error(words, bad[i].sentence);
     }
     write_bytes("header.bin", "abc", 3);
-    snprintf(words, sizeof words, SMALL "--data %s", in_scratch("header.bin"));
+    print_to(words, sizeof words, SMALL "--data %s", in_scratch("header.bin"));
     expect_error(words, "not a token file of llm.c");
     write_bytes("empty.txt", "", 0);
-    snprintf(words, sizeof words, SMALL "--data %s", in_scratch("empty.txt"));
+    print_to(words, sizeof words, SMALL "--data %s", in_scratch("empty.txt"));
     expect_error(words, "the data has 0 tokens, too few for --seq 8");
     write_bytes("short.txt", "0123456789012345678901234567890123456789", 39);
-    snprintf(words, sizeof words, SMALL "--data %s", in_scratch("short.txt"));
+    print_to(words, sizeof words, SMALL "--data %s", in_scratch("short.txt"));
     expect_error(words, "the data has 39 tokens, too few for --seq 8 (needs 40)");
     expect_error("--data /nonexistent/text", "cannot read /nonexistent/text: No such file");
-    snprintf(words, sizeof words, SMALL "--data %s", scratch);
+    print_to(words, sizeof words, SMALL "--data %s", scratch);
     expect_error(words, "cannot read"); /* a directory */
     write_bin("vocab.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60000);
-    snprintf(words, sizeof words, SMALL "--data %s --seq 900 --batch 4", in_scratch("vocab.bin"));
+    print_to(words, sizeof words, SMALL "--data %s --seq 900 --batch 4", in_scratch("vocab.bin"));
     expect_error(words, "60000");
 }
 
 /* The smallest file that is accepted: it can be used for validation, and sampling starts from its last sequence. */
 static void test_smallest_file(void **state) {
-    char words[512], bytes[4 * 8 + 8];
+    char words[WORDS], bytes[4 * 8 + 8];
     (void)state;
     memset(bytes, 'a', sizeof bytes);
     write_bytes("short.txt", bytes, sizeof bytes);
-    snprintf(words, sizeof words,
+    print_to(words, sizeof words,
              "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --eval-interval 1 --sample 9 "
              "--data %s",
              in_scratch("short.txt"));
@@ -598,12 +599,12 @@ static void test_smallest_file(void **state) {
 
 /* A run that is refused leaves the log of the previous run unchanged. */
 static void test_refusal_keeps_the_log(void **state) {
-    char words[512], text[64];
+    char words[WORDS], text[64];
     (void)state;
     write_bytes("log.csv", "precious", 8);
-    snprintf(words, sizeof words, "--data megatron.h --heads 5 --log %s", in_scratch("log.csv"));
+    print_to(words, sizeof words, "--data megatron.h --heads 5 --log %s", in_scratch("log.csv"));
     expect_error(words, "heads 5");
-    snprintf(words, sizeof words, "--data megatron.h --dry-run --log %s", in_scratch("log.csv"));
+    print_to(words, sizeof words, "--data megatron.h --dry-run --log %s", in_scratch("log.csv"));
     assert_int_equal(run_train_gpt(words), 0);
     read_text("log.csv", text, sizeof text);
     assert_string_equal(text, "precious");
@@ -626,46 +627,46 @@ static int read_losses(const char *log, int first, double *loss) {
 }
 
 static void run_six_steps(const char *words) {
-    char all[1024], text[1024];
-    snprintf(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), words);
+    char all[WORDS], text[1024];
+    print_to(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), words);
     if (run_train_gpt(all) == 0) return;
     read_text("err", text, sizeof text);
     fail_msg("train_gpt %s: %s", all, text);
 }
 
 static void refuse_six_steps(const char *flags, const char *sentence) {
-    char all[1024];
-    snprintf(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), flags);
+    char all[WORDS];
+    print_to(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), flags);
     expect_error(all, sentence);
 }
 
 /* A run that is stopped after three of six steps continues with the other three, on another split. */
 static void test_checkpoints(void **state) {
     double whole[8], rest[8], again[8];
-    char words[512];
-    char c[128];
+    char words[WORDS];
+    char c[SCRATCH_PATH];
     (void)state;
     write_text();
-    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
-    snprintf(words, sizeof words, "--checkpoint %s --save-interval 3 --log %s", c, in_scratch("whole.csv"));
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(words, sizeof words, "--checkpoint %s --save-interval 3 --log %s", c, in_scratch("whole.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("whole.csv", 1, whole), 6);
     forget("checkpoints/step-00000006");
-    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --log %s", c, in_scratch("init.csv"));
+    print_to(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --log %s", c, in_scratch("init.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, again), 1);
     assert_true(again[0] < whole[1]); /* the model has learned */
-    snprintf(words, sizeof words, "--checkpoint %s", c);
+    print_to(words, sizeof words, "--checkpoint %s", c);
     refuse_six_steps(words, "has a checkpoint of step 3: go on with --resume");
-    snprintf(words, sizeof words, "--checkpoint %s --resume --batch 8", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --batch 8", c);
     refuse_six_steps(words, "is of '--batch 4', this run is of '--batch 8'");
-    snprintf(words, sizeof words, "--checkpoint %s --resume --seed 1", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --seed 1", c);
     refuse_six_steps(words, "is of '--seed 1234', this run is of '--seed 1'");
-    snprintf(words, sizeof words, "--checkpoint %s --resume --heads 8", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --heads 8", c);
     refuse_six_steps(words, "step-00000003: its model has heads 4, this one 8");
-    snprintf(words, sizeof words, "--checkpoint %s --resume", in_scratch("whole.csv"));
+    print_to(words, sizeof words, "--checkpoint %s --resume", in_scratch("whole.csv"));
     refuse_six_steps(words, "whole.csv/.lock: cannot open it: Not a directory");
-    snprintf(words, sizeof words, "--checkpoint %s --resume --tp 1 --dp 4 --log %s", c, in_scratch("rest.csv"));
+    print_to(words, sizeof words, "--checkpoint %s --resume --tp 1 --dp 4 --log %s", c, in_scratch("rest.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("rest.csv", 4, rest), 3);
     for (int i = 0; i < 3; i++)
@@ -688,20 +689,20 @@ static void expect_one_sentence(const char *sentence) {
 
 /* What --resume refuses, what it only reports, and what is checked before the first step. */
 static void test_resuming_something_else(void **state) {
-    char words[512], text[40000], c[128];
+    char words[WORDS], text[40000], c[SCRATCH_PATH];
     size_t size;
     FILE *f;
     (void)state;
     write_text();
-    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
-    snprintf(words, sizeof words, "--checkpoint %s --steps 3", c);
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(words, sizeof words, "--checkpoint %s --steps 3", c);
     run_six_steps(words);
     refuse_six_steps(words, "go on with --resume");
     expect_one_sentence("has a checkpoint of step 3");
-    snprintf(words, sizeof words, "--checkpoint %s --resume --tp 4 --seq 8", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --tp 4 --seq 8", c);
     refuse_six_steps(words, "is of '--seq 16', this run is of '--seq 8'");
     expect_one_sentence("--seq");
-    snprintf(words, sizeof words, "--checkpoint %s --resume --lr 1e-4 --dropout 0.1", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --lr 1e-4 --dropout 0.1", c);
     run_six_steps(words);
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "going on with --steps 6, which was --steps 3\n"));
@@ -714,10 +715,10 @@ static void test_resuming_something_else(void **state) {
     fclose(f);
     text[size / 2] ^= 1;
     write_bytes("text", text, size);
-    snprintf(words, sizeof words, "--checkpoint %s --resume --steps 9", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --steps 9", c);
     refuse_six_steps(words, "--resume: the checkpoint in");
     expect_one_sentence("is of 'data of");
-    snprintf(words, sizeof words, "--checkpoint %s/nope/deeper", c);
+    print_to(words, sizeof words, "--checkpoint %s/nope/deeper", c);
     refuse_six_steps(words, "nope/deeper: cannot create the directory: No such file");
     read_text("out", text, sizeof text);
     assert_null(strstr(text, "step     1/6"));
@@ -727,20 +728,20 @@ static void test_resuming_something_else(void **state) {
 /* A run is killed after its last checkpoint, in the middle of writing a line. When it is resumed, the logs contain
    every step once. */
 static void test_logs_go_on(void **state) {
-    char words[512], c[128], csv[128], hashes[128];
+    char words[WORDS], c[SCRATCH_PATH], csv[SCRATCH_PATH], hashes[SCRATCH_PATH];
     double whole[8], rest[8], whole_norm[8], rest_norm[8];
     static char text[4][1 << 16];
     (void)state;
     write_text();
-    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
-    snprintf(csv, sizeof csv, "%s", in_scratch("whole.csv"));
-    snprintf(hashes, sizeof hashes, "%s", in_scratch("one.hash"));
-    snprintf(words, sizeof words, "--checkpoint %s --save-interval 2 --log %s --hash-log %s", c, csv, hashes);
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(csv, sizeof csv, "%s", in_scratch("whole.csv"));
+    print_to(hashes, sizeof hashes, "%s", in_scratch("one.hash"));
+    print_to(words, sizeof words, "--checkpoint %s --save-interval 2 --log %s --hash-log %s", c, csv, hashes);
     run_six_steps(words);
     read_text("whole.csv", text[0], sizeof text[0]);
     read_text("one.hash", text[1], sizeof text[1]);
     shell("rm -r %s/step-00000006 && printf 7,1.2 >>%s && printf '7 a' >>%s", c, csv, hashes);
-    snprintf(words, sizeof words, "--checkpoint %s --resume --log %s --hash-log %s", c, csv, hashes);
+    print_to(words, sizeof words, "--checkpoint %s --resume --log %s --hash-log %s", c, csv, hashes);
     run_six_steps(words);
     read_text("whole.csv", text[2], sizeof text[2]);
     read_text("one.hash", text[3], sizeof text[3]);
@@ -760,7 +761,7 @@ static void test_logs_go_on(void **state) {
     assert_memory_equal(whole + 1, rest + 1, 6 * sizeof *whole);
     assert_memory_equal(whole_norm + 1, rest_norm + 1, 6 * sizeof *whole_norm);
     forget("checkpoints"); /* without a checkpoint, the logs start again, too */
-    snprintf(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv,
+    print_to(words, sizeof words, "--checkpoint %s --resume --steps 1 --warmup 0 --log %s --hash-log %s", c, csv,
              hashes);
     run_six_steps(words);
     assert_int_equal(read_losses("whole.csv", 1, rest), 1);
@@ -769,28 +770,28 @@ static void test_logs_go_on(void **state) {
 
 /* A model with more positions than --seq, from --max-seq or from the weights that it starts with. */
 static void test_positions(void **state) {
-    char words[512], c[128];
+    char words[WORDS], c[SCRATCH_PATH];
     double loss[8], again[8];
     (void)state;
     write_text();
-    snprintf(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
     refuse_six_steps("--max-seq 8", "--max-seq 8 is less than --seq 16");
-    snprintf(words, sizeof words, "--checkpoint %s --steps 3 --max-seq 40", c);
+    print_to(words, sizeof words, "--checkpoint %s --steps 3 --max-seq 40", c);
     run_six_steps(words);
-    snprintf(words, sizeof words, "--checkpoint %s --resume --max-seq 20", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume --max-seq 20", c);
     refuse_six_steps(words, "its model has max_seq 40, this one 20");
-    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --log %s", c,
+    print_to(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --log %s", c,
              in_scratch("init.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, loss), 1);
-    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --max-seq 40 --tp 1 --log %s", c,
+    print_to(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --max-seq 40 --tp 1 --log %s", c,
              in_scratch("init.csv"));
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, again), 1);
     assert_true(fabs(loss[0] - again[0]) <= 1e-5 * loss[0]);
-    snprintf(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 48", c);
+    print_to(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 48", c);
     refuse_six_steps(words, "its model has max_seq 40, this one 48");
-    snprintf(words, sizeof words, "--checkpoint %s --resume", c);
+    print_to(words, sizeof words, "--checkpoint %s --resume", c);
     run_six_steps(words);
     forget("checkpoints");
 }
@@ -816,7 +817,7 @@ static double golden_loss(int32_t *token) {
 static void test_gpt2_of_hugging_face(void **state) {
     static unsigned char file[LLMC_HEADER_BYTES + 2 * 400];
     static const char *const splits[] = {"--tp 1", "--tp 4", "--tp 2 --dp 2"};
-    char words[512];
+    char words[WORDS];
     double loss[8], want;
     int32_t token, header[3] = {LLMC_MAGIC, 1, 400};
     (void)state;
@@ -825,7 +826,7 @@ static void test_gpt2_of_hugging_face(void **state) {
     for (int i = 0; i < 400; i++) file[LLMC_HEADER_BYTES + 2 * i] = (unsigned char)token;
     write_bytes("good.bin", file, sizeof file);
     for (size_t i = 0; i < COUNT(splits); i++) {
-        snprintf(words, sizeof words,
+        print_to(words, sizeof words,
                  "--data %s --init-from tests/golden/gpt2_hf --layers 2 --hidden 16 --heads 4 --ffn 40 "
                  "--vocab 61 --seq 1 --batch 4 --steps 6 --warmup 0 --sample 0 --eval-interval 0 --log %s %s",
                  in_scratch("good.bin"), in_scratch("init.csv"), splits[i]);
@@ -838,11 +839,11 @@ static void test_gpt2_of_hugging_face(void **state) {
 
 /* The sign of a NaN is not printed. */
 static void test_nan_has_no_sign(void **state) {
-    char words[512], text[16384];
+    char words[WORDS], text[16384];
     (void)state;
     assert_false(signbit(shown(-(float)NAN)) || signbit(shown((float)NAN)));
     assert_true(shown(-1.5f) == -1.5 && isinf(shown(-INFINITY)));
-    snprintf(words, sizeof words,
+    print_to(words, sizeof words,
              "--data LICENSE --sample 0 --swiglu --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
              "--hidden 16 --seq 8 --batch 4 --tp 1 --log %s",
              in_scratch("log.csv"));
@@ -901,10 +902,10 @@ static void test_absurd_flags(void **state) {
         {"--log /nonexistent/log.csv --steps 1", "cannot write /nonexistent/log.csv"},
         {"--lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 --seq 8 --batch 2", "not finite"},
     };
-    char words[512];
+    char words[WORDS];
     (void)state;
     for (size_t i = 0; i < COUNT(bad); i++) {
-        snprintf(words, sizeof words, "--data megatron.h --sample 0 %s", bad[i].words);
+        print_to(words, sizeof words, "--data megatron.h --sample 0 %s", bad[i].words);
         expect_error(words, bad[i].sentence);
     }
 }
@@ -950,7 +951,7 @@ static void test_logs_that_are_something_else(void **state) {
 /* In a program with a locale that has a decimal comma, logs and checkpoints are the same as without. */
 static void test_decimal_comma(void **state) {
     static const char *const flags = "--tp 1 --steps 3 --lr 0.0025 --dropout 0.125 --checkpoint %s --log %s";
-    char words[512], text[2048], losses[2][8][64];
+    char words[WORDS], text[2048], losses[2][8][64];
     (void)state;
     write_text();
     for (int comma = 0; comma < 2; comma++) {
@@ -960,7 +961,7 @@ static void test_decimal_comma(void **state) {
             forget("point");
             skip();
         }
-        snprintf(words, sizeof words, flags, in_scratch(comma ? "comma" : "point"), in_scratch("log.csv"));
+        print_to(words, sizeof words, flags, in_scratch(comma ? "comma" : "point"), in_scratch("log.csv"));
         run_six_steps(words);
         setlocale(LC_NUMERIC, "C");
         read_text("log.csv", text, sizeof text);
