@@ -6,7 +6,8 @@
 #                                        OBJECT: an implementation that nvcc has built
 #
 # First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then everything else, with
-# ranks that share the GPU. Needs nvcc, cuBLASLt and NCCL.
+# ranks that share the GPU. Needs nvcc and cuBLASLt. Without NCCL the programs that use it are left out: a "skip" line says so, they
+# count as skipped, and the exit status is that of the others.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -19,7 +20,8 @@ build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 
 # Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they do.
-own="test_cuda_ptx test_cuda test_cuda_flash test_cuda_nccl test_cuda_processes"
+own="test_cuda_ptx test_cuda test_cuda_flash"
+with_nccl="test_cuda_nccl test_cuda_processes"
 shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block"
 implementation=$build/implementation.o
 
@@ -37,6 +39,13 @@ gpu_build() {
     esac
     # shellcheck disable=SC2086  # lists of flags
     nvcc $flags -I. $more "tests/$1.cu" -o "$build/$1" $libraries
+}
+
+# Does nvcc compile and link a program with NCCL? MT_TEST_WITHOUT=nccl hides it.
+have_nccl() {
+    hidden nccl && return 1
+    printf '#include <nccl.h>\nint main() { int version; return ncclGetVersion(&version); }\n' >"$build/probe_nccl.cpp"
+    nvcc "$build/probe_nccl.cpp" -o "$build/probe_nccl" -lnccl >"$build/probe_nccl.log" 2>&1
 }
 
 # As many at a time as there are cores.
@@ -61,13 +70,15 @@ if [ "${1:-}" = --build ]; then
     each=gpu_build
     flags="-std=c++17 -O0 $(nvcc_fast) -gencode arch=compute_80,code=compute_80" # the driver makes the rest
     implementation=${2:-$implementation}
+    have_nccl || with_nccl=
 else
     need_gpu "$build" "nothing was tested"
     each=gpu_test flags="-std=c++17 -O2 -arch=native" jobs=$(nproc 2>/dev/null || echo 2) start=$(now)
     # shellcheck disable=SC2086  # lists of names
-    (cd "$build" && rm -f $own $shared implementation.o)
+    (cd "$build" && rm -f $own $with_nccl $shared implementation.o)
+    have_nccl || with_nccl=
     # shellcheck disable=SC2086
-    gpu_build_all implementation $own
+    gpu_build_all implementation $own $with_nccl
     # shellcheck disable=SC2086
     gpu_build_all $shared
     echo "built in $((($(now) - start) / 1000)) s"
@@ -78,8 +89,13 @@ check "GEMM, its epilogues and the choice of algorithms" $each test_cuda_gemm
 check "operators, contexts and collectives against the CPU" $each test_cuda
 check "attention on tensor cores against the CPU" $each test_cuda_flash
 check "several GPUs in one process" $each test_cuda_devices
-check "NCCL" $each test_cuda_nccl
-check "ranks that are processes" $each test_cuda_processes
+if [ -n "$with_nccl" ]; then
+    check "NCCL" $each test_cuda_nccl
+    check "ranks that are processes" $each test_cuda_processes
+else
+    leave_out "NCCL: nvcc finds no nccl.h and libnccl here"
+    leave_out "ranks that are processes: they meet over NCCL, which is not here"
+fi
 check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
 check "checkpoints of a GPT" $each test_cuda_checkpoint
 check "the block of examples/02_custom_block.c, as on the CPU" $each test_cuda_custom_block
