@@ -1,21 +1,24 @@
 #!/bin/sh
-# Checks the scripts that a user runs by hand. What they need and this machine lacks has stand-ins: nvcc, and programs for a GPU.
+# Checks the scripts that a user runs by hand. What they need and this machine lacks has stand-ins: nvcc, programs for a GPU, PyTorch.
 #
 #   sh tests/scripts.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: gpu, tests/gpu.sh with and without NCCL.
+# Parts: gpu, tests/gpu.sh with and without NCCL and the benchmark of a GPU; cpu, the benchmark of the CPU.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
 . tests/packages.sh
 # shellcheck source=tests/report.sh
 . tests/report.sh
+engine=${MT_BUILD_DIR:-build}/engine/fast
+engine=$(cd "$engine" 2>/dev/null && pwd)
 work=$(mktemp -d) || exit 1
 check_log=$work/check.log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
 # nvcc's stand-in writes programs that do nothing. With STANDIN_NCCL=no it has no NCCL. The program $STANDIN_FAILS does not build.
+# The benchmark is $STANDIN_BENCH, or two of its lines.
 make_nvcc() {
     cat >"$work/nvcc" <<'END'
 #!/bin/sh
@@ -30,15 +33,36 @@ while [ $# -gt 0 ]; do
 done
 [ $nccl = no ] || [ "${STANDIN_NCCL:-yes}" = yes ] || { echo "cannot find -lnccl"; exit 1; }
 [ "${out##*/}" != "${STANDIN_FAILS:-}" ] || { echo "does not build"; exit 1; }
-echo '#!/bin/sh' >"$out"
+case $out in
+*/bench_cuda) cp "$STANDIN_BENCH" "$out" ;;
+*) echo '#!/bin/sh' >"$out" ;;
+esac
 chmod +x "$out"
+END
+    cat >"$work/benchmark" <<'END'
+#!/bin/sh
+echo "# a stand-in" >&2
+echo 'item,name,median,min,max,unit,us,ratio,versus'
+echo 'layer,"h 64, s 16",1,1,1,TFLOP/s,2,0.5,"large GEMM"'
 END
     chmod +x "$work/nvcc"
 }
 
+# PyTorch's: every call does nothing, and takes 2 ms between CUDA events.
+make_pytorch() {
+    mkdir "$work/python"
+    cat >"$work/python/torch.py" <<'END'
+import sys
+from unittest.mock import MagicMock
+torch = MagicMock(__version__="of a stand-in")
+torch.cuda.Event.return_value.elapsed_time.return_value = 2.0
+sys.modules["torch"] = torch
+END
+}
+
 # with_standins SETTINGS... COMMAND
 with_standins() {
-    env PATH="$work:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$work" "$@"
+    env PATH="$work:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$work" PYTHONPATH="$work/python" PYTHONDONTWRITEBYTECODE=1 "$@"
 }
 
 # gpu_says STATUS LAST_LINE SETTINGS...: what tests/gpu.sh ends with, built and run, or only built
@@ -61,11 +85,55 @@ without_nccl() {
     [ "$(grep -c '^  skip  .*NCCL' "$work/says")" = 2 ] && ! grep test_cuda_nccl "$work/says"
 }
 
+# Reads a CSV: as many columns in each row as the head names, numbers in columns 3 to 5, and rows whose names have each of the words.
+is_csv() {
+    cat "$1"
+    python3 - "$@" <<'END'
+import csv, sys
+with open(sys.argv[1], newline="") as file:
+    head, *rows = csv.reader(file)
+wrong = [row for row in rows if len(row) != len(head)]
+assert head[:6] == ["item", "name", "median", "min", "max", "unit"], head
+assert not wrong, wrong
+assert rows and all(0 < float(low) <= float(median) <= float(high) for _, _, median, low, high, *_ in rows)
+for word in sys.argv[2:]:
+    assert any(word in row[1] for row in rows), word
+END
+}
+
+# Two lines, and those of the peer
+csv_of_a_gpu() {
+    with_standins STANDIN_BENCH="$work/benchmark" sh tests/bench/bench.sh --device cuda --csv --quick >"$work/gpu.csv" &&
+        is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward, PyTorch"
+}
+
+# The benchmark itself, which has no peer for tiny shapes
+csv_of_the_engine() {
+    with_standins STANDIN_BENCH="$engine/bench_cuda" sh tests/bench/bench.sh --device cuda --csv --tiny --only layer \
+        >"$work/tiny.csv" && is_csv "$work/tiny.csv" "epilogues measured"
+}
+
+csv_of_the_cpu() {
+    (MT_BUILD_DIR=$work sh tests/bench/bench.sh --csv --quick --only memory) >"$work/memory.csv" &&
+        is_csv "$work/memory.csv" "TP=2" &&
+        "$work/bench/bench" --csv --quick --seconds 0.1 --only bandwidth >"$work/bandwidth.csv" &&
+        is_csv "$work/bandwidth.csv" "AdamW"
+}
+
 gpu() {
     make_nvcc
     check "tests/gpu.sh with NCCL" gpu_says 0 "11 passed, 0 failed, 0 skipped" STANDIN_NCCL=yes
     check "without NCCL it tests the rest, and says what it leaves out" without_nccl STANDIN_NCCL=no
     check "a program that does not build is a failure" gpu_says 1 "10 passed, 1 failed, 0 skipped" STANDIN_FAILS=test_cuda_gpt
+    have_command python3 || { leave_out "the CSV of benchmarks: no python3 here to read it"; return; }
+    make_pytorch
+    check "bench.sh --device cuda --csv, and PyTorch's rows, are one CSV" csv_of_a_gpu
+    [ ! -x "$engine/bench_cuda" ] || check "bench_cuda --csv on the engine" csv_of_the_engine
+}
+
+cpu() {
+    have_command python3 || { leave_out "the CSV of benchmarks: no python3 here to read it"; return; }
+    check "bench.sh --csv is a CSV" csv_of_the_cpu
 }
 
 [ $# -gt 0 ] || { sed -n '4,6s/^# *//p' "$0" >&2; exit 2; }

@@ -25,13 +25,14 @@ build_bench() {
 rm -rf "$build/tree" && mkdir "$build/tree" && git archive "$revision" | tar -x -C "$build/tree" &&
     build_bench "$build/tree" old && build_bench . new || exit 1
 : >"$build/rows.csv"
+: >"$build/notes.txt"
 round=0
 while [ $round -lt "$rounds" ]; do
     round=$((round + 1))
     [ $((round % 2)) = 0 ] && order="old new" || order="new old"
     for which in $order; do
         for item in "$@"; do
-            "$build/$which" --csv --seconds "${MT_BENCH_SECONDS:-1}" --only "$item" | sed -n "s/^\($item,.*\)/$which,$round,\1/p"
+            "$build/$which" --csv --seconds "${MT_BENCH_SECONDS:-1}" --only "$item" 2>>"$build/notes.txt" | sed -n "s/^\($item,.*\)/$which,$round,\1/p"
         done
     done
 done >>"$build/rows.csv"

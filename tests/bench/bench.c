@@ -1703,6 +1703,9 @@ static mt_status run_all(void) {
     return status;
 }
 
+/* Where the lines that start with # go: with --csv not into the CSV. */
+static FILE *notes(void) { return opt->csv ? stderr : stdout; }
+
 static void print_machine(void) {
     char line[256], model[200] = "unknown";
     double load = 0;
@@ -1710,28 +1713,29 @@ static void print_machine(void) {
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "model name : %199[^\n]", model) == 1) break;
     if (f) fclose(f);
-    printf("# %s, %d core%s used; GEMM: %s, 1 thread per rank unless said; %s run\n", model, team_core_count,
-           team_core_count == 1 ? "" : "s", mt_gemm_library(), opt->quick ? "quick" : "full");
+    fprintf(notes(), "# %s, %d core%s used; GEMM: %s, 1 thread per rank unless said; %s run\n", model, team_core_count,
+            team_core_count == 1 ? "" : "s", mt_gemm_library(), opt->quick ? "quick" : "full");
     if (getloadavg(&load, 1) == 1 && load > 1)
-        printf("# load average %.1f at the start: other programs run, which the calibration loop sees only in part\n",
-               load);
-    if (team_core_count < RANKS) printf("# fewer cores than ranks: two-rank rows mean little\n");
-    printf("# layer: GFLOP = 72 tokens hidden^2 (GEMMs) + 6 seq (seq + 1) hidden (causal attention) = %.2f\n",
-           1e-9 * layer_flops());
-    printf("# GPT-2: GFLOP = 6 parameters tokens + 6 seq (seq + 1) hidden per sequence and layer\n");
+        fprintf(notes(),
+                "# load average %.1f at the start: other programs run, which the calibration loop sees only in part\n",
+                load);
+    if (team_core_count < RANKS) fprintf(notes(), "# fewer cores than ranks: two-rank rows mean little\n");
+    fprintf(notes(), "# layer: GFLOP = 72 tokens hidden^2 (GEMMs) + 6 seq (seq + 1) hidden (causal attention) = %.2f\n",
+            1e-9 * layer_flops());
+    fprintf(notes(), "# GPT-2: GFLOP = 6 parameters tokens + 6 seq (seq + 1) hidden per sequence and layer\n");
 }
 
 static void print_rounds(void) {
-    printf("%s# rounds: %d kept, %d discarded because a core ran more than 4 %% below its best", opt->csv ? "" : "\n",
-           rounds_kept, rounds_discarded);
+    fprintf(notes(), "%s# rounds: %d kept, %d discarded because a core ran more than 4 %% below its best",
+            opt->csv ? "" : "\n", rounds_kept, rounds_discarded);
     if (rounds_slow)
-        printf("; %d of the kept ones are such (limit of %d tries): read them with care", rounds_slow, TRIES);
-    printf("\n");
+        fprintf(notes(), "; %d of the kept ones are such (limit of %d tries): read them with care", rounds_slow, TRIES);
+    fprintf(notes(), "\n");
 }
 
 static void print_help(void) {
     printf("usage: bench [--csv] [--quick] [--seconds S] [--only ITEM]\n"
-           "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table\n"
+           "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table; comments go to stderr\n"
            "  --quick      3 to 5 samples of each\n"
            "  --seconds S  time for each item (default 15)\n"
            "  --only ITEM  one of gemm layer composed breakdown gpt2 collectives bandwidth memory\n");

@@ -3,8 +3,8 @@
 #
 #   sh tests/bench/bench.sh [--device cpu|cuda] [ARGUMENTS]      cpu: bench.c (the default); cuda: bench_cuda.cu
 #
-# ARGUMENTS are the program's, see --help. On cuda the same layers in PyTorch follow, when it is installed. Exits with 77 where there is
-# no GPU.
+# ARGUMENTS are the program's, see --help. On cuda the same layers in PyTorch follow, when it is installed, as rows of the same CSV with
+# --csv; not with --tiny, or with --only and another item. Exits with 77 where there is no GPU.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -26,9 +26,27 @@ bench_cuda() {
     need_gpu "$build" "nothing was measured" >&2
     nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" -lcublasLt || exit 1
     "$build/bench_cuda" "$@" || exit
-    echo
-    have_command python3 && python3 tests/bench/peer_pytorch_cuda.py
-    return 0
+    peer_flags "$@" && have_command python3 || return 0
+    case " $peer " in
+    *" --rows "*) ;;
+    *) echo ;;
+    esac
+    # shellcheck disable=SC2086  # a list of flags
+    python3 tests/bench/peer_pytorch_cuda.py $peer || [ $? -eq 77 ]
+}
+
+# peer_flags ARGUMENTS: sets peer to the flags of the peer that measures the same; fails when nothing is to be compared
+peer_flags() {
+    peer=
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --csv) peer="$peer --rows" ;;
+        --quick) peer="$peer --quick" ;;
+        --tiny | --help) return 1 ;;
+        --only) [ "${2:-}" = layer ] || return 1 ;;
+        esac
+        shift
+    done
 }
 
 case $device in

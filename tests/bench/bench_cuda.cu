@@ -493,7 +493,7 @@ static void item_layer() {
 static int usage(int code) {
     printf("bench_cuda [--quick] [--tiny] [--csv] [--only limits|memory|gemm|attention|layer]\n"
            "  --quick   5 samples of each instead of 15\n  --tiny    shapes that only show that everything runs\n"
-           "  --csv     lines item,name,median,min,max,unit,us,ratio,versus; lines that start with # are comments\n");
+           "  --csv     lines item,name,median,min,max,unit,us,ratio,versus; comments go to stderr\n");
     return code;
 }
 
@@ -531,8 +531,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "bench_cuda: %s\n", world ? mt_comm_last_error(world) : "no communicator");
         return 1;
     }
-    printf("# %s, %d SMs, %.0f GiB, CUDA %d; megatron.h %s; %d samples\n", gpu.name, gpu.multiProcessorCount,
-           (double)all / (1 << 30), CUDART_VERSION, MT_VERSION, opt.samples);
+    fprintf(opt.csv ? stderr : stdout, "# %s, %d SMs, %.0f GiB, CUDA %d; megatron.h %s; %d samples\n", gpu.name,
+            gpu.multiProcessorCount, (double)all / (1 << 30), CUDART_VERSION, MT_VERSION, opt.samples);
     if (opt.csv) printf("item,name,median,min,max,unit,us,ratio,versus\n");
     item_limits();
     item_memory();

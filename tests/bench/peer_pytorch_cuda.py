@@ -2,11 +2,13 @@
 
     python tests/bench/peer_pytorch_cuda.py            some minutes
     python tests/bench/peer_pytorch_cuda.py --quick    fewer samples
+    python tests/bench/peer_pytorch_cuda.py --rows     no line with the names of the columns
 
 It runs one pre-LN GPT layer, forward and backward (gradients of its input and of all weights), without dropout.
 Attention is causal scaled_dot_product_attention, restricted to the flash backend. Weights are bfloat16, and autograd
-accumulates their gradients. For each shape it prints a line "layer,name,TFLOP/s,us" with medians of samples between
-CUDA events. Exits with 77 when PyTorch or a GPU is missing.
+accumulates their gradients. Prints a CSV with the columns of bench_cuda --csv and a row for each shape: the rates of
+the samples between CUDA events, and the median time. Comments go to stderr. Exits with 77 when PyTorch or a GPU is
+missing.
 """
 
 import argparse
@@ -53,10 +55,10 @@ def measure(torch, step, samples):
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3 / 5)
-    return statistics.median(times)
+    return times
 
 
-def layer_seconds(torch, shape, samples):
+def layer_times(torch, shape, samples):
     _, hidden, heads, seq, sequences = shape
     layer = make_layer(torch, hidden, heads)
     compiled = torch.compile(layer)
@@ -72,23 +74,27 @@ def layer_seconds(torch, shape, samples):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5 samples of each instead of 15")
+    parser.add_argument("--rows", action="store_true", help="rows without the line that names the columns")
     arguments = parser.parse_args()
     try:
         import torch
     except ImportError:
-        print("peer_pytorch_cuda: PyTorch is not installed, nothing was measured")
+        print("peer_pytorch_cuda: PyTorch is not installed, nothing was measured", file=sys.stderr)
         sys.exit(77)
     if not torch.cuda.is_available():
-        print("peer_pytorch_cuda: no GPU here, nothing was measured")
+        print("peer_pytorch_cuda: no GPU here, nothing was measured", file=sys.stderr)
         sys.exit(77)
-    print(f"# PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
-    print("item,name,TFLOP/s,us")
+    print(f"# PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}", file=sys.stderr)
+    if not arguments.rows:
+        print("item,name,median,min,max,unit,us,ratio,versus")
     for shape in SHAPES:
         name, hidden, _, seq, sequences = shape
         tokens = seq * sequences
         flop = 72 * tokens * hidden ** 2 + 6 * tokens * (seq + 1) * hidden
-        seconds = layer_seconds(torch, shape, 5 if arguments.quick else 15)
-        print(f'layer,"{name}",{flop / seconds * 1e-12:.1f},{seconds * 1e6:.1f}', flush=True)
+        times = layer_times(torch, shape, 5 if arguments.quick else 15)
+        seconds = statistics.median(times)
+        rates = ",".join(f"{1e-12 * flop / t:.6g}" for t in (seconds, max(times), min(times)))
+        print(f'layer,"{name}, forward + backward, PyTorch",{rates},TFLOP/s,{seconds * 1e6:.6g},,', flush=True)
 
 
 if __name__ == "__main__":
