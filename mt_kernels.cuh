@@ -6123,12 +6123,6 @@ MT_INLINE MT_HOST_DEVICE void mti_sigmoid_backward_row(const float *x, const flo
     for (j = 0; j < n; j++) dx[j] = dy[j] * (mti_sigmoid(x[j]) * mti_sigmoid(-x[j]));
 }
 
-MT_INLINE MT_HOST_DEVICE void mti_silu_row(const float *x, float *y, int64_t n) {
-    int64_t j;
-    MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = x[j] * mti_sigmoid(x[j]);
-}
-
 MT_INLINE MT_HOST_DEVICE void mti_silu_backward_row(const float *x, const float *dy, float *dx, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -6163,7 +6157,7 @@ MT_INLINE MT_HOST_DEVICE void mti_pointwise_row(mti_pointwise kind, const float 
     case MTI_MULTIPLY_COL: mti_scale_row(a, b[0], y, n); break;
     case MTI_SIGMOID: mti_sigmoid_row(a, y, n); break;
     case MTI_SIGMOID_SLOPE: mti_sigmoid_backward_row(a, b, y, n); break;
-    case MTI_SILU: mti_silu_row(a, y, n); break;
+    case MTI_SILU: mti_sigmoid_gate_row(a, a, y, n); break; /* SiLU(a) = a * sigmoid(a) */
     case MTI_SILU_SLOPE: mti_silu_backward_row(a, b, y, n); break;
     case MTI_SIGMOID_GATE: mti_sigmoid_gate_row(a, b, y, n); break;
     default: mti_multiply_row(a, b, y, n); break;
