@@ -3085,19 +3085,13 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, cons
     return mt_hash_log_activation(ctx, layers[0].name, 0, "input_grad", dx, sp, NULL);
 }
 
-/* One of the tensors of mt_column_parallel_linear_tensors or mt_row_parallel_linear_tensors. */
-static mt_status mti_layer_tensor(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor like, int64_t features,
-                                  mt_tensor *out) {
-    return mt_arena_tensor(ctx, like.dtype, mt_sequence_tokens(tp, sequence_parallel, like.rows), features, out);
-}
-
 MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
                                                    mt_tensor like, mt_tensor *out) {
+    int64_t tokens;
     int i;
     MT_TRY(mti_shared_columns(ctx, "mt_column_parallel_linear_tensors", layers, count, out));
-    for (i = 0; i < count; i++)
-        MT_TRY(mti_layer_tensor(ctx, layers[i].tp, layers[i].desc.sequence_parallel, like, layers[i].local_features,
-                                &out[i]));
+    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
+    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
     return MT_SUCCESS;
 }
 
@@ -3404,11 +3398,11 @@ static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt
 
 MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
                                                 mt_tensor like, mt_tensor *out) {
+    int64_t tokens;
     int i;
     MT_TRY(mti_shared_rows(ctx, "mt_row_parallel_linear_tensors", layers, count, out));
-    for (i = 0; i < count; i++)
-        MT_TRY(mti_layer_tensor(ctx, layers[i].tp, layers[i].desc.sequence_parallel, like, layers[i].local_features,
-                                &out[i]));
+    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
+    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
     return MT_SUCCESS;
 }
 
