@@ -443,6 +443,12 @@ MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg 
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
 
+/* Returns MT_ERR_ARGUMENT when the valid views a and b overlap. Views of different columns of one matrix do not
+   overlap, and mt_none() overlaps nothing. Addresses of a meta context have no meaning, so they are not compared.
+   `where` is the name of your function for the message. */
+MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
+                                mt_tensor b);
+
 /* Checks *hyper as mt_adamw_step does: step >= 1, beta1 and beta2 in [0, 1), eps >= 0, all numbers finite. Error:
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
@@ -615,14 +621,29 @@ static mt_status mti_expect_pointer(mt_context *ctx, const char *where, const ch
     return MT_SUCCESS;
 }
 
-/* Refuses two views that begin at the same address. Other overlaps are not detected. Addresses of a meta context have
-   no meaning, so they are not compared. */
-static mt_status mti_expect_apart(mt_context *ctx, const char *where, const char *out_name, mt_tensor out,
-                                  const char *in_name, mt_tensor in) {
-    if (mt_context_device(ctx) == MT_DEVICE_META || out.data != in.data) return MT_SUCCESS;
-    if (mti_is_empty(out) || mti_is_empty(in)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] are the same memory", where, out_name,
-                   (long long)out.rows, (long long)out.cols, in_name, (long long)in.rows, (long long)in.cols);
+/* Whether b, whose memory begins in that of a, uses other columns of the rows of a. */
+static int mti_other_columns(mt_tensor a, mt_tensor b) {
+    int64_t size_a = (int64_t)mt_dtype_size(a.dtype), size_b = (int64_t)mt_dtype_size(b.dtype);
+    int64_t pitch = mt_size_mul(mt_tensor_ld(a), size_a), from;
+    if (pitch < 1 || size_b < 1 || a.cols > mt_tensor_ld(a)) return 0;
+    if (b.rows > 1 && mt_size_mul(mt_tensor_ld(b), size_b) != pitch) return 0;
+    from = (int64_t)(((uintptr_t)b.data - (uintptr_t)a.data) % (uintptr_t)pitch);
+    return from >= a.cols * size_a && b.cols <= (pitch - from) / size_b;
+}
+
+MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
+                                mt_tensor b) {
+    mt_tensor first = (uintptr_t)a.data <= (uintptr_t)b.data ? a : b;
+    mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
+    int64_t elements = mt_size_mul(first.rows - 1, mt_tensor_ld(first)) + first.cols;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1 || !mt_context_has_data(ctx))
+        return MT_SUCCESS;
+    if ((uintptr_t)second.data - (uintptr_t)first.data >= (size_t)elements * mt_dtype_size(first.dtype) ||
+        mti_other_columns(first, second))
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", where, a_name,
+                   (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
 }
 
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
@@ -1755,7 +1776,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
                      {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
-    if (x.dtype != y.dtype) MT_TRY(mti_expect_apart(ctx, "mt_convert", "y", y, "x", x));
+    if (x.dtype != y.dtype) MT_TRY(mt_check_apart(ctx, "mt_convert", "y", y, "x", x));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, x, mt_none(), y),
                                 x.dtype == y.dtype ? mti_cpu_copy(x, y) : mti_cpu_convert(x, y)));
@@ -2005,9 +2026,7 @@ static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_trans
                        "differ",
                        (long long)a.rows, (long long)a.cols, trans_a ? " transposed" : "", (long long)b.rows,
                        (long long)b.cols, trans_b ? " transposed" : "", (long long)g->k, (long long)inner_b);
-    MT_TRY(mt_tensor_check(ctx, "mt_gemm", "c", c, MT_ARG_FLOAT, g->m, g->n));
-    MT_TRY(mti_expect_apart(ctx, "mt_gemm", "c", c, "a", a));
-    return mti_expect_apart(ctx, "mt_gemm", "c", c, "b", b);
+    return mt_tensor_check(ctx, "mt_gemm", "c", c, MT_ARG_FLOAT, g->m, g->n);
 }
 
 /* CBLAS takes sizes as int. The same limit holds for every library, so that a program works with each of them. */
@@ -2754,6 +2773,8 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     MT_TRY(mt_args_check(ctx, "mt_gemm", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
     MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
+    MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "a", a));
+    MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "b", b));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     g.alpha = alpha;
     g.beta = beta;
@@ -3053,7 +3074,7 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     mti_operator op;
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
                                 mti_cpu_activation_forward(kind, h, bias, y)));
@@ -3070,7 +3091,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     mti_operator op;
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
                                 mti_cpu_activation_backward(kind, h, dy, dh, dbias)));
@@ -3280,7 +3301,7 @@ MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weigh
                      {"y", &y, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
                      {"bias", &bias, 1, weight.rows, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, where, "y", y, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
 }
@@ -3297,8 +3318,8 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
                      {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, where, "h", h, "x", x));
-    MT_TRY(mti_expect_apart(ctx, where, "y", y, "h", h));
+    MT_TRY(mt_check_apart(ctx, where, "h", h, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
@@ -3314,8 +3335,8 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
                      {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mti_expect_apart(ctx, where, "dh", dh, "h", h));
+    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "h", h));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
@@ -3720,7 +3741,7 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     mti_operator op;
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, where, "dx", dx, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "dx", dx, "x", x));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
                                 mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
@@ -5042,7 +5063,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_attention(ctx, where, desc));
-    MT_TRY(mti_expect_apart(ctx, where, "out", out, "qkv", qkv));
+    MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, desc, qkv, out, lse);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_forward(&a), mti_attention_loop(&op, &a, 0)));
@@ -5063,10 +5084,10 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_attention(ctx, where, desc));
-    MT_TRY(mti_expect_apart(ctx, where, "dout", dout, "out", out));
-    MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
-    MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "out", out));
-    MT_TRY(mti_expect_apart(ctx, where, "dqkv", dqkv, "dout", dout));
+    MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
+    MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
+    MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "out", out));
+    MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "dout", dout));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, desc, qkv, out, lse);
     a.dout = dout;
@@ -6356,8 +6377,7 @@ MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor
 static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
     int i;
     for (i = 0; i < count; i++)
-        if (i != sum)
-            MT_TRY(mti_expect_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
+        if (i != sum) MT_TRY(mt_check_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
     return MT_SUCCESS;
 }
 
@@ -6432,7 +6452,7 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
                      {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_apart(ctx, name, "dgate", dgate, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, name, "dgate", dgate, "dx", dx));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_gate_backward(ctx, gate, x, dy, dgate, dx),
                                 mti_cpu_gate_backward(gate, x, dy, dgate, dx)));

@@ -483,21 +483,18 @@ MT_API mt_status mt_params_buffer(mt_context *ctx, mt_params *params, size_t byt
 /* Returns the number of equal shards into which every split dimension is divided: V in invariant mode, otherwise t. */
 MT_API int mt_params_shards(const mt_params *params);
 
-/* Checks for the beginning of a call, before it computes anything:
+/* Checks for the beginning of a call, before it computes anything. mt_kernels.cuh has more: mt_args_check,
+   mt_tensor_check, and mt_check_apart for views that must not overlap.
      mt_check_param       MT_ERR_ARGUMENT: param is NULL, or mt_params_init was not called.
      mt_check_activation  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: t has another type than `weight`.
      mt_check_sent        MT_ERR_SHAPE: a tensor that is sent to other tensor ranks is not contiguous. `in` is sent only
                           under sequence parallelism, `out` always. Either may be mt_none().
-     mt_check_apart       MT_ERR_ARGUMENT: a and b overlap. Views of different columns of one matrix do not overlap,
-                          and mt_none() overlaps nothing.
      mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);
 MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out);
-MT_API mt_status mt_check_apart(mt_context *ctx, const char *function, const char *a_name, mt_tensor a,
-                                const char *b_name, mt_tensor b);
 MT_API mt_status mt_check_tokens(mt_context *ctx, const char *function, int64_t tokens);
 
 /* Convert between the tokens of the tensor group and the rows on this rank. Under sequence parallelism rows = tokens /
@@ -2515,29 +2512,6 @@ MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *t
                    "%s: %s [%lld, %lld] has ld %lld; it is sent between %d ranks and must be contiguous", function,
                    in_ok ? out_name : in_name, (long long)bad.rows, (long long)bad.cols, (long long)bad.ld,
                    mt_comm_size(tp));
-}
-
-/* Whether the rows of b, whose memory begins in that of a, use other columns of the same matrix. */
-static int mti_other_columns(mt_tensor a, mt_tensor b) {
-    int64_t size = (int64_t)mt_dtype_size(a.dtype), ld = mt_tensor_ld(a), pitch = mt_size_mul(ld, size), from;
-    if (a.dtype != b.dtype || mt_tensor_ld(b) != ld || pitch < 1 || a.cols > ld || b.cols > ld) return 0;
-    from = (int64_t)(((uintptr_t)b.data - (uintptr_t)a.data) % (uintptr_t)pitch);
-    return from >= a.cols * size && from <= (ld - b.cols) * size;
-}
-
-MT_API mt_status mt_check_apart(mt_context *ctx, const char *function, const char *a_name, mt_tensor a,
-                                const char *b_name, mt_tensor b) {
-    mt_tensor first = (uintptr_t)a.data <= (uintptr_t)b.data ? a : b;
-    mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
-    int64_t elements = mt_size_mul(first.rows - 1, mt_tensor_ld(first)) + first.cols;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1 || !mt_context_has_data(ctx))
-        return MT_SUCCESS;
-    if ((uintptr_t)second.data - (uintptr_t)first.data >= (size_t)elements * mt_dtype_size(first.dtype) ||
-        mti_other_columns(first, second))
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", function, a_name,
-                   (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
 }
 
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,

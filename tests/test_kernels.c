@@ -1300,7 +1300,7 @@ static void test_bad_elementwise(void **state) {
                    mt_activation_forward(ctx, MT_GELU_TANH, wide, none, y));
     ASSERT_REFUSED(MT_ERR_SHAPE, "h is [3, 4], must be [3, 8]", mt_activation_forward(ctx, MT_SWIGLU, x, none, y));
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias is [1, 4], must be [1, 8]", mt_activation_forward(ctx, MT_SWIGLU, wide, row, y));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "y [3, 4] and h [3, 4] are the same",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "y [3, 4] and h [3, 4] overlap",
                    mt_activation_forward(ctx, MT_GELU_ERF, x, none, x));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "activation -1", mt_activation_backward(ctx, (mt_activation)-1, x, y, x, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "dh is [3, 8], must be [3, 4]",
@@ -1309,7 +1309,7 @@ static void test_bad_elementwise(void **state) {
                    mt_activation_backward(ctx, MT_SWIGLU, x, y, wide, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "dbias is [1, 5], must be [1, 4]",
                    mt_activation_backward(ctx, MT_GELU_ERF, x, y, x, row5));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dh [3, 4] and dy [3, 4] are the same",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dh [3, 4] and dy [3, 4] overlap",
                    mt_activation_backward(ctx, MT_GELU_ERF, x, y, y, none));
     assert_int_equal(mt_activation_forward(NULL, MT_GELU_ERF, x, none, y), MT_ERR_ARGUMENT);
     assert_int_equal(mt_activation_backward(NULL, MT_GELU_ERF, x, y, x, none), MT_ERR_ARGUMENT);
@@ -1347,7 +1347,7 @@ static void test_bad_norm(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "dgain is [1, 5]", BACKWARD(MT_LAYER_NORM, g, st, y, none, y, g5, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "dbias is [1, 5]", BACKWARD(MT_LAYER_NORM, g, st, y, none, y, g, g5));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "RMSNorm has no bias", BACKWARD(MT_RMS_NORM, g, st, y, none, y, g, g));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dx [3, 4] and x [3, 4] are the same",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dx [3, 4] and x [3, 4] overlap",
                    BACKWARD(MT_LAYER_NORM, g, st, y, none, x, g, none));
     assert_int_equal(mt_norm_backward(NULL, MT_LAYER_NORM, x, g, st, y, none, y, g, none), MT_ERR_ARGUMENT);
 #undef BACKWARD
@@ -1446,15 +1446,15 @@ static void test_bad_attention(void **state) {
     good.dropout.p = 0;
     ASSERT_REFUSED(MT_ERR_SHAPE, "out is [6, 32], must be [6, 16]", FORWARD(&good, qkv, dqkv, lse));
     ASSERT_REFUSED(MT_ERR_SHAPE, "lse is [6, 16], must be [4, 6]", FORWARD(&good, qkv, out, dout));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "out [6, 16] and qkv [6, 32] are the same",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "out [6, 16] and qkv [6, 32] overlap",
                    FORWARD(&good, qkv, mt_tensor_cols(qkv, 0, 16), lse));
     assert_int_equal(mt_attention_forward(NULL, &good, qkv, out, lse), MT_ERR_ARGUMENT);
 #define BACKWARD(out, lse, dout, dqkv) mt_attention_backward(ctx, &good, qkv, out, lse, dout, dqkv)
     ASSERT_REFUSED(MT_ERR_SHAPE, "lse is [0, 0], must be [4, 6]", BACKWARD(out, none, dout, dqkv));
     ASSERT_REFUSED(MT_ERR_SHAPE, "dout is [6, 32]", BACKWARD(out, lse, dqkv, dqkv));
     ASSERT_REFUSED(MT_ERR_SHAPE, "dqkv is [6, 16]", BACKWARD(out, lse, dout, dout));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dout [6, 16] and out [6, 16] are the same", BACKWARD(out, lse, out, dqkv));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dqkv [6, 32] and qkv [6, 32] are the same", BACKWARD(out, lse, dout, qkv));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dout [6, 16] and out [6, 16] overlap", BACKWARD(out, lse, out, dqkv));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dqkv [6, 32] and qkv [6, 32] overlap", BACKWARD(out, lse, dout, qkv));
     assert_int_equal(mt_attention_backward(NULL, &good, qkv, out, lse, dout, dqkv), MT_ERR_ARGUMENT);
 #undef FORWARD
 #undef WITH
@@ -1911,6 +1911,67 @@ static void test_pointwise_without_columns(void **state) {
     for (int i = 0; i < 3; i++) assert_true(data[i] == 0);
 }
 
+/* Views of the rows of one matrix, [3, 16] in f32: each row of them is 64 bytes. */
+static void test_check_apart(void **state) {
+    float data[48] = {0};
+    mt_tensor all = mt_tensor_f32(data, 3, 16), left = mt_tensor_cols(all, 0, 8), right = mt_tensor_cols(all, 8, 8);
+    mt_tensor middle = mt_tensor_cols(all, 7, 2), half = right, one = mt_tensor_rows(right, 1, 1);
+    (void)state;
+    half.dtype = MT_BF16; /* 8 columns in the first half of those of `right` */
+    half.ld = 32;
+    one.ld = 0;
+    OK(mt_check_apart(ref.ctx, "f", "a", left, "b", right));
+    OK(mt_check_apart(ref.ctx, "f", "a", right, "b", left));
+    OK(mt_check_apart(ref.ctx, "f", "a", left, "b", half));
+    OK(mt_check_apart(ref.ctx, "f", "a", left, "b", one));
+    OK(mt_check_apart(ref.ctx, "f", "a", half, "b", mt_tensor_cols(all, 12, 4)));
+    OK(mt_check_apart(ref.ctx, "f", "a", mt_tensor_rows(all, 0, 1), "b", mt_tensor_rows(all, 1, 2)));
+    OK(mt_check_apart(ref.ctx, "f", "a", all, "b", mt_none()));
+    OK(mt_check_apart(ref.ctx, "f", "a", all, "b", mt_tensor_cols(all, 3, 0)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "f: a [3, 8] and b [3, 2] overlap",
+                   mt_check_apart(ref.ctx, "f", "a", left, "b", middle));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "f: a [3, 2] and b [3, 8] overlap",
+                   mt_check_apart(ref.ctx, "f", "a", middle, "b", right));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "overlap", mt_check_apart(ref.ctx, "f", "a", half, "b", right));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "overlap",
+                   mt_check_apart(ref.ctx, "f", "a", half, "b", mt_tensor_cols(all, 11, 4)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "overlap", mt_check_apart(ref.ctx, "f", "a", right, "b", one));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "overlap",
+                   mt_check_apart(ref.ctx, "f", "a", mt_tensor_rows(all, 2, 1), "b", mt_tensor_cols(all, 15, 1)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "overlap",
+                   mt_check_apart(ref.ctx, "f", "a", mt_tensor_rows(all, 2, 1), "b", mt_tensor_rows(right, 2, 1)));
+    half.ld = 16; /* its second row is in the columns of `left` */
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "overlap", mt_check_apart(ref.ctx, "f", "a", left, "b", half));
+    assert_int_equal(mt_check_apart(NULL, "f", "a", left, "b", right), MT_ERR_ARGUMENT);
+}
+
+/* Outputs that begin behind the first element of an input */
+static void test_partial_overlap_refused(void **state) {
+    float data[64] = {0}, more[16] = {0};
+    mt_tensor x = mt_tensor_f32(data, 4, 4), y = mt_tensor_f32(data + 1, 4, 4), z = mt_tensor_f32(more, 4, 4);
+    mt_tensor wide = mt_tensor_f32(data + 32, 4, 8), stats = mt_tensor_f32(more, 4, 2);
+    (void)state;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_gemm: c [4, 4] and a [4, 4] overlap",
+                   mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, x, z, 0, y));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_gemm: c [4, 4] and b [4, 4] overlap",
+                   mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, z, x, 0, y));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_linear_forward: y [4, 4] and x [4, 4] overlap",
+                   mt_linear_forward(ref.ctx, x, z, mt_none(), y));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_activation_forward: y [4, 4] and h [4, 8] overlap",
+                   mt_activation_forward(ref.ctx, MT_SWIGLU, wide, mt_none(), mt_tensor_cols(wide, 4, 4)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_activation_backward: dh [4, 4] and dy [4, 4] overlap",
+                   mt_activation_backward(ref.ctx, MT_GELU_ERF, z, x, y, mt_none()));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_norm_backward: dx [4, 4] and x [4, 4] overlap",
+                   mt_norm_backward(ref.ctx, MT_RMS_NORM, x, mt_tensor_f32(more, 1, 4), stats, z, mt_none(), y,
+                                    mt_tensor_f32(more + 8, 1, 4), mt_none()));
+    ASSERT_REFUSED(
+        MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and x [4, 4] overlap",
+        mt_multiply_row_backward(ref.ctx, x, mt_tensor_rows(z, 0, 1), z, mt_none(), mt_tensor_rows(x, 3, 1)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_sigmoid_gate_backward: dgate [4, 4] and dx [4, 4] overlap",
+                   mt_sigmoid_gate_backward(ref.ctx, z, z, z, x, y));
+    for (int i = 0; i < 64; i++) assert_true(data[i] == 0);
+}
+
 static void test_pointwise_refuses(void **state) {
     float data[12] = {0}, more[12] = {0};
     mt_tensor x = mt_tensor_f32(data, 3, 4), row = mt_tensor_f32(data, 1, 4), col = mt_tensor_f32(data, 3, 1);
@@ -1923,16 +1984,16 @@ static void test_pointwise_refuses(void **state) {
                    mt_multiply_col_forward(ref.ctx, x, row, x));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_multiply_row_backward: drow is [3, 1], must be [1, 4]",
                    mt_multiply_row_backward(ref.ctx, x, row, x, mt_none(), col));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and row [1, 4] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and row [1, 4] overlap",
                    mt_multiply_row_backward(ref.ctx, other, row, other, mt_none(), row));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and dy [1, 4] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_row_backward: drow [1, 4] and dy [1, 4] overlap",
                    mt_multiply_row_backward(ref.ctx, mt_tensor_rows(other, 0, 1), mt_tensor_rows(other, 1, 1), row,
                                             mt_tensor_rows(other, 2, 1), row));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and col [3, 1] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and col [3, 1] overlap",
                    mt_multiply_col_backward(ref.ctx, other, col, other, mt_none(), col));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and dy [3, 1] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and dy [3, 1] overlap",
                    mt_multiply_col_backward(ref.ctx, narrow, mt_tensor_cols(other, 1, 1), col, narrow, col));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and dx [3, 1] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_multiply_col_backward: dcol [3, 1] and dx [3, 1] overlap",
                    mt_multiply_col_backward(ref.ctx, narrow, mt_tensor_cols(other, 1, 1), narrow, col, col));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_forward: x is [1, 4], must be [3, 4]",
                    mt_sigmoid_forward(ref.ctx, row, x));
@@ -1942,7 +2003,7 @@ static void test_pointwise_refuses(void **state) {
                    mt_sigmoid_gate_forward(ref.ctx, row, x, x));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_sigmoid_gate_backward: dgate is [1, 4], must be [3, 4]",
                    mt_sigmoid_gate_backward(ref.ctx, x, x, x, row, x));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_sigmoid_gate_backward: dgate [3, 4] and dx [3, 4] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_sigmoid_gate_backward: dgate [3, 4] and dx [3, 4] overlap",
                    mt_sigmoid_gate_backward(ref.ctx, x, x, x, x, x));
     assert_int_equal(mt_multiply(NULL, x, x, x), MT_ERR_ARGUMENT);
 }
@@ -2006,6 +2067,8 @@ int main(void) {
         REF_TEST(test_args),
         REF_TEST(test_pointwise),
         REF_TEST(test_pointwise_refuses),
+        REF_TEST(test_check_apart),
+        REF_TEST(test_partial_overlap_refused),
         REF_TEST(test_pointwise_without_columns),
         REF_TEST(test_hash_element),
         REF_TEST(test_meta),

@@ -237,7 +237,7 @@ static void test_convert(void **state) {
                        mt_convert(ref.ctx, mt_tensor_make(z.data, MT_U8, 3, 9), y));
         ASSERT_REFUSED(MT_ERR_SHAPE, "mt_convert: y is [3, 9], must be [3, 32768]",
                        mt_convert(ref.ctx, x, mt_tensor_make(z.data, to, 3, 9)));
-        ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_convert: y [3, 32768] and x [3, 32768] are the same memory",
+        ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_convert: y [3, 32768] and x [3, 32768] overlap",
                        mt_convert(ref.ctx, x, mt_tensor_make(x.data, to, 3, x.cols)));
         assert_int_equal(mt_convert(NULL, x, y), MT_ERR_ARGUMENT);
     }
@@ -645,7 +645,7 @@ static void test_gemm(void **state) {
     };
     mt_tensor a = new_view(MT_BF16, 2, 2, 0), b = new_view(MT_F16, 2, 2, 0), c = new_view(MT_F32, 2, 2, 0);
     (void)state;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "c [2, 2] and a [2, 2] are the same memory",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "c [2, 2] and a [2, 2] overlap",
                    mt_gemm(ref.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, a));
     b.ld = 3000000000;
     ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "largest ld 3000000000",

@@ -2447,15 +2447,6 @@ static void test_helpers_of_blocks_refuse(void **state) {
         assert_int_equal(mt_create_end(r.params, 0, NULL, 8, MT_ERR_DATA), MT_ERR_DATA);
         assert_int_equal(mt_params_count(r.params), 0);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "f: the parameter|x", mt_check_activation(r.ctx, "f", NULL, "x", x, 2, 2));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "f: x [2, 2] and y [1, 1] overlap",
-                mt_check_apart(r.ctx, "f", "x", x, "y", mt_tensor_rows(mt_tensor_cols(x, 1, 1), 1, 1)));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap",
-                mt_check_apart(r.ctx, "f", "y", mt_tensor_cols(x, 1, 1), "x", mt_tensor_rows(x, 1, 1)));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                      mt_check_apart(r.ctx, "f", "x", mt_tensor_cols(x, 1, 1), "y", mt_tensor_cols(x, 0, 1)));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                      mt_check_apart(r.ctx, "f", "x", mt_tensor_rows(x, 1, 1), "y", mt_tensor_rows(x, 0, 1)));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_apart(r.ctx, "f", "x", x, "y", mt_none()));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_param_name(r.ctx, NULL, "a", "b"));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "suffix is NULL", mt_param_name(r.ctx, name, "a", NULL));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "list is NULL", mt_arena_tensors(r.ctx, NULL, 1));
