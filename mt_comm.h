@@ -630,9 +630,9 @@ MT_API size_t mt_arena_available(const mt_context *ctx);
 MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
 
 /* Sets where the next arena allocations go: into [first, end) while they fit, else to `top` and above. All three are
-   offsets in bytes from the start of the arena. end == 0: all allocations go to `first` and above, as without regions.
-   With regions, several workspaces can be in use at once and be released in any order: each has its own [first, end),
-   and all share the scratch memory from `top` on. */
+   offsets in bytes from the start of the arena. end == 0: there is no region, so all allocations go to `first` and
+   above, and `top` has no effect. With regions, several workspaces can be in use at once and be released in any order:
+   each has its own [first, end), and all share the scratch memory from `top` on. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
 
 /* Registers memory from mt_context_alloc with NCCL. Collective over comm. Afterwards, collectives on comm must use the
@@ -1346,7 +1346,7 @@ MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t to
     if (!ctx) return;
     ctx->arena_used = first;
     ctx->region_end = end;
-    ctx->region_top = top;
+    ctx->region_top = end ? top : 0; /* with neither region nor allocation, the next one goes to 0 */
 }
 
 MT_API size_t mt_arena_available(const mt_context *ctx) {

@@ -1069,6 +1069,43 @@ static void test_arena(void **state) {
     mt_context_destroy(ctx);
 }
 
+static size_t arena_offset(mt_context *ctx, const void *arena, size_t bytes) {
+    void *p;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, bytes, &p));
+    return (size_t)((char *)p - (const char *)arena);
+}
+
+static void test_arena_region(void **state) {
+    static const size_t firsts[] = {0, 640}, unused = 4096;
+    mt_context_desc d = small();
+    mt_context *ctx;
+    void *arena;
+    size_t all;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    all = mt_arena_available(ctx);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 64, &arena));
+    mt_arena_region(ctx, 128, 256, 1024);
+    assert_int_equal(mt_arena_available(ctx), all - 1024);
+    assert_int_equal(arena_offset(ctx, arena, 64), 128);
+    assert_int_equal(arena_offset(ctx, arena, 64), 192); /* the region is full */
+    assert_int_equal(arena_offset(ctx, arena, 64), 1024);
+    mt_arena_release(ctx, 192);
+    assert_int_equal(arena_offset(ctx, arena, 128), 1024); /* does not fit */
+    assert_int_equal(arena_offset(ctx, arena, 64), 1152);
+    mt_arena_region(ctx, 0, 128, 1024);
+    assert_int_equal(arena_offset(ctx, arena, 64), 0);
+    for (int i = 0; i < 2; i++) { /* end == 0: no region, whatever top is */
+        mt_arena_region(ctx, firsts[i], 0, unused);
+        assert_int_equal(mt_arena_available(ctx), all - firsts[i]);
+        assert_int_equal(arena_offset(ctx, arena, 64), firsts[i]);
+        assert_int_equal(arena_offset(ctx, arena, 64), firsts[i] + 64);
+        mt_arena_release(ctx, 0);
+        assert_int_equal(arena_offset(ctx, arena, 64), 0);
+    }
+    mt_context_destroy(ctx);
+}
+
 /* ---- launch ------------------------------------------------------------------------------------------------------ */
 
 typedef struct roll_call {
@@ -1245,6 +1282,7 @@ int main(void) {
         cmocka_unit_test(test_numbers),
         cmocka_unit_test(test_context_arguments),
         cmocka_unit_test(test_arena),
+        cmocka_unit_test(test_arena_region),
         cmocka_unit_test(test_launch),
         cmocka_unit_test(test_compare),
         cmocka_unit_test(test_compare_arguments),
