@@ -185,6 +185,11 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
    dx, drow and dcol are optional in mt_multiply_*_backward. y, dx and dgate may be any input of the same shape. drow
    and dcol must not be another argument (MT_ERR_ARGUMENT).
 
+   dcol is the sum over the columns of this call, and drow the sum over its rows. When x is split by columns between
+   tensor ranks (the output of a column-parallel layer), dcol is a partial sum: add it over the tensor group with
+   mt_all_reduce before you use it. When x is split by rows (sequence parallelism), dcol is complete and drow is
+   partial: mt_sync_gradients adds it when the parameter of row has sequence_partial.
+
    drow is a sum over tokens. A block of your own that supports invariant mode must call mt_multiply_row_backward from
    the function that it passes to mt_sum_over_tokens (see docs/blocks.md). */
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
