@@ -888,39 +888,65 @@ static mt_status item_layer(worker *w) {
     return status;
 }
 
-/* ---- item composed: a block made of the functions for authors of blocks, beside a built-in one ------------------- */
+/* ---- item composed: blocks made of the functions for authors of blocks, beside built-in ones --------------------- */
 
-enum { BUILT_IN_1, COMPOSED_1, BUILT_IN_2, COMPOSED_2, COMPOSED_CASES };
+/* The cases of one split. The blocks are parallel ones, y = x + attention(n) + MLP(n) with n = norm(x). */
+enum { BUILT_IN_MLP, OWN_MLP, BUILT_IN_BLOCK, OWN_BLOCK, BLOCKS };
+enum { QKV, GATE, FC1, INPUTS, PROJ = 0, FC2, OUTPUTS }; /* the layers of OWN_BLOCK; OWN_MLP has FC1 and FC2 */
 
-/* An MLP: mt_mlp, or the same mathematics composed as examples/02_custom_block.c composes its block. */
-typedef struct one_mlp {
+#define HEAD (HIDDEN / HEADS)
+#define WIDE_FFN (4 * HIDDEN + HIDDEN / 2) /* BUILT_IN_BLOCK has no gate: so its GEMMs have as many FLOP */
+
+typedef struct one_block {
     place place;
     mt_params *params;
-    mt_mlp built_in;
-    mt_column_parallel_linear fc1; /* of the composed one, and fc2 */
-    mt_row_parallel_linear fc2;
+    mt_mlp mlp; /* built in, and attention */
+    mt_self_attention attention;
+    mt_norm_layer norm;
+    mt_qk_norm qk_norm;
+    mt_column_parallel_linear in[INPUTS];
+    mt_row_parallel_linear out[OUTPUTS];
     mt_tensor x, y, dy, dx;
-    int composed;
+    int kind;
     size_t kept, peak; /* bytes of the arena after forward, and at most in a step */
-} one_mlp;
+} one_block;
 
-static mt_status mlp_layers(one_mlp *m) {
+static mt_status own_layers(one_block *m) {
     mt_context *ctx = m->place.ctx;
-    mt_mlp_desc d = {.hidden = HIDDEN};
+    mt_norm_layer_desc per_head = {.features = HEAD, .kind = MT_RMS_NORM};
+    mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = 3 * HIDDEN, .unit = 3 * HEAD};
+    mt_linear_desc gate = {.in_features = HIDDEN, .out_features = HIDDEN, .unit = HEAD}, proj = gate;
     mt_linear_desc fc1 = {.in_features = HIDDEN, .out_features = 4 * HIDDEN};
     mt_linear_desc fc2 = {.in_features = 4 * HIDDEN, .out_features = HIDDEN, .input_is_parallel = 1};
-    if (!m->composed) return mt_mlp_create(ctx, m->params, "mlp", &d, &m->built_in);
-    MT_TRY(mt_column_parallel_linear_create(ctx, m->params, "mlp.linear_fc1", &fc1, &m->fc1));
-    return mt_row_parallel_linear_create(ctx, m->params, "mlp.linear_fc2", &fc2, &m->fc2);
+    proj.input_is_parallel = 1;
+    MT_TRY(mt_column_parallel_linear_create(ctx, m->params, "fc1", &fc1, &m->in[FC1]));
+    MT_TRY(mt_row_parallel_linear_create(ctx, m->params, "fc2", &fc2, &m->out[FC2]));
+    if (m->kind == OWN_MLP) return MT_SUCCESS;
+    MT_TRY(mt_column_parallel_linear_create(ctx, m->params, "qkv", &qkv, &m->in[QKV]));
+    MT_TRY(mt_qk_norm_create(ctx, m->params, "attention", &per_head, &m->in[QKV], &m->qk_norm));
+    MT_TRY(mt_column_parallel_linear_create(ctx, m->params, "gate", &gate, &m->in[GATE]));
+    return mt_row_parallel_linear_create(ctx, m->params, "proj", &proj, &m->out[PROJ]);
 }
 
-static mt_status mlp_create(worker *w, int split, int composed, one_mlp *m) {
+static mt_status block_layers(one_block *m) {
+    mt_context *ctx = m->place.ctx;
+    mt_norm_layer_desc norm = {.features = HIDDEN};
+    mt_mlp_desc mlp = {.hidden = HIDDEN, .ffn = m->kind == BUILT_IN_BLOCK ? WIDE_FFN : 0};
+    mt_self_attention_desc attention = {.hidden = HIDDEN, .heads = HEADS};
+    if (m->kind >= BUILT_IN_BLOCK) MT_TRY(mt_norm_layer_create(ctx, m->params, "norm", &norm, &m->norm));
+    if (m->kind % 2) return own_layers(m);
+    if (m->kind == BUILT_IN_BLOCK)
+        MT_TRY(mt_self_attention_create(ctx, m->params, "attention", &attention, &m->attention));
+    return mt_mlp_create(ctx, m->params, "mlp", &mlp, &m->mlp);
+}
+
+static mt_status block_create(worker *w, int split, int kind, one_block *m) {
     mt_tensor *const views[] = {&m->x, &m->y, &m->dy, &m->dx};
     mt_random at = {.seed = 3, .global_cols = HIDDEN};
     MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1}, &m->place));
     MT_TRY(mt_params_create(m->place.ctx, &m->place.grid, &m->params));
-    m->composed = composed;
-    MT_TRY(mlp_layers(m));
+    m->kind = kind;
+    MT_TRY(block_layers(m));
     MT_TRY(mt_params_init(m->place.ctx, m->params, 1234));
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
         MT_TRY(mt_arena_tensor(m->place.ctx, MT_F32, TOKENS, HIDDEN, views[i]));
@@ -930,81 +956,159 @@ static mt_status mlp_create(worker *w, int split, int composed, one_mlp *m) {
     return MT_SUCCESS;
 }
 
-static void mlp_destroy(one_mlp *m) {
+static void block_destroy(one_block *m) {
     mt_params_destroy(m->params);
     place_destroy(&m->place);
 }
 
-static mt_status mlp_step_built_in(one_mlp *m, size_t mark) {
+static mt_status step_built_in_mlp(one_block *m, size_t mark) {
     mt_context *ctx = m->place.ctx;
     mt_mlp_saved saved;
-    MT_TRY(mt_mlp_forward(ctx, &m->built_in, m->x, m->y, &saved));
+    MT_TRY(mt_mlp_forward(ctx, &m->mlp, m->x, m->y, &saved));
     m->kept = mt_arena_mark(ctx) - mark;
-    return mt_mlp_backward(ctx, &m->built_in, m->dy, m->dx, &saved);
+    return mt_mlp_backward(ctx, &m->mlp, m->dy, m->dx, &saved);
 }
 
-static mt_status mlp_step_composed(one_mlp *m, size_t mark) {
+static mt_status step_own_mlp(one_block *m, size_t mark) {
     mt_context *ctx = m->place.ctx;
     mt_linear_saved in, out;
     mt_tensor h, act, dh, dact;
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->fc1, 1, m->x, &h));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->fc2, 1, m->y, &act));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, &m->fc1, 1, m->x, &h, &in));
-    MT_TRY(mt_column_parallel_activation_forward(ctx, &m->fc1, MT_GELU_TANH, h, act));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, &m->fc2, 1, &act, m->y, &out));
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->in[FC1], 1, m->x, &h));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->out[FC2], 1, m->y, &act));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, &m->in[FC1], 1, m->x, &h, &in));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &m->in[FC1], MT_GELU_TANH, h, act));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, &m->out[FC2], 1, &act, m->y, &out));
     m->kept = mt_arena_mark(ctx) - mark;
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->fc1, 1, m->dx, &dh));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->fc2, 1, m->dy, &dact));
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, &m->fc2, 1, m->dy, &dact, &out));
-    MT_TRY(mt_column_parallel_activation_backward(ctx, &m->fc1, MT_GELU_TANH, h, dact, dh));
-    return mt_column_parallel_linear_backward_shared(ctx, &m->fc1, 1, &dh, m->dx, &in);
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->in[FC1], 1, m->dx, &dh));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->out[FC2], 1, m->dy, &dact));
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, &m->out[FC2], 1, m->dy, &dact, &out));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &m->in[FC1], MT_GELU_TANH, h, dact, dh));
+    return mt_column_parallel_linear_backward_shared(ctx, &m->in[FC1], 1, &dh, m->dx, &in);
 }
 
-static mt_status run_mlp(worker *w, int arg) {
-    one_mlp *m = (one_mlp *)w->item + arg;
+static mt_status step_built_in_block(one_block *m, size_t mark) {
+    const mt_batch batch = {.sequences = 1, .seq = TOKENS};
+    mt_context *ctx = m->place.ctx;
+    mt_norm_saved norm;
+    mt_self_attention_saved attention;
+    mt_mlp_saved mlp;
+    mt_tensor n, z, dn;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &n));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &z));
+    MT_TRY(mt_norm_layer_forward(ctx, &m->norm, m->x, n, &norm));
+    MT_TRY(mt_self_attention_forward(ctx, &m->attention, &batch, n, m->y, &attention));
+    MT_TRY(mt_mlp_forward(ctx, &m->mlp, n, z, &mlp));
+    MT_TRY(mt_add(ctx, m->y, z, m->y));
+    MT_TRY(mt_add(ctx, m->x, m->y, m->y));
+    m->kept = mt_arena_mark(ctx) - mark;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &dn));
+    MT_TRY(mt_mlp_backward(ctx, &m->mlp, m->dy, dn, &mlp));
+    MT_TRY(mt_self_attention_backward(ctx, &m->attention, m->dy, m->dx, &attention));
+    MT_TRY(mt_add(ctx, m->dx, dn, m->dx));
+    return mt_norm_layer_backward(ctx, &m->norm, m->dx, m->dy, m->dx, &norm);
+}
+
+typedef struct own_saved {
+    mt_norm_saved norm;
+    mt_qk_norm_saved qk_norm;
+    mt_linear_saved in, out[OUTPUTS];
+    mt_attention_desc heads;
+    mt_tensor h[INPUTS], core, lse;
+} own_saved;
+
+/* Forward and backward of the block of examples/02_custom_block.c. */
+static mt_status own_forward(one_block *m, own_saved *s) {
+    const mt_batch batch = {.sequences = 1, .seq = TOKENS};
+    mt_context *ctx = m->place.ctx;
+    mt_tensor n, z[OUTPUTS];
+    s->heads = mt_core_attention_desc(&m->in[QKV], HEAD, &batch);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &n));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, s->heads.groups, TOKENS, &s->lse));
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, m->in, INPUTS, m->x, s->h));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->out[PROJ], 1, m->y, &s->core));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, m->out, OUTPUTS, m->y, z));
+    MT_TRY(mt_norm_layer_forward(ctx, &m->norm, m->x, n, &s->norm));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, m->in, INPUTS, n, s->h, &s->in));
+    MT_TRY(mt_qk_norm_forward(ctx, &m->qk_norm, s->h[QKV], &s->qk_norm));
+    MT_TRY(mt_core_attention_forward(ctx, &s->heads, m->in[QKV].weight->shards, s->h[QKV], s->core, s->lse));
+    MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &m->in[FC1], MT_GELU_TANH, s->h[FC1], z[FC2]));
+    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, m->out, OUTPUTS, z, m->y, s->out));
+    return mt_add(ctx, m->x, m->y, m->y);
+}
+
+static mt_status own_backward(one_block *m, const own_saved *s) {
+    mt_context *ctx = m->place.ctx;
+    mt_tensor dh[INPUTS], dz[OUTPUTS];
+    MT_TRY(mt_column_parallel_linear_tensors(ctx, m->in, INPUTS, m->dx, dh));
+    MT_TRY(mt_row_parallel_linear_tensors(ctx, m->out, OUTPUTS, m->dy, dz));
+    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, m->out, OUTPUTS, m->dy, dz, s->out));
+    MT_TRY(mt_sigmoid_gate_backward(ctx, s->h[GATE], s->core, dz[PROJ], dh[GATE], dz[PROJ]));
+    MT_TRY(mt_core_attention_backward(ctx, &s->heads, m->in[QKV].weight->shards, s->h[QKV], s->core, s->lse, dz[PROJ],
+                                      dh[QKV]));
+    MT_TRY(mt_qk_norm_backward(ctx, &m->qk_norm, dh[QKV], &s->qk_norm));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &m->in[FC1], MT_GELU_TANH, s->h[FC1], dz[FC2], dh[FC1]));
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, m->in, INPUTS, dh, m->dx, &s->in));
+    return mt_norm_layer_backward(ctx, &m->norm, m->dx, m->dy, m->dx, &s->norm);
+}
+
+static mt_status step_own_block(one_block *m, size_t mark) {
+    own_saved saved;
+    MT_TRY(own_forward(m, &saved));
+    m->kept = mt_arena_mark(m->place.ctx) - mark;
+    return own_backward(m, &saved);
+}
+
+static mt_status run_block(worker *w, int arg) {
+    static mt_status (*const steps[])(one_block * m, size_t mark) = {step_built_in_mlp, step_own_mlp,
+                                                                     step_built_in_block, step_own_block};
+    one_block *m = (one_block *)w->item + arg;
     size_t mark = mt_arena_mark(m->place.ctx);
     mt_arena_reset_peak(m->place.ctx);
-    MT_TRY(m->composed ? mlp_step_composed(m, mark) : mlp_step_built_in(m, mark));
+    MT_TRY(steps[m->kind](m, mark));
     m->peak = mt_arena_peak(m->place.ctx) - mark;
     mt_arena_release(m->place.ctx, mark);
     return MT_SUCCESS;
 }
 
-static void composed_rows(const team *t, const one_mlp *m) {
-    for (int c = COMPOSED_1; c < COMPOSED_CASES; c += 2) {
-        const char *split = c == COMPOSED_1 ? "TP=1" : "TP=2";
-        char name[64];
-        snprintf(name, sizeof name, "mt_mlp, %s", split);
+static void composed_rows(const team *t, const one_block *m) {
+    static const char *const names[] = {"mt_mlp", "composed MLP", "built-in block", "composed block"};
+    for (int c = 1; c < 2 * BLOCKS; c += 2) {
+        const char *split = c < BLOCKS ? "TP=1" : "TP=2";
+        char name[64], time[64], bytes[64];
+        snprintf(time, sizeof time, "time of %s", names[m[c].kind - 1]);
+        snprintf(bytes, sizeof bytes, "bytes of %s", names[m[c].kind - 1]);
+        snprintf(name, sizeof name, "%s, %s", names[m[c].kind - 1], split);
         row("composed", name, case_time(t, c - 1, 1e3), "ms", 0, NULL);
-        snprintf(name, sizeof name, "composed MLP, %s", split);
-        row("composed", name, case_time(t, c, 1e3), "ms", case_ratio(t, c, c - 1, 1), "time of mt_mlp");
+        snprintf(name, sizeof name, "%s, %s", names[m[c].kind], split);
+        row("composed", name, case_time(t, c, 1e3), "ms", case_ratio(t, c, c - 1, 1), time);
         row("composed", "  kept from forward to backward", exactly((double)m[c].kept / (1 << 20)), "MiB",
-            (double)m[c].kept / (double)m[c - 1].kept, "bytes of mt_mlp");
+            (double)m[c].kept / (double)m[c - 1].kept, bytes);
         row("composed", "  arena at most", exactly((double)m[c].peak / (1 << 20)), "MiB",
-            (double)m[c].peak / (double)m[c - 1].peak, "bytes of mt_mlp");
+            (double)m[c].peak / (double)m[c - 1].peak, bytes);
     }
 }
 
 static mt_status composed_measure(worker *w) {
-    one_mlp *m = w->item;
-    bench_case cases[COMPOSED_CASES];
-    for (int c = 0; c < COMPOSED_CASES; c++) {
-        int alone = c < BUILT_IN_2;
-        cases[c] = (bench_case){run_mlp, c, alone, 0};
-        if (!alone || rank_of(w) == 0) MT_TRY(mlp_create(w, alone ? 1 : RANKS, c % 2, &m[c]));
+    one_block *m = w->item;
+    bench_case cases[2 * BLOCKS];
+    for (int c = 0; c < 2 * BLOCKS; c++) {
+        int alone = c < BLOCKS;
+        cases[c] = (bench_case){run_block, c, alone, 0};
+        if (!alone || rank_of(w) == 0) MT_TRY(block_create(w, alone ? 1 : RANKS, c % BLOCKS, &m[c]));
     }
-    MT_TRY(measure(w, cases, COMPOSED_CASES));
+    MT_TRY(measure(w, cases, 2 * BLOCKS));
     if (rank_of(w) == 0) composed_rows(w->team, m);
     return MT_SUCCESS;
 }
 
 static mt_status item_composed(worker *w) {
-    one_mlp *m = calloc(COMPOSED_CASES, sizeof *m);
+    one_block *m = calloc(2 * BLOCKS, sizeof *m);
     mt_status status = MT_ERR_MEMORY;
     if (!m) return status;
     w->item = m;
     status = composed_measure(w);
-    for (int c = 0; c < COMPOSED_CASES; c++) mlp_destroy(&m[c]);
+    for (int c = 0; c < 2 * BLOCKS; c++) block_destroy(&m[c]);
     free(m);
     return status;
 }
@@ -1650,7 +1754,7 @@ static const item items[] = {
     {"gemm", "mt_gemm alone: the GEMMs of one layer, hidden 768, 1024 tokens; m x n x k of a rank", item_gemm, RANKS},
     {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer,
      RANKS},
-    {"composed", "an MLP of the functions for authors of blocks beside mt_mlp, forward + backward, hidden 768",
+    {"composed", "blocks of the functions for authors of blocks beside built-in ones, forward + backward, hidden 768",
      item_composed, RANKS},
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
