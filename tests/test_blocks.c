@@ -1807,6 +1807,9 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     REFUSED(ctx, MT_ERR_SHAPE, "dy is|15]", backward_with(b, batch, with(x, n, 15, 16, MT_F32), y, &s));
     REFUSED(ctx, MT_ERR_SHAPE, "dx is|15]", backward_with(b, batch, x, with(y, n, 15, 16, MT_F32), &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy is|data is NULL", backward_with(b, batch, mt_tensor_f32(NULL, n, h), y, &s));
+    s.mlp.fc1.x = x; /* so that nothing but the overlap is wrong */
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_with(b, batch, x, x, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_with(b, batch, x, later, &s));
     batches_are_refused(b, x, y, 0);
     batches_are_refused(b, x, y, 1);
 }

@@ -1459,6 +1459,10 @@ static void test_linear_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_row_parallel_linear_create(r.ctx, r.params, "l", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnnn|95", mt_row_parallel_linear_create(r.ctx, r.params, name, &good, &row));
     d = good;
+    d.input_is_parallel = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'l'|input_is_parallel|row-parallel",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    d = good;
     d.gather_output = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
     assert_int_equal(mt_params_count(r.params), 0);
@@ -1490,6 +1494,28 @@ static void test_linear_create_refuses(void **state) {
             mt_column_parallel_linear_forward(r.ctx, &column, mt_tensor_f32((float *)name, 1, 8), mt_none(), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
             mt_row_parallel_linear_forward(r.ctx, &row, mt_tensor_f32((float *)name, 1, 8), mt_none(), NULL));
+    test_paper_rank_close(&r);
+}
+
+/* In invariant mode the parts lie shard by shard, which a layer with split features must say that it knows. */
+static void test_parts_by_shard(void **state) {
+    const mt_context_desc where = {.invariant = 2, .arena_bytes = (size_t)1 << 20};
+    mt_linear_desc d = {.in_features = 8, .out_features = 8, .parts = 2};
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &where, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'c'|2 parts|parts_by_shard",
+            mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "r", &d, &row)); /* whole input */
+    d.gather_output = 1;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "whole", &d, &column));
+    d.gather_output = 0, d.parts_by_shard = 1;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
+    d.input_is_parallel = 1, d.parts_by_shard = 0;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'s'|2 parts|parts_by_shard",
+            mt_row_parallel_linear_create(r.ctx, r.params, "s", &d, &row));
     test_paper_rank_close(&r);
 }
 
@@ -2488,7 +2514,10 @@ static void test_helpers_of_blocks(void **state) {
     assert_int_equal(mt_context_allocated(r.ctx), before);
     memset(buffer, 1, 500);
     assert_int_equal(block, 0);
+    block = 1;
     assert_int_equal(mt_create_end(r.params, 1, &block, sizeof block, MT_SUCCESS), MT_SUCCESS);
+    assert_int_equal(mt_params_mark(r.params), 2);
+    assert_int_equal(block, 1);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_name(r.ctx, name, "block", "gate"));
     assert_string_equal(name, "block.gate");
     memset(longest, 'x', sizeof longest);
@@ -2566,6 +2595,7 @@ int main(void) {
         cmocka_unit_test(test_optimizer_refuses),
         cmocka_unit_test(test_cosine_schedule),
         cmocka_unit_test(test_linear_create_refuses),
+        cmocka_unit_test(test_parts_by_shard),
         cmocka_unit_test(test_linear_calls_refuse),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
         cmocka_unit_test(test_embedding_refuses),
