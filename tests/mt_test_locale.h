@@ -18,8 +18,8 @@ static inline int test_find_comma_locale(void) {
     return 0;
 }
 
-/* Sets such a locale: an installed one, or one that it creates in the program's scratch folder. Returns 0 when neither is
-   possible (Debian's package locales is missing). setlocale(LC_NUMERIC, "C") sets the default again. */
+/* Sets such a locale: an installed one, or one that it creates in the program's scratch folder. Returns 0 when neither
+   is possible (Debian's package locales is missing). setlocale(LC_NUMERIC, "C") sets the default again. */
 static inline int test_comma_locale(void) {
     char folder[SCRATCH_PATH], command[4 * SCRATCH_PATH];
     int found = test_find_comma_locale();

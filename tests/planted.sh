@@ -111,7 +111,7 @@ build_on_the_engine() {
     [ "$build" = fast ] || more=-fsanitize=thread
     # shellcheck disable=SC2046,SC2086  # lists of flags
     "$CXX" -std=c++17 $(engine_flags $build) -w $more -isystem "$cuda/include" -Itests/engine \
-        -include tests/engine/engine.h -I"$work" -Itests/planted -x c++ -c "$(source_of "$1")" -o "$work/$1.o" \
+        -include tests/engine/engine.h -I"$work" -Itests/planted -I. -x c++ -c "$(source_of "$1")" -o "$work/$1.o" \
         || return 1
     (cd "$work/$build" && "$CXX" "$work/$1.o" core.o runtime.o check.o blaslt.o nccl.o -o "$work/$1" -lpthread)
 }
