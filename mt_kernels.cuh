@@ -5747,10 +5747,11 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti
     }
 }
 
-/* Computes the loss and the gradient for a whole vocabulary. A block computes every gridDim-th row, and each thread owns
-   every blockDim-th vector of it. With keep, `room` in shared memory holds the row in its own type. Otherwise the row is
-   read again, from the L2 cache. The barriers are in mti_ce_row: after them, thread 0 has read the logit of the target,
-   so gradients may overwrite logits. All other logits that a thread reads, in `room` as well, are in its own vectors. */
+/* Computes the loss and the gradient for a whole vocabulary. A block computes every gridDim-th row, and each thread
+   owns every blockDim-th vector of it. With keep, `room` in shared memory holds the row in its own type. Otherwise the
+   row is read again, from the L2 cache. The barriers are in mti_ce_row: after them, thread 0 has read the logit of the
+   target, so gradients may overwrite logits. All other logits that a thread reads, in `room` as well, are in its own
+   vectors. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS)
     mti_ce_kernel(mti_ce c, int64_t rows, int64_t cols, mti_view loss, int keep) {
