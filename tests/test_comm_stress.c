@@ -12,6 +12,7 @@
 #include "mt_test.h"
 
 #include <math.h>
+#include <sched.h>
 
 #define RANKS 8
 #define SLOTS 8

@@ -78,21 +78,21 @@ static void wait_child(job *j, int rank, double start, double limit) {
     int state = 0;
     while (waitpid(j->pid[rank], &state, WNOHANG) == 0) {
         struct timespec nap = {0, 2000000};
-        if (mti_now() - start > limit) {
+        if (cm_seconds_() - start > limit) {
             kill(j->pid[rank], SIGKILL);
             waitpid(j->pid[rank], &state, 0);
             break;
         }
         nanosleep(&nap, NULL);
     }
-    j->seconds[rank] = mti_now() - start;
+    j->seconds[rank] = cm_seconds_() - start;
     j->code[rank] = WIFEXITED(state) ? WEXITSTATUS(state) : 128 + WTERMSIG(state);
 }
 
 /* Runs the job to its end. The survivors end first, then the victim is killed. */
 static void run_job(job *j) {
     FILE *errors[MAX_RANKS];
-    double start = mti_now();
+    double start = cm_seconds_();
     int r;
     if (j->timeout == 0) j->timeout = j->victim >= 0 ? TIMEOUT : 60;
     if (j->port == 0) j->port = free_port();

@@ -7,10 +7,24 @@
 #include "mt_test.h"
 #include "mt_reference.h"
 
+#include <float.h>
+
 /* ---- the two formats, by definition ----------------------------------------------------------------------------- */
 
 #define PATTERNS 65536
 #define GUARD16 0x7fe5u /* a NaN in both formats */
+
+static uint32_t f32_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+static float f32_from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
 
 typedef struct format {
     mt_dtype dtype;
@@ -75,11 +89,13 @@ static uint16_t *row16(mt_tensor t, int64_t i) { return (uint16_t *)t.data + i *
 /* A view full of guard values with ld = cols + pad, in memory of exactly this size. */
 static mt_tensor new_view(mt_dtype dtype, int64_t rows, int64_t cols, int64_t pad) {
     int64_t ld = cols + pad, n = rows > 0 && cols > 0 ? (rows - 1) * ld + cols : 0, i;
+    uint16_t *data;
     mt_tensor t;
     if (dtype == MT_F32) return ref_guarded(rows, cols, pad);
-    t = mt_tensor_make(ref_bytes((size_t)n * sizeof(uint16_t)), dtype, rows, cols);
+    data = (uint16_t *)ref_bytes((size_t)n * sizeof(uint16_t));
+    for (i = 0; i < n; i++) data[i] = GUARD16;
+    t = mt_tensor_make(data, dtype, rows, cols);
     t.ld = ld;
-    for (i = 0; i < n; i++) ((uint16_t *)t.data)[i] = GUARD16;
     return t;
 }
 
@@ -99,7 +115,7 @@ static void assert_rounded(mt_tensor t, mt_tensor want, const char *what) {
     for (i = 0; i < t.rows; i++) {
         for (j = 0; j < t.cols; j++) {
             float w = ref_row(want, i)[j];
-            int same = t.dtype == MT_F32 ? mt_f32_bits(ref_row(t, i)[j]) == mt_f32_bits(w)
+            int same = t.dtype == MT_F32 ? f32_bits(ref_row(t, i)[j]) == f32_bits(w)
                                          : same16(t.dtype, row16(t, i)[j], rounded(t.dtype, w));
             if (!same)
                 fail_msg("%s: [%ld, %ld] is %.9g, must be %.9g as %s", what, (long)i, (long)j, (double)get(t, i, j),
@@ -134,7 +150,7 @@ static void test_widen(void **state) {
             for (j = 0; j < 31; j++) {
                 uint16_t h = row16(x, i)[j];
                 float got = ref_row(y, i)[j], want = widened(x.dtype, h);
-                if (is_nan16(x.dtype, h) ? got == got : mt_f32_bits(got) != mt_f32_bits(want))
+                if (is_nan16(x.dtype, h) ? got == got : f32_bits(got) != f32_bits(want))
                     fail_msg("%s %04x is %.9g, must be %.9g", mt_dtype_name(x.dtype), h, (double)got, (double)want);
                 if ((signbit(got) != 0) != (h >> 15)) fail_msg("%04x lost its sign", h);
                 assert_true(same16(x.dtype, row16(back, i)[j], h));
@@ -170,8 +186,8 @@ static void check_rounding(mt_dtype dtype, const float *x, int64_t n) {
     for (j = 0; j < n; j++) {
         uint16_t got = row16(y, 0)[j], want = rounded(dtype, x[j]);
         if (!same16(dtype, got, want) || (signbit(x[j]) != 0) != (got >> 15))
-            fail_msg("%.9g (%08x) as %s is %04x, must be %04x", (double)x[j], mt_f32_bits(x[j]), mt_dtype_name(dtype),
-                     got, want);
+            fail_msg("%.9g (%08x) as %s is %04x, must be %04x", (double)x[j], f32_bits(x[j]), mt_dtype_name(dtype), got,
+                     want);
     }
 }
 
@@ -188,9 +204,9 @@ static void test_round(void **state) {
         float end[2 * ENDS];
         int64_t i;
         check_rounding(formats[f].dtype, edges, edge_floats(formats[f].dtype, edges));
-        for (i = 0; i < 2 * ENDS; i++) end[i] = mt_f32_from_bits(ends[i / 2] | (i % 2 ? 0x80000000u : 0u));
+        for (i = 0; i < 2 * ENDS; i++) end[i] = f32_from_bits(ends[i / 2] | (i % 2 ? 0x80000000u : 0u));
         check_rounding(formats[f].dtype, end, 2 * ENDS);
-        for (i = 0; i < DRAWN; i++) drawn[i] = mt_f32_from_bits((uint32_t)test_random(&ref.random));
+        for (i = 0; i < DRAWN; i++) drawn[i] = f32_from_bits((uint32_t)test_random(&ref.random));
         check_rounding(formats[f].dtype, drawn, DRAWN);
     }
 }

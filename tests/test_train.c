@@ -63,7 +63,7 @@ static void expect_error(const char *words, const char *sentence) {
 /* Rank 0, a thread, opens a pipe that no process reads, and blocks for ever. */
 static void test_stuck_rank_ends_the_process(void **state) {
     char words[WORDS], text[4096];
-    double start = mti_now();
+    double start = cm_seconds_();
     int status = 0;
     pid_t child;
     (void)state;
@@ -74,15 +74,15 @@ static void test_stuck_rank_ends_the_process(void **state) {
     assert_true(child >= 0);
     if (child == 0) _exit(run_train_gpt(words) + 40);
     while (waitpid(child, &status, WNOHANG) == 0) {
-        struct timespec nap = mti_timespec(0.02);
+        struct timespec nap = {0, 20000000};
         nanosleep(&nap, NULL);
-        if (mti_now() - start > 40) kill(child, SIGKILL);
+        if (cm_seconds_() - start > 40) kill(child, SIGKILL);
     }
     read_text("err", text, sizeof text);
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 1) fail_msg("status %x: %s", (unsigned)status, text);
     assert_non_null(strstr(text, "rank 1 of 2: MT_ERR_TIMEOUT: "));
     assert_non_null(strstr(text, "rank 0 of 2: has not returned from its function"));
-    assert_true(mti_now() - start > MTI_GRACE_SECONDS);
+    assert_true(cm_seconds_() - start > 5.0); /* the watch gives a stuck rank that long to return */
 }
 
 /* A text that is independent of the project's files: sentences of few words, which a small model learns quickly. */
