@@ -54,7 +54,7 @@ bench_on_the_engine() {
     [ "$(grep -c '^[a-z]*,"' "$build/bench_cuda.csv")" -gt 50 ]
 }
 
-# The two lines of a user's .cu file, for every architecture that the toolkit knows.
+# The two lines of a user's .cu file.
 implementation() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/implementation.cu"
 }
@@ -87,18 +87,40 @@ in_list() {
     return 1
 }
 
+# targets LAST ARCH...: machine code for each, from the PTX of the first of its family; from that of LAST for later ones
+targets() {
+    last=$1
+    shift
+    for arch in "$@"; do
+        base=$((arch / 10 * 10))
+        [ "$base" -le "$last" ] || base=$last
+        in_list "$base" "$archs" || base=$arch
+        printf ' -gencode arch=compute_%s,code=sm_%s' "$base" "$arch"
+    done
+}
+
+# For every architecture that the toolkit knows. Optimized: without 87, 88, 89, 103 and 121, whose kernels have no more
+# registers or spills than those of 86, 100 and 120; and for the families after 100 from the PTX of 100, which gives the
+# same registers as their own. What is left out there is built without optimization.
 builds_for_all() {
     implementation
-    targets=
     archs=$(nvcc --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p')
-    for arch in $archs; do # machine code for each, from the PTX of the first of its family
-        base=$((arch / 10 * 10))
-        in_list $base "$archs" || base=$arch
-        [ "$arch" -lt 75 ] || targets="$targets -gencode arch=compute_$base,code=sm_$arch"
+    optimized=
+    fast=
+    for arch in $archs; do
+        case $arch in
+        [0-6]? | 7[0-4]) ;;
+        87 | 88 | 89 | 103 | 121) fast="$fast $arch" ;;
+        1[1-9]?) optimized="$optimized $arch" fast="$fast $arch" ;;
+        *) optimized="$optimized $arch" ;;
+        esac
     done
-    # shellcheck disable=SC2086  # a list of flags
-    nvcc -O3 -I. -Werror all-warnings -Xptxas -v $targets -c "$build/implementation.cu" -o "$build/implementation.o" \
-        >"$build/registers.log" 2>&1 || { cat "$build/registers.log"; return 1; }
+    # shellcheck disable=SC2046,SC2086  # lists of flags
+    nvcc -O3 -I. -Werror all-warnings -Xptxas -v $(targets 100 $optimized) -fatbin "$build/implementation.cu" \
+        -o "$build/implementation.fatbin" >"$build/registers.log" 2>&1 || { cat "$build/registers.log"; return 1; }
+    # shellcheck disable=SC2046,SC2086
+    nvcc -O0 $(nvcc_fast) -I. -Werror all-warnings $(targets 999 ${fast:-80}) -c "$build/implementation.cu" \
+        -o "$build/implementation.o" || return 1
     kernel_report "$build/registers.log" >"$build/kernels.txt"
     kernel_summary "$build/kernels.txt" >"$build/kernels.summary"
     # the plain attention kernels are not hot: they serve where the fast ones do not go
@@ -106,13 +128,14 @@ builds_for_all() {
     return 0
 }
 
-# The same with NCCL, whose kernels are no others, and the example that has a communicator of its own.
+# The same with NCCL, without optimization, because the kernels are no others; and the example that has a communicator
+# of its own.
 builds_with_nccl() {
     [ -f "$cuda/include/nccl.h" ] || { echo "no nccl.h in $cuda/include"; return 1; }
     # shellcheck disable=SC2046  # a flag, or none
-    nvcc -O3 $(nvcc_fast) -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
+    nvcc -O0 $(nvcc_fast) -I. -Werror all-warnings -arch=sm_90 -DMT_USE_NCCL -c "$build/implementation.cu" \
             -o "$build/implementation_nccl.o" \
-        && nvcc -O3 -I. -Werror all-warnings -arch=sm_90 $DECLARATIONS_ONLY examples/03_nccl.cu \
+        && nvcc -O0 -I. -Werror all-warnings -arch=sm_90 $DECLARATIONS_ONLY examples/03_nccl.cu \
             "$build/implementation_nccl.o" -o "$build/03_nccl" -lcublasLt -lnccl \
         && links_from_c implementation_nccl.o -lnccl
 }
@@ -141,10 +164,12 @@ END
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
-# The README's line, but for the optimization; with a GPU it trains, without one it says so.
+# The line of docs/gpus.md, with another place for the program. With a GPU it trains, without one it says so.
 builds_train_gpt() {
-    # shellcheck disable=SC2046  # a flag, or none
-    nvcc -O0 $(nvcc_fast) -I. -x cu examples/train_gpt.c -o "$build/train_gpt" -DMT_USE_NCCL -lcublasLt -lnccl || return 1
+    line=$(sed -n 's/^\(nvcc .* examples\/train_gpt.c .* -o \)build\/train_gpt /\1"$build\/train_gpt" /p' docs/gpus.md)
+    [ -n "$line" ] || { echo "docs/gpus.md does not say how to compile examples/train_gpt.c"; return 1; }
+    echo "$line"
+    eval "$line" || return 1
     # shellcheck disable=SC2086  # a list of flags
     "$build/train_gpt" $few_steps --device cuda --dtype bf16 >"$build/train_gpt.log" 2>&1 && return 0
     grep 'cudaGetDeviceCount' "$build/train_gpt.log" || { cat "$build/train_gpt.log"; return 1; }
