@@ -79,7 +79,7 @@ cpu_program() {
 # Programs that use nothing private are linked to one build of the implementation.
 build_cpu() {
     case $1 in
-    asan/*) cpu_program "-O1 -g $sanitize" "$1" ;;
+    asan/*) cpu_program "-O1 -g1 $sanitize" "$1" ;;
     *) cpu_program "-O1 -Werror=implicit $DECLARATIONS_ONLY" "$1" "$work/implementation.o" || cpu_program -O1 "$1" ;;
     esac
 }
@@ -120,6 +120,26 @@ build_program() {
     if on_the_engine "$1"; then build_on_the_engine "$1"; else build_cpu "$1"; fi >"$work/$1.log" 2>&1
 }
 
+# in_lanes COMMAND: runs COMMAND once for each core, in parallel, with the number of the core in $lane. All of these
+# processes read the same list. Each of them works on the items that it can `take`; an item can be taken once.
+in_lanes() {
+    rm -rf "$work/taken"
+    mkdir "$work/taken"
+    lane=0
+    while [ $lane -lt "$jobs" ]; do
+        "$1" &
+        lane=$((lane + 1))
+    done
+    wait
+}
+take() { mkdir "$work/taken/$1" 2>"$work/mkdir.$lane"; }
+
+build_lane() {
+    while read -r program; do
+        take "$(echo "$program" | tr / .)" && build_program "$program"
+    done <"$work/programs"
+}
+
 # Builds what the programs need, then the programs, as many at a time as there are cores.
 build_all() {
     mkdir -p "$work/asan" "$work/fast" "$work/checked" "$work/tmp"
@@ -133,13 +153,7 @@ build_all() {
         esac
     done <"$work/builds"
     wait
-    started=0
-    while read -r program; do
-        build_program "$program" &
-        started=$((started + 1))
-        [ $((started % jobs)) -ne 0 ] || wait
-    done <"$work/programs"
-    wait
+    in_lanes build_lane
 }
 
 # ---- running -------------------------------------------------------------------------------------------------------
@@ -158,13 +172,13 @@ run_with() {
     # A program that fails leaves its files: in a folder that is removed at the end.
     # shellcheck disable=SC2086  # a list of assignments
     timeout -k 2 "$2" env MT_PLANTED="$1" MTE_PATIENCE=2 TMPDIR="$work/tmp" $settings "$work/$3" \
-        >"$work/run.$1" 2>&1 </dev/null
+        >"$work/run.$lane" 2>&1 </dev/null
 }
 
 # train NUMBER LOG FLAGS
 train() {
     # shellcheck disable=SC2086  # lists of flags
-    MT_PLANTED=$1 timeout -k 2 "$limit" "$work/train_gpt" $model $3 --hash-log "$2" >"$work/run.$1" 2>&1 </dev/null
+    MT_PLANTED=$1 timeout -k 2 "$limit" "$work/train_gpt" $model $3 --hash-log "$2" >"$work/run.$lane" 2>&1 </dev/null
 }
 
 # first_difference NUMBER SPLIT: prints the first line, without its hash, of one rank's log that the log of the split
@@ -177,7 +191,7 @@ first_difference() {
 # how_found NUMBER PROGRAM SETTINGS CASE LINE SPLIT: prints how the bug was found, or fails and prints why it was not
 how_found() {
     if [ "$5" != - ]; then
-        found=$(first_difference "$1" "$6") || { echo "train_gpt failed: $(tail -n 1 "$work/run.$1")"; return 1; }
+        found=$(first_difference "$1" "$6") || { echo "train_gpt failed: $(tail -n 1 "$work/run.$lane")"; return 1; }
         echo "the logs first differ in '$found', meant is '$5'"
         [ "$found" = "$5" ]
         return
@@ -192,14 +206,14 @@ how_found() {
     esac
 }
 
-# Tries the bugs of one lane: those whose number modulo the number of lanes is its argument.
+# Tries the bugs that this process can take.
 try_lane() {
     while IFS=$tab read -r number list title program settings case line split; do
-        [ $((number % jobs)) -eq "$1" ] || continue
+        take "$number" || continue
         start=$(now)
         outcome=ok
         how=$(how_found "$number" "$program" "$settings" "$case" "$line" "$split") || outcome=FAIL
-        printf '%s\t%s\t%s\t%s, %s ms\n' "$list" $outcome "$title" "$how" $(($(now) - start)) >>"$work/outcomes.$1"
+        printf '%s\t%s\t%s\t%s, %s ms\n' "$list" $outcome "$title" "$how" $(($(now) - start)) >>"$work/outcomes.$lane"
     done <"$work/bugs"
 }
 
@@ -207,8 +221,18 @@ try_lane() {
 pass() {
     run_with 0 $((10 * limit)) "$1" "$2" "$3"
     code=$?
-    [ $code -eq 0 ] || { echo "exit code $code"; cat "$work/run.0"; }
+    [ $code -eq 0 ] || { echo "exit code $code"; cat "$work/run.$lane"; }
     return $code
+}
+
+pass_lane() {
+    number=0 check_log=$work/check.$lane
+    while IFS=$tab read -r program settings case; do
+        number=$((number + 1))
+        take "$number" || continue
+        check "no bug: $program passes$(echo " $settings $case" | sed 's/ -//g')" pass "$program" "$settings" "$case"
+        printf '%s\t%s\n' "$program $settings $case" "$check_time" >>"$work/seconds.$lane"
+    done <"$work/passes" >"$work/passed.$lane"
 }
 
 has_built() { cat "$work/$1.log"; [ -x "$work/$1" ]; }
@@ -271,23 +295,19 @@ if [ "$failed" -gt 0 ]; then
     closing_line
     exit 1
 fi
-: >"$work/seconds"
 cut -f 4-6 "$work/bugs" | grep -v '^train_gpt' | sort -u >"$work/passes"
-while IFS=$tab read -r program settings case; do
-    check "no bug: $program passes$(echo " $settings $case" | sed 's/ -//g')" pass "$program" "$settings" "$case"
-    printf '%s\t%s\n' "$program $settings $case" "$check_time" >>"$work/seconds"
-done <"$work/passes"
+: >"$work/seconds.0"
+in_lanes pass_lane
+cat "$work"/seconds.* >"$work/seconds"
+cat "$work"/passed.* >"$work/passed"
+cat "$work/passed"
+passed=$((passed + $(grep -c '^  ok ' "$work/passed"))) failed=$((failed + $(grep -c '^  FAIL ' "$work/passed")))
 cut -f 8 "$work/bugs" | grep -v '^-$' | sort -u >"$work/splits"
 while read -r split; do
     check "no bug: the hash log of $split is that of one rank" no_difference "$split"
 done <"$work/splits"
-lane=0
-while [ $lane -lt "$jobs" ]; do
-    : >"$work/outcomes.$lane"
-    try_lane $lane &
-    lane=$((lane + 1))
-done
-wait
+: >"$work/outcomes.0"
+in_lanes try_lane
 cat "$work"/outcomes.* >>"$work/outcomes"
 cut -f 1 "$work/outcomes" | sort -u >"$work/lists"
 while read -r list; do report_list "$list"; done <"$work/lists"
