@@ -4,7 +4,7 @@
 
    The program has a thread for each GPU, calls ncclCommInitAll, and has kernels for its loss and its update. The calls
    of megatron.h are marked (1) to (6); they work in the program's streams. The program uses all GPUs of the machine, or
-   as many as you say (./03_nccl 2). On any number of GPUs the losses are the same up to rounding. */
+   the number that you give (./03_nccl 2). On any number of GPUs the losses are the same up to rounding. */
 
 #define MEGATRON_IMPLEMENTATION
 #define MT_USE_NCCL
