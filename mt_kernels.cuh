@@ -640,10 +640,11 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
                                 mt_tensor b) {
     mt_tensor first = (uintptr_t)a.data <= (uintptr_t)b.data ? a : b;
     mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
-    int64_t elements = mt_size_mul(first.rows - 1, mt_tensor_ld(first)) + first.cols;
+    int64_t elements;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1 || !mt_context_has_data(ctx))
         return MT_SUCCESS;
+    elements = mt_size_mul(first.rows - 1, mt_tensor_ld(first)) + first.cols;
     if ((uintptr_t)second.data - (uintptr_t)first.data >= (size_t)elements * mt_dtype_size(first.dtype) ||
         mti_other_columns(first, second))
         return MT_SUCCESS;
