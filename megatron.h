@@ -33,7 +33,7 @@
     }
     int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
 
-   Four headers; each includes only those below it and can be used without those above:
+   The library has four headers. Each includes those below it in this list and works without those above it:
        megatron.h       attention, MLP, transformer layer, GPT, checkpoints of a GPT             (this header)
        mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
                         loss, AdamW, pipelines, checkpoints
@@ -42,16 +42,18 @@
 
    A transformer layer communicates as in Megatron-LM (arXiv 1909.08053): forward does 2 all-reduces of [tokens,
    hidden], and backward does 2. With sequence parallelism (arXiv 2205.05198) a layer does all-gathers and
-   reduce-scatters instead. Every communicator counts its calls and bytes (mt_comm_ledger).
+   reduce-scatters instead. Every communicator counts its collectives and their bytes (mt_comm_ledger).
 
    The library does not own your loop, your tensors or your process. It has no globals, and it never exits or aborts.
    It opens only checkpoints, and the safetensors and JSON files that you name. It allocates no memory after setup (the
-   create functions and mt_params_init), except while the files of a checkpoint are open.
+   create functions and mt_params_init), except while the files of a checkpoint are open, and for a hash log (see
+   mt_hash_log), which is for debugging.
 
-   Shapes:  Activations are [tokens, features]; the row of a token is sequence * seq + position. Weights are [out, in],
-            as in PyTorch. t is the number of tensor parallel ranks. With sequence parallelism a block's input and
-            output are [tokens / t, features] on each tensor rank: rank r has the tokens / t rows that begin at row
-            r * tokens / t. t must then divide tokens; otherwise a call returns MT_ERR_SHAPE.
+   Shapes:  Activations are [tokens, features]. When each sequence has seq tokens, the token at position p of sequence
+            s is row s * seq + p. Weights are [out, in], as in PyTorch. t is the number of tensor parallel ranks. With
+            sequence parallelism a block's input and output are [tokens / t, features] on each tensor rank: rank r has
+            the tokens / t rows that begin at row r * tokens / t. t must then divide tokens; otherwise a call returns
+            MT_ERR_SHAPE.
    Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
    Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
             needs no destroy. Forward keeps what backward needs in a `saved` struct, whose tensors are in the context's
@@ -89,13 +91,14 @@ typedef struct mt_batch {
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
 } mt_batch;
 
-/* Returns a dropout with probability p for a block of your own. When batch is NULL, the dropout drops nothing. Set
-   three fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
+/* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
+   fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
    begins, and at.global_cols to the number of columns of the global tensor (see mt_random). Each (seed, step, layer,
    site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
    The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
    output of attention and (n, 2) for the output of the MLP. A GPT numbers its layers from 0, and uses
-   (mt_gpt_desc.layers, 3) for the embedding. Beside a GPT, use layer numbers greater than mt_gpt_desc.layers. */
+   (mt_gpt_desc.layers, 3) for the embedding. In a program that has a GPT, your own blocks therefore need layer numbers
+   greater than mt_gpt_desc.layers. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
@@ -125,7 +128,7 @@ typedef struct mt_mlp {
 
 typedef struct mt_mlp_saved {
     mt_linear_saved fc1, fc2;
-    mt_tensor h; /* [tokens, fc1.local_features], before the activation */
+    mt_tensor h; /* [tokens, fc1.local_features], the input of the activation */
 } mt_mlp_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
@@ -195,15 +198,15 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
 
 /* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
    All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
-   is the head size. It takes the query groups from the layer that computes qkv, whose desc.unit is the size of a query
-   group, (heads_per_group + 2) * head size.
+   is the head size. `layer` is the layer that computes qkv. Its desc.unit must be the size of a query group,
+   (heads_per_group + 2) * head size; from it create computes the number of query groups.
    qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
      forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
                in the arena. When saved is NULL, forward is inference.
      backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
                to the gradients of the parameters.
-   MT_ERR_ARGUMENT: desc->groups is not 0. MT_ERR_SHAPE: the layer's unit is not at least three heads, or qkv or dqkv
-   has another layout or is not contiguous. */
+   MT_ERR_ARGUMENT: desc->groups is not 0. MT_ERR_SHAPE: layer->desc.unit is not a multiple of the head size or is less
+   than 3 * head size, or qkv or dqkv has another layout or is not contiguous. */
 typedef struct mt_qk_norm {
     mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
     int64_t unit;       /* columns of a query group */
@@ -313,9 +316,10 @@ typedef struct mt_transformer_layer_saved {
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy (MT_ERR_ARGUMENT). None may be mt_none(). When t > 1, y and dx must be contiguous; with sequence_parallel x and
-   dy, too (MT_ERR_SHAPE). x must not change until backward. The tensors of saved are in the arena until the caller's
-   mt_arena_release. When saved is NULL, forward is inference, without dropout. Backward uses the batch of forward.
+   dy (MT_ERR_ARGUMENT). None of them may be mt_none(). When t > 1, y and dx must be contiguous; with sequence_parallel
+   x and dy, too (MT_ERR_SHAPE). x must not change until backward. The tensors of saved are in the arena until the
+   caller's mt_arena_release. When saved is NULL, forward is inference, without dropout. Backward uses the batch of
+   forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute. */
@@ -336,8 +340,8 @@ typedef struct mt_gpt_desc {
        becomes init_std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
     /* advanced */
-    /* number of layers at the start of each stage to which layer.recompute applies; must be 0 with MT_RECOMPUTE_NONE
-       (MT_ERR_ARGUMENT); 0: all layers */
+    /* layer.recompute applies only to this number of layers, the first ones of each stage; must be 0 with
+       MT_RECOMPUTE_NONE (MT_ERR_ARGUMENT); 0: all layers */
     int64_t recompute_layers;
     int untied_head;         /* 1: the output head has a weight of its own */
     float embedding_dropout; /* of the sum of token and position embedding */
@@ -383,8 +387,8 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
 
 /* Computes the loss of every token, on a grid with one pipeline stage. With more stages use mt_gpt_stage_forward.
    ids, targets [sequences * seq] are in memory of the context's device. They are the same on every tensor rank, and
-   must not change until backward. loss [1, sequences * seq], MT_F32, is 0 for a target of ignore_index; give padding
-   such targets. When saved is NULL, forward is evaluation, without dropout.
+   must not change until backward. loss [1, sequences * seq], MT_F32, is 0 where the target is ignore_index: use this
+   value as the target of padding tokens. When saved is NULL, forward is evaluation, without dropout.
    Communication over the tensor group: 1 all-reduce for the embedding, and 2 for each layer. With sequence_parallel: 1
    reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
    In both cases also 1 all-gather of 4 floats per token for the loss.
@@ -394,7 +398,8 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
 /* Adds the gradient of scale * sum(loss) to the gradient of every parameter. scale is usually 1 / (tokens of the whole
-   global batch). Call it once for each forward, because it overwrites the saved logits and sets saved->ids to NULL.
+   global batch). Call mt_gpt_backward once for each forward: it overwrites the saved logits and sets saved->ids to
+   NULL.
    Communication over the tensor group, without recomputation: 1 all-reduce for the head and 2 for each layer. With
    sequence_parallel: 1 all-gather and 1 reduce-scatter for the head, 4 all-gathers and 2 reduce-scatters for each
    layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin, mt_gpt_backward also sums gradients over
@@ -415,7 +420,7 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
        }
        mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
            MT_TRY(mt_gpt_stage_backward(ctx, &gpt, 1.0f / tokens, doutput, dinput, &saved[a->slot]));
-           return mt_accumulate_gradients(ctx, params);   // for invariant mode
+           return mt_accumulate_gradients(ctx, params);   // does nothing outside invariant mode
        } */
 MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,

@@ -4,7 +4,7 @@
    Do this:
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program
        #include "megatron.h"                // or only "mt_comm.h"
-   Every other file has only the #include. C99 or C++11, with POSIX threads (-lpthread -lm).
+   Every other file has only the #include. The code is C99 and C++11. It needs POSIX threads: link with -lpthread -lm.
 
    Two ranks, which are threads of this process, sum a vector:
        static mt_status rank_main(mt_comm *world, void *user) {
@@ -193,8 +193,8 @@ typedef struct mt_context_desc {
        then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
        0: no promise */
     int arena_symmetric;
-    /* for the arena and mt_context_alloc; {NULL}: posix_memalign, or cudaMalloc on a GPU, or ncclMemAlloc on a GPU for
-       2 MiB and more when NCCL is built */
+    /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
+       2 MiB or more on a GPU when NCCL is built */
     mt_allocator allocator;
     mt_logger logger; /* {NULL}: silent */
 } mt_context_desc;
@@ -267,9 +267,9 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 
 /* Destroys a communicator: this rank leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is
    allowed. When ranks are threads, the call does not wait. Over NCCL it waits for the communicator's work in the
-   stream, at most for the timeout. Over MPI it waits only when it destroys the last of the communicators that come
-   from the same mt_comm_create_mpi: until every other rank has also destroyed its last one, at most for the timeout, or
-   2 s after an error. */
+   stream, at most for the timeout. Over MPI a rank waits only in the call that destroys its last communicator from one
+   mt_comm_create_mpi (the groups split from it included). This call waits until every other rank has also destroyed its
+   last one, at most for the timeout, or for 2 s after an error. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
 MT_API int mt_comm_rank(const mt_comm *comm);
@@ -501,11 +501,14 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
        ...                                       // calls here run at the same time; they must not use x
        MT_TRY(mt_overlap_wait(ctx, 0));          // later calls see the sum in x
    Collectives on comm between mt_overlap_begin and mt_overlap_end run in another stream of the context, after the work
-   of all earlier calls. mt_overlap_end returns `status` when this is an error; the overlap ends in any case. For
-   buffers in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release
-   does nothing between begin and end. On other devices, in a group of one and in invariant mode, the same calls are
-   allowed, but nothing overlaps. Errors: MT_ERR_ARGUMENT (no such stream or ticket; begin was called twice without
-   end), MT_ERR_SYSTEM (CUDA failed).
+   that is already in the context's own stream. mt_overlap_end gives these collectives a number of your choice, the
+   ticket; mt_overlap_wait makes later calls wait for the collectives with this ticket. mt_overlap_end returns `status`
+   when this is an error; the overlap ends in any case. For buffers in the arena, take the mark before begin and release
+   it after the wait. When work overlaps, mt_arena_release does nothing between begin and end. On other devices, in a
+   group of one and in invariant mode, the same calls are allowed, but nothing overlaps. A wait for a ticket without
+   work does nothing.
+   Errors: MT_ERR_ARGUMENT (no such stream; begin was called twice without end; while work overlaps, the ticket of
+   mt_overlap_end is not one of its stream), MT_ERR_SYSTEM (CUDA failed).
 
    The second stream has the tickets 0 to MT_OVERLAP_TICKETS - 1, and mt_overlap_wait_all waits for all of them. The
    third stream is for longer transfers, for which the second stream should not wait. Its only ticket is
@@ -531,7 +534,8 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
 typedef struct mt_launch_desc {
     int ranks; /* 1 to 1024; 0: 1, or in mt_world_from_env as many as the launcher has started */
     /* advanced */
-    /* 1: threads are not pinned; 0: on Linux, with two or more ranks and enough cores, each is pinned to its own */
+    /* 1: threads are not pinned; 0: on Linux, with two or more ranks and enough cores, the thread of each rank is
+       pinned to cores of its own */
     int no_pinning;
     int cores_per_rank; /* cores for each pinned rank; set it to mt_context_desc.threads; 0: 1 */
     double timeout_s;   /* timeout of world and of all groups split from it, in seconds; 0: MT_TIMEOUT_DEFAULT */
@@ -672,10 +676,10 @@ MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
 
 /* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
-   mt_cuda_enter: call it before all other work for the GPU. It makes the context's GPU current and clears errors that
-     the program has left in the CUDA runtime. On MT_DEVICE_META it returns MT_PLANNED, and the operator must not go on:
-     an operator first allocates its scratch memory from the arena, which is then counted, and after that calls
-     MT_TRY(mt_cuda_enter(ctx)). The public function around the operator turns MT_PLANNED into MT_SUCCESS.
+   mt_cuda_enter: makes the context's GPU current and clears errors that the program has left in the CUDA runtime. Call
+     MT_TRY(mt_cuda_enter(ctx)) before any work for the GPU, but after the operator has allocated its scratch memory:
+     on MT_DEVICE_META the call returns MT_PLANNED, so the operator ends there, with its memory counted. The public
+     function around the operator turns MT_PLANNED into MT_SUCCESS.
    mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
      bytes. Either side of a copy may be on the host or on a GPU.
@@ -703,7 +707,8 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    MT_INLINE                     static inline, and always inlined where the compiler can be told
    MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
    mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
-   tests/engine runs CUDA kernels on a CPU, without a GPU. It runs every kernel that uses only these extensions. */
+   tests/engine runs CUDA kernels on a CPU. There a kernel must be launched with MT_LAUNCH_KERNEL, and its shared memory
+   declared with MT_SHARED or MT_DYN_SHARED; tests/engine/engine.h has the other rules. */
 
 #ifdef __cplusplus
 }

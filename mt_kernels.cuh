@@ -183,12 +183,12 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
    sigmoid_gate: y = sigmoid(gate) * x, as in GLU (arXiv 1612.08083) and in the output gate of attention (arXiv
                  2505.06708). backward: dx = dy * sigmoid(gate), dgate = dy * x * sigmoid'(gate)
    dx, drow and dcol are optional in mt_multiply_*_backward. y, dx and dgate may be any input of the same shape. drow
-   and dcol must not be another argument (MT_ERR_ARGUMENT).
+   and dcol must not overlap another argument (MT_ERR_ARGUMENT).
 
-   dcol is the sum over the columns of this call, and drow the sum over its rows. When x is split by columns between
-   tensor ranks (the output of a column-parallel layer), dcol is a partial sum: add it over the tensor group with
-   mt_all_reduce before you use it. When x is split by rows (sequence parallelism), dcol is complete and drow is
-   partial: mt_sync_gradients adds it when the parameter of row has sequence_partial.
+   dcol sums over the columns of the views that you pass, and drow over their rows. When x is split by columns between
+   tensor ranks (the output of a column-parallel layer), dcol is a partial sum: sum it over the tensor group with
+   mt_all_reduce before you use it. When x is split by rows (sequence parallelism), dcol is complete and drow is a
+   partial sum: mt_sync_gradients sums it over the tensor group when the parameter of row has sequence_partial.
 
    drow is a sum over tokens. A block of your own that supports invariant mode must call mt_multiply_row_backward from
    the function that it passes to mt_sum_over_tokens (see docs/blocks.md). */
@@ -218,10 +218,11 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
                         [tokens, out] is the gradient of the output of the layer after the activation, and weight
                         [out, f] is that layer's weight. dh must not be h.
 
-   By default each function calls two operators, and has their bits and errors. forward, activation_forward and
-   activation_backward call mt_gemm, then mt_bias_forward, mt_activation_forward and mt_activation_backward
-   respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the result of mt_gemm is rounded before the
-   other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two operators by one call of cuBLASLt. */
+   By default each function calls two operators, so its results have the same bits as theirs, and it returns their
+   errors. forward, activation_forward and activation_backward call mt_gemm, then mt_bias_forward, mt_activation_forward
+   and mt_activation_backward respectively. gradients calls mt_bias_backward, then mt_gemm. In 16 bits the result of
+   mt_gemm is rounded before the other operator reads it. On a GPU, mt_gemm_options.epilogue can replace the two
+   operators by one call of cuBLASLt. */
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y);
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y);
@@ -328,7 +329,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
    together with feature i + head_dim / 2. head_dim must be even.
    table:    table [seq, head_dim]: row p holds the head_dim / 2 cosines, then the head_dim / 2 sines, of the angles
              p * base^(-2 i / head_dim), i = 0 ... head_dim / 2 - 1.
-   forward:  rotates the queries and keys of qkv in place, each token by the row of its position in the sequence.
+   forward:  rotates the queries and keys of qkv in place. A token at position p of its sequence uses row p of table.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
    forward and backward read the five sizes of desc. They do not read mask, scale, lengths or dropout. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);

@@ -30,9 +30,9 @@
        always                        y of a row-parallel layer and of an embedding, dx of a column-parallel layer
        with sequence parallelism     also x of a column-parallel layer, dy of a row-parallel layer and of an embedding
 
-   This header has no transformer (megatron.h has), does not run your loop and does not average losses.
-   mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The only
-   files that it opens are checkpoints, and the safetensors and JSON files that you name.
+   This header has no transformer (megatron.h has one), does not run your loop and does not average losses.
+   mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The library
+   opens only checkpoints, and the safetensors and JSON files that you name.
 
    Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
 
@@ -78,7 +78,8 @@ typedef struct mt_grid {
 
 /* Lists the group of kind `group` that contains `rank`. Writes its ranks to ranks, in ascending order, and their number
    to *count. ranks must have space for world_size entries. No communication.
-   MT_ERR_ARGUMENT: a size is negative, or rank is out of range. MT_ERR_SHAPE: the grid does not fit world_size. */
+   MT_ERR_ARGUMENT: a size is negative, or rank is out of range. MT_ERR_SHAPE: tp * dp * pp is not world_size or, when
+   dp is 0, tp * pp does not divide world_size. */
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count);
 
@@ -180,7 +181,7 @@ typedef struct mt_param_desc {
        that one product computes several branches: with the 2 parts [gate; up], each rank has its share of gate and its
        share of up (for invariant mode see mt_linear_desc.parts_by_shard); 0: 1 */
     int64_t parts;
-    int64_t unit;     /* neighbouring features that stay together on one rank, such as a query group; 0: 1 */
+    int64_t unit;     /* number of neighbouring features that stay on one rank, such as a query group; 0: 1 */
     float init_std;   /* the first values are from N(0, init_std^2), see mt_params_init; 0: all are init_value */
     float init_value; /* the first value of every element when init_std is 0; MT_ERR_ARGUMENT when both are set */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
@@ -284,7 +285,7 @@ typedef struct mt_linear_desc {
     /* parts and unit of the split dimension, as in mt_param_desc. With 2 parts one layer computes gate and up of
        SwiGLU, and y is this rank's [gate | up] (for invariant mode see parts_by_shard); 0: 1 */
     int64_t parts, unit;
-    float init_std; /* 0: 0.02; MT_ERR_ARGUMENT with `weight` */
+    float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; 0: 0.02 */
     int no_bias;
     /* 1: the caller adds layer->bias to y and computes its gradient, as in a fused operator. MT_ERR_ARGUMENT with
        no_bias */
@@ -293,10 +294,10 @@ typedef struct mt_linear_desc {
     int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
-    /* 1: your code works on y (column) or x (row) one virtual shard at a time. Invariant mode requires this of a layer
-       with parts > 1, because the columns are then gate, up, gate, up, ..., with one pair for each virtual shard;
-       otherwise create returns MT_ERR_ARGUMENT. The exception is a layer whose y or x is not split: with gather_output
-       (column), or without input_is_parallel (row). With one part the field says nothing */
+    /* 1: you promise that your code works on y (column) or x (row) one virtual shard at a time. In invariant mode a
+       layer with parts > 1 needs this promise, because its columns are then gate, up, gate, up, ..., with one pair for
+       each virtual shard. Without the promise create returns MT_ERR_ARGUMENT, except when y or x is not split: with
+       gather_output (column), or without input_is_parallel (row). Ignored with one part and outside invariant mode */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
 } mt_linear_desc;
@@ -373,7 +374,7 @@ MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const m
    of tokens are those of `like`, which has tokens rows, or tokens / t with sequence_parallel.
      mt_column_parallel_linear_tensors  allocates y or dy; like is x or dx.
      mt_row_parallel_linear_tensors     allocates x or dx; like is y or dy.
-   MT_ERR_ARGUMENT as for the functions above, which share f or g. */
+   MT_ERR_ARGUMENT: as for the _shared functions above. */
 MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
                                                    mt_tensor like, mt_tensor *out);
 MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
@@ -391,7 +392,7 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
    out_features] with gather_output. y, dy and dh have the shape of h, except that with MT_SWIGLU y and dy have half the
    columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
    gradient. No communication.
-   MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add. Its h is whole, but its bias is split. */
+   MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add, so that h is whole but the bias is split. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
 MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
@@ -555,7 +556,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
 
 typedef struct mt_embedding_desc {
     int64_t vocab, features;
-    float init_std;        /* 0: 0.02 */
+    float init_std;        /* standard deviation of the initial table; 0: 0.02 */
     int sequence_parallel; /* 1: y is [tokens / t, features] */
     int shared;            /* 1: the output head uses the same weight (see mt_linear_desc.weight) */
 } mt_embedding_desc;
@@ -658,8 +659,8 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
 /* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients. An
    element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. A norm
-   that is not a number has the bits of NAN (math.h), so that it does not depend on the split either. With a
-   sharded optimizer the squares are added in another order, so the last digits may differ.
+   that is not a number always has the bits of NAN (math.h), however the model is split. A sharded optimizer adds the
+   squares in another order than an unsharded one, so the last digits of the norm may differ between the two.
    Communication: an all-reduce of two floats over the model group and, with a sharded optimizer, one over the data
    group. In invariant mode: an all-reduce of V * (number of parameters + 1) floats over the tensor group; over the
    pipeline group a send to the next stage, a broadcast and an all-reduce, each of one float. */
@@ -785,8 +786,8 @@ MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, flo
    mt_pipeline_run runs it. The schedules below run the micro-batches in ascending order, both forward and backward.
    Their names are Megatron's (core/pipeline_parallel/schedules.py).
      1F1B           PipeDream-flush (arXiv 2104.04473, section 2.2.1). A stage first runs one forward for each stage
-                    after it, then one forward and one backward in turn. At most min(stages - stage, micro_batches) are
-                    in flight on stage number `stage` (from 0)
+                    after it, then one forward and one backward in turn. On stage number `stage` (from 0), at most
+                    min(stages - stage, micro_batches) micro-batches are in flight
      GPIPE          all forwards, then all backwards (arXiv 1811.06965). All micro-batches are in flight
      FORWARD_ONLY   for evaluation
    With equal stages, 1F1B and GPIPE take the same time, that of micro_batches + stages - 1 forwards and backwards. The
@@ -831,8 +832,8 @@ MT_API int mt_pipeline_slots(const mt_action *actions, int count);
    stage output and doutput are mt_none(). mt_pipeline_run owns the memory of these four tensors. input stays valid
    until the backward of its micro-batch is done; the others are valid only during the call. */
 typedef struct mt_pipeline_stage {
-    int64_t rows, cols; /* of each of the four: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
-    mt_dtype dtype;     /* of each of the four: mt_params_dtype */
+    int64_t rows, cols; /* of the four tensors: [tokens, hidden]; with sequence parallelism [tokens / t, hidden] */
+    mt_dtype dtype;     /* of the four tensors: mt_params_dtype */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *action, mt_tensor doutput, mt_tensor dinput);
     void *user; /* passed to both functions */
@@ -841,12 +842,12 @@ typedef struct mt_pipeline_stage {
 /* Runs the actions of this rank's stage. Every rank of the pipeline group calls it with the actions of its own stage.
    What a forward leaves in the arena stays there until the backward of its micro-batch is done. Every forward must
    allocate what the first one did, in the same order. On return the arena is as before the call. docs/many-ranks.md
-   has the size of the arena, and the rules for lists that you write.
+   says how large the arena must be, and gives the rules for a list of actions that you write yourself.
    Communication: for each micro-batch, one send of [rows, cols] to the next stage after the forward, and one to the
    previous stage after the backward. The ledger of grid->pp counts them.
-   Errors: MT_ERR_ARGUMENT, with the number of the action, for a list that breaks a rule; then no action has run.
-   MT_ERR_SHAPE: a forward leaves more in the arena than the first one. When one stage returns an error, the others wait
-   until that rank destroys its communicators or the timeout passes. */
+   MT_ERR_ARGUMENT: an action breaks a rule. The message has the action's number, and no action has run. MT_ERR_SHAPE:
+   a forward leaves more in the arena than the first one. When one stage returns an error, the others wait until that
+   rank destroys its communicators or the timeout passes. */
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
