@@ -387,8 +387,8 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
 
 /* Computes the loss of every token, on a grid with one pipeline stage. With more stages use mt_gpt_stage_forward.
    ids, targets [sequences * seq] are in memory of the context's device. They are the same on every tensor rank, and
-   must not change until backward. loss [1, sequences * seq], MT_F32, is 0 where the target is ignore_index: use this
-   value as the target of padding tokens. When saved is NULL, forward is evaluation, without dropout.
+   must not change until backward. loss is [1, sequences * seq], MT_F32. Give padding tokens the target ignore_index:
+   their loss is then 0. When saved is NULL, forward is evaluation, without dropout.
    Communication over the tensor group: 1 all-reduce for the embedding, and 2 for each layer. With sequence_parallel: 1
    reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
    In both cases also 1 all-gather of 4 floats per token for the loss.

@@ -354,7 +354,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
 
    Errors (without a message, because there is no communicator yet): MT_ERR_UNSUPPORTED (not built: compile with mpicc
    -DMT_USE_MPI; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already
-   finalized), MT_ERR_TIMEOUT (not all ranks came), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
+   finalized), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
 /* ---- the ledger: what a communicator was asked to move ----------------------------------------------------------- */

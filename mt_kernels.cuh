@@ -126,8 +126,8 @@ typedef enum mt_gemm_choice { MT_GEMM_MEASURED = 0, MT_GEMM_HEURISTIC = 1 } mt_g
 /* Says how a context on a GPU runs mt_linear_*. In 16 bits, SEPARATE and FUSED round differently.
    SEPARATE: a product, and separate kernels for bias, activation and bias gradient. Invariant mode always uses this.
    FUSED:    one product with a cuBLASLt epilogue. Products without such an epilogue use SEPARATE (see docs/gpus.md).
-   MEASURED: for each shape, the faster of the two, measured in its first product, so two runs may differ in the last
-             bit. When the measurement cannot run (see docs/gpus.md), the shape uses SEPARATE. */
+   MEASURED: for each shape, the faster of the two, measured in the first product of the shape. Two runs may therefore
+             differ in the last bit. When the measurement cannot run (see docs/gpus.md), the shape uses SEPARATE. */
 typedef enum mt_epilogue { MT_EPILOGUE_SEPARATE = 0, MT_EPILOGUE_FUSED = 1, MT_EPILOGUE_MEASURED = 2 } mt_epilogue;
 
 /* Options for the products of a context. Zero-initialise for the defaults. */
@@ -138,7 +138,7 @@ typedef struct mt_gemm_options {
 
 /* mt_gemm_set_options sets the options; NULL restores the defaults. Call it before the first product: a shape that has
    already run keeps its algorithm. mt_gemm_get_options returns the options; in invariant mode, epilogue is always
-   MT_EPILOGUE_SEPARATE. Errors: MT_ERR_ARGUMENT (no such value), MT_ERR_MEMORY. */
+   MT_EPILOGUE_SEPARATE. Errors: MT_ERR_ARGUMENT (an option is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options);
 MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
 

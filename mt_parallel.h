@@ -618,7 +618,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 
 /* ---- gradients --------------------------------------------------------------------------------------------------- */
 
-/* In invariant mode, adds up the gradients of the micro-batches of a step in a fixed tree. When this rank has several
+/* In invariant mode, adds up the gradients of the micro-batches of a step in a binary tree. When this rank has several
    micro-batches in a step, call it after the backward of each of them, including the last. For a single micro-batch the
    call is optional. Outside invariant mode it does nothing, because backward already adds to the gradients. Read
    param->grad only after mt_sync_gradients. For the tree the registry keeps log2(V_d / data ranks) further copies of
