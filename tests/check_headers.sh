@@ -95,16 +95,17 @@ check_sections() {
         awk '/[Ss]ections? of the implementation/ { head = 1 } head { print } head && /\*\/$/ { exit }' "$H/$header" |
             grep -o '>>[a-z0-9-]*' >"$work/named"
         sed -n 's/^\/\* ---- \(>>[a-z0-9-]*\).*/\1/p' "$H/$header" >"$work/there"
-        diff "$work/named" "$work/there" | sed -n "s/^</$header: not there, or elsewhere:/p; s/^>/$header: not named, or elsewhere:/p"
+        diff "$work/named" "$work/there" |
+            sed -n "s/^</$header: not there, or elsewhere:/p; s/^>/$header: not named, or elsewhere:/p"
     done | fail_on_output
 }
 
 # A library does not end the process, and does not write to standard output or standard error.
 check_calls() {
+    never="exit|_exit|_Exit|quick_exit|abort|assert|raise|kill|printf|vprintf|puts|putchar"
     for header in $headers; do
-        code_only "$H/$header" | awk -v f="$header" '
-            /(^|[^A-Za-z0-9_.>])(exit|_exit|_Exit|quick_exit|abort|assert|raise|kill|printf|vprintf|puts|putchar)[ \t]*\(/ {
-                print f ":" FNR ":" $0 }'
+        code_only "$H/$header" | awk -v f="$header" -v never="$never" '
+            $0 ~ "(^|[^A-Za-z0-9_.>])(" never ")[ \t]*[(]" { print f ":" FNR ":" $0 }'
     done | fail_on_output
 }
 
@@ -209,7 +210,8 @@ check_forms() {
             stop=-fsyntax-only
             [ "$how" != implementation ] || stop=-S # gcc finds unused functions only when it compiles
             # shellcheck disable=SC2086  # lists of flags
-            "$compiler" -x "$language" "-std=$standard" $warnings $stop "$@" -I "$H" "$work/form.c" -o /dev/null && continue
+            "$compiler" -x "$language" "-std=$standard" $warnings $stop "$@" -I "$H" "$work/form.c" -o /dev/null &&
+                continue
             echo "^ $header, $how"
             bad=1
         done
@@ -267,7 +269,8 @@ check_nvcc() {
         for how in declarations implementation; do
             form "$header" $how >"$work/form.cu"
             # shellcheck disable=SC2046  # a flag, or none
-            "$nvcc" $(nvcc_fast "$nvcc") -Werror all-warnings -Xcompiler -Wall -c -I "$H" "$work/form.cu" -o "$work/form.o" && continue
+            "$nvcc" $(nvcc_fast "$nvcc") -Werror all-warnings -Xcompiler -Wall -c -I "$H" "$work/form.cu" \
+                -o "$work/form.o" && continue
             echo "^ $header, $how"
             bad=1
         done
@@ -288,7 +291,8 @@ check_declarations_define_nothing() {
 check_late_symbols() {
     for how in implementation late; do
         form megatron.h $how >"$work/$how.c"
-        "$CC" -c -I "$H" "$work/$how.c" -o "$work/$how.o" && nm "$work/$how.o" | sed 's/^[0-9a-f]* *//' >"$work/$how.symbols"
+        "$CC" -c -I "$H" "$work/$how.c" -o "$work/$how.o" &&
+            nm "$work/$how.o" | sed 's/^[0-9a-f]* *//' >"$work/$how.symbols"
     done
     [ -s "$work/late.symbols" ] && diff "$work/implementation.symbols" "$work/late.symbols"
 }
@@ -303,11 +307,14 @@ check_symbols() {
         { gsub(/ /, ""); class = $3; name = $1; section = $7; n++ }
         class == "U" || class == "w" { next }
         # tables that compilers make, and constants inside a function
-        class ~ /[rn]/ && (name ~ /^(CSWTCH|switch\.table|reltable\.|\.L|__func__|__PRETTY_FUNCTION__)/ || name ~ /\.[0-9]+$/) { next }
+        class ~ /[rn]/ && name ~ /^(CSWTCH|switch\.table|reltable\.|\.L|__func__|__PRETTY_FUNCTION__)/ { next }
+        class ~ /[rn]/ && name ~ /\.[0-9]+$/ { next }
         class ~ /[A-Z]/ && name !~ /^mt_/ { print "exported: " name }
         class ~ /[a-z]/ && name !~ /^mti?_/ && section !~ /^\.(data|bss)/ { print "local: " name }
         # constant tables of pointers lie in .data.rel.ro until they are relocated
-        section ~ /^\.(data|bss|tdata|tbss)|COM/ && section !~ /^\.data\.rel\.ro/ { print "mutable: " name " in " section }
+        section ~ /^\.(data|bss|tdata|tbss)|COM/ && section !~ /^\.data\.rel\.ro/ {
+            print "mutable: " name " in " section
+        }
         END { if (n < 20) print "only " n " symbols seen: the check is broken" }' | fail_on_output
 }
 
@@ -398,7 +405,8 @@ planted() {
     raw) printf '%s\n' "$fault" ;;
     declarations) printf '#ifndef MTI_PLANTED\n#define MTI_PLANTED\n%s\n#endif\n' "$fault" ;;
     implementation)
-        printf '#if defined(MEGATRON_IMPLEMENTATION) && !defined(MTI_PLANTED)\n#define MTI_PLANTED\n%s\n#endif\n' "$fault" ;;
+        printf '#if defined(MEGATRON_IMPLEMENTATION) && !defined(MTI_PLANTED)\n#define MTI_PLANTED\n%s\n#endif\n' \
+            "$fault" ;;
     esac | tee -a "$H/mt_comm.h" >>"$H/mt_kernels.cuh"
     if "$@" >"$work/planted.log" 2>&1 || ! grep -qi bad "$work/planted.log"; then
         printf 'not found by %s: %s\n' "$*" "$fault"

@@ -34,7 +34,8 @@ fuzz() {
 
 fuzzing() {
     if ! have_command clang || ! build_fuzzer >"$build/fuzzer.log" 2>&1; then
-        leave_out "fuzzing: no clang with libFuzzer here; test_safetensors has the seeds, and the same mutations each time"
+        why="no clang with libFuzzer here; test_safetensors has the seeds, and the same mutations each time"
+        leave_out "fuzzing: $why"
         return
     fi
     check "the readers of files, fuzzed for $seconds s, address and undefined behaviour sanitizers" fuzz
@@ -70,8 +71,8 @@ python_safetensors() {
 
 # ---- train_gpt, killed ---------------------------------------------------------------------------------------------
 
-model="--data README.md --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 40 --warmup 4 --dropout 0.1 --sample 0
-    --eval-interval 0 --no-pinning"
+model="--data README.md --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 40 --warmup 4 --dropout 0.1
+    --sample 0 --eval-interval 0 --no-pinning"
 
 # train SECONDS FLAGS: trains, and kills the run after this time; SECONDS may be "to_the_end"
 train() {
@@ -135,7 +136,8 @@ whole_numbers() {
         "$train_gpt" --seq 0
         "$train_gpt" --data README.md --seq 1048576
     } >"$build/numbers" 2>&1
-    grep -q 'from 1 to 1048576$' "$build/numbers" && grep -q 'too few for --seq 1048576 (needs 4194312)' "$build/numbers" &&
+    grep -q 'from 1 to 1048576$' "$build/numbers" &&
+        grep -q 'too few for --seq 1048576 (needs 4194312)' "$build/numbers" &&
         ! grep 'e+0' "$build/numbers"
 }
 
@@ -151,7 +153,8 @@ killing() {
             goes_on --dtype $dtype --tp 2 -- ""
         check "the same, each time on another split, --invariant 4" \
             goes_on --dtype $dtype --invariant 4 -- "--tp 2 --dp 2" "--tp 4" "--tp 1" "--tp 2 --pp 2" \
-            "--tp 1 --dp 4 --use-distributed-optimizer" "--tp 2 --sequence-parallel" "--tp 1 --dp 2 --pp 2 --use-distributed-optimizer"
+            "--tp 1 --dp 4 --use-distributed-optimizer" "--tp 2 --sequence-parallel" \
+            "--tp 1 --dp 2 --pp 2 --use-distributed-optimizer"
     done
 }
 
@@ -163,7 +166,8 @@ same_tokens() {
         "$build/generate" "$@" --tp $tp >"$build/tokens.$tp" || return 1
     done
     cat "$build/tokens.1"
-    [ "$(wc -c <"$build/tokens.1")" -gt 45 ] && cmp "$build/tokens.1" "$build/tokens.2" && cmp "$build/tokens.1" "$build/tokens.4"
+    [ "$(wc -c <"$build/tokens.1")" -gt 45 ] && cmp "$build/tokens.1" "$build/tokens.2" &&
+        cmp "$build/tokens.1" "$build/tokens.4"
 }
 
 of_hugging_face() {

@@ -1,8 +1,8 @@
 """Python's safetensors on the other side: python tests/checkpoints_peer.py PROGRAM DIRECTORY
 
-PROGRAM is tests/checkpoints_peer.c. It writes a checkpoint of a small GPT-2, whose numbers are computed here once more; this
-reads it with Python's safetensors. The other way round, this writes files, which PROGRAM reads: good ones, and mutations of
-them, of which each of the two has to say the same: that it is a safetensors file, or that it is none.
+PROGRAM is tests/checkpoints_peer.c. It writes a checkpoint of a small GPT-2, whose numbers are computed here once
+more; this reads it with Python's safetensors. The other way round, this writes files, which PROGRAM reads: good ones,
+and mutations of them, of which each of the two has to say the same: that it is a safetensors file, or that it is none.
 """
 
 import json
@@ -21,7 +21,8 @@ HIDDEN, HEADS, LAYERS, VOCAB, SEQ, FFN = 8, 2, 2, 11, 6, 12
 
 
 def run(*arguments, text=None):
-    return subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=300, check=True).stdout
+    done = subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout
 
 
 def numbers(index, shape):
@@ -73,7 +74,8 @@ def opens_ours():
     expected = {"transformer." + name: form(numbers(i, shape)) for i, (name, shape, form) in enumerate(registry())}
     with safe_open(os.path.join(step, "model.safetensors"), "np") as f:
         assert set(f.keys()) == set(expected), set(f.keys()) ^ set(expected)
-        assert f.metadata()["format"] == "pt" and f.metadata()["step"] == "5" and f.metadata()["note"] == 'a "note"\n\u00e9'
+        metadata = f.metadata()
+        assert metadata["format"] == "pt" and metadata["step"] == "5" and metadata["note"] == 'a "note"\n\u00e9'
         for name, want in expected.items():
             got = f.get_tensor(name)
             assert got.dtype == np.float32 and got.shape == want.shape, (name, got.shape)
@@ -87,8 +89,9 @@ def opens_ours():
 
 
 def we_open_theirs():
-    tensors = {"f": numbers(1, (3, 5)), "h": numbers(2, (7,)).astype(np.float16), "i": np.arange(4), "s": np.float32(2.5),
-               "empty": np.zeros((0, 3), np.float32), "na\u00efve \"name\"\\\n": np.ones((2, 1, 2), np.float32)}
+    tensors = {"f": numbers(1, (3, 5)), "h": numbers(2, (7,)).astype(np.float16), "i": np.arange(4),
+               "s": np.float32(2.5), "empty": np.zeros((0, 3), np.float32),
+               "na\u00efve \"name\"\\\n": np.ones((2, 1, 2), np.float32)}
     path = os.path.join(directory, "theirs.safetensors")
     save_file({k: np.asarray(v) for k, v in tensors.items()}, path, {"key": "v\u00e4lue", "k2": ""})
     lines = json.loads(run("list", path))
@@ -106,8 +109,8 @@ def mutations(good):
     """Headers with one thing changed."""
     size = struct.unpack("<Q", good[:8])[0]
     header, data = good[8:8 + size], good[8 + size:]
-    words = [b"0", b"1", b"-1", b"9223372036854775808", b"[", b"]", b"{", b"}", b'"', b",", b":", b" ", b"\\", b"\\u0041", b"null",
-             b"1.0", b"\xff", b"F32", b'"x":1,', b"\n", b"\\ud800", b"\x01", b"true"]
+    words = [b"0", b"1", b"-1", b"9223372036854775808", b"[", b"]", b"{", b"}", b'"', b",", b":", b" ", b"\\",
+             b"\\u0041", b"null", b"1.0", b"\xff", b"F32", b'"x":1,', b"\n", b"\\ud800", b"\x01", b"true"]
     rng = random.Random(5)
     for _ in range(6000):
         h = bytearray(header)
@@ -119,8 +122,8 @@ def mutations(good):
 
 
 def refused_on_purpose(raw):
-    """What the format forbids and its Python library may let pass: a key given twice, a NUL, a header that does not begin with a
-    brace, what is not JSON."""
+    """What the format forbids and its Python library may let pass: a key given twice, a NUL, a header that does not
+    begin with a brace, what is not JSON."""
     header = raw[8:8 + struct.unpack("<Q", raw[:8])[0]]
     pairs = []
     try:

@@ -23,7 +23,11 @@ nccl_example() {
     "$CC" -O2 -I. examples/01_mlp.c -o "$build/01_mlp" -lm -lpthread && "$build/01_mlp" 2 >"$build/01_mlp.txt" \
         && "$engine/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
     paste "$build/01_mlp.txt" "$build/03_nccl.txt" | awk '
-        $1 == "step" { n++; d = $4 - $8; if (d < 0) d = -d; if ($2 != $6 || !($4 > 0) || d > 1e-4 * $4) wrong = 1; next }
+        $1 == "step" {
+            n++; d = $4 - $8; if (d < 0) d = -d
+            if ($2 != $6 || !($4 > 0) || d > 1e-4 * $4) wrong = 1
+            next
+        }
         { half = NF / 2; for (i = 1; i <= half; i++) if ($i != $(i + half)) wrong = 1; last = 1 }
         END { exit !(n == 6 && last && !wrong) }'
 }
@@ -59,16 +63,21 @@ implementation() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/implementation.cu"
 }
 
-# What ptxas says of each kernel, the most over all architectures: registers, bytes of spills, and the architecture of each.
+# What ptxas says of each kernel, the most over all architectures: registers, bytes of spills, and the architecture of
+# each.
 kernel_report() {
     sed -n -e "s/.*Compiling entry function '\([^']*\)' for '\([^']*\)'.*/K \1 \2/p" \
         -e 's/.* \([0-9]*\) bytes spill stores, \([0-9]*\) bytes spill loads.*/S \1 \2/p' \
         -e 's/.*Used \([0-9]*\) registers.*/R \1/p' "$1" | awk '
-        $1 == "K" { name = $2; arch = $3; if (!(name in registers)) { registers[name] = 0; spills[name] = 0; where[name] = "-" } }
+        $1 == "K" {
+            name = $2; arch = $3
+            if (!(name in registers)) { registers[name] = 0; spills[name] = 0; where[name] = "-" }
+        }
         $1 == "S" && $2 + $3 > spills[name] { spills[name] = $2 + $3; where[name] = arch }
         $1 == "R" && $2 > registers[name] { registers[name] = $2; most[name] = arch }
         END { for (name in registers) print registers[name], most[name], spills[name], where[name], name }' \
-        | c++filt | sort -k1,1nr -k5 | awk 'BEGIN { printf "%9s  %-6s %6s  %-6s %s\n", "registers", "on", "spills", "on", "kernel" }
+        | c++filt | sort -k1,1nr -k5 | awk '
+            BEGIN { printf "%9s  %-6s %6s  %-6s %s\n", "registers", "on", "spills", "on", "kernel" }
             { name = $0; for (i = 0; i < 4; i++) sub(/^[^ ]+ /, "", name)
               sub(/^void /, "", name)
               printf "%9d  %-6s %6d  %-6s %s\n", $1, $2, $3, $4, name }'
@@ -76,8 +85,12 @@ kernel_report() {
 
 # One line of it: how many kernels, the most registers, and who spills.
 kernel_summary() {
-    awk 'NR > 1 { n++; if ($1 > most) most = $1; if ($3 > 0) { name = $5; sub(/[<(].*/, "", name); spill = spill " " name "(" $3 ")" } }
-        END { printf "%d kernels, at most %d registers, bytes of spills: %s\n", n, most, spill ? "none but" spill : "none" }' "$1"
+    awk 'NR > 1 { n++; if ($1 > most) most = $1 }
+        NR > 1 && $3 > 0 { name = $5; sub(/[<(].*/, "", name); spill = spill " " name "(" $3 ")" }
+        END {
+            spill = spill ? "none but" spill : "none"
+            printf "%d kernels, at most %d registers, bytes of spills: %s\n", n, most, spill
+        }' "$1"
 }
 
 in_list() {
@@ -140,7 +153,8 @@ builds_with_nccl() {
         && links_from_c implementation_nccl.o -lnccl
 }
 
-# A C program, compiled by a C compiler, with an object of nvcc and its libraries: on a machine without a GPU it says so.
+# A C program, compiled by a C compiler, with an object of nvcc and its libraries: on a machine without a GPU it says
+# so.
 links_from_c() {
     cat >"$build/use.c" <<'END'
 #include "megatron.h"
@@ -160,7 +174,8 @@ int main(void) {
 }
 END
     # shellcheck disable=SC2086  # none, or one
-    "$CC" -I. "$build/use.c" "$build/$1" -o "$build/use" -L"$cuda/lib64" -lcudart -lcublasLt ${2:-} -lstdc++ -lm -lpthread \
+    "$CC" -I. "$build/use.c" "$build/$1" -o "$build/use" \
+            -L"$cuda/lib64" -lcudart -lcublasLt ${2:-} -lstdc++ -lm -lpthread \
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 

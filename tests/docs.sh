@@ -29,7 +29,8 @@ first_program() {
     "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/loop.c" -o "$work/loop" -lm -lpthread &&
         "$work/loop" >"$work/loop.txt" || return 1
     awk 'NR == 1 { first = $2 }
-        END { print NR " steps: " first " -> " $2; exit !(NR == 50 && first > 1 && $2 > 0 && $2 < first / 10) }' "$work/loop.txt"
+        END { print NR " steps: " first " -> " $2; exit !(NR == 50 && first > 1 && $2 > 0 && $2 < first / 10) }' \
+        "$work/loop.txt"
 }
 
 # links_of PAGE: the targets of all [text](target) outside code

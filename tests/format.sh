@@ -18,7 +18,8 @@ sources() { find . -path "./build*" -prune -o -name .git -prune -o -type f -rege
 
 # columns FOLDER, formatted FOLDER: print what is wrong in the files below it
 columns() {
-    (cd "$1" && sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }') | fail_on_output
+    (cd "$1" && sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }') |
+        fail_on_output
 }
 formatted() { (cd "$1" && sources | xargs clang-format --dry-run -Werror 2>&1 | grep error) | fail_on_output; }
 
@@ -31,7 +32,9 @@ finds() {
     printf './%s\n' "$@" | sort | diff - "$work/files"
 }
 
-comment_of() { awk -v columns="$1" 'BEGIN { s = "// "; while (length(s) < columns) s = s "x"; print "int i;"; print s }'; }
+comment_of() {
+    awk -v columns="$1" 'BEGIN { s = "// "; while (length(s) < columns) s = s "x"; print "int i;"; print s }'
+}
 
 finds_columns() {
     mkdir "$work/columns" || return 1

@@ -1,13 +1,14 @@
 #!/bin/sh
 # The CUDA tests on a real GPU: what tests/cuda.sh executes on a CPU, built by nvcc.
 #
-#   sh tests/gpu.sh                      one line per program, closing line "N passed, N failed, N skipped"; 77: there is no GPU
-#   sh tests/gpu.sh --build [OBJECT]     only builds them, without optimization, for any GPU from sm_80 on, which takes none;
-#                                        OBJECT: an implementation that nvcc has built
+#   sh tests/gpu.sh                      one line per program, closing line "N passed, N failed, N skipped"; 77: there
+#                                        is no GPU
+#   sh tests/gpu.sh --build [OBJECT]     only builds them, without optimization, for any GPU from sm_80 on, which takes
+#                                        none; OBJECT: an implementation that nvcc has built
 #
-# First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then everything else, with
-# ranks that share the GPU. Needs nvcc and cuBLASLt. Without NCCL the programs that use it are left out: a "skip" line says so, they
-# count as skipped, and the exit status is that of the others.
+# First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then
+# everything else, with ranks that share the GPU. Needs nvcc and cuBLASLt. Without NCCL the programs that use it are
+# left out: a "skip" line says so, they count as skipped, and the exit status is that of the others.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -19,7 +20,8 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 
-# Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they do.
+# Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they
+# do.
 own="test_cuda_ptx test_cuda test_cuda_flash"
 with_nccl="test_cuda_nccl test_cuda_processes"
 shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block"

@@ -1,5 +1,6 @@
 #!/bin/sh
-# shellcheck disable=SC2317,SC2086,SC2016  # check calls functions; lists of flags and numbers; programs for other shells
+# shellcheck disable=SC2317  # check calls functions
+# shellcheck disable=SC2086,SC2016  # lists of flags and numbers; programs for other shells
 # Tests communicators over MPI, whose ranks are processes: under Open MPI's mpirun, through shared memory and TCP, also
 # between two machines made of network namespaces; and with ranks that are killed, stopped, sleep, return or fail.
 #
@@ -56,9 +57,11 @@ all_dialects() {
 }
 
 links_as_cpp() {
-    printf '#define MT_USE_MPI\n#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\nint main() { return 0; }\n' >"$build/cpp.c"
+    printf '#define MT_USE_MPI\n#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\nint main() { return 0; }\n' \
+        >"$build/cpp.c"
     # shellcheck disable=SC2046
-    "$CXX" -x c++ -I. $(mpi_flags) "$build/cpp.c" -o "$build/cpp" -x none $(mpicc --showme:link) -lm -lpthread && "$build/cpp"
+    "$CXX" -x c++ -I. $(mpi_flags) "$build/cpp.c" -o "$build/cpp" -x none $(mpicc --showme:link) -lm -lpthread &&
+        "$build/cpp"
 }
 
 builds() {
@@ -108,10 +111,10 @@ our_leaks() {
 # mt_comm_create_mpi)
 sanitized() {
     # shellcheck disable=SC2086
-    program "$1_asan" "tests/mpi/$1.c" -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
-        -Wno-error || return 1
-    (export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1 LSAN_OPTIONS=exitcode=0 \
-        UBSAN_OPTIONS=print_stacktrace=1
+    program "$1_asan" "tests/mpi/$1.c" -O1 -fno-omit-frame-pointer -fsanitize=address,undefined \
+        -fno-sanitize-recover=all -Wno-error || return 1
+    (export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1 \
+        LSAN_OPTIONS=exitcode=0 UBSAN_OPTIONS=print_stacktrace=1
     run 400 "$2" "" "$build/$1_asan" >"$build/$1_asan.log" 2>&1) || { tail -n 60 "$build/$1_asan.log"; return 1; }
 }
 
@@ -131,7 +134,8 @@ same_losses() {
     rm -f "$build/threads.csv" "$build/processes.csv"
     # shellcheck disable=SC2086  # a list of flags
     timeout -k 10 100 "$build/train_gpt" $small "$@" --no-pinning --log "$build/threads.csv" >"$build/threads.out" &&
-        run 100 "$ranks" "" "$build/train_gpt" $small "$@" --log "$build/processes.csv" >"$build/processes.out" || return 1
+        run 100 "$ranks" "" "$build/train_gpt" $small "$@" --log "$build/processes.csv" >"$build/processes.out" ||
+        return 1
     [ "$(wc -l <"$build/threads.csv")" -gt 10 ] && losses "$build/threads.csv" >"$build/threads.losses" &&
         losses "$build/processes.csv" | cmp - "$build/threads.losses" || return 1
     # rank 0 prints what the threads print, and the other ranks print nothing
@@ -170,10 +174,11 @@ told_by_flags() {
 # other settings that may differ.
 told_by_data() {
     sed 's/megatron/Megatron/' README.md >"$build/other.md"
-    told_otherwise 2 '--data is [0-9]* tokens with hash [0-9a-f]* on rank 0, but [0-9]* tokens with hash' "--tp 1 --dp 2" \
-        --data "$build/other.md" || return 1
+    told_otherwise 2 '--data is [0-9]* tokens with hash [0-9a-f]* on rank 0, but [0-9]* tokens with hash' \
+        "--tp 1 --dp 2" --data "$build/other.md" || return 1
     cp README.md "$build/other.md"
-    run 60 2 "" sh -c '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || set -- "$@" --data "$0.md" --timeout 30 --no-pinning --log "$0.csv"
+    run 60 2 "" sh -c '[ "$OMPI_COMM_WORLD_RANK" = 0 ] ||
+            set -- "$@" --data "$0.md" --timeout 30 --no-pinning --log "$0.csv"
         exec "${0%/*}/train_gpt" "$@"' "$build/other" $small --dp 2 --tp 1 --data README.md
 }
 
@@ -192,7 +197,8 @@ faulty() {
 # told FAULT CALL RANK MESSAGE: expects this message from the rank, and its exit status 1, or mpirun's, which ended it
 told() {
     log=$build/faulty-$1-$2.log
-    grep -q "^rank $3 of 4: $4" "$log" && grep -q -e "^rank $3 exits with 1" -e "^mpirun exits with 1$" "$log" && return 0
+    grep -q "^rank $3 of 4: $4" "$log" &&
+        grep -q -e "^rank $3 exits with 1" -e "^mpirun exits with 1$" "$log" && return 0
     echo "$1, $2: rank $3 did not say \"$4\", or exit with 1:"
     cat "$log"
     return 1
@@ -258,8 +264,8 @@ killed_trainer() {
 }
 
 # The run has more steps than it can do before the last kill.
-long_run="--data README.md --tp 2 --pp 2 --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 200 --warmup 4 --dropout 0.1
-    --sample 0 --eval-interval 0 --timeout 1"
+long_run="--data README.md --tp 2 --pp 2 --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 200 --warmup 4
+    --dropout 0.1 --sample 0 --eval-interval 0 --timeout 1"
 
 # The victim writes its process id, the other ranks their exit status.
 # shellcheck disable=SC2016
@@ -273,8 +279,8 @@ interrupted() {
     log=$build/$1.log pid=$build/$1.pid tries=0
     rm -f "$pid"
     : >"$log"
-    run 60 4 "$recovery" sh -c "$lives" "$pid" "$2" "$build/train_gpt" $long_run --checkpoint "$build/$1" --save-interval 1 \
-        --resume >"$log" 2>&1 &
+    run 60 4 "$recovery" sh -c "$lives" "$pid" "$2" "$build/train_gpt" $long_run --checkpoint "$build/$1" \
+        --save-interval 1 --resume >"$log" 2>&1 &
     job=$!
     until grep -q '^data: ' "$log" || [ $tries -ge 300 ]; do
         tries=$((tries + 1))
@@ -326,7 +332,8 @@ resumed_after_kills() {
 
 faults() {
     start_faults
-    check "killed (-9): every survivor says for whom it waited, in which call" all_told kill all_reduce "$(late all_reduce)"
+    check "killed (-9): every survivor says for whom it waited, in which call" \
+        all_told kill all_reduce "$(late all_reduce)"
     check "killed, others in a large all_reduce" all_told kill large "$(late all_reduce)"
     check "killed, others in another group" group_told
     check "killed, others in a ring, over TCP" ring_told
@@ -368,8 +375,8 @@ between() {
     ranks=$1
     shift
     # shellcheck disable=SC2016
-    printf '#!/bin/sh\nshift\nexec ip netns exec %s unshare -u sh -c '\''hostname far; exec sh -c "$*"'\'' sh "$@"\n' $far \
-        >"$build/agent"
+    printf '#!/bin/sh\nshift\nexec ip netns exec %s unshare -u sh -c '\''hostname far; exec sh -c "$*"'\'' sh "$@"\n' \
+        $far >"$build/agent"
     chmod +x "$build/agent"
     # shellcheck disable=SC2016
     ip netns exec $near unshare -u sh -c 'hostname near; exec timeout -k 10 200 "$@"' sh mpirun $tcp \
@@ -379,7 +386,8 @@ between() {
 
 # Checks by the host names that each machine has two ranks.
 spread() {
-    between 4 sh -c 'echo "$(hostname)"; exec "$@"' sh "$build/faulty" none 0 large 20 >"$build/spread.log" 2>&1 || return 1
+    between 4 sh -c 'echo "$(hostname)"; exec "$@"' sh "$build/faulty" none 0 large 20 >"$build/spread.log" 2>&1 ||
+        return 1
     [ "$(grep -c '^near$' "$build/spread.log")" = 2 ] && [ "$(grep -c '^far$' "$build/spread.log")" = 2 ]
 }
 
@@ -398,7 +406,8 @@ cut_cable() {
     between 4 "$build/train_gpt" --tp 4 --steps 1000000 --eval-interval 0 --timeout 2 >"$build/cut.log" 2>&1
     code=$?
     wait
-    [ $code -ne 0 ] && [ $code -ne 124 ] && [ "$(grep -c '^rank [0-3] of 4: MT_ERR_[TP]' "$build/cut.log")" -ge 2 ] && return 0
+    [ $code -ne 0 ] && [ $code -ne 124 ] &&
+        [ "$(grep -c '^rank [0-3] of 4: MT_ERR_[TP]' "$build/cut.log")" -ge 2 ] && return 0
     echo "mpirun exits with $code"
     tail -n 40 "$build/cut.log"
     return 1

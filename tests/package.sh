@@ -26,8 +26,9 @@ install_package() {
 # Another project, in C and in C++.
 consume_with_cmake() {
     rm -rf "${build:?}/$1"
-    cmake -S tests/package -B "$build/$1" -G "Unix Makefiles" -DMT_HOW="$1" -DMT_SOURCE="$PWD" -DMT_VERSION="$(version)" \
-        -DCMAKE_PREFIX_PATH="$build/prefix" -DCMAKE_C_COMPILER="$CC" -DCMAKE_CXX_COMPILER="$CXX" &&
+    cmake -S tests/package -B "$build/$1" -G "Unix Makefiles" -DMT_HOW="$1" -DMT_SOURCE="$PWD" \
+        -DMT_VERSION="$(version)" -DCMAKE_PREFIX_PATH="$build/prefix" -DCMAKE_C_COMPILER="$CC" \
+        -DCMAKE_CXX_COMPILER="$CXX" &&
         cmake --build "$build/$1" && "$build/$1/use_c" && "$build/$1/use_cpp"
 }
 

@@ -23,8 +23,8 @@ have_command() { ! hidden "$1" && command -v "$1" >/dev/null 2>&1; }
 # have_library NAME HEADER LIBRARY: does a program with this header compile and link?
 have_library() {
     hidden "$1" && return 1
-    printf '%s\n' '#include <stdarg.h>' '#include <stddef.h>' '#include <stdint.h>' '#include <setjmp.h>' "#include <$2>" \
-        'int main(void) { return 0; }' | "$CC" -x c - -o /dev/null "-l$3" 2>/dev/null
+    printf '%s\n' '#include <stdarg.h>' '#include <stddef.h>' '#include <stdint.h>' '#include <setjmp.h>' \
+        "#include <$2>" 'int main(void) { return 0; }' | "$CC" -x c - -o /dev/null "-l$3" 2>/dev/null
 }
 
 # Is the package $1 (its Debian and Ubuntu name), or an equivalent, installed?
@@ -88,7 +88,8 @@ ensure_packages() {
         # shellcheck disable=SC2086  # a list of words
         apt_install "$root" $wanted
     else
-        echo "Missing, and not installed by this script (which takes apt-get, root, and MT_INSTALL other than no):$wanted"
+        echo "Missing, and not installed by this script" \
+            "(which takes apt-get, root, and MT_INSTALL other than no):$wanted"
         echo "  On Debian or Ubuntu: sudo apt-get install$wanted"
         echo "  Elsewhere, as far as listed: C and C++ compiler with make, CMake, oneDNN, OpenBLAS, pkg-config, clang"
     fi

@@ -50,8 +50,9 @@ start() {
     port=$((port + 2))
     rank=0
     while [ $rank -lt $ranks ]; do
-        RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % here)) NCCL_HOSTID=machine$((rank / here)) MASTER_ADDR=127.0.0.1 \
-            MASTER_PORT=$port "$program" --device cuda --tp 2 --dp 2 "$@" >"$out/$name.$rank.out" 2>"$out/$name.$rank.err" &
+        RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % here)) NCCL_HOSTID=machine$((rank / here)) \
+            MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$program" --device cuda --tp 2 --dp 2 "$@" \
+            >"$out/$name.$rank.out" 2>"$out/$name.$rank.err" &
         eval "pid_$rank=$!"
         rank=$((rank + 1))
     done
@@ -66,7 +67,8 @@ threads() {
 
 same_losses() {
     cut -d , -f 1-3,5- "$out/threads.csv" >"$out/expected.csv" # without the tokens per second
-    cut -d , -f 1-3,5- "$out/$1.csv" | cmp -s - "$out/expected.csv" || fail "$1: other losses" "$out/expected.csv" "$out/$1.csv"
+    cut -d , -f 1-3,5- "$out/$1.csv" | cmp -s - "$out/expected.csv" ||
+        fail "$1: other losses" "$out/expected.csv" "$out/$1.csv"
 }
 
 # Waits for all ranks. If one fails, prints the messages of every rank: the first to end is seldom the cause.
@@ -96,7 +98,8 @@ now() { date +%s; }
 # says NAME RANK SIGNAL: expects one message, of this rank, that names a collective and its communicator; a killed rank
 # is detected at once, a stopped one may cause a timeout
 says() {
-    [ "$(wc -l <"$out/$1.err")" -eq 1 ] && grep -q "^rank $2 of $ranks: MT_ERR_[A-Z]*: [a-z_]*.* on \"" "$out/$1.err" || return 1
+    [ "$(wc -l <"$out/$1.err")" -eq 1 ] &&
+        grep -q "^rank $2 of $ranks: MT_ERR_[A-Z]*: [a-z_]*.* on \"" "$out/$1.err" || return 1
     grep -q 'MT_ERR_PEER' "$out/$1.err" || { [ "$3" = STOP ] && grep -q 'MT_ERR_TIMEOUT' "$out/$1.err"; }
 }
 

@@ -15,8 +15,8 @@ sh tests/run.sh [--all] [--strict] [PATTERN...]
   --all        the full matrix instead of everything once
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1)
 
-What is missing on Debian or Ubuntu is installed first, as root or with a sudo that does not ask; a C compiler is enough to run
-the test programs without the rest. Environment:
+What is missing on Debian or Ubuntu is installed first, as root or with a sudo that does not ask; a C compiler is enough
+to run the test programs without the rest. Environment:
 
   MT_INSTALL=no           install nothing
   MT_TEST_WITHOUT="..."   behave as if these were not there: cmake dnnl openblas openmpi clang pkg-config nvcc ...
@@ -109,7 +109,8 @@ with_cc() {
 }
 
 # shellcheck disable=SC2046  # a word, or none
-ensure_packages build-essential cmake libdnnl-dev libopenblas-dev clang clang-format ccache locales openmpi-bin libopenmpi-dev \
+ensure_packages build-essential cmake libdnnl-dev libopenblas-dev clang clang-format ccache locales \
+    openmpi-bin libopenmpi-dev \
     $([ $all = OFF ] || echo pkg-config) # which only the test of the installed package takes
 have_library libc stdio.h m || { echo "No working C compiler: $CC"; failed=1; closing_line; exit 1; }
 echo "$("$CC" --version | head -n 1); $jobs cores; $([ $all = ON ] && echo "the full matrix" || echo "everything once")"

@@ -21,7 +21,9 @@ cuda=${CUDA_HOME:-/usr/local/cuda}
 
 # Writes the text for both revisions, long enough for four sequences of validation.
 write_data() {
-    awk 'BEGIN { for (i = 1; i <= 4000; i++) { x = (x * 75 + 74) % 65537; printf "%d%s", x, i % 9 ? " of " : ".\n" } }' >"$build/data.txt"
+    awk 'BEGIN {
+        for (i = 1; i <= 4000; i++) { x = (x * 75 + 74) % 65537; printf "%d%s", x, i % 9 ? " of " : ".\n" }
+    }' >"$build/data.txt"
 }
 
 extract() {
@@ -35,10 +37,12 @@ build_cpu() { "$CC" -O2 -I"$1" "$1/examples/train_gpt.c" -o "$build/$2-cpu" -lm 
 build_engine() {
     mkdir -p "$build/$2-objects"
     for part in core runtime check blaslt nccl; do
-        "$CXX" -std=c++17 -O2 -isystem "$cuda/include" -c "$1/tests/engine/$part.cpp" -o "$build/$2-objects/$part.o" || return 1
+        "$CXX" -std=c++17 -O2 -isystem "$cuda/include" -c "$1/tests/engine/$part.cpp" \
+            -o "$build/$2-objects/$part.o" || return 1
     done
-    "$CXX" -std=c++17 -O1 -w -DMT_USE_NCCL -isystem "$cuda/include" -I"$1/tests/engine" -include "$1/tests/engine/engine.h" \
-        -I"$1" -x c++ -c "$1/examples/train_gpt.c" -o "$build/$2-objects/train_gpt.o" &&
+    "$CXX" -std=c++17 -O1 -w -DMT_USE_NCCL -isystem "$cuda/include" -I"$1/tests/engine" \
+        -include "$1/tests/engine/engine.h" -I"$1" -x c++ -c "$1/examples/train_gpt.c" \
+        -o "$build/$2-objects/train_gpt.o" &&
         "$CXX" "$build/$2-objects"/*.o -o "$build/$2-engine" -lpthread
 }
 
@@ -46,9 +50,11 @@ build_engine() {
 run() {
     rm -f "$build/$2.hash" "$build/$2.log"
     # shellcheck disable=SC2086  # a list of flags
-    timeout 600 "$build/$1" --data "$build/data.txt" --log "$build/$2.log" --hash-log "$build/$2.hash" $common $3 || return 1
-    awk -F, -v OFS=, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "tokens_per_s") speed = i } { $speed = ""; print }' \
-        "$build/$2.log" >"$build/$2.csv"
+    timeout 600 "$build/$1" --data "$build/data.txt" --log "$build/$2.log" --hash-log "$build/$2.hash" $common $3 ||
+        return 1
+    awk -F, -v OFS=, '
+        NR == 1 { for (i = 1; i <= NF; i++) if ($i == "tokens_per_s") speed = i }
+        { $speed = ""; print }' "$build/$2.log" >"$build/$2.csv"
 }
 
 # same DEVICE FLAGS: runs both revisions and compares
@@ -68,7 +74,8 @@ runs() {
     done
 }
 
-common="--no-pinning --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --warmup 1 --eval-interval 2 --sample 0"
+common="--no-pinning --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --warmup 1 --eval-interval 2
+    --sample 0"
 
 check "the data" write_data
 check "revision $revision" extract

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Checks the scripts that a user runs by hand. What they need and this machine lacks has stand-ins: nvcc, programs for a GPU, PyTorch.
+# Checks the scripts that a user runs by hand. What they need and this machine lacks has stand-ins: nvcc, programs for a
+# GPU, PyTorch.
 #
 #   sh tests/scripts.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
@@ -17,8 +18,8 @@ check_log=$work/check.log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# nvcc's stand-in writes programs that do nothing. With STANDIN_NCCL=no it has no NCCL. The program $STANDIN_FAILS does not build.
-# The benchmark is $STANDIN_BENCH, or two of its lines.
+# nvcc's stand-in writes programs that do nothing. With STANDIN_NCCL=no it has no NCCL. The program $STANDIN_FAILS does
+# not build. The benchmark is $STANDIN_BENCH, or two of its lines.
 make_nvcc() {
     cat >"$work/nvcc" <<'END'
 #!/bin/sh
@@ -62,7 +63,8 @@ END
 
 # with_standins SETTINGS... COMMAND
 with_standins() {
-    env PATH="$work:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$work" PYTHONPATH="$work/python" PYTHONDONTWRITEBYTECODE=1 "$@"
+    env PATH="$work:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$work" PYTHONPATH="$work/python" \
+        PYTHONDONTWRITEBYTECODE=1 "$@"
 }
 
 # gpu_says STATUS LAST_LINE SETTINGS...: what tests/gpu.sh ends with, built and run, or only built
@@ -85,7 +87,8 @@ without_nccl() {
     [ "$(grep -c '^  skip  .*NCCL' "$work/says")" = 2 ] && ! grep test_cuda_nccl "$work/says"
 }
 
-# Reads a CSV: as many columns in each row as the head names, numbers in columns 3 to 5, and rows whose names have each of the words.
+# Reads a CSV: as many columns in each row as the head names, numbers in columns 3 to 5, and rows whose names have each
+# of the words.
 is_csv() {
     cat "$1"
     python3 - "$@" <<'END'
@@ -103,8 +106,8 @@ END
 
 # Two lines, and those of the peer
 csv_of_a_gpu() {
-    with_standins STANDIN_BENCH="$work/benchmark" sh tests/bench/bench.sh --device cuda --csv --quick >"$work/gpu.csv" &&
-        is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward, PyTorch"
+    with_standins STANDIN_BENCH="$work/benchmark" sh tests/bench/bench.sh --device cuda --csv --quick \
+        >"$work/gpu.csv" && is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward, PyTorch"
 }
 
 # The benchmark itself, which has no peer for tiny shapes
@@ -124,7 +127,8 @@ gpu() {
     make_nvcc
     check "tests/gpu.sh with NCCL" gpu_says 0 "11 passed, 0 failed, 0 skipped" STANDIN_NCCL=yes
     check "without NCCL it tests the rest, and says what it leaves out" without_nccl STANDIN_NCCL=no
-    check "a program that does not build is a failure" gpu_says 1 "10 passed, 1 failed, 0 skipped" STANDIN_FAILS=test_cuda_gpt
+    check "a program that does not build is a failure" \
+        gpu_says 1 "10 passed, 1 failed, 0 skipped" STANDIN_FAILS=test_cuda_gpt
     have_command python3 || { leave_out "the CSV of benchmarks: no python3 here to read it"; return; }
     make_pytorch
     check "bench.sh --device cuda --csv, and PyTorch's rows, are one CSV" csv_of_a_gpu
@@ -136,7 +140,7 @@ cpu() {
     check "bench.sh --csv is a CSV" csv_of_the_cpu
 }
 
-[ $# -gt 0 ] || { sed -n '4,6s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '5,7s/^# *//p' "$0" >&2; exit 2; }
 for part in "$@"; do $part; done
 closing_line
 [ "$failed" -eq 0 ]

@@ -32,7 +32,8 @@ while [ $round -lt "$rounds" ]; do
     [ $((round % 2)) = 0 ] && order="old new" || order="new old"
     for which in $order; do
         for item in "$@"; do
-            "$build/$which" --csv --seconds "${MT_BENCH_SECONDS:-1}" --only "$item" 2>>"$build/notes.txt" | sed -n "s/^\($item,.*\)/$which,$round,\1/p"
+            "$build/$which" --csv --seconds "${MT_BENCH_SECONDS:-1}" --only "$item" 2>>"$build/notes.txt" |
+                sed -n "s/^\($item,.*\)/$which,$round,\1/p"
         done
     done
 done >>"$build/rows.csv"
@@ -47,8 +48,10 @@ for which, round, item, name, median, low, high, unit, *rest in csv.reader(open(
 print("%-14s %-52s %7s %7s %7s %12s %12s" % ("item", "name", "new/old", "least", "most", "old", "new"))
 for (item, name, unit), both in rows.items():
     old, new = both.get("old", {}), both.get("new", {})
-    ratios = [(old[r] / new[r] if "/s" in unit else new[r] / old[r]) for r in old if r in new and old[r] > 0 and new[r] > 0]
+    ratios = [(old[r] / new[r] if "/s" in unit else new[r] / old[r])
+              for r in old if r in new and old[r] > 0 and new[r] > 0]
     if ratios:
-        print("%-14s %-52s %7.3f %7.3f %7.3f %9.4g %s %9.4g %s" % (item, name[:52], statistics.median(ratios), min(ratios),
-              max(ratios), statistics.median(old.values()), unit, statistics.median(new.values()), unit))
+        print("%-14s %-52s %7.3f %7.3f %7.3f %9.4g %s %9.4g %s" % (
+            item, name[:52], statistics.median(ratios), min(ratios), max(ratios),
+            statistics.median(old.values()), unit, statistics.median(new.values()), unit))
 END

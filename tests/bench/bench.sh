@@ -3,8 +3,8 @@
 #
 #   sh tests/bench/bench.sh [--device cpu|cuda] [ARGUMENTS]      cpu: bench.c (the default); cuda: bench_cuda.cu
 #
-# ARGUMENTS are the program's, see --help. On cuda the same layers in PyTorch follow, when it is installed, as rows of the same CSV with
-# --csv; not with --tiny, or with --only and another item. Exits with 77 where there is no GPU.
+# ARGUMENTS are the program's, see --help. On cuda the same layers in PyTorch follow, when it is installed, as rows of
+# the same CSV with --csv; not with --tiny, or with --only and another item. Exits with 77 where there is no GPU.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -19,7 +19,8 @@ fi
 
 bench_cpu() {
     # shellcheck disable=SC2046  # a list of flags
-    "$CC" -O3 -march=native -I. tests/bench/bench.c -o "$build/bench" $(fastest_gemm) -lm -lpthread && exec "$build/bench" "$@"
+    "$CC" -O3 -march=native -I. tests/bench/bench.c -o "$build/bench" $(fastest_gemm) -lm -lpthread &&
+        exec "$build/bench" "$@"
 }
 
 bench_cuda() {

@@ -32,8 +32,8 @@ warnings="-Wall -Wextra -Wshadow"
 objects=
 for source in core runtime check blaslt nccl test_standins; do
     # shellcheck disable=SC2086  # the warnings are several words
-    "$cxx" -std=c++17 -g -O1 -pthread $warnings "$@" -isystem "$cuda/include" -c "$here/$source.cpp" -o "$out/$source.o" ||
-        exit 1
+    "$cxx" -std=c++17 -g -O1 -pthread $warnings "$@" -isystem "$cuda/include" -c "$here/$source.cpp" \
+        -o "$out/$source.o" || exit 1
     objects="$objects $source.o"
 done
 # shellcheck disable=SC2086  # the objects are several words
@@ -48,7 +48,8 @@ for schedule in ${MTE_SCHEDULES:-eager lazy random greedy}; do
     cat "$out/log.$schedule"
     [ "$code" -eq 0 ] || { cat "$out/errors.$schedule"; status=1; }
     # A run that crashed has no closing line.
-    tail -n 1 "$out/log.$schedule" | grep ' passed, ' >>"$log" || { echo "0 passed, 1 failed, 0 skipped" >>"$log"; status=1; }
+    tail -n 1 "$out/log.$schedule" | grep ' passed, ' >>"$log" ||
+        { echo "0 passed, 1 failed, 0 skipped" >>"$log"; status=1; }
 done
 awk '{ p += $1; f += $3; s += $5 } END { printf "%d passed, %d failed, %d skipped\n", p, f, s }' "$log"
 exit $status
