@@ -1842,7 +1842,7 @@ static void print_help(void) {
            "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table; comments go to stderr\n"
            "  --quick      3 to 5 samples of each\n"
            "  --seconds S  time for each item (default 15)\n"
-           "  --only ITEM  one of gemm layer composed breakdown gpt2 collectives bandwidth memory\n");
+           "  --only ITEM  one of gemm layer composed breakdown gpt2 invariant collectives bandwidth memory\n");
 }
 
 /* When libgomp is told to bind threads, it binds the first thread as it is loaded. All ranks would inherit its core. */
