@@ -1,5 +1,6 @@
 #!/bin/sh
-# Checks the format of all C, C++ and CUDA code: lines of at most 120 columns, and what .clang-format says.
+# Checks the format of all code and scripts: lines of at most 120 columns, and in C, C++ and CUDA what .clang-format
+# says. The scripts of tests/golden are left out.
 #
 #   sh tests/format.sh        one line per check, closing line "N passed, N failed, N skipped"
 #   clang-format -i FILE      writes it
@@ -14,12 +15,19 @@ check_log=$work/log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-sources() { find . -path "./build*" -prune -o -name .git -prune -o -type f -regex '.*\.\(h\|c\|cu\|cuh\|cpp\)' -print; }
+# files PATTERN: those below this folder whose path matches the pattern, a regular expression of find; of hidden
+# folders only those in .ci
+files() {
+    find . -path "./build*" -prune -o -path ./tests/golden -prune -o -name '.?*' ! -name .ci -prune -o \
+        -type f -regex "$1" -print
+}
+sources() { files '.*\.\(h\|c\|cu\|cuh\|cpp\)'; }
+scripts() { files '.*\.\(sh\|py\|awk\|pl\|cmake\)\|.*/CMakeLists\.txt\|\./\.ci/run'; }
 
 # columns FOLDER, formatted FOLDER: print what is wrong in the files below it
 columns() {
-    (cd "$1" && sources | xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }') |
-        fail_on_output
+    (cd "$1" && { sources; scripts; } |
+        xargs awk 'length($0) > 120 { print FILENAME ":" FNR ": " length($0) " columns" }') | fail_on_output
 }
 formatted() { (cd "$1" && sources | xargs clang-format --dry-run -Werror 2>&1 | grep error) | fail_on_output; }
 
@@ -37,10 +45,11 @@ comment_of() {
 }
 
 finds_columns() {
-    mkdir "$work/columns" || return 1
-    comment_of 120 >"$work/columns/narrow.c"
-    for suffix in h c cu cuh cpp; do comment_of 121 >"$work/columns/wide.$suffix"; done
-    finds columns wide.h wide.c wide.cu wide.cuh wide.cpp
+    mkdir -p "$work/columns/.ci" || return 1
+    for file in narrow.c narrow.sh; do comment_of 120 >"$work/columns/$file"; done
+    set -- wide.h wide.c wide.cu wide.cuh wide.cpp wide.sh wide.py wide.awk wide.pl wide.cmake CMakeLists.txt .ci/run
+    for file in "$@"; do comment_of 121 >"$work/columns/$file"; done
+    finds columns "$@"
 }
 
 finds_format() {
