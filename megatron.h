@@ -430,8 +430,8 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
 
 /* Computes logits, without dropout. The shape of logits says for which tokens: [sequences * seq, vocab] for all tokens,
    or [sequences, vocab] for the last token of each sequence. When the batch has lengths, this is the last valid token;
-   for a sequence of length 0 it is the first one. logits may have any float type; in MT_F32 the logits of a 16-bit model
-   are not rounded to 16 bits.
+   for a sequence of length 0 it is the first one. logits may have any float type; in MT_F32 the logits of a 16-bit
+   model are not rounded to 16 bits.
    All tensor ranks of all pipeline stages call it with the same batch and ids, and every rank gets the whole logits.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Checks the format of all code and scripts: lines of at most 120 columns, and in C, C++ and CUDA what .clang-format
-# says. The scripts of tests/golden are left out.
+# Checks the format of all code and scripts: lines of at most 120 columns, and .clang-format for C, C++ and CUDA.
 #
 #   sh tests/format.sh        one line per check, closing line "N passed, N failed, N skipped"
 #   clang-format -i FILE      writes it
@@ -18,8 +17,7 @@ trap 'exit 1' HUP INT TERM
 # files PATTERN: those below this folder whose path matches the pattern, a regular expression of find; of hidden
 # folders only those in .ci
 files() {
-    find . -path "./build*" -prune -o -path ./tests/golden -prune -o -name '.?*' ! -name .ci -prune -o \
-        -type f -regex "$1" -print
+    find . -path "./build*" -prune -o -name '.?*' ! -name .ci -prune -o -type f -regex "$1" -print
 }
 sources() { files '.*\.\(h\|c\|cu\|cuh\|cpp\)'; }
 scripts() { files '.*\.\(sh\|py\|awk\|pl\|cmake\)\|.*/CMakeLists\.txt\|\./\.ci/run'; }

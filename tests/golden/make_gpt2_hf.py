@@ -3,15 +3,16 @@
     python tests/golden/make_gpt2_hf.py
 
 gpt2_hf/          GPT2LMHeadModel.save_pretrained: model.safetensors, config.json
-gpt2_hf_bare/     the same model in the form of the hub's first GPT-2 files: names without the prefix "transformer.", the
-                  buffers of the causal mask among the tensors, a copy of the embedding as lm_head.weight, and few members
-                  in config.json
+gpt2_hf_bare/     the same model in the form of the hub's first GPT-2 files: names without the prefix
+                  "transformer.", the buffers of the causal mask among the tensors, a copy of the embedding as
+                  lm_head.weight, and few members in config.json
 gpt2_hf/expected.safetensors
-                  ids, targets [tokens] (as floats), logits [tokens, vocab], loss [tokens] and grad_norm [1], that of the mean
-                  loss, computed in float64 from the float32 weights
+                  ids, targets [tokens] (as floats), logits [tokens, vocab], loss [tokens] and grad_norm [1], that of
+                  the mean loss, computed in float64 from the float32 weights
 
-tests/test_checkpoint.c loads both and compares. Every weight and bias is random, and heads, layers and sizes are different
-numbers, so the test detects a tensor that is omitted or transposed. Created with PyTorch 2.6.0, transformers 5.23.0, safetensors 0.8.0.
+tests/test_checkpoint.c loads both and compares. Every weight and bias is random, and heads, layers and sizes are
+different numbers, so the test detects a tensor that is omitted or transposed. Created with PyTorch 2.6.0, transformers
+5.23.0, safetensors 0.8.0.
 """
 
 import json
@@ -61,5 +62,6 @@ loss.mean().backward()
 norm = torch.sqrt(sum((p.grad ** 2).sum() for p in model.parameters()))
 expected = {"ids": ids.flatten(), "targets": targets, "logits": logits.detach(), "loss": loss.detach(),
             "grad_norm": norm.view(1)}
-save_file({k: v.to(torch.float32).contiguous() for k, v in expected.items()}, os.path.join(plain, "expected.safetensors"))
+expected = {k: v.to(torch.float32).contiguous() for k, v in expected.items()}
+save_file(expected, os.path.join(plain, "expected.safetensors"))
 print(f"mean loss {loss.mean().item():.6f}, gradient norm {norm.item():.6f}")
