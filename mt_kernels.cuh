@@ -1076,7 +1076,7 @@ static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows
     }
 }
 
-/* The largest grid. A kernel loops over the items that its grid does not cover. */
+/* The largest grid. The items that it does not cover are those of a loop: in the kernel, or in MTI_LAUNCH_BLOCKS. */
 #ifndef MTI_GRID_MAX
 #define MTI_GRID_MAX 65535
 #endif
@@ -1086,6 +1086,13 @@ static unsigned mti_grid(int64_t items, int64_t per_block) {
     int64_t blocks = (items + per_block - 1) / per_block;
     return (unsigned)(blocks < 1 ? 1 : blocks > MTI_GRID_MAX ? MTI_GRID_MAX : blocks);
 }
+
+/* Launches a kernel whose blocks own one item each. One launch has at most MTI_GRID_MAX blocks; for more items the
+   kernel is launched again. The kernel's first parameter is the number of the item that block 0 owns. A loop over the
+   items in the kernel would need more registers than norms and the cross-entropy have. */
+#define MTI_LAUNCH_BLOCKS(kernel, items, block, shared_bytes, stream, ...)                                             \
+    for (int64_t mti_first = 0; mti_first < (items); mti_first += MTI_GRID_MAX)                                        \
+    MT_LAUNCH_KERNEL(kernel, mti_grid((items)-mti_first, 1), block, shared_bytes, stream, mti_first, __VA_ARGS__)
 
 /* Launches mti_map_kernel. `wide` says that mti_is_wide holds for all views of op. */
 template <typename Op>
@@ -3516,11 +3523,11 @@ static __device__ __forceinline__ void mti_norm_row(const mti_norm_op &op, int64
     }
 }
 
-/* A block computes every gridDim-th row. */
+/* A block owns row first + blockIdx.x. */
 template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(mti_norm_op op, int64_t rows, int64_t cols) {
+static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_norm_kernel(int64_t first, mti_norm_op op, int64_t cols) {
     MT_SHARED(float, shared, 64);
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) mti_norm_row<WIDE>(op, row, cols, shared);
+    mti_norm_row<WIDE>(op, first + blockIdx.x, cols, shared);
 }
 
 static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
@@ -3528,12 +3535,12 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     mti_norm_op op = {mti_view_of(x),       mti_view_of(gain),  mti_view_of(bias),
                       mti_view_of(y),       mti_view_of(stats), eps,
                       kind == MT_LAYER_NORM};
-    unsigned blocks = mti_grid(x.rows, 1), threads = mti_row_threads(x.cols);
+    unsigned threads = mti_row_threads(x.cols);
     if (x.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x) && mti_is_wide(gain) && mti_is_wide(bias) && mti_is_wide(y))
-        MT_LAUNCH_KERNEL(mti_norm_kernel<true>, blocks, threads, 0, mt_context_stream(ctx), op, x.rows, x.cols);
-    else MT_LAUNCH_KERNEL(mti_norm_kernel<false>, blocks, threads, 0, mt_context_stream(ctx), op, x.rows, x.cols);
+        MTI_LAUNCH_BLOCKS(mti_norm_kernel<true>, x.rows, threads, 0, mt_context_stream(ctx), op, x.cols);
+    else MTI_LAUNCH_BLOCKS(mti_norm_kernel<false>, x.rows, threads, 0, mt_context_stream(ctx), op, x.cols);
     return mt_cuda_launched(ctx, "mt_norm_forward");
 }
 
@@ -3635,9 +3642,9 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
     }
 }
 
-/* A block computes every gridDim-th strip of MTI_NORM_STRIP rows; each thread owns every blockDim-th vector of them.
-   The block sums dgain and dbias over a strip in `room`, in shared memory, or in `spare`, in global memory, if the rows
-   are too wide. The result is partial [strips, 2, cols].
+/* A block owns strip first_strip + blockIdx.x, which has MTI_NORM_STRIP rows. Each thread owns every blockDim-th vector
+   of them. The block sums dgain and dbias over its rows in `room`, in shared memory, or in `spare`, in global memory,
+   if the rows are too wide. The result is partial [strips, 2, cols].
 
    1. Each thread clears the sums of its vectors.
    2. For each row: mean_g and mean_gx over the block, through `shared`; then dx, dgain and dbias of each vector.
@@ -3646,27 +3653,26 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
    The barriers for `shared` are in mti_block_sums. The sums need none, because a vector belongs to one thread. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_NORM_THREADS)
-    mti_norm_backward_kernel(mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial, float4 *spare) {
+    mti_norm_backward_kernel(int64_t first_strip, mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial,
+                             float4 *spare) {
     MT_SHARED(float, shared, 64);
     MT_DYN_SHARED(float4, room);
     int vectors = (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR);
+    int64_t strip = first_strip + blockIdx.x, first = strip * MTI_NORM_STRIP;
     mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * vectors : room, vectors};
-    for (int64_t strip = blockIdx.x; strip * MTI_NORM_STRIP < rows; strip += gridDim.x) {
-        int64_t first = strip * MTI_NORM_STRIP;
-        for (int i = (int)threadIdx.x; i < vectors; i += (int)blockDim.x)
-            for (int part = 0; part < 4; part++) sums.data[part * vectors + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int64_t row = first; row < rows && row < first + MTI_NORM_STRIP; row++)
-            mti_norm_backward_row<WIDE>(op, row, cols, sums, shared);
-        for (int i = (int)threadIdx.x; i < vectors; i += (int)blockDim.x)
-            for (int part = 0; part < 4; part++) {
-                float4 v = sums.data[part * vectors + i];
-                float x[4] = {v.x, v.y, v.z, v.w};
-                int64_t col = (int64_t)i * MTI_VECTOR + part % 2 * 4, to = (strip * 2 + part / 2) * cols + col;
-                MT_DEVICE_UNROLL
-                for (int j = 0; j < 4; j++)
-                    if (col + j < cols) partial[to + j] = x[j];
-            }
-    }
+    for (int i = (int)threadIdx.x; i < vectors; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) sums.data[part * vectors + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int64_t row = first; row < rows && row < first + MTI_NORM_STRIP; row++)
+        mti_norm_backward_row<WIDE>(op, row, cols, sums, shared);
+    for (int i = (int)threadIdx.x; i < vectors; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) {
+            float4 v = sums.data[part * vectors + i];
+            float x[4] = {v.x, v.y, v.z, v.w};
+            int64_t col = (int64_t)i * MTI_VECTOR + part % 2 * 4, to = (strip * 2 + part / 2) * cols + col;
+            MT_DEVICE_UNROLL
+            for (int j = 0; j < 4; j++)
+                if (col + j < cols) partial[to + j] = x[j];
+        }
 }
 
 /* Two vectors per thread, so that more blocks fit on a multiprocessor. But at least 128 threads if the row has as many
@@ -3685,8 +3691,9 @@ static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backwa
     if (bytes <= most) spare = NULL;
     if (spare) bytes = 0;
     MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<WIDE>, bytes));
-    MT_LAUNCH_KERNEL(mti_norm_backward_kernel<WIDE>, mti_grid(rows, MTI_NORM_STRIP), mti_norm_threads(cols), bytes,
-                     mt_context_stream(ctx), op, rows, cols, (float *)partial, (float4 *)spare);
+    MTI_LAUNCH_BLOCKS(mti_norm_backward_kernel<WIDE>, (rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP,
+                      mti_norm_threads(cols), bytes, mt_context_stream(ctx), op, rows, cols, (float *)partial,
+                      (float4 *)spare);
     return mt_cuda_launched(ctx, "mt_norm_backward");
 }
 
@@ -3704,7 +3711,7 @@ static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_t
     outs[1] = dbias;
     if (x.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
-    if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, (size_t)strips * bytes, &spare));
+    if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, mti_grid(strips, 1) * bytes, &spare)); /* for a launch */
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY((wide ? mti_norm_backward_launch<true> : mti_norm_backward_launch<false>)(ctx, op, x.rows, x.cols, bytes,
                                                                                      partial, spare));
@@ -5702,8 +5709,7 @@ static unsigned mti_ce_threads(int64_t cols) {
    2. Shuffles give the maximum of each warp. `tops` holds the maxima of all warps, and `hit` holds the logit of the
       target. The barrier separates writing `tops` and `hit` from reading them. It also ensures that the logit of the
       target is read before the caller overwrites logits with gradients.
-   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums adds the sums through `shared`. All
-      threads read `tops` and `hit` before the barriers of mti_block_sums, so the next row may overwrite them. */
+   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums adds the sums through `shared`. */
 template <bool WIDE>
 static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
     MT_SHARED(float, shared, 64);
@@ -5730,43 +5736,40 @@ static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row
     if (threadIdx.x == 0) *hit = target >= 0 ? mti_get(c.logits, row, target) : 0.0f; /* before gradients are written */
     __syncthreads();
     for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
-    float at_target = *hit;
     float2 sums = mti_block_sums(top == -INFINITY ? 0.0f : sum * expf(top - all), plain, shared);
-    return make_float4(all, sums.x, at_target, sums.y);
+    return make_float4(all, sums.x, *hit, sums.y);
 }
 
-/* Writes stats. A block computes every gridDim-th row; shared memory and barriers are those of mti_ce_row. */
+/* Writes stats. A block owns row first + blockIdx.x; shared memory and barriers are those of mti_ce_row. */
 template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(mti_ce c, int64_t rows) {
+static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(int64_t first, mti_ce c) {
     mti_view none = {NULL, 0, 0};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        float4 s = mti_ce_row<WIDE>(c, row, none);
-        if (threadIdx.x != 0) continue;
-        mti_put(c.stats, row, 0, s.x);
-        mti_put(c.stats, row, 1, s.y);
-        mti_put(c.stats, row, 2, s.z);
-        mti_put(c.stats, row, 3, s.w);
-    }
+    int64_t row = first + blockIdx.x;
+    float4 s = mti_ce_row<WIDE>(c, row, none);
+    if (threadIdx.x != 0) return;
+    mti_put(c.stats, row, 0, s.x);
+    mti_put(c.stats, row, 1, s.y);
+    mti_put(c.stats, row, 2, s.z);
+    mti_put(c.stats, row, 3, s.w);
 }
 
-/* Computes the loss and the gradient for a whole vocabulary. A block computes every gridDim-th row, and each thread
+/* Computes the loss and the gradient for a whole vocabulary. A block owns row first + blockIdx.x, and each thread
    owns every blockDim-th vector of it. With keep, `room` in shared memory holds the row in its own type. Otherwise the
    row is read again, from the L2 cache. The barriers are in mti_ce_row: after them, thread 0 has read the logit of the
    target, so gradients may overwrite logits. All other logits that a thread reads, in `room` as well, are in its own
    vectors. */
 template <bool WIDE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS)
-    mti_ce_kernel(mti_ce c, int64_t rows, int64_t cols, mti_view loss, int keep) {
+    mti_ce_kernel(int64_t first, mti_ce c, int64_t cols, mti_view loss, int keep) {
     MT_DYN_SHARED(char, room);
+    int64_t row = first + blockIdx.x, row_from = keep ? 0 : row;
     mti_view kept = {keep ? room : NULL, 0, c.logits.dtype},
              from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        float4 s = mti_ce_row<WIDE>(c, row, kept);
-        float log_sum = logf(s.y);
-        if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
-        for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < cols; col += (int64_t)blockDim.x * MTI_VECTOR)
-            c.gradient<WIDE>(from, keep ? 0 : row, row, col, mti_vector_size(cols, col), s.x, log_sum);
-    }
+    float4 s = mti_ce_row<WIDE>(c, row, kept);
+    float log_sum = logf(s.y);
+    if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
+    for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < cols; col += (int64_t)blockDim.x * MTI_VECTOR)
+        c.gradient<WIDE>(from, row_from, row, col, mti_vector_size(cols, col), s.x, log_sum);
 }
 
 static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets) {
@@ -5787,11 +5790,11 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(logits))
-        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<true>, mti_grid(logits.rows, 1), mti_ce_threads(logits.cols), 0,
-                         mt_context_stream(ctx), c, logits.rows);
+        MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<true>, logits.rows, mti_ce_threads(logits.cols), 0,
+                          mt_context_stream(ctx), c);
     else
-        MT_LAUNCH_KERNEL(mti_ce_stats_kernel<false>, mti_grid(logits.rows, 1), mti_ce_threads(logits.cols), 0,
-                         mt_context_stream(ctx), c, logits.rows);
+        MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<false>, logits.rows, mti_ce_threads(logits.cols), 0,
+                          mt_context_stream(ctx), c);
     return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
 }
 
@@ -5802,8 +5805,8 @@ static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logit
     int keep = bytes <= most;
     if (!keep) bytes = 0;
     MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
-    MT_LAUNCH_KERNEL(mti_ce_kernel<WIDE>, mti_grid(logits.rows, 1), mti_ce_threads(logits.cols), bytes,
-                     mt_context_stream(ctx), c, logits.rows, logits.cols, mti_view_of(loss), keep);
+    MTI_LAUNCH_BLOCKS(mti_ce_kernel<WIDE>, logits.rows, mti_ce_threads(logits.cols), bytes, mt_context_stream(ctx), c,
+                      logits.cols, mti_view_of(loss), keep);
     return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
 }
 
