@@ -38,6 +38,7 @@ check_log=$work/check.log check_lines=40
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 limit=${MT_PLANTED_LIMIT:-20}
+bugs_in_all_lists=318 # adapt it with the lists: a bug that a list loses would otherwise not be noticed
 jobs=$(nproc 2>/dev/null || echo 2)
 cuda=${CUDA_HOME:-/usr/local/cuda}
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -237,6 +238,8 @@ pass_lane() {
 }
 
 has_built() { cat "$work/$1.log"; [ -x "$work/$1" ]; }
+# A lane that dies, or a full disk, must not take a bug or a program from the list.
+number_is() { [ "$1" -eq "$2" ] || { echo "$1, not $2"; return 1; }; }
 no_difference() { [ -z "$(first_difference 0 "$1")" ]; }
 
 # ---- everything ----------------------------------------------------------------------------------------------------
@@ -282,6 +285,7 @@ if ! have_command perl; then
 fi
 # shellcheck disable=SC2086  # a list of files
 perl tests/planted/plant.pl "$work" ${lists:-tests/planted/*.txt} >"$work/bugs" || exit 1
+in_lists=$(wc -l <"$work/bugs")
 if [ ! -f "$cuda/include/cublasLt.h" ] || [ ! -f "$cuda/include/nccl.h" ] || ! have_command "$CXX"; then
     leave_engine_out
 fi
@@ -302,6 +306,8 @@ in_lanes pass_lane
 cat "$work"/seconds.* >"$work/seconds"
 cat "$work"/passed.* >"$work/passed"
 cat "$work/passed"
+check "each program was run without a bug" \
+    number_is "$(grep -c '^  \(ok  \|FAIL\)  ' "$work/passed")" "$(wc -l <"$work/passes")"
 passed=$((passed + $(grep -c '^  ok ' "$work/passed"))) failed=$((failed + $(grep -c '^  FAIL ' "$work/passed")))
 cut -f 8 "$work/bugs" | grep -v '^-$' | sort -u >"$work/splits"
 while read -r split; do
@@ -309,7 +315,10 @@ while read -r split; do
 done <"$work/splits"
 : >"$work/outcomes.0"
 in_lanes try_lane
-cat "$work"/outcomes.* >>"$work/outcomes"
+cat "$work"/outcomes.* >"$work/tried"
+[ -n "$lists" ] || check "the lists have $bugs_in_all_lists bugs" number_is "$in_lists" $bugs_in_all_lists
+check "each bug was tried" number_is "$(wc -l <"$work/tried")" "$(wc -l <"$work/bugs")"
+cat "$work/tried" >>"$work/outcomes"
 cut -f 1 "$work/outcomes" | sort -u >"$work/lists"
 while read -r list; do report_list "$list"; done <"$work/lists"
 closing_line
