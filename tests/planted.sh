@@ -184,9 +184,10 @@ train() {
 }
 
 # first_difference NUMBER SPLIT: prints the first line, without its hash, of one rank's log that the log of the split
-# lacks
+# lacks. Fails if train_gpt fails, or writes no log.
 first_difference() {
     train "$1" "$work/one.$1" "--tp 1" && train "$1" "$work/split.$1" "$2" || return 1
+    [ -s "$work/one.$1" ] && [ -s "$work/split.$1" ] || return 1
     diff "$work/one.$1" "$work/split.$1" | sed -n 's/^< \([0-9]* [^ ]*\) .*/\1/p' | head -n 1
 }
 
@@ -240,7 +241,10 @@ pass_lane() {
 has_built() { cat "$work/$1.log"; [ -x "$work/$1" ]; }
 # A lane that dies, or a full disk, must not take a bug or a program from the list.
 number_is() { [ "$1" -eq "$2" ] || { echo "$1, not $2"; return 1; }; }
-no_difference() { [ -z "$(first_difference 0 "$1")" ]; }
+no_difference() {
+    difference=$(first_difference 0 "$1") || { echo "train_gpt failed: $(tail -n 1 "$work/run.$lane")"; return 1; }
+    [ -z "$difference" ] || { echo "the logs first differ in '$difference'"; return 1; }
+}
 
 # ---- everything ----------------------------------------------------------------------------------------------------
 
