@@ -76,16 +76,26 @@ check_floors() {
     done | fail_on_output
 }
 
-# A header uses no private name of another header, and no private field of its structures: what it needs from a lower
+# Prints the fields of opaque structures that a higher header uses, through any name that it declares as a pointer to
+# such a structure.
+private_fields() {
+    opaque=none
+    for header in $headers; do
+        code_only "$H/$header" >"$work/code"
+        pointers=$(grep -oE "\b($opaque) \*(const )?[a-z_]+" "$work/code" | sed 's/.*[* ]/|/' | sort -u | tr -d '\n')
+        sed -nE "s/.*(\b(none$pointers)->[a-z0-9_]*).*/$header: a field of an opaque structure: \1/p" "$work/code"
+        opaque=$opaque$(sed -nE 's/^typedef struct (mt_[a-z_]+) \1;.*/|\1/p' "$work/code" | tr -d '\n')
+    done
+}
+
+# A header uses no private name of another header, and no field of its opaque structures: what it needs from a lower
 # header is public there, so that authors of blocks can use it, too.
 check_private() {
     {
         for header in $headers; do
             code_only "$H/$header" | tr -c 'A-Za-z0-9_' '\n' | grep -E '^(mti|MTI)_' | sort -u | sed "s/$/ $header/"
         done | awk '$1 in where { print $2 " and " where[$1] " have the private name " $1 } { where[$1] = $2 }'
-        for header in mt_kernels.cuh mt_parallel.h megatron.h; do
-            code_only "$H/$header" | sed -n "s/.*\(\bctx->[a-z_]*\).*/$header: a field of mt_context: \1/p"
-        done
+        private_fields
     } | fail_on_output
 }
 
@@ -430,7 +440,8 @@ planted_text() {
     planted raw "$(long_function)" check_function_length
     planted raw '#include "bad.h"' check_floors
     planted implementation 'static int mti_bad(const mt_param *p) { return mti_is_whole(p); }' check_private
-    planted implementation 'static int mti_bad(const mt_context *ctx) { return ctx->threads; }' check_private
+    planted implementation 'static int mt_field1(const mt_context *ctx) { return ctx->bad1; }
+static int mt_field2(const mt_block *block, mt_comm *tp) { return tp ? block->tp->bad2 : 0; }' check_private
     planted implementation '/* ---- >>bad ---- */' check_sections
     planted implementation 'static void mti_bad1(void) { abort(); }
 static void mti_bad2(void) { if (1) exit(1); }' check_calls
