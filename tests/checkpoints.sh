@@ -21,8 +21,8 @@ seconds=${MT_FUZZ_SECONDS:-60}
 # ---- the fuzzer ----------------------------------------------------------------------------------------------------
 
 build_fuzzer() {
-    clang -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. tests/fuzz/fuzz_readers.c \
-        -o "$build/fuzz_readers" -lm -lpthread
+    # shellcheck disable=SC2086  # a list of flags
+    clang -O1 $SANITIZE -fsanitize=fuzzer -I. tests/fuzz/fuzz_readers.c -o "$build/fuzz_readers" -lm -lpthread
 }
 
 # Failing inputs are written to the build directory, as crash-... or timeout-...

@@ -111,8 +111,7 @@ our_leaks() {
 # mt_comm_create_mpi)
 sanitized() {
     # shellcheck disable=SC2086
-    program "$1_asan" "tests/mpi/$1.c" -O1 -fno-omit-frame-pointer -fsanitize=address,undefined \
-        -fno-sanitize-recover=all -Wno-error || return 1
+    program "$1_asan" "tests/mpi/$1.c" -O1 $SANITIZE -Wno-error || return 1
     (export ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1 \
         LSAN_OPTIONS=exitcode=0 UBSAN_OPTIONS=print_stacktrace=1
     run 400 "$2" "" "$build/$1_asan" >"$build/$1_asan.log" 2>&1) || { tail -n 60 "$build/$1_asan.log"; return 1; }

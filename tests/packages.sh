@@ -7,6 +7,10 @@
 # For programs that define MEGATRON_IMPLEMENTATION, but are linked to another build of the implementation.
 DECLARATIONS_ONLY="-DMEGATRON_IMPLEMENTED -DMT_PARALLEL_IMPLEMENTED -DMT_KERNELS_IMPLEMENTED -DMT_COMM_IMPLEMENTED"
 
+# The flags of AddressSanitizer and UndefinedBehaviorSanitizer. tests/CMakeLists.txt reads this line. -g1 has the line
+# numbers that reports of sanitizers need; -g takes the compiler a third longer.
+SANITIZE="-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+
 CC=${CC:-cc}
 CXX=${CXX:-c++}
 

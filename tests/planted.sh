@@ -41,7 +41,6 @@ limit=${MT_PLANTED_LIMIT:-20}
 bugs_in_all_lists=318 # adapt it with the lists: a bug that a list loses would otherwise not be noticed
 jobs=$(nproc 2>/dev/null || echo 2)
 cuda=${CUDA_HOME:-/usr/local/cuda}
-sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
 ASAN_OPTIONS=allocator_may_return_null=1
 MT_TEST_ALL=0 # what everything once takes has to find them
 export ASAN_OPTIONS MT_TEST_ALL
@@ -81,7 +80,7 @@ cpu_program() {
 # Programs that use nothing private are linked to one build of the implementation.
 build_cpu() {
     case $1 in
-    asan/*) cpu_program "-O1 -g1 $sanitize" "$1" ;;
+    asan/*) cpu_program "-O1 $SANITIZE" "$1" ;;
     *) cpu_program "-O1 -Werror=implicit $DECLARATIONS_ONLY" "$1" "$work/implementation.o" || cpu_program -O1 "$1" ;;
     esac
 }

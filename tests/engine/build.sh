@@ -12,8 +12,9 @@
 # exit status is 77. Environment: CXX (c++).
 set -eu
 cd "$(dirname "$0")"
+# shellcheck source=tests/packages.sh
+. ../packages.sh
 build=${MTE_BUILD_DIR:-../../build/engine}
-cxx=${CXX:-c++}
 
 python_includes() {
     python3 -c 'import glob, sys
@@ -58,21 +59,20 @@ build_variant() {
     mkdir -p "$folder"
     for part in core runtime check; do
         # shellcheck disable=SC2086
-        "$cxx" -std=c++17 $warnings $2 $cuda -c "$part.cpp" -o "$folder/$part.o"
+        "$CXX" -std=c++17 $warnings $2 $cuda -c "$part.cpp" -o "$folder/$part.o"
     done
     # shellcheck disable=SC2086
-    "$cxx" -std=c++17 $warnings $2 $3 $cuda -I. -include engine.h -x c++ -c test_engine.cu -o "$folder/test_engine.o"
+    "$CXX" -std=c++17 $warnings $2 $3 $cuda -I. -include engine.h -x c++ -c test_engine.cu -o "$folder/test_engine.o"
     if [ "$1" = checked ]; then show_copies "$folder/test_engine.o"; fi
     # shellcheck disable=SC2086
-    "$cxx" $4 "$folder"/*.o -o "$folder/test_engine" -lpthread
+    "$CXX" $4 "$folder"/*.o -o "$folder/test_engine" -lpthread
 }
 
-sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 if [ $# = 0 ]; then set -- fast asan checked ucontext; fi
 for variant in "$@"; do
     case $variant in
     fast) build_variant fast "-O2 -g" "" "" ;;
-    asan) build_variant asan "-O1 -g $sanitize" "" "$sanitize" ;;
+    asan) build_variant asan "-O1 $SANITIZE" "" "$SANITIZE" ;;
     checked) build_variant checked "-O2 -g -DMTE_CHECK" "-fsanitize=thread" "" ;;
     ucontext) build_variant ucontext "-O2 -g -DMTE_UCONTEXT" "" "" ;;
     *) echo "no variant is called $variant" >&2; exit 2 ;;
