@@ -263,9 +263,7 @@ static void test_invariant_mode(void **state) {
     invariant(MT_BF16, 0);
 }
 
-/* The argument "streams" selects only the test that uses the most streams. */
-int main(int argc, char **argv) {
-    const struct CMUnitTest streams[] = {cmocka_unit_test(test_data_parallel)};
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_half_as_on_the_cpu),
@@ -276,6 +274,5 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),
     };
-    if (argc > 1 && strcmp(argv[1], "streams") == 0) return cmocka_run_group_tests(streams, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
