@@ -3,12 +3,13 @@
 #
 #   sh tests/gpu.sh                      one line per program, closing line "N passed, N failed, N skipped"; 77: there
 #                                        is no GPU
-#   sh tests/gpu.sh --build [OBJECT]     only builds them, without optimization, for any GPU from sm_80 on, which takes
-#                                        none; OBJECT: an implementation that nvcc has built
+#   sh tests/gpu.sh --build [OBJECT]     only builds them, without optimization, for any GPU from sm_80 on; needs no
+#                                        GPU. OBJECT: an implementation that nvcc has built
 #
-# First what the engine cannot vouch for, the wrapper of each PTX instruction and each epilogue of cuBLASLt; then
-# everything else, with ranks that share the GPU. Needs nvcc and cuBLASLt. Without NCCL the programs that use it are
-# left out: a "skip" line says so, they count as skipped, and the exit status is that of the others.
+# The first programs test what the engine replaces by code of its own: the wrapper of each PTX instruction, and each
+# epilogue of cuBLASLt. The others follow, with ranks that share the GPU. Needs nvcc and cuBLASLt. Without NCCL the
+# programs that use it are left out: a "skip" line says so, they count as skipped, and the exit status is that of the
+# others.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
