@@ -209,6 +209,24 @@ all_told() { # FAULT CALL SENTENCE
     told "$1" "$2" 0 "$3" && told "$1" "$2" 1 "$3" && told "$1" "$2" 3 "$3"
 }
 
+# Three ranks wait for rank 2 with a timeout of 2 s, and all four processes are stopped for 3 s. No rank may report
+# another one as lost.
+stopped_job() {
+    log=$build/stopped-job.log ids=$build/stopped-job.ids tries=0
+    rm -f "$ids"
+    : >"$log"
+    run 60 4 "" sh -c 'echo $$ >>"$0"; exec "$@"' "$ids" "$build/faulty" work 2 barrier 2 >"$log" 2>&1 </dev/null &
+    job=$!
+    until grep -q works "$log" || [ $tries -ge 300 ]; do
+        tries=$((tries + 1))
+        sleep 0.1
+    done
+    kill -STOP $(cat "$ids") && sleep 3 && kill -CONT $(cat "$ids")
+    stopped=$?
+    wait $job && [ $stopped = 0 ] && echo "every rank is done" >>"$log"
+}
+stopped_told() { cat "$build/stopped-job.log"; grep -q '^every rank is done$' "$build/stopped-job.log"; }
+
 # Runs several jobs at once, because they wait most of the time.
 start_faults() {
     faulty kill all_reduce "$recovery"
@@ -222,6 +240,7 @@ start_faults() {
     faulty kill ring "$recovery $tcp"
     faulty return all_reduce "$recovery"
     faulty fail broadcast "$recovery $tcp"
+    stopped_job &
     wait
 }
 
@@ -338,6 +357,7 @@ faults() {
     check "killed, others in a ring, over TCP" ring_told
     check "stopped (-STOP)" all_told stop all_gather "$(late all_gather)"
     check "stopped, over TCP" all_told stop broadcast "$(late broadcast)"
+    check "all stopped for longer than the timeout, and continued" stopped_told
     check "sleeping in its own code" all_told sleep barrier "$(late barrier)"
     check "sleeping, others in a reduce_scatter, over TCP" all_told sleep reduce_scatter "$(late reduce_scatter)"
     check "returned early" all_told return all_reduce "MT_ERR_PEER: all_reduce.* rank 2 returned from its function"

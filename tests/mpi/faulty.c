@@ -2,7 +2,7 @@
    repeat the same collectives until one of them has a fault.
        faulty FAULT RANK CALL TIMEOUT
    In round 5 the rank is killed (kill), stopped (stop), sleeps (sleep), returns (return), fails (fail), or has no
-   fault (none). CALL: all_reduce, large, all_gather, reduce_scatter, broadcast, barrier, ring, or group for an
+   fault (none). With `work`, it prints "works", works for a second and goes on. CALL: all_reduce, large, all_gather, reduce_scatter, broadcast, barrier, ring, or group for an
    all_reduce among the even and among the odd ranks. */
 
 #define MEGATRON_IMPLEMENTATION
@@ -25,6 +25,14 @@ static mt_status misbehave(mt_context *ctx, const plan *p) {
     if (strcmp(p->fault, "sleep") == 0) nanosleep(&long_time, NULL);
     if (strcmp(p->fault, "fail") == 0) return mt_fail(ctx, MT_ERR_DATA, "loss is 17, which is no good");
     return MT_SUCCESS;
+}
+
+/* In pieces, so that stopping the process lengthens only one piece. */
+static void work(void) {
+    struct timespec piece = {0, 10000000};
+    printf("works\n");
+    fflush(stdout);
+    for (int i = 0; i < 100; i++) nanosleep(&piece, NULL);
 }
 
 static mt_status call(mt_context *ctx, mt_comm *world, mt_comm *group, const plan *p) {
@@ -51,7 +59,9 @@ static mt_status rank_main(mt_comm *world, void *user) {
     MT_TRY(mt_comm_split(world, rank % 2, 0, &group));
     mt_comm_set_name(group, rank % 2 ? "odd" : "even");
     for (int round = 0; round < 20 && status == MT_SUCCESS; round++) {
-        if (bad && round == 5) {
+        if (bad && round == 5 && strcmp(p->fault, "work") == 0) {
+            work();
+        } else if (bad && round == 5) {
             status = misbehave(ctx, p);
             break;
         }
