@@ -111,7 +111,7 @@ static double backend_error(const gpt_run *r) {
     return error;
 }
 
-static void test_half_as_on_the_cpu(void **state) {
+static void test_16bit_as_on_the_cpu(void **state) {
     static gpt_result on_cpu, on_gpu;
     (void)state;
     for (int dtype = MT_BF16; dtype <= MT_F16; dtype++)
@@ -266,7 +266,7 @@ static void test_invariant_mode(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
-        cmocka_unit_test(test_half_as_on_the_cpu),
+        cmocka_unit_test(test_16bit_as_on_the_cpu),
         cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_pipeline),

@@ -716,7 +716,7 @@ static void test_bytes_of_a_parameter(void **state) {
 
 enum { LINEAR_TOKENS = 6, LINEAR_IN = 10, LINEAR_OUT = 13 }; /* no multiples of 2 or 4 ranks */
 
-static mt_tensor half_noise(test_rank *r, int64_t rows, int64_t cols, uint64_t seed, float *wide) {
+static mt_tensor noise_16bit(test_rank *r, int64_t rows, int64_t cols, uint64_t seed, float *wide) {
     mt_dtype dtype = mt_params_dtype(r->params);
     uint16_t *x = (uint16_t *)test_floats(r, rows * cols, 0.0f);
     for (int64_t i = 0; i < rows * cols; i++) {
@@ -765,8 +765,8 @@ static mt_status linear_body(test_rank *r, int column) {
     for (int i = 0; i < LINEAR_OUT; i++) b[i] = 0.125f * (float)(i - 5);
     MT_TRY(mt_param_scatter(r->ctx, bias, b, bias->value));
     MT_TRY(mt_param_gather(r->ctx, r->params, weight, weight->value, all));
-    tx = half_noise(r, LINEAR_TOKENS, LINEAR_IN, 1, x);
-    tdy = half_noise(r, LINEAR_TOKENS, LINEAR_OUT, 2, dy);
+    tx = noise_16bit(r, LINEAR_TOKENS, LINEAR_IN, 1, x);
+    tdy = noise_16bit(r, LINEAR_TOKENS, LINEAR_OUT, 2, dy);
     MT_TRY(mt_arena_tensor(r->ctx, tx.dtype, LINEAR_TOKENS, LINEAR_IN, &tdx));
     MT_TRY(mt_arena_tensor(r->ctx, tx.dtype, LINEAR_TOKENS, LINEAR_OUT, &ty));
     if (column) {
