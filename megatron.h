@@ -513,7 +513,7 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
     size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, name, desc, out));
     if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
-        desc->activation < MT_GELU_TANH || desc->activation > MT_SQUARED_RELU)
+        (int)desc->activation < 0 || (int)desc->activation >= MT_ACTIVATION_COUNT)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
                        (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
     mark = mt_params_mark(params);
@@ -1856,7 +1856,7 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
         {"gpt.placement", MT_FIELD_INT, &l->placement, MT_PRE_LN, MT_RESIDUAL_POST_LN, 0, 0, 0},
         {"gpt.norm", MT_FIELD_INT, &l->norm, MT_LAYER_NORM, MT_RMS_NORM, 0, 0, 0},
         {"gpt.norm_eps", MT_FIELD_F32, &l->norm_eps, 0, 0, 0, 0, 0},
-        {"gpt.activation", MT_FIELD_INT, &l->activation, MT_GELU_TANH, MT_SQUARED_RELU, 0, 0, 0},
+        {"gpt.activation", MT_FIELD_INT, &l->activation, 0, MT_ACTIVATION_COUNT - 1, 0, 0, 0},
         {"gpt.mask", MT_FIELD_INT, &l->mask, MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, 0, 0, 0},
         {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
         {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},

@@ -163,6 +163,9 @@ typedef enum mt_activation {
     MT_SQUARED_RELU = 3 /* max(x, 0)^2, whose slope is 2 max(x, 0): Primer, arXiv 2109.08668; Nemotron */
 } mt_activation;
 
+/* The number of activations: they are the values from 0 to MT_ACTIVATION_COUNT - 1. */
+#define MT_ACTIVATION_COUNT 4
+
 /* forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
    backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is as forward
              left it, with the bias added. dh may be h.
@@ -2864,7 +2867,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
 
 static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (kind != MT_GELU_TANH && kind != MT_GELU_ERF && kind != MT_SWIGLU && kind != MT_SQUARED_RELU)
+    if ((int)kind < 0 || (int)kind >= MT_ACTIVATION_COUNT)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
     return MT_SUCCESS;
 }

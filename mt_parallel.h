@@ -3116,7 +3116,7 @@ static mt_status mti_activation_check(mt_context *ctx, const char *function, con
     int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
-    if (kind < MT_GELU_TANH || kind > MT_SQUARED_RELU)
+    if ((int)kind < 0 || (int)kind >= MT_ACTIVATION_COUNT)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", function, (int)kind);
     if (layer->desc.gather_output && mti_left_bias(layer, 0).data)
         return mt_fail(ctx, MT_ERR_ARGUMENT,

@@ -1567,7 +1567,7 @@ static void test_mlp_create_refuses(void **state) {
         {{.hidden = 8, .ffn = -1}, MT_ERR_ARGUMENT, "ffn -1"},
         {{.hidden = HUGE_SIZE}, MT_ERR_ARGUMENT, "hidden 4611686018427387903"},
         {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
-        {{.hidden = 8, .activation = (mt_activation)4}, MT_ERR_ARGUMENT, "activation 4"},
+        {{.hidden = 8, .activation = (mt_activation)MT_ACTIVATION_COUNT}, MT_ERR_ARGUMENT, "hidden 8|activation"},
         {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
         {{.hidden = 8, .no_bias = 1, .skip_bias_add = 1}, MT_ERR_ARGUMENT, "m.linear_fc2|skip_bias_add|no_bias"},
         {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};

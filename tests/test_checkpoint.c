@@ -1204,6 +1204,9 @@ static void bounds_of_a_state(void **state) {
     forget("i");
 }
 
+#define TEXT(x) #x
+#define NUMBER(macro) TEXT(macro)
+
 /* The same for the fields of a model. A description that is refused is not changed. */
 static void bounds_of_a_model(void **state) {
     static const struct {
@@ -1220,7 +1223,7 @@ static void bounds_of_a_model(void **state) {
                   {"gpt.norm", "1", "2", "must be a whole number from 0 to 1"},
                   {"gpt.norm_eps", "1e-30", "0", "must be above 0"},
                   {"gpt.norm_eps", "1e-5", "-1e-5", "must be above 0"},
-                  {"gpt.activation", "3", "4", "must be a whole number from 0 to 3"},
+                  {"gpt.activation", "3", NUMBER(MT_ACTIVATION_COUNT), "must be a whole number from 0 to "},
                   {"gpt.mask", "1", "-1", "must be a whole number from 0 to 1"},
                   {"gpt.rotary_base", "3e38", "-1", "must be at least 0"},
                   {"gpt.rotary_base", "0", "4e38", "must be a finite number"},

@@ -164,7 +164,7 @@ static void bias(shape s) {
 }
 
 static void activation(shape s) {
-    for (int kind = MT_GELU_TANH; kind <= MT_SQUARED_RELU; kind++)
+    for (int kind = MT_GELU_TANH; kind < MT_ACTIVATION_COUNT; kind++)
         for (int with_bias = 0; with_bias < 2; with_bias++) {
             int64_t w = kind == MT_SWIGLU ? 2 * s.cols : s.cols;
             mt_activation k = (mt_activation)kind;

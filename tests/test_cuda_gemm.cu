@@ -237,8 +237,9 @@ static void test_refusals(void **state) {
     assert_non_null(strstr(mt_last_error(fused), "mt_linear_forward: y is [4, 8], must be [4, 16]"));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.dy, t.weight, t.bias, t.y));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_forward(fused, t.x, t.weight, t.dbias_in, t.y));
-    ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
-                  mt_linear_activation_forward(fused, (mt_activation)4, t.x, t.weight, t.bias, t.h, t.y));
+    ASSERT_STATUS(
+        fused, MT_ERR_ARGUMENT,
+        mt_linear_activation_forward(fused, (mt_activation)MT_ACTIVATION_COUNT, t.x, t.weight, t.bias, t.h, t.y));
     ASSERT_STATUS(fused, MT_ERR_ARGUMENT,
                   mt_linear_activation_forward(fused, MT_GELU_TANH, t.x, t.weight, t.bias, t.h, t.h));
     ASSERT_STATUS(fused, MT_ERR_SHAPE, mt_linear_activation_forward(fused, MT_SWIGLU, t.x, t.weight, t.bias, t.h, t.y));
