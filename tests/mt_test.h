@@ -79,6 +79,19 @@ static inline float test_float(uint64_t *state) {
     return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);
 }
 
+#if defined(MT_COMM_H)
+/* Returns t with another data type, of the same memory. */
+static inline mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
+    t.dtype = dtype;
+    return t;
+}
+
+/* A logger that writes nothing. */
+static inline void test_quiet(void *user, mt_log_level level, const char *message) {
+    (void)user, (void)level, (void)message;
+}
+#endif
+
 /* Runs f on threads (mt_launch), or with MT_TEST_OVER_MPI on processes (see tests/mpi/over_mpi.h). bytes is the size of
    *user when ranks write to it. */
 #if defined(MT_TEST_OVER_MPI)

@@ -178,11 +178,6 @@ static void test_threads(void **state) {
     }
 }
 
-static mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
-    t.dtype = dtype;
-    return t;
-}
-
 static mt_tensor with_ld(mt_tensor t, int64_t ld) {
     t.ld = ld;
     return t;

@@ -15,11 +15,6 @@
 #define ELEMENT 4e-7
 #define SUM 2e-6
 
-static mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
-    t.dtype = dtype;
-    return t;
-}
-
 static mt_tensor null_data(mt_tensor t) {
     t.data = NULL;
     return t;

@@ -1519,11 +1519,6 @@ static void test_parts_by_shard(void **state) {
     test_paper_rank_close(&r);
 }
 
-static mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
-    t.dtype = dtype;
-    return t;
-}
-
 static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
     t.rows = rows;
     t.cols = cols;

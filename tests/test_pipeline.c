@@ -375,15 +375,13 @@ static void test_executor_forward_only(void **state) {
     assert_int_equal(job.toys[1].ledger.calls[MT_SEND] + job.toys[1].ledger.calls[MT_RECV], 10);
 }
 
-static void say_nothing(void *user, mt_log_level level, const char *message) { (void)user, (void)level, (void)message; }
-
 /* A stage fails in the middle of a run. All other stages get an error and return. */
 static void test_executor_stage_fails(void **state) {
     static toy_job job;
     (void)state;
     for (int kind = MT_SCHEDULE_1F1B; kind <= MT_SCHEDULE_GPIPE; kind++)
         for (int failing = 1; failing < 4; failing++) {
-            mt_launch_desc d = {.ranks = 4, .no_pinning = 1, .timeout_s = 60.0, .logger = {say_nothing, NULL}};
+            mt_launch_desc d = {.ranks = 4, .no_pinning = 1, .timeout_s = 60.0, .logger = {test_quiet, NULL}};
             job.stages = 4;
             job.micro_batches = 6;
             job.schedule = (mt_schedule)kind;

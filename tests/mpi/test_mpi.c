@@ -374,10 +374,8 @@ static mt_status other_group(mt_comm *world, void *user) {
 
 /* ---- ends -------------------------------------------------------------------------------------------------------- */
 
-static void quiet(void *user, mt_log_level level, const char *message) { (void)user, (void)level, (void)message; }
-
 static void test_other_group(void **state) {
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 0.3, .logger = {quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 0.3, .logger = {test_quiet, NULL}};
     (void)state;
     assert_int_equal(test_run(&d, other_group, NULL, 0), MT_SUCCESS);
 }
@@ -400,7 +398,7 @@ static mt_status leaves_early(mt_comm *world, void *user) {
 }
 
 static void test_leaves_early(void **state) {
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {test_quiet, NULL}};
     (void)state;
     for (int k = 0; k < 20; k++) {
         double start = mti_now();
@@ -430,7 +428,7 @@ static mt_status slow_split(mt_comm *world, void *user) {
 }
 
 static void test_slow_split(void **state) {
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 4, .logger = {quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 4, .logger = {test_quiet, NULL}};
     (void)state;
     for (int k = 0; k < 4; k++) {
         int size = 2 + k % 3;
@@ -447,7 +445,7 @@ static mt_status slow_end(mt_comm *world, void *user) {
 
 static void test_slow_end(void **state) {
     double nap = 0.4;
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {test_quiet, NULL}};
     (void)state;
     assert_int_equal(test_run(&d, slow_end, &nap, 0), MT_SUCCESS);
     d.timeout_s = 0.1;
