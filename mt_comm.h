@@ -636,7 +636,8 @@ MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
 /* Sets where the next arena allocations go: into [first, end) while they fit, else to `top` and above. All three are
    offsets in bytes from the start of the arena. end == 0: there is no region, so all allocations go to `first` and
    above, and `top` has no effect. With regions, several workspaces can be in use at once and be released in any order:
-   each has its own [first, end), and all share the scratch memory from `top` on. */
+   each has its own [first, end), and all share the scratch memory from `top` on. Memory that would end behind the arena
+   is not allocated: mt_arena_alloc returns MT_ERR_MEMORY. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
 
 /* Registers memory from mt_context_alloc with NCCL. Collective over comm. Afterwards, collectives on comm must use the
@@ -1355,8 +1356,10 @@ MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t to
 }
 
 MT_API size_t mt_arena_available(const mt_context *ctx) {
+    size_t at;
     if (!ctx) return 0;
-    return ctx->arena_bytes - (ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used);
+    at = ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used;
+    return at < ctx->arena_bytes ? ctx->arena_bytes - at : 0;
 }
 
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
@@ -1366,7 +1369,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
     *out = NULL;
     at = ctx->arena_used <= ctx->region_end && size > ctx->region_end - ctx->arena_used ? ctx->region_top
                                                                                         : ctx->arena_used;
-    if (size < bytes || size > ctx->arena_bytes - at)
+    if (size < bytes || at > ctx->arena_bytes || size > ctx->arena_bytes - at)
         return mt_fail(ctx, MT_ERR_MEMORY,
                        "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
                        "least %zu, or release a mark",

@@ -1106,6 +1106,32 @@ static void test_arena_region(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* A region or a top behind the arena: nothing is available, and an allocation says so. */
+static void test_arena_region_behind_arena(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    void *p;
+    size_t all;
+    (void)state;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    all = mt_arena_available(ctx);
+    mt_arena_region(ctx, all + 64, 0, 0);
+    assert_int_equal(mt_arena_available(ctx), 0);
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_arena_alloc(ctx, 64, &p));
+    assert_null(p);
+    mt_arena_region(ctx, 0, 64, all + 64);
+    assert_int_equal(mt_arena_available(ctx), 0);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 64, &p)); /* the region itself is inside */
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_arena_alloc(ctx, 64, &p));
+    assert_null(p);
+    mt_arena_region(ctx, all + 64, all + 256, 0);
+    ASSERT_STATUS(ctx, MT_ERR_MEMORY, mt_arena_alloc(ctx, 64, &p));
+    mt_arena_region(ctx, all, 0, 0);
+    assert_int_equal(mt_arena_available(ctx), 0);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 0, &p));
+    mt_context_destroy(ctx);
+}
+
 /* ---- launch ------------------------------------------------------------------------------------------------------ */
 
 typedef struct roll_call {
@@ -1283,6 +1309,7 @@ int main(void) {
         cmocka_unit_test(test_context_arguments),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_arena_region),
+        cmocka_unit_test(test_arena_region_behind_arena),
         cmocka_unit_test(test_launch),
         cmocka_unit_test(test_compare),
         cmocka_unit_test(test_compare_arguments),
