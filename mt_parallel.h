@@ -1948,6 +1948,7 @@ static uint64_t mti_name_hash(const char *name) {
 /* Returns the random numbers of a block for an optimizer step (see mt_random). Step 0 is the initialisation. */
 static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed, uint64_t step) {
     mt_random at;
+    memset(&at, 0, sizeof at);
     at.seed = seed;
     at.subsequence = mti_name_hash(p->name) + step;
     at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : b.global;
@@ -3714,6 +3715,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 static mt_cross_entropy_shard_desc mti_cross_entropy_shard(mt_comm *tp, const mt_cross_entropy_desc *desc,
                                                            int64_t shard_cols, int shard, int shards) {
     mt_cross_entropy_shard_desc part;
+    memset(&part, 0, sizeof part);
     part.vocab = desc->vocab;
     part.first_col = ((int64_t)mt_comm_rank(tp) * shards + shard) * shard_cols;
     part.label_smoothing = desc->label_smoothing;
@@ -4518,6 +4520,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     params = optimizer->params;
+    memset(&hyper, 0, sizeof hyper);
     hyper.lr = lr;
     hyper.beta1 = optimizer->desc.beta1;
     hyper.beta2 = optimizer->desc.beta2;
@@ -4525,7 +4528,6 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     hyper.weight_decay = optimizer->desc.weight_decay;
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
-    hyper.stochastic_rounding = NULL;
     MT_TRY(mt_adamw_check(ctx, &hyper)); /* every rank checks, even when its share is empty */
     for (i = 0; i < params->count; i++) {
         hyper.weight_decay = params->list[i]->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
