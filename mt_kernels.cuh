@@ -6139,6 +6139,15 @@ typedef enum mti_pointwise {
     MTI_SIGMOID_GATE   /* sigmoid(a) * b */
 } mti_pointwise;
 
+/* Refuses a `sum` argument (drow or dcol) that overlaps another argument, because it may be written before the last
+   element of the other argument is read or written. */
+static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
+    int i;
+    for (i = 0; i < count; i++)
+        if (i != sum) MT_TRY(mt_check_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
+    return MT_SUCCESS;
+}
+
 MT_INLINE MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
 
 /* y = a * b. In this function and in the other functions of one row below, a result may be an input. */
@@ -6384,15 +6393,6 @@ MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tenso
 
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y) {
     return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
-}
-
-/* Refuses a `sum` argument (drow or dcol) that is the same memory as another argument, because it may be written before
-   the last element of the other argument is read or written. */
-static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
-    int i;
-    for (i = 0; i < count; i++)
-        if (i != sum) MT_TRY(mt_check_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
-    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
