@@ -1,9 +1,10 @@
-/* 02_custom_block - a block of your own: attention with QK-norm and an output gate, in parallel with an MLP.
+/* 02_custom_block - a block of your own: attention with QK-norm and an output gate, in parallel with an MLP with
+   squared ReLU.
 
    cc -O3 -march=native -I. examples/02_custom_block.c -o 02_custom_block -lm -lpthread && ./02_custom_block
 
    The block computes
-       y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(gelu(fc1(n))), n = norm(x).
+       y = x + proj(sigmoid(gate(n)) * attention(q_norm(q(n)), k_norm(k(n)), v(n))) + fc2(relu(fc1(n))^2), n = norm(x).
    Its branches read the same n, so they share one f (identity forward, all-reduce backward). Their outputs are added,
    so they share one g (all-reduce forward, identity backward). The block therefore does 2 all-reduces of [tokens,
    hidden] per step; the sequential layer of megatron.h does 4. See docs/blocks.md.
@@ -43,8 +44,8 @@ typedef struct block_saved {
     mt_tensor h[3], core, lse; /* h: the outputs of block.in */
 } block_saved;
 
-/* sp = 1: sequence parallelism. The unit of gate and proj is a head, so they are split as the output of attention. */
-static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block *b) {
+/* The unit of gate and proj is a head, so they are split as the output of attention. */
+static mt_status create_layers(mt_context *ctx, mt_params *params, int sp, block *b) {
     mt_norm_layer_desc norm = {.features = HIDDEN, .sequence_parallel = sp};
     mt_norm_layer_desc per_head = {.features = HEAD, .kind = MT_RMS_NORM};
     mt_linear_desc qkv = {.in_features = HIDDEN, .out_features = HEADS * UNIT, .unit = UNIT, .sequence_parallel = sp};
@@ -59,6 +60,12 @@ static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block 
     MT_TRY(mt_column_parallel_linear_create(ctx, params, "fc1", &fc1, &b->in[FC1]));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, "proj", &proj, &b->out[PROJ]));
     return mt_row_parallel_linear_create(ctx, params, "fc2", &fc2, &b->out[FC2]);
+}
+
+/* sp = 1: sequence parallelism. After an error the registry is as before. */
+static mt_status block_create(mt_context *ctx, mt_params *params, int sp, block *b) {
+    size_t mark = mt_params_mark(params);
+    return mt_create_end(params, mark, b, sizeof *b, create_layers(ctx, params, sp, b));
 }
 
 /* Computes y from x, and keeps in *s what backward needs. */
@@ -77,7 +84,7 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
     MT_TRY(mt_core_attention_forward(ctx, &s->heads, b->in[QKV].weight->shards, s->h[QKV], s->core, s->lse));
     MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->out[PROJ].weight));
     MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
-    MT_TRY(mt_column_parallel_activation_forward(ctx, &b->in[FC1], MT_GELU_TANH, s->h[FC1], z[FC2]));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &b->in[FC1], MT_SQUARED_RELU, s->h[FC1], z[FC2]));
     MT_TRY(mt_row_parallel_linear_forward_shared(ctx, b->out, 2, z, y, s->out)); /* g: the only all-reduce */
     return mt_add(ctx, x, y, y);
 }
@@ -92,7 +99,7 @@ static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, m
     MT_TRY(mt_core_attention_backward(ctx, &s->heads, b->in[QKV].weight->shards, s->h[QKV], s->core, s->lse, dz[PROJ],
                                       dh[QKV]));
     MT_TRY(mt_qk_norm_backward(ctx, &b->qk_norm, dh[QKV], &s->qk_norm));
-    MT_TRY(mt_column_parallel_activation_backward(ctx, &b->in[FC1], MT_GELU_TANH, s->h[FC1], dz[FC2], dh[FC1]));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &b->in[FC1], MT_SQUARED_RELU, s->h[FC1], dz[FC2], dh[FC1]));
     MT_TRY(mt_column_parallel_linear_backward_shared(ctx, b->in, 3, dh, dx, &s->in)); /* f: the only all-reduce */
     return mt_norm_layer_backward(ctx, &b->norm, dx, dy, dx, &s->norm);
 }

@@ -1032,7 +1032,7 @@ static mt_status own_forward(one_block *m, own_saved *s) {
     MT_TRY(mt_qk_norm_forward(ctx, &m->qk_norm, s->h[QKV], &s->qk_norm));
     MT_TRY(mt_core_attention_forward(ctx, &s->heads, m->in[QKV].weight->shards, s->h[QKV], s->core, s->lse));
     MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
-    MT_TRY(mt_column_parallel_activation_forward(ctx, &m->in[FC1], MT_GELU_TANH, s->h[FC1], z[FC2]));
+    MT_TRY(mt_column_parallel_activation_forward(ctx, &m->in[FC1], MT_SQUARED_RELU, s->h[FC1], z[FC2]));
     MT_TRY(mt_row_parallel_linear_forward_shared(ctx, m->out, OUTPUTS, z, m->y, s->out));
     return mt_add(ctx, m->x, m->y, m->y);
 }
@@ -1047,7 +1047,7 @@ static mt_status own_backward(one_block *m, const own_saved *s) {
     MT_TRY(mt_core_attention_backward(ctx, &s->heads, m->in[QKV].weight->shards, s->h[QKV], s->core, s->lse, dz[PROJ],
                                       dh[QKV]));
     MT_TRY(mt_qk_norm_backward(ctx, &m->qk_norm, dh[QKV], &s->qk_norm));
-    MT_TRY(mt_column_parallel_activation_backward(ctx, &m->in[FC1], MT_GELU_TANH, s->h[FC1], dz[FC2], dh[FC1]));
+    MT_TRY(mt_column_parallel_activation_backward(ctx, &m->in[FC1], MT_SQUARED_RELU, s->h[FC1], dz[FC2], dh[FC1]));
     MT_TRY(mt_column_parallel_linear_backward_shared(ctx, m->in, INPUTS, dh, m->dx, &s->in));
     return mt_norm_layer_backward(ctx, &m->norm, m->dx, m->dy, m->dx, &s->norm);
 }
