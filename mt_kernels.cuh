@@ -656,6 +656,13 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
                    (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
 }
 
+/* For operators whose y may be x: refuses a y that overlaps x without being the same view. */
+static mt_status mti_expect_same_or_apart(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
+    if (x.data == y.data && x.dtype == y.dtype && (x.rows <= 1 || mt_tensor_ld(x) == mt_tensor_ld(y)))
+        return MT_SUCCESS;
+    return mt_check_apart(ctx, where, "y", y, "x", x);
+}
+
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
     if (!(value - value == 0.0f))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %g, must be finite", where, name, (double)value);
@@ -1690,7 +1697,7 @@ static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
 extern "C++" {
 
 static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    if (x.data == y.data) return MT_SUCCESS;
+    if (x.data == y.data) return MT_SUCCESS; /* the same view: see mti_expect_same_or_apart */
     size_t size = mt_dtype_size(x.dtype);
     return mt_cuda_copy_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, x.data, (size_t)mt_tensor_ld(x) * size,
                              (size_t)x.cols * size, x.rows);
@@ -1730,6 +1737,7 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     if (x.rows != y.rows || x.cols != y.cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
+    MT_TRY(mti_expect_same_or_apart(ctx, "mt_copy", x, y));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_copy_view(ctx, x, y), mti_cpu_copy(x, y)));
 }
@@ -1793,7 +1801,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
                      {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
-    if (x.dtype != y.dtype) MT_TRY(mt_check_apart(ctx, "mt_convert", "y", y, "x", x));
+    MT_TRY(mti_expect_same_or_apart(ctx, "mt_convert", x, y));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, x, mt_none(), y),
                                 x.dtype == y.dtype ? mti_cpu_copy(x, y) : mti_cpu_convert(x, y)));
@@ -2859,6 +2867,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
                      {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
+    MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias), mti_cpu_column_sums(dy, dbias)));
 }
@@ -3319,6 +3328,7 @@ MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weigh
                      {"bias", &bias, 1, weight.rows, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
 }
@@ -3336,7 +3346,10 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "h", h, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "h", h, "weight", weight));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
@@ -3354,6 +3367,7 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "h", h));
+    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "weight", weight));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
@@ -3365,6 +3379,9 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
                      {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT},
                      {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, "dbias", dbias, "dy", dy));
     return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
                      mti_linear_gradients(ctx, dy, x, dweight, dbias));
 }
@@ -3744,6 +3761,14 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
                                 mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats)));
 }
 
+/* Refuses dgain or dbias that overlaps x, dy or dx. */
+static mt_status mti_expect_norm_sum(mt_context *ctx, const char *where, const char *name, mt_tensor sum, mt_tensor x,
+                                     mt_tensor dy, mt_tensor dx) {
+    MT_TRY(mt_check_apart(ctx, where, name, sum, "x", x));
+    MT_TRY(mt_check_apart(ctx, where, name, sum, "dy", dy));
+    return mt_check_apart(ctx, where, name, sum, "dx", dx);
+}
+
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
     static const char *const where = "mt_norm_backward";
@@ -3759,6 +3784,8 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dx", dx, "x", x));
+    MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
+    MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
                                 mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
@@ -5494,6 +5521,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
+    MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
                                 mti_cpu_embedding_forward(table, first_row, ids, beta, y)));
@@ -5507,6 +5535,7 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
                                 mti_cpu_embedding_backward(dy, first_row, ids, dtable)));
@@ -5899,6 +5928,7 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, desc, logits, targets, stats),
                                 mti_cpu_cross_entropy_stats(desc, logits, targets, stats)));

@@ -1972,6 +1972,71 @@ static void test_partial_overlap_refused(void **state) {
     for (int i = 0; i < 64; i++) assert_true(data[i] == 0);
 }
 
+static void test_partial_overlap_of_linear_refused(void **state) {
+    float data[64] = {0}, more[32] = {0};
+    mt_tensor x = mt_tensor_f32(data, 4, 4), y = mt_tensor_f32(data + 1, 4, 4), row = mt_tensor_rows(x, 3, 1);
+    mt_tensor z = mt_tensor_f32(more, 4, 4), w = mt_tensor_f32(more + 16, 4, 4), none = mt_none();
+    (void)state;
+#define APART(words, call) ASSERT_REFUSED(MT_ERR_ARGUMENT, words, call)
+    APART("mt_linear_forward: y [4, 4] and weight", mt_linear_forward(ref.ctx, z, x, none, y));
+    APART("mt_linear_activation_forward: h [4, 4] and x",
+          mt_linear_activation_forward(ref.ctx, MT_GELU_TANH, x, z, none, y, w));
+    APART("mt_linear_activation_forward: h [4, 4] and weight",
+          mt_linear_activation_forward(ref.ctx, MT_GELU_TANH, z, x, none, y, w));
+    APART("mt_linear_activation_forward: y [4, 4] and h",
+          mt_linear_activation_forward(ref.ctx, MT_GELU_TANH, z, w, none, x, y));
+    APART("mt_linear_activation_forward: y [4, 4] and x",
+          mt_linear_activation_forward(ref.ctx, MT_GELU_TANH, x, z, none, w, y));
+    APART("mt_linear_activation_forward: y [4, 4] and weight",
+          mt_linear_activation_forward(ref.ctx, MT_GELU_TANH, z, x, none, w, y));
+    APART("mt_linear_activation_backward: dh [4, 4] and dy",
+          mt_linear_activation_backward(ref.ctx, MT_GELU_TANH, x, z, w, y, none));
+    APART("mt_linear_activation_backward: dh [4, 4] and h",
+          mt_linear_activation_backward(ref.ctx, MT_GELU_TANH, z, w, x, y, none));
+    APART("mt_linear_activation_backward: dh [4, 4] and weight",
+          mt_linear_activation_backward(ref.ctx, MT_GELU_TANH, z, x, w, y, none));
+    APART("mt_linear_gradients: dweight [4, 4] and dy", mt_linear_gradients(ref.ctx, x, z, y, none));
+    APART("mt_linear_gradients: dweight [4, 4] and x", mt_linear_gradients(ref.ctx, z, x, y, none));
+    APART("mt_linear_gradients: dbias [1, 4] and dy", mt_linear_gradients(ref.ctx, x, z, w, row));
+    for (int i = 0; i < 64; i++) assert_true(data[i] == 0);
+}
+
+/* mt_copy and mt_convert accept the same view, with any ld if it has one row, and views that are apart. */
+static void test_partial_overlap_of_rows_refused(void **state) {
+    static const int32_t ids[4] = {0};
+    static const mt_cross_entropy_shard_desc desc = {.vocab = 4};
+    float data[64] = {0}, more[32] = {0};
+    mt_tensor x = mt_tensor_f32(data, 4, 4), y = mt_tensor_f32(data + 1, 4, 4), row = mt_tensor_rows(x, 3, 1);
+    mt_tensor z = mt_tensor_f32(more, 4, 4), w = mt_tensor_f32(more + 16, 4, 4), none = mt_none(), wide = x;
+    mt_tensor gain = mt_tensor_f32(more, 1, 4), sum = mt_tensor_f32(data + 32, 1, 4), stats = mt_tensor_f32(more, 4, 2);
+    (void)state;
+    wide.ld = 8; /* begins where x does, but has other rows */
+    OK(mt_copy(ref.ctx, x, x));
+    OK(mt_convert(ref.ctx, x, x));
+    OK(mt_copy(ref.ctx, mt_tensor_rows(wide, 0, 1), mt_tensor_rows(x, 0, 1)));
+    OK(mt_copy(ref.ctx, mt_tensor_rows(x, 0, 2), mt_tensor_rows(x, 2, 2)));
+    APART("mt_copy: y [4, 4] and x", mt_copy(ref.ctx, x, y));
+    APART("mt_copy: y [4, 4] and x", mt_copy(ref.ctx, x, wide));
+    APART("mt_copy: y [4, 4] and x", mt_copy(ref.ctx, wide, x));
+    APART("mt_convert: y [4, 4] and x", mt_convert(ref.ctx, x, y));
+    APART("mt_convert: y [4, 4] and x", mt_convert(ref.ctx, x, with_dtype(x, MT_BF16)));
+    APART("mt_bias_backward: dbias [1, 4] and dy", mt_bias_backward(ref.ctx, x, row));
+    APART("mt_embedding_forward: y [4, 4] and table", mt_embedding_forward(ref.ctx, x, 0, ids, 0, y));
+    APART("mt_embedding_backward: dtable [4, 4] and dy", mt_embedding_backward(ref.ctx, x, 0, ids, y));
+    APART("mt_cross_entropy_stats: stats [4, 4] and logits", mt_cross_entropy_stats(ref.ctx, &desc, x, ids, y));
+#define NORM(x, dy, dx, dgain, dbias)                                                                                  \
+    mt_norm_backward(ref.ctx, MT_LAYER_NORM, x, gain, stats, dy, none, dx, dgain, dbias)
+    APART("mt_norm_backward: dgain [1, 4] and x", NORM(x, z, w, row, none));
+    APART("mt_norm_backward: dgain [1, 4] and dy", NORM(z, x, w, row, sum));
+    APART("mt_norm_backward: dgain [1, 4] and dx", NORM(z, w, x, row, sum));
+    APART("mt_norm_backward: dbias [1, 4] and x", NORM(x, z, w, sum, row));
+    APART("mt_norm_backward: dbias [1, 4] and dy", NORM(z, x, w, sum, row));
+    APART("mt_norm_backward: dbias [1, 4] and dx", NORM(z, w, x, sum, row));
+#undef NORM
+#undef APART
+    for (int i = 0; i < 64; i++) assert_true(data[i] == 0);
+}
+
 static void test_pointwise_refuses(void **state) {
     float data[12] = {0}, more[12] = {0};
     mt_tensor x = mt_tensor_f32(data, 3, 4), row = mt_tensor_f32(data, 1, 4), col = mt_tensor_f32(data, 3, 1);
@@ -2069,6 +2134,8 @@ int main(void) {
         REF_TEST(test_pointwise_refuses),
         REF_TEST(test_check_apart),
         REF_TEST(test_partial_overlap_refused),
+        REF_TEST(test_partial_overlap_of_linear_refused),
+        REF_TEST(test_partial_overlap_of_rows_refused),
         REF_TEST(test_pointwise_without_columns),
         REF_TEST(test_hash_element),
         REF_TEST(test_meta),
