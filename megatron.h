@@ -61,7 +61,9 @@
    Types:   A model is f32, or bf16 or f16 after mt_params_set_dtype (mt_parallel.h). Parameter gradients, master
             weights and the loss are always f32.
    Errors:  Every call that can fail returns an mt_status. MT_TRY(call) makes the calling function return the status if
-            it is an error. mt_last_error(ctx) returns a message with the offending values.
+            it is an error. mt_last_error(ctx) returns a message with the offending values. Blocks return the errors of
+            the layers and operators in them, which the heads of mt_parallel.h and mt_kernels.cuh list. The comment of
+            a function says only what is special to it. After an error of a create function, the registry is as before.
    Threads: A rank is one thread, with a context, communicators and a registry of its own.
    Macros:  mt_comm.h lists those that configure the implementation.
 
@@ -137,7 +139,9 @@ typedef struct mt_mlp_saved {
    x must not change until backward. The tensors of saved are in the arena until the caller's mt_arena_release. When
    saved is NULL, forward is inference. When dx is mt_none(), backward neither computes nor reduces dx.
    Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
-   does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter. */
+   does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter.
+   Errors of create: MT_ERR_ARGUMENT (hidden, ffn or activation is out of range; the limit of hidden and ffn is
+   2^31 - 1), and those of the two linear layers. */
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out);
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved);
@@ -322,7 +326,9 @@ typedef struct mt_transformer_layer_saved {
    forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
-   reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute. */
+   reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute.
+   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range), and those of the create functions of its
+   parts. */
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out);
 MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,

@@ -222,7 +222,8 @@ MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaStream_t; NULL on other devices */
 
-/* The message of the last error of a call with ctx, or "" when no call has failed. The string belongs to ctx. */
+/* The message of the last error of a call with ctx, or "" when no call has failed. The string belongs to ctx. When ctx
+   is NULL, the message is "the context is NULL". */
 MT_API const char *mt_last_error(const mt_context *ctx);
 
 /* Allocates zero-filled, 64-byte aligned memory outside the arena, from the context's allocator. The caller frees it

@@ -36,6 +36,13 @@
 
    Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
 
+   Errors: A call with a context can return MT_ERR_ARGUMENT (a NULL pointer, a value or a combination of fields that is
+   not allowed), MT_ERR_SHAPE, MT_ERR_DTYPE and MT_ERR_MEMORY. Calls that compute can also return the errors of the
+   operators (see the head of mt_kernels.cuh). Calls that communicate can also return those of the collectives (see
+   mt_comm.h). mt_last_error(ctx) has the message. The comment of a function says only what is special to it. The create
+   functions of layers, which add parameters, also return the errors of mt_params_add. After an error of a create
+   function, the registry is as before.
+
    Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
    >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
 
@@ -256,6 +263,9 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
    order, the same dtype and the same mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH
    with a message that names it, and nothing has changed. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
+
+/* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step.
+   MT_ERR_ARGUMENT: mt_params_init has not been called. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params);
@@ -328,7 +338,10 @@ typedef struct mt_linear_saved {
 /* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
    gather_output. backward adds to the gradients of weight and bias. When dx is mt_none(), it is not computed.
    Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
-   [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx. */
+   [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
+   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
+   invariant mode without gather_output, several parts without parts_by_shard), MT_ERR_SHAPE (a shared weight has
+   another shape). */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out);
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
@@ -340,7 +353,9 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
    [tokens, out]. The bias is added once, after the reduction. backward adds to the gradients of weight and bias. When
    dx is mt_none(), it is not computed.
    Communication: forward all-reduces y (g). Without input_is_parallel, backward all-gathers dx. With sequence_parallel
-   y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy. */
+   y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy.
+   Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for column-parallel layers or has no effect; in
+   invariant mode with input_is_parallel, several parts without parts_by_shard). */
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                const mt_linear_desc *desc, mt_row_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
@@ -449,7 +464,8 @@ typedef struct mt_norm_saved {
    row holds, side by side, those heads of the group that this layer normalises. For example, in a contiguous qkv
    [tokens, local_groups * unit], with unit = (heads_per_group + 2) * head_dim, this view holds the queries:
        mt_tensor_cols(mt_tensor_reshape(qkv, tokens * local_groups, unit), 0, heads_per_group * head_dim)
-   No communication. The hash log gets NAME.output and NAME.input_grad, except per head. */
+   No communication. The hash log gets NAME.output and NAME.input_grad, except per head.
+   Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, or groups is set with sequence_parallel). */
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out);
 MT_API mt_status mt_norm_layer_forward(mt_context *ctx, const mt_norm_layer *layer, mt_tensor x, mt_tensor y,
@@ -572,7 +588,8 @@ typedef struct mt_vocab_parallel_embedding {
    the gradient. ids [tokens] are in memory of the context's device, and must be the same in both calls.
    Communication: forward all-reduces y (g). With sequence_parallel y and dy are [tokens / t, features]: forward
    reduce-scatters y, and backward all-gathers dy.
-   MT_ERR_DATA: an id is not in [0, vocab). */
+   Errors: MT_ERR_ARGUMENT of create (vocab is not in [1, 2^31 - 1], or features is less than 1), MT_ERR_DATA (an id is
+   not in [0, vocab)). */
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out);
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
@@ -736,7 +753,8 @@ typedef struct mt_optimizer {
 
 /* Creates an optimizer and allocates its state. Masters are copied from the parameters, so call it after
    mt_params_init. desc may be NULL. Collective over the grid's world, whose ranks compare desc: if it differs, every
-   rank returns MT_ERR_MISMATCH. params must outlive the optimizer. */
+   rank returns MT_ERR_MISMATCH. params must outlive the optimizer. Other errors: MT_ERR_ARGUMENT (before
+   mt_params_init; a field of desc is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
@@ -773,7 +791,8 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
 /* Performs one AdamW step (mt_adamw) with the gradients multiplied by grad_scale, for instance clip coefficient / loss
    scale. Updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
    share, and an all-gather for each bucket brings all parameters to every data rank. With the same gradients and
-   grad_scale, the parameters have the same bits as with an unsharded optimizer. */
+   grad_scale, the parameters have the same bits as with an unsharded optimizer. MT_ERR_ARGUMENT: lr or grad_scale is not
+   finite (see mt_adamw_check); nothing has changed. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
 /* Returns the learning rate of a step, counted from 0: linear warm-up to lr over `warmup` steps, then a cosine down to
@@ -926,8 +945,10 @@ MT_API int mt_safetensors_count(const mt_safetensors *file);
 MT_API const mt_safetensors_tensor *mt_safetensors_at(const mt_safetensors *file, int index); /* in order of names */
 MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *file,
                                                         const char *name); /* NULL: there is none */
-MT_API const char *mt_safetensors_metadata(const mt_safetensors *file,
-                                           const char *key); /* of "__metadata__"; NULL: none */
+
+/* Returns the value of a key of "__metadata__", or NULL when there is none. The string is valid until
+   mt_safetensors_close. */
+MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);
 
 /* Writes the elements of a tensor of type F32, BF16 or F16 as floats to out, in host memory. MT_ERR_DTYPE: the tensor
    is of another type. MT_ERR_IO: it cannot be read, or the file was truncated since it was opened; the content of out
