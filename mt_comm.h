@@ -183,15 +183,15 @@ typedef struct mt_context_desc {
        are powers of two up to 1024. See docs/invariance.md. */
     int invariant;      /* V; 0: off */
     int invariant_data; /* V_d; only with `invariant`; 0: V */
-    int ordinal;        /* MT_DEVICE_CUDA: GPU number, as in cudaSetDevice; the library leaves this GPU current */
+    int ordinal; /* GPU number, as in cudaSetDevice; the library leaves this GPU current; ignored on other devices */
     /* advanced */
     struct CUstream_st *
         stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one. Must be NULL on
-                   MT_DEVICE_CPU */
-    mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; 0: CPU */
+                   other devices */
+    mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; ignored on other devices; 0: CPU */
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
        then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
-       0: no promise */
+       Ignored on other devices than MT_DEVICE_CUDA. 0: no promise */
     int arena_symmetric;
     /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
        2 MiB or more on a GPU when NCCL is built */
@@ -538,9 +538,10 @@ typedef struct mt_launch_desc {
     /* 1: threads are not pinned; 0: on Linux, with two or more ranks and enough cores, the thread of each rank is
        pinned to cores of its own */
     int no_pinning;
-    int cores_per_rank; /* cores for each pinned rank; set it to mt_context_desc.threads; 0: 1 */
-    double timeout_s;   /* timeout of world and of all groups split from it, in seconds; 0: MT_TIMEOUT_DEFAULT */
-    mt_logger logger;   /* gets one message per failed rank, "rank 1 of 4: MT_ERR_SHAPE: ..."; {NULL}: to stderr */
+    /* cores for each pinned rank; set it to mt_context_desc.threads. Ignored with no_pinning. 0: 1 */
+    int cores_per_rank;
+    double timeout_s; /* timeout of world and of all groups split from it, in seconds; 0: MT_TIMEOUT_DEFAULT */
+    mt_logger logger; /* gets one message per failed rank, "rank 1 of 4: MT_ERR_SHAPE: ..."; {NULL}: to stderr */
     /* called with the `user` of mt_launch when a rank's thread does not return, see mt_launch; NULL: never */
     void (*stuck)(void *user);
 } mt_launch_desc;
@@ -1185,9 +1186,11 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  desc->invariant, desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
-    if (desc->stream && desc->device == MT_DEVICE_CPU)
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
-                                  "mt_context_create: stream is set, but device is MT_DEVICE_CPU");
+    if (desc->stream && desc->device != MT_DEVICE_CUDA) {
+        snprintf(text, sizeof text, "mt_context_create: stream is set, but device is %s",
+                 desc->device == MT_DEVICE_META ? "MT_DEVICE_META" : "MT_DEVICE_CPU");
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
     return MT_SUCCESS;
 }
 

@@ -738,7 +738,7 @@ typedef struct mt_optimizer_desc {
        state take 14 bytes per parameter instead of 18. MT_ERR_ARGUMENT for f32 parameters */
     int stochastic_rounding;
     /* seed of stochastic_rounding. Step n (1, 2, ...) uses the subsequence (FNV-1a hash of the parameter's name) + n,
-       with one random word for each global element (see mt_random) */
+       with one random word for each global element (see mt_random). Ignored without stochastic_rounding */
     uint64_t seed;
 } mt_optimizer_desc;
 
@@ -791,8 +791,8 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
 /* Performs one AdamW step (mt_adamw) with the gradients multiplied by grad_scale, for instance clip coefficient / loss
    scale. Updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
    share, and an all-gather for each bucket brings all parameters to every data rank. With the same gradients and
-   grad_scale, the parameters have the same bits as with an unsharded optimizer. MT_ERR_ARGUMENT: lr or grad_scale is not
-   finite (see mt_adamw_check); nothing has changed. */
+   grad_scale, the parameters have the same bits as with an unsharded optimizer.
+   Error: MT_ERR_ARGUMENT (lr or grad_scale is not finite, see mt_adamw_check); nothing has changed. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
 /* Returns the learning rate of a step, counted from 0: linear warm-up to lr over `warmup` steps, then a cosine down to

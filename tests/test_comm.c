@@ -1013,7 +1013,10 @@ static void test_context_arguments(void **state) {
     d = small();
     d.stream = (struct CUstream_st *)&log;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "stream is set"));
+    assert_non_null(strstr(mt_comm_last_error(comm), "stream is set, but device is MT_DEVICE_CPU"));
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "stream is set, but device is MT_DEVICE_META"));
     d = small();
     d.threads = -3;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
