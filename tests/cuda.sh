@@ -34,8 +34,8 @@ nccl_example() {
 
 few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sample 4 --no-pinning --data megatron.h"
 
-# examples/train_gpt.c as it is, on two GPUs over NCCL: the losses of the CPU in f32, within 1e-5 of the loss, or 2e-2 in
-# bf16 and f16.
+# examples/train_gpt.c as it is, on two GPUs over NCCL: the losses of the CPU in f32, within 1e-5 of the loss, or 2e-2
+# in bf16 and f16.
 trains_on_the_engine() {
     "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt_cpu" -lm -lpthread || return 1
     # shellcheck disable=SC2086  # a list of flags
@@ -181,7 +181,8 @@ END
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
-# The line of docs/gpus.md, with another place for the program, and with warnings as errors. With a GPU it trains, without one it says so.
+# The line of docs/gpus.md, with another place for the program, and with warnings as errors. With a GPU it trains,
+# without one it says so.
 builds_train_gpt() {
     line=$(sed -n 's/^\(nvcc .* examples\/train_gpt.c .* -o \)build\/train_gpt /\1"$build\/train_gpt" /p' docs/gpus.md)
     [ -n "$line" ] || { echo "docs/gpus.md does not say how to compile examples/train_gpt.c"; return 1; }

@@ -2,8 +2,8 @@
    repeat the same collectives until one of them has a fault.
        faulty FAULT RANK CALL TIMEOUT
    In round 5 the rank is killed (kill), stopped (stop), sleeps (sleep), returns (return), fails (fail), or has no
-   fault (none). With `work`, it prints "works", works for a second and goes on. CALL: all_reduce, large, all_gather, reduce_scatter, broadcast, barrier, ring, or group for an
-   all_reduce among the even and among the odd ranks. */
+   fault (none). With `work`, it prints "works", works for a second and goes on. CALL: all_reduce, large, all_gather,
+   reduce_scatter, broadcast, barrier, ring, or group for an all_reduce among the even and among the odd ranks. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
