@@ -36,11 +36,14 @@ sub read_list {
 sub bodies {
     my ($header, $name) = @_;
     my @bodies;
-    return [0, length $text{$header}] unless defined $name;
-    return if index($text{$header}, $name) < 0;
-    pos($text{$header}) = 0;
-    push @bodies, [$-[0], index $text{$header}, "\n}", $-[0]]
-        while $text{$header} =~ /^(?:[^\s#\/][^\n]*\b| {4})\Q$name\E(\([^;{}]*)? ?\{/mg;
+    my $text = \$text{$header};
+    return [0, length $$text] unless defined $name;
+    for (my $at = 0; ($at = index $$text, $name, $at) >= 0; $at = index $$text, "\n", $at) {
+        my $line = 1 + rindex $$text, "\n", $at;
+        pos($$text) = $line;
+        push @bodies, [$line, index $$text, "\n}", $line]
+            if $$text =~ /\G(?:[^\s#\/][^\n]*\b| {4})\Q$name\E(\([^;{}]*)? ?\{/g;
+    }
     return @bodies;
 }
 
@@ -51,11 +54,9 @@ sub places {
     my @places;
     for my $header (@headers) {
         for my $body (bodies($header, $bug->{in})) {
-            pos($text{$header}) = $body->[0];
-            while ($text{$header} =~ /$pattern/gs) {
-                last if $+[0] > $body->[1];
-                push @places, [$header, $-[0], $+[0]];
-            }
+            my ($begin, $end) = @$body;
+            my $part = substr $text{$header}, $begin, $end - $begin;
+            push @places, [$header, $begin + $-[0], $begin + $+[0]] while $part =~ /$pattern/gs;
         }
     }
     return @places;
