@@ -1645,7 +1645,56 @@ static void test_hash_element(void **state) {
 /* ---- meta contexts ---------------------------------------------------------------------------------------------- */
 
 /* On a meta context, every operator succeeds with addresses that must not be dereferenced, and refuses what it refuses
-   on the CPU. */
+   on the CPU. This case has the operators element by element, those of linear layers, and sums; the next has the
+   others. */
+static void test_meta_of_products(void **state) {
+    mt_context_desc d;
+    mt_context *c = NULL;
+    mt_tensor x, y, z, half, row, col, weight;
+    uint64_t hash = 5;
+    size_t used;
+    (void)state;
+    memset(&d, 0, sizeof d);
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &c));
+#define NEW(t, dtype, rows, cols) ASSERT_STATUS(c, MT_SUCCESS, mt_arena_tensor(c, dtype, rows, cols, &t))
+#define FINE(call) ASSERT_STATUS(c, MT_SUCCESS, call)
+    NEW(x, MT_F32, 6, 16);
+    NEW(y, MT_F32, 6, 16);
+    NEW(z, MT_F32, 6, 16);
+    NEW(half, MT_BF16, 6, 16);
+    NEW(row, MT_F32, 1, 16);
+    NEW(col, MT_F32, 6, 1);
+    NEW(weight, MT_F32, 16, 16);
+    used = mt_arena_mark(c);
+    FINE(mt_convert(c, x, half));
+    FINE(mt_hash(c, half, 0, 0, 16, &hash));
+    assert_true(hash == 5);
+    FINE(mt_tree_sum(c, x));
+    FINE(mt_multiply(c, x, half, y));
+    FINE(mt_multiply_row_forward(c, x, row, y));
+    FINE(mt_multiply_row_backward(c, half, row, x, y, row));
+    FINE(mt_multiply_col_forward(c, x, col, y));
+    FINE(mt_multiply_col_backward(c, x, col, half, y, col));
+    FINE(mt_sigmoid_forward(c, x, half));
+    FINE(mt_sigmoid_backward(c, x, half, y));
+    FINE(mt_silu_forward(c, half, half));
+    FINE(mt_silu_backward(c, x, y, y));
+    FINE(mt_sigmoid_gate_forward(c, x, half, y));
+    FINE(mt_sigmoid_gate_backward(c, x, half, y, z, y));
+    FINE(mt_linear_forward(c, x, weight, row, half));
+    FINE(mt_linear_activation_forward(c, MT_GELU_ERF, half, weight, row, y, z));
+    FINE(mt_linear_activation_backward(c, MT_GELU_ERF, half, weight, y, z, row));
+    FINE(mt_linear_gradients(c, half, x, weight, row));
+    ASSERT_STATUS(c, MT_ERR_SHAPE, mt_multiply(c, x, row, y));
+    ASSERT_STATUS(c, MT_ERR_DTYPE, mt_multiply_row_backward(c, x, row, x, y, mt_tensor_rows(half, 0, 1)));
+    ASSERT_STATUS(c, MT_ERR_DTYPE, mt_linear_gradients(c, x, x, mt_tensor_rows(half, 0, 6), mt_none()));
+    assert_int_equal(mt_arena_mark(c), used);
+    mt_context_destroy(c);
+#undef NEW
+#undef FINE
+}
+
 static void test_meta(void **state) {
     mt_context_desc d;
     mt_context *c = NULL;
@@ -1712,6 +1761,7 @@ static void test_meta(void **state) {
     FINE(mt_cross_entropy_combine(c, &ce, mt_tensor_f32((float *)z.data, 6, 4), 1, ids, loss,
                                   mt_tensor_rows(lse, 0, 2)));
     FINE(mt_cross_entropy_backward(c, &ce, logits, ids, mt_tensor_rows(lse, 0, 2), mt_none(), 1));
+    FINE(mt_cross_entropy_forward_backward(c, &ce, logits, ids, mt_none(), 1, loss));
     FINE(mt_adamw_step(c, &h, x, mt_none(), y, z, x));
     ASSERT_STATUS(c, MT_ERR_SHAPE, mt_add(c, x, row, z));
     ASSERT_STATUS(c, MT_ERR_SHAPE, mt_attention_forward(c, &s, x, out, lse));
@@ -2139,6 +2189,7 @@ int main(void) {
         REF_TEST(test_pointwise_without_columns),
         REF_TEST(test_hash_element),
         REF_TEST(test_meta),
+        REF_TEST(test_meta_of_products),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
