@@ -563,7 +563,7 @@ MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx) {
     return k ? k->options : defaults;
 }
 
-/* ---- >>check: what operators ask of their arguments -------------------------------------------------------------- */
+/* ---- >>check: checks of arguments -------------------------------------------------------------------------------- */
 
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
@@ -738,7 +738,7 @@ MT_INLINE float mti_sqrt(float x) {
     return x <= FLT_MAX ? s : x;
 }
 
-/* ---- >>views: what loops and kernels see of a tensor ------------------------------------------------------------- */
+/* ---- >>views: rows of a tensor for loops, elements of a tensor for kernels --------------------------------------- */
 
 static float *mti_row(mt_tensor t, int64_t row) { return t.data ? (float *)t.data + row * mt_tensor_ld(t) : NULL; }
 
@@ -798,7 +798,7 @@ static __device__ __forceinline__ void mti_put(const mti_view &v, int64_t row, i
 } /* extern "C++" */
 #endif
 
-/* ---- >>vector-loads: eight elements at once, of any float type --------------------------------------------------- */
+/* ---- >>vector-loads: kernels load and store eight elements of any float type at once ----------------------------- */
 
 #if MT_HAS_CUDA
 extern "C++" {
@@ -916,7 +916,7 @@ static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
     }
 }
 
-/* ---- >>rows: one row after the other, and on a GPU one block for each row ---------------------------------------- */
+/* ---- >>rows: loops over one row, and reductions over a row in a block of threads --------------------------------- */
 
 /* Returns the sum of the MTI_PARTIALS partial sums in lanes, added as a binary tree. Overwrites lanes. */
 static float mti_lanes_sum(float *lanes) {
@@ -1069,7 +1069,7 @@ template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Ke
 } /* extern "C++" */
 #endif
 
-/* ---- >>map: element by element ----------------------------------------------------------------------------------- */
+/* ---- >>map: elementwise kernels ---------------------------------------------------------------------------------- */
 
 #if MT_HAS_CUDA
 extern "C++" {
@@ -1119,7 +1119,7 @@ static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wi
 } /* extern "C++" */
 #endif
 
-/* ---- >>columns: element by element, and sums over the rows ------------------------------------------------------- */
+/* ---- >>columns: elementwise kernels that also sum over the rows -------------------------------------------------- */
 
 /* out [1, n] += the sum of the four rows of x [4, n]. Adding four rows at a time reads and writes `out` less often. */
 static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
@@ -1243,7 +1243,7 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
 } /* extern "C++" */
 #endif
 
-/* ---- >>random-words: Philox by global element -------------------------------------------------------------------- */
+/* ---- >>random-words: Philox, one word for each global element ---------------------------------------------------- */
 
 /* Refuses a view that is not inside its global tensor, or whose global element numbers do not fit in 64 bits. */
 static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random at, int64_t rows, int64_t cols) {
@@ -1358,7 +1358,7 @@ static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t 
 } /* extern "C++" */
 #endif
 
-/* ---- >>ptx: one wrapper for each instruction that C++ has no word for -------------------------------------------- */
+/* ---- >>ptx: wrappers of PTX instructions ------------------------------------------------------------------------- */
 
 #if MT_HAS_CUDA
 extern "C++" {
@@ -1681,7 +1681,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     return mti_end(&op, MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_fill(y, value)));
 }
 
-/* ---- >>copy: also from and to the host --------------------------------------------------------------------------- */
+/* ---- >>copy: on the device, and from and to the host ------------------------------------------------------------- */
 
 /* y = x, in any type. Uses memmove because y may be x. */
 static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
@@ -1764,7 +1764,7 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
                                 mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
 }
 
-/* ---- >>add: also conversions, which add nothing ------------------------------------------------------------------ */
+/* ---- >>add: sums and type conversions ---------------------------------------------------------------------------- */
 
 static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
     int64_t i;
@@ -3123,7 +3123,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
                                 mti_cpu_activation_backward(kind, h, dy, dh, dbias)));
 }
 
-/* ---- >>linear: a product and what goes with it: as operators of their own, or as an epilogue of cuBLASLt --------- */
+/* ---- >>linear: a product with bias and activation, as separate operators or with an epilogue of cuBLASLt --------- */
 
 static mt_status mti_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, weight, 0.0f, y));
@@ -5286,7 +5286,7 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
     return mti_rotary(ctx, "mt_rotary_backward", desc, table, -1.0f, "dqkv", dqkv);
 }
 
-/* ---- >>ids: token ids: their check, and those of positions ------------------------------------------------------- */
+/* ---- >>ids: the position ids of tokens, and the check of token ids ----------------------------------------------- */
 
 static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
     int64_t i;
@@ -6155,7 +6155,7 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
                            mti_cpu_adamw(hyper, param, master, grad, m, v)));
 }
 
-/* ---- >>pointwise: products and gates, element by element --------------------------------------------------------- */
+/* ---- >>pointwise: elementwise products and gates ----------------------------------------------------------------- */
 
 /* What an operator computes from its inputs a and b. */
 typedef enum mti_pointwise {
