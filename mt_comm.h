@@ -358,7 +358,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
    finalized), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
-/* ---- the ledger: what a communicator was asked to move ----------------------------------------------------------- */
+/* ---- the ledger: calls and bytes of a communicator --------------------------------------------------------------- */
 
 typedef enum mt_collective {
     MT_ALL_REDUCE = 0,
@@ -427,7 +427,7 @@ MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t c
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
                               void *recvbuf, size_t recvcount, int src, mt_dtype dtype);
 
-/* ---- what ranks were told ---------------------------------------------------------------------------------------- */
+/* ---- comparing settings between ranks ---------------------------------------------------------------------------- */
 
 /* A setting that should have the same value on all ranks, for instance a command-line flag, or a file name with a hash
    of the file's content as value. The strings belong to the caller and are needed only during mt_comm_compare. */
@@ -563,7 +563,7 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
    early". */
 MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_main, void *user);
 
-/* ---- launch: ranks as processes that somebody else started ------------------------------------------------------- */
+/* ---- launch: ranks as processes that a launcher has started ------------------------------------------------------ */
 
 /* Runs rank_main once, on the calling thread, as one rank of a program that torchrun, Open MPI, MPICH or Slurm has
    started once per rank. The rank and the number of ranks come from the launcher's environment variables; when there
@@ -5136,7 +5136,7 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
 }
 #endif
 
-/* ---- >>compare: what ranks were told ----------------------------------------------------------------------------- */
+/* ---- >>compare: settings of the ranks ---------------------------------------------------------------------------- */
 
 #define MTI_TOLD_CHUNK ((size_t)1024)
 
