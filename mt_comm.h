@@ -37,7 +37,8 @@
 
    Errors. Every call that can fail returns an mt_status: MT_SUCCESS is 0, errors are negative. The context keeps a
    message with the offending values (mt_last_error). When a call has no context argument, its communicator keeps the
-   message (mt_comm_last_error). A call that refuses its arguments changes nothing, except that it may set *out to NULL.
+   message (mt_comm_last_error). A call that has neither returns only the status. A call that refuses its arguments
+   changes nothing, except that it may set *out to NULL or fill it with zeros.
 
    Threads. A context and a communicator belong to one thread (one rank). All ranks of a communicator call the same
    collectives in the same order. Contexts in one process are independent of each other.
@@ -188,7 +189,9 @@ typedef struct mt_context_desc {
     struct CUstream_st *
         stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one. Must be NULL on
                    other devices */
-    mt_device planned; /* MT_DEVICE_META: the device whose memory is planned; ignored on other devices; 0: CPU */
+    /* MT_DEVICE_META: the device whose memory is planned. It must be built into the program (MT_ERR_UNSUPPORTED). Has
+       no effect on other devices. 0: CPU */
+    mt_device planned;
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
        then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
        Ignored on other devices than MT_DEVICE_CUDA. 0: no promise */
@@ -268,17 +271,20 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
 
 /* Destroys a communicator: this rank leaves the group. Peers that still wait for this rank get MT_ERR_PEER. NULL is
    allowed. When ranks are threads, the call does not wait. Over NCCL it waits for the communicator's work in the
-   stream, at most for the timeout. Over MPI a rank waits only in the call that destroys its last communicator from one
-   mt_comm_create_mpi (the groups split from it included). This call waits until every other rank has also destroyed its
-   last one, at most for the timeout, or for 2 s after an error. */
+   stream, at most for the timeout. Over MPI, the communicator from mt_comm_create_mpi and the groups split from it
+   belong together: only the call that destroys the last of them waits. It waits until every other rank has also
+   destroyed its last one, at most for the timeout, or for 2 s after an error. */
 MT_API void mt_comm_destroy(mt_comm *comm);
 
+/* Properties of a communicator. mt_comm_last_error returns the message of the last error, or "" when no call has
+   failed. The strings belong to comm. When comm is NULL, the rank is 0, the size 1, the name "" and the message "the
+   communicator is NULL". */
 MT_API int mt_comm_rank(const mt_comm *comm);
 MT_API int mt_comm_size(const mt_comm *comm);
 MT_API int mt_comm_is_meta(const mt_comm *comm);
 MT_API void mt_comm_set_name(mt_comm *comm, const char *name); /* used in messages; keeps 15 characters */
 MT_API const char *mt_comm_name(const mt_comm *comm);
-MT_API const char *mt_comm_last_error(const mt_comm *comm); /* as mt_last_error; belongs to comm */
+MT_API const char *mt_comm_last_error(const mt_comm *comm);
 
 /* Returns the number of this rank among the ranks of its machine, from 0, for choosing a GPU. For threads it is the
    rank in the world. Over MPI it counts the ranks with the same processor name. For other processes of
@@ -601,7 +607,8 @@ MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t by
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
-/* Four values of the context's desc, with the defaults filled in, and two properties of its device. ctx may be NULL. */
+/* Four values of the context's desc, with the defaults filled in, and two properties of its device. When ctx is NULL,
+   the values are those of a CPU context with an empty desc. */
 MT_API int mt_context_threads(const mt_context *ctx);
 MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
@@ -1802,8 +1809,8 @@ static int mti_cond_init(pthread_cond_t *cond) {
 }
 
 /* Measures a wait without the time in which this process was stopped. Otherwise the first thread that runs again would
-   blame ranks that had no chance to arrive. A waiting thread reads the clock every `tick` seconds; an interval longer
-   than two ticks means that the process was stopped, and counts as two ticks. */
+   blame ranks that had no chance to arrive. A waiting thread reads the clock every `tick` seconds. An interval
+   counts as at most two ticks: a longer one usually means that the process was stopped. */
 typedef struct mti_stopwatch {
     double waited, looked, tick;
 } mti_stopwatch;
