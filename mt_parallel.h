@@ -85,8 +85,8 @@ typedef struct mt_grid {
 
 /* Lists the group of kind `group` that contains `rank`. Writes its ranks to ranks, in ascending order, and their number
    to *count. ranks must have space for world_size entries. No communication.
-   MT_ERR_ARGUMENT: a size is negative, or rank is out of range. MT_ERR_SHAPE: tp * dp * pp is not world_size or, when
-   dp is 0, tp * pp does not divide world_size. */
+   Errors, without a message: MT_ERR_ARGUMENT (a size is negative, or rank is out of range), MT_ERR_SHAPE (tp * dp * pp
+   is not world_size or, when dp is 0, tp * pp does not divide world_size). */
 MT_API mt_status mt_grid_ranks(const mt_grid_desc *desc, int world_size, mt_group group, int rank, int *ranks,
                                int *count);
 
@@ -159,7 +159,8 @@ typedef struct mt_parallel_options {
     int overlap_chunks;
 } mt_parallel_options;
 
-/* Sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a forward and its backward.
+/* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a
+   forward and its backward. mt_parallel_get_options returns the options, or the defaults when none were set.
    Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
 MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
@@ -261,7 +262,7 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
    Collective over the grid's world, whose ranks compare their settings (mt_comm_compare). All ranks need the same seed,
    mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the same
    order, the same dtype and the same mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH
-   with a message that names it, and nothing has changed. */
+   with a message that names it, and nothing has changed. MT_ERR_ARGUMENT: the registry has no parameters. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
 /* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step.
@@ -341,7 +342,7 @@ typedef struct mt_linear_saved {
    [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
    invariant mode without gather_output, several parts without parts_by_shard), MT_ERR_SHAPE (a shared weight has
-   another shape). */
+   another shape, placement, parts or unit). */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out);
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
@@ -665,7 +666,8 @@ MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
    the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
    mt_sync_gradients_begin it does nothing.
    Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost.
-   MT_ERR_ARGUMENT: a gradient is declared final twice in one step. */
+   MT_ERR_ARGUMENT: a gradient is declared final twice in one step, or first comes after last, or the two are in
+   different registries. */
 MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
 
 /* Makes param->grad the whole sum on every rank. Call it after mt_sync_gradients when a program with a sharded
@@ -882,7 +884,7 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
 typedef struct mt_hash_log mt_hash_log;
 
 /* Creates the log of a context. A context has at most one; a second is MT_ERR_ARGUMENT. Destroy the log before the
-   context. mt_hash_log_destroy accepts NULL. */
+   context. grid must outlive the log. mt_hash_log_destroy accepts NULL. */
 MT_API mt_status mt_hash_log_create(mt_context *ctx, const mt_grid *grid, mt_hash_log **out);
 MT_API void mt_hash_log_destroy(mt_hash_log *log);
 
@@ -927,8 +929,9 @@ typedef struct mt_safetensors mt_safetensors; /* opaque */
 #define MT_SAFETENSORS_DIMS 8
 #define MT_PATH_MAX 1024 /* characters of a path DIRECTORY/NAME with its NUL; a longer path is MT_ERR_ARGUMENT */
 
+/* A tensor of a file. The struct and its pointers belong to the file: they are valid until mt_safetensors_close. */
 typedef struct mt_safetensors_tensor {
-    const char *name;  /* UTF-8. The pointers of this struct are valid until the file is closed */
+    const char *name;  /* UTF-8 */
     const char *dtype; /* as in the file: "F32", "BF16", "I64", ... */
     int dims;
     int64_t shape[MT_SAFETENSORS_DIMS];
@@ -1007,8 +1010,9 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
    some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
-/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED", where VALUE is what the
-   metadata has under `name`. Use it to refuse a value that mt_safetensors_fields accepts. */
+/* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". VALUE is what the
+   metadata has under `name`; without such an entry the message is "FILE: its metadata has no NAME". Use it to refuse a
+   value that mt_safetensors_fields accepts. */
 MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
                                        const char *wanted);
 
@@ -1119,8 +1123,9 @@ typedef struct mt_training_state {
 
 /* Creates a checkpoint; opens and writes no file. Allocates host memory for the largest unsharded parameter in f32
    (twice if the format has convert), and 1 KiB of device memory. params must outlive the checkpoint. Not collective.
-   MT_ERR_ARGUMENT: a field has no name or no value, or its name is already used by another field or by the library's
-   metadata. */
+   MT_ERR_ARGUMENT: mt_params_init was not called; a value of desc is out of range (the limit of directory is
+   MT_PATH_MAX - 128 characters); the optimizer is of another registry; a field has no name or no value, or its name is
+   already used by another field or by the library's metadata. */
 MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
                                       mt_checkpoint **out);
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
