@@ -192,7 +192,9 @@ typedef struct mt_self_attention_saved {
 
 /* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
    batch->sequences * batch->seq. Inference (saved NULL) has no dropout. Backward uses the batch of forward.
-   MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq. */
+   MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq.
+   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range; the limit of hidden and max_seq is 2^31 - 1),
+   MT_ERR_SHAPE (see mt_self_attention_desc), and those of the two linear layers. */
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out);
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
@@ -209,8 +211,8 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
                in the arena. When saved is NULL, forward is inference.
      backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
                to the gradients of the parameters.
-   MT_ERR_ARGUMENT: desc->groups is not 0. MT_ERR_SHAPE: layer->desc.unit is not a multiple of the head size or is less
-   than 3 * head size, or qkv or dqkv has another layout or is not contiguous. */
+   MT_ERR_ARGUMENT: desc->groups is not 0, or layer was not created. MT_ERR_SHAPE: layer->desc.unit is not a multiple of
+   the head size or is less than 3 * head size, or qkv or dqkv has another layout or is not contiguous. */
 typedef struct mt_qk_norm {
     mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
     int64_t unit;       /* columns of a query group */

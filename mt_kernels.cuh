@@ -146,7 +146,8 @@ MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
    mt_params_create (mt_parallel.h) calls it for you. On other devices it does nothing. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 
-/* Returns the name of the GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3" (with its version), "CBLAS" or "built-in". */
+/* Returns the name of the GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3" (with its version), "CBLAS" or "built-in". The
+   string is static. */
 MT_API const char *mt_gemm_library(void);
 
 /* ---- bias and activations ---------------------------------------------------------------------------------------- */
