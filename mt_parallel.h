@@ -252,7 +252,8 @@ MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params,
 
 /* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient.
    MT_ERR_ARGUMENT: the name is taken or too long, another field is out of range, or mt_params_init was already called.
-   MT_ERR_SHAPE: rows or cols is not positive, or parts * unit does not divide the split dimension. */
+   MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, or parts * unit does not divide the split
+   dimension. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
 /* Allocates all values in one block of memory and all gradients in another. Draws the values from the seed and sets the
