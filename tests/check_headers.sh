@@ -328,7 +328,8 @@ check_symbols() {
         END { if (n < 20) print "only " n " symbols seen: the check is broken" }' | fail_on_output
 }
 
-# Builds both halves of a program in C and in C++ (objects *.c.o and *.cpp.o), to link all combinations.
+# Builds both files of a program, implementation and use, in C and in C++ (objects *.c.o and *.cpp.o), to link all
+# combinations.
 build_c() {
     "$CC" -c -I "$H" "$sources/implementation.c" -o "$work/implementation.c.o" &&
         "$CC" -c -I "$H" "$sources/use.c" -o "$work/use.c.o"

@@ -1,10 +1,11 @@
 #!/bin/sh
-# What is tested of CUDA without a GPU besides the programs tests/test_cuda*.cu: the examples on the engine
+# Tests of CUDA that need no GPU, in addition to the programs tests/test_cuda*.cu: the examples on the engine
 # (tests/engine/), which executes kernels and host code on the CPU, and the builds of nvcc.
 #
 #   sh tests/cuda.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: example, training, processes, benchmark, of programs that CMake has built in $MT_BUILD_DIR/engine/fast; nvcc.
+# Parts: example, training, processes and benchmark run programs that CMake has built in $MT_BUILD_DIR/engine/fast; nvcc
+# compiles with nvcc.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -53,19 +54,19 @@ trains_on_the_engine() {
 # shellcheck disable=SC2086  # a list of flags
 trains_as_processes() { sh tests/processes.sh "$engine/train_gpt" "$build/processes" $few_steps; }
 
-# Shapes so small that they only show that everything runs.
+# The shapes are tiny: this only checks that every item of the benchmark runs.
 bench_on_the_engine() {
     "$engine/bench_cuda" --tiny --csv >"$build/bench_cuda.csv" && cat "$build/bench_cuda.csv" || return 1
     [ "$(grep -c '^[a-z]*,"' "$build/bench_cuda.csv")" -gt 50 ]
 }
 
-# The two lines of a user's .cu file.
+# Writes the implementation as a user does, in a .cu file of two lines.
 implementation() {
     printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$build/implementation.cu"
 }
 
-# What ptxas says of each kernel, the most over all architectures: registers, bytes of spills, and the architecture of
-# each.
+# Prints a table from the log of ptxas. For each kernel it has the largest number of registers and of bytes of spills
+# over all architectures, and the architecture of each.
 kernel_report() {
     sed -n -e "s/.*Compiling entry function '\([^']*\)' for '\([^']*\)'.*/K \1 \2/p" \
         -e 's/.* \([0-9]*\) bytes spill stores, \([0-9]*\) bytes spill loads.*/S \1 \2/p' \
@@ -84,7 +85,8 @@ kernel_report() {
               printf "%9d  %-6s %6d  %-6s %s\n", $1, $2, $3, $4, name }'
 }
 
-# Prints one line of it: how many kernels, the most registers, and which kernels spill how many bytes.
+# Sums up this table in one line: the number of kernels, the largest number of registers, and the kernels that spill,
+# with their bytes.
 kernel_summary() {
     awk 'NR > 1 { n++; if ($1 > most) most = $1 }
         NR > 1 && $3 > 0 { name = $5; sub(/[<(].*/, "", name); spill = spill " " name "(" $3 ")" }
@@ -101,7 +103,8 @@ in_list() {
     return 1
 }
 
-# targets LAST ARCH...: machine code for each, from the PTX of the first of its family; from that of LAST for later ones
+# targets LAST ARCH...: prints nvcc's flags for machine code of each ARCH. It is made from the PTX of the first
+# architecture of its family (80 for 86), and for families after LAST from the PTX of LAST.
 targets() {
     last=$1
     shift
@@ -138,7 +141,7 @@ builds_for_all() {
         -o "$build/implementation.o" || return 1
     kernel_report "$build/registers.log" >"$build/kernels.txt"
     kernel_summary "$build/kernels.txt" >"$build/kernels.summary"
-    # the plain attention kernels are not hot: they serve where the fast ones do not go
+    # the plain attention kernels may spill: they run only where the tensor-core kernels cannot
     grep -B 2 '[1-9][0-9]* bytes spill' "$build/registers.log" | grep 'Compiling entry' | grep -v mti_plain_ && return 1
     return 0
 }
@@ -155,8 +158,8 @@ builds_with_nccl() {
         && links_from_c implementation_nccl.o -lnccl
 }
 
-# A C program, compiled by a C compiler, with an object of nvcc and its libraries: on a machine without a GPU it says
-# so.
+# Links a C program with an object that nvcc has built, and runs it. Without a GPU, mt_context_create returns an error,
+# which the program prints.
 links_from_c() {
     cat >"$build/use.c" <<'END'
 #include "megatron.h"
@@ -181,8 +184,8 @@ END
         && LD_LIBRARY_PATH="$cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$build/use"
 }
 
-# The line of docs/gpus.md, with another place for the program, and with warnings as errors. With a GPU it trains,
-# without one it says so.
+# Compiles train_gpt with the command of docs/gpus.md, but with another output path and warnings as errors. With a GPU
+# the program must train; without one it must name the CUDA call that failed.
 builds_train_gpt() {
     line=$(sed -n 's/^\(nvcc .* examples\/train_gpt.c .* -o \)build\/train_gpt /\1"$build\/train_gpt" /p' docs/gpus.md)
     [ -n "$line" ] || { echo "docs/gpus.md does not say how to compile examples/train_gpt.c"; return 1; }

@@ -21,8 +21,8 @@ mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 
-# Programs that use nothing but what the headers declare share the implementation: it takes longer to build than they
-# do.
+# The programs in `shared` use only what the headers declare, so they are linked to one build of the implementation,
+# which takes longer to build than they do. Those in `own` and `with_nccl` compile the implementation themselves.
 own="test_cuda_ptx test_cuda test_cuda_flash"
 with_nccl="test_cuda_nccl test_cuda_processes"
 shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block"
@@ -51,7 +51,7 @@ have_nccl() {
     nvcc "$build/probe_nccl.cpp" -o "$build/probe_nccl" -lnccl >"$build/probe_nccl.log" 2>&1
 }
 
-# As many at a time as there are cores.
+# Builds as many at a time as there are cores.
 gpu_build_all() {
     started=0
     for name in "$@"; do
@@ -62,7 +62,7 @@ gpu_build_all() {
     wait
 }
 
-# gpu_test NAME: what has been built
+# gpu_test NAME: runs a program that gpu_build has built; of the implementation, checks that it was built
 gpu_test() {
     cat "$build/$1.log"
     if [ "$1" = implementation ]; then [ -f "$implementation" ]; else timeout -k 10 600 "$build/$1"; fi
@@ -71,7 +71,7 @@ gpu_test() {
 if [ "${1:-}" = --build ]; then
     have_command nvcc || { echo "nvcc is not here, nothing was built"; exit 77; }
     each=gpu_build
-    flags="-std=c++17 -O0 $(nvcc_fast) -gencode arch=compute_80,code=compute_80" # the driver makes the rest
+    flags="-std=c++17 -O0 $(nvcc_fast) -gencode arch=compute_80,code=compute_80" # the driver compiles the PTX
     implementation=${2:-$implementation}
     have_nccl || with_nccl=
 else

@@ -123,7 +123,7 @@ no_leak() { grep -q 'PASSED' "$build/$1_asan.log" && our_leaks "$build/$1_asan.l
 
 small="--steps 10 --hidden 64 --layers 2 --seq 32 --batch 4 --eval-interval 5 --sample 10"
 
-# A log without its speed.
+# Prints a log without its column of speed.
 losses() { cut -d, -f1,2,3,5,6 "$1"; }
 
 # same_losses RANKS FLAGS...

@@ -43,7 +43,7 @@ bugs_in_all_lists=317 # adapt it with the lists: a bug that a list loses would o
 jobs=$(nproc 2>/dev/null || echo 2)
 cuda=${CUDA_HOME:-/usr/local/cuda}
 ASAN_OPTIONS=allocator_may_return_null=1
-MT_TEST_ALL=0 # what everything once takes has to find them
+MT_TEST_ALL=0 # the tests of "everything once" must find the bugs
 export ASAN_OPTIONS MT_TEST_ALL
 model="--invariant 4 --data README.md --layers 2 --hidden 32 --heads 8 --kv-heads 4 --seq 16 --batch 4 --dropout 0.1
     --steps 2 --warmup 0 --sample 0 --eval-interval 0"
@@ -171,7 +171,7 @@ run_with() {
     settings=$4
     [ "$settings" != - ] || settings=
     [ "$5" = - ] || settings="$settings MT_TEST_CASE=$5"
-    # A program that fails leaves its files: in a folder that is removed at the end.
+    # A program that fails does not remove its files, so they go to a folder that is removed at the end.
     # shellcheck disable=SC2086  # a list of assignments
     timeout -k 2 "$2" env MT_PLANTED="$1" MTE_PATIENCE=2 TMPDIR="$work/tmp" $settings "$work/$3" \
         >"$work/run.$lane" 2>&1 </dev/null
@@ -240,7 +240,7 @@ pass_lane() {
 
 all_have_places() { ! awk -F "$tab" '$1 == 0 { print $2 ": " $3 ": " $4 }' "$work/bugs" | grep .; }
 has_built() { cat "$work/$1.log"; [ -x "$work/$1" ]; }
-# A lane that dies, or a full disk, must not take a bug or a program from the list.
+# number_is ACTUAL EXPECTED: notices a bug or a program that was lost because a lane died or the disk was full
 number_is() { [ "$1" -eq "$2" ] || { echo "$1, not $2"; return 1; }; }
 no_difference() {
     difference=$(first_difference 0 "$1") || { echo "train_gpt failed: $(tail -n 1 "$work/run.$lane")"; return 1; }

@@ -115,7 +115,7 @@ with_cc() {
 # shellcheck disable=SC2046  # a word, or none
 ensure_packages build-essential cmake libdnnl-dev libopenblas-dev clang clang-format ccache locales \
     openmpi-bin libopenmpi-dev \
-    $([ $all = OFF ] || echo pkg-config) # which only the test of the installed package takes
+    $([ $all = OFF ] || echo pkg-config) # only the test of the installed package needs it
 have_library libc stdio.h m || { echo "No working C compiler: $CC"; failed=1; closing_line; exit 1; }
 echo "$("$CC" --version | head -n 1); $jobs cores; $([ $all = ON ] && echo "the full matrix" || echo "everything once")"
 if have_command cmake && have_command make; then with_cmake; else with_cc; fi

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Checks the scripts that a user runs by hand. What they need and this machine lacks has stand-ins: nvcc, programs for a
-# GPU, PyTorch.
+# Checks the scripts that a user runs by hand, with stand-ins for what this machine may lack: nvcc, programs for a GPU,
+# PyTorch.
 #
 #   sh tests/scripts.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
@@ -104,13 +104,13 @@ for word in sys.argv[2:]:
 END
 }
 
-# Two lines, and those of the peer
+# Expects two lines of the stand-in for the benchmark, and those of the peer, PyTorch.
 csv_of_a_gpu() {
     with_standins STANDIN_BENCH="$work/benchmark" sh tests/bench/bench.sh --device cuda --csv --quick \
         >"$work/gpu.csv" && is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward, PyTorch"
 }
 
-# The benchmark itself, which has no peer for tiny shapes
+# The same with the benchmark itself, on the engine. With tiny shapes the peer does not run.
 csv_of_the_engine() {
     with_standins STANDIN_BENCH="$engine/bench_cuda" sh tests/bench/bench.sh --device cuda --csv --tiny --only layer \
         >"$work/tiny.csv" && is_csv "$work/tiny.csv" "epilogues measured"
