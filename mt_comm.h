@@ -206,7 +206,7 @@ typedef struct mt_context_desc {
    NULL. world also keeps the context's error messages, so that mt_launch can print them: it must outlive the context.
    desc may be NULL (all defaults).
    Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (device not built; headers and implementation have different versions),
-   MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed).
+   MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). mt_comm_last_error(world) has the message.
    mt_context_create_version is for callers that do not compile this header, for instance in another language: version
    is the MT_VERSION_NUMBER of the structs that they use. */
 MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out);
