@@ -270,6 +270,8 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
    MT_ERR_ARGUMENT: mt_params_init has not been called. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
+/* What a registry has. mt_params_grid returns the grid that mt_params_create got. The parameters belong to the
+   registry: they are valid until mt_params_destroy, or until mt_create_end removes them. */
 MT_API const mt_grid *mt_params_grid(const mt_params *params);
 MT_API int mt_params_count(const mt_params *params);
 MT_API mt_param *mt_params_at(const mt_params *params, int index);          /* NULL when out of range */
@@ -962,8 +964,8 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
 /* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
    DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
    the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
-   library wrote a file. The pointers that mt_safetensors_set_find and mt_safetensors_set_file return are valid until
-   mt_safetensors_set_close. */
+   library wrote a file. STEM may have at most 40 characters. The pointers that mt_safetensors_set_find and
+   mt_safetensors_set_file return are valid until mt_safetensors_set_close. */
 typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
 
 MT_API mt_status mt_safetensors_set_open(mt_context *ctx, const char *directory, const char *stem,
