@@ -189,8 +189,8 @@ typedef struct mt_context_desc {
     struct CUstream_st *
         stream; /* MT_DEVICE_CUDA: the caller's cudaStream_t; must outlive the context; NULL: a new one. Must be NULL on
                    other devices */
-    /* MT_DEVICE_META: the device whose memory is planned. It must be built into the program (MT_ERR_UNSUPPORTED). Has
-       no effect on other devices. 0: CPU */
+    /* MT_DEVICE_META: the device whose memory is planned, which must be built into the program (MT_ERR_UNSUPPORTED).
+       Ignored on other devices. 0: CPU */
     mt_device planned;
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
        then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
@@ -1170,12 +1170,13 @@ static int mti_is_built(mt_device device) {
 static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
 
 static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
+    mt_device device = desc->device == MT_DEVICE_META ? desc->planned : desc->device;
     char text[192];
-    if ((desc->device != MT_DEVICE_META && !mti_is_built(desc->device)) || !mti_is_built(desc->planned)) {
+    if (!mti_is_built(device)) {
         snprintf(text, sizeof text,
                  "mt_context_create: device %d is not built into this program: it has MT_DEVICE_CPU (0) and "
                  "MT_DEVICE_META (2); for MT_DEVICE_CUDA (1) compile the implementation with nvcc, as a .cu file",
-                 mti_is_built(desc->planned) ? (int)desc->device : (int)desc->planned);
+                 (int)device);
         return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
     }
     if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))

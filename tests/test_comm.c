@@ -1007,6 +1007,9 @@ static void test_context_arguments(void **state) {
     d.planned = MT_DEVICE_META; /* a meta device cannot be planned for */
     ASSERT_STATUS(NULL, MT_ERR_UNSUPPORTED, mt_context_create(comm, &d, &ctx));
     assert_non_null(strstr(mt_comm_last_error(comm), "device 2"));
+    d.device = MT_DEVICE_CPU; /* which ignores `planned` */
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
+    mt_context_destroy(ctx);
     d = small();
     d.allocator.alloc = count_alloc;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
