@@ -1191,6 +1191,7 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <float.h>
 #include <math.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -4256,7 +4257,7 @@ static mt_status mti_optimizer_check(mt_context *ctx, const mt_params *params, c
                        "mt_optimizer_create: stochastic_rounding is for bf16 and f16 parameters, these "
                        "are f32");
     if (d->beta1 >= 0.0f && d->beta1 < 1.0f && d->beta2 >= 0.0f && d->beta2 < 1.0f && d->eps > 0.0f &&
-        d->weight_decay >= 0.0f)
+        d->eps <= FLT_MAX && d->weight_decay >= 0.0f && d->weight_decay <= FLT_MAX)
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: beta1 %g, beta2 %g, eps %g, weight_decay %g",
                    (double)d->beta1, (double)d->beta2, (double)d->eps, (double)d->weight_decay);
@@ -5906,6 +5907,8 @@ static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, cons
 static mt_status mti_set_open(mt_context *ctx, const char *directory, const char *stem, mt_safetensors_set *b) {
     char name[64];
     memset(b, 0, sizeof *b);
+    if (strlen(stem) > 40)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s/%.40s...: a stem has at most 40 characters", directory, stem);
     snprintf(name, sizeof name, "%s.safetensors", stem);
     MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
     if (mti_exists(b->path)) return mti_set_add(ctx, b, directory, name);
@@ -6481,8 +6484,18 @@ static mt_status mti_checkpoint_newest(mt_context *ctx, const char *directory, i
     return error ? mti_io_error(ctx, directory, "list the directory", error) : MT_SUCCESS;
 }
 
-MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step) {
+/* Gives the step of the first rank to every rank of comm, or the error of the first rank with one. */
+static mt_status mti_step_share(mt_context *ctx, mt_comm *comm, mt_status status, int64_t *step) {
     mt_tensor exchange = mt_none();
+    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MT_ERROR_BYTES, &exchange));
+    MT_TRY(mti_agree(ctx, comm, exchange.data, status));
+    exchange.cols = (int64_t)sizeof *step;
+    MT_TRY(mt_upload(ctx, step, exchange));
+    MT_TRY(mt_broadcast(ctx, comm, exchange.data, exchange.data, sizeof *step, MT_U8, 0));
+    return mt_download(ctx, exchange, step);
+}
+
+MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char *directory, int64_t *step) {
     mt_status status = MT_SUCCESS;
     size_t mark;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -6492,14 +6505,9 @@ MT_API mt_status mt_checkpoint_latest(mt_context *ctx, mt_comm *comm, const char
     if (!comm || mt_comm_rank(comm) == 0) status = mti_checkpoint_newest(ctx, directory, step);
     if (!comm || mt_comm_size(comm) == 1) return status;
     mark = mt_arena_mark(ctx);
-    MT_TRY(mt_arena_tensor(ctx, MT_U8, 1, MT_ERROR_BYTES, &exchange));
-    MT_TRY(mti_agree(ctx, comm, exchange.data, status));
-    exchange.cols = (int64_t)sizeof *step;
-    MT_TRY(mt_upload(ctx, step, exchange));
-    MT_TRY(mt_broadcast(ctx, comm, exchange.data, exchange.data, sizeof *step, MT_U8, 0));
-    MT_TRY(mt_download(ctx, exchange, step));
+    status = mti_step_share(ctx, comm, status, step);
     mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
+    return status;
 }
 
 /* Returns 1 when this stage writes a parameter. The first stage writes a parameter that several stages share. */

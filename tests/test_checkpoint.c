@@ -1981,6 +1981,7 @@ static mt_status latest_rank(mt_comm *world, void *user) {
     step = 5;
     CHECK(mt_checkpoint_latest(ctx, world, directory[1], &step) == MT_ERR_IO && step == -1);
     CHECK(strstr(mt_last_error(ctx), "Not a directory"));
+    CHECK(mt_arena_mark(ctx) == 0);
     mt_context_destroy(ctx);
     return MT_SUCCESS;
 }

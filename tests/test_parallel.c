@@ -1336,11 +1336,12 @@ static void test_adamw(void **state) {
 }
 
 static void test_optimizer_refuses(void **state) {
-    static const mt_optimizer_desc bad[] = {{.beta1 = 1.0f},      {.beta1 = -0.5f}, {.beta2 = 1.5f},
-                                            {.beta2 = NAN},       {.eps = -1e-8f},  {.weight_decay = -0.1f},
-                                            {.weight_decay = NAN}};
-    static const char *const words[] = {"beta1 1",    "beta1 -0.5",        "beta2 1.5",       "beta2|nan",
-                                        "eps -1e-08", "weight_decay -0.1", "weight_decay|nan"};
+    static const mt_optimizer_desc bad[] = {{.beta1 = 1.0f},       {.beta1 = -0.5f},  {.beta2 = 1.5f},
+                                            {.beta2 = NAN},        {.eps = -1e-8f},   {.weight_decay = -0.1f},
+                                            {.weight_decay = NAN}, {.eps = INFINITY}, {.weight_decay = INFINITY}};
+    static const char *const words[] = {"beta1 1",          "beta1 -0.5", "beta2 1.5",
+                                        "beta2|nan",        "eps -1e-08", "weight_decay -0.1",
+                                        "weight_decay|nan", "eps inf",    "weight_decay inf"};
     mt_optimizer o = {0};
     mt_param *p, other;
     mt_tensor m;

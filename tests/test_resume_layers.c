@@ -509,6 +509,8 @@ static void arguments(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is -1", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "directory is NULL", mt_safetensors_set_open(r.ctx, NULL, "model", &set));
     REFUSED(r.ctx, MT_ERR_IO, "/none|neither", mt_safetensors_set_open(r.ctx, "/none", "model", &set));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "/none|40 characters",
+            mt_safetensors_set_open(r.ctx, "/none", "a-stem-of-more-letters-than-the-40-it-has", &set));
     assert_true(!set && !mt_safetensors_set_file(NULL, 0) && !mt_safetensors_set_find(NULL, "x"));
     mt_safetensors_set_close(NULL);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "file is NULL", mt_safetensors_fields(r.ctx, NULL, &f, 1));
