@@ -3,7 +3,8 @@
 # find it must fail.
 #
 #   sh tests/planted.sh [-v] [LIST...]     LIST: tests/planted/LIST.txt, by default all of them; -v: a line for each bug
-#   sh tests/planted.sh --places           only checks that each bug of all lists can be planted; takes a second
+#   sh tests/planted.sh --places           only checks that each bug of all lists can be planted, and that the headers
+#                                          with all bugs compile in C and C++; takes seconds
 #
 # A bug that is not found is a failure. So is a bug whose old text is no longer in the headers: after a change of the
 # library, adapt the list. A list is plain text:
@@ -238,6 +239,8 @@ pass_lane() {
     done <"$work/passes" >"$work/passed.$lane"
 }
 
+# shellcheck disable=SC2317  # check calls it
+compiles() { "$@" -fsyntax-only -I"$work" -Itests/planted tests/package/implementation.c; }
 all_have_places() { ! awk -F "$tab" '$1 == 0 { print $2 ": " $3 ": " $4 }' "$work/bugs" | grep .; }
 has_built() { cat "$work/$1.log"; [ -x "$work/$1" ]; }
 # number_is ACTUAL EXPECTED: notices a bug or a program that was lost because a lane died or the disk was full
@@ -294,6 +297,8 @@ perl tests/planted/plant.pl "$work" ${lists:-tests/planted/*.txt} >"$work/bugs" 
 [ -n "$lists" ] || check "the lists have $bugs_in_all_lists bugs" number_is "$(wc -l <"$work/bugs")" $bugs_in_all_lists
 if [ $places = 1 ]; then
     check "the headers have the old text of each bug once" all_have_places
+    check "the headers with the bugs compile in C" compiles "$CC" -x c
+    ! have_command "$CXX" || check "the headers with the bugs compile in C++" compiles "$CXX" -x c++
     closing_line
     exit $((failed > 0))
 fi
