@@ -57,11 +57,18 @@ run() {
         { $speed = ""; print }' "$build/$2.log" >"$build/$2.csv"
 }
 
+# Prints a hash log without the gradient norms that are NaN: the bits of a NaN depended on the split until 0.5.0.
+hashes_of() {
+    awk -F '[, ]' 'NR == FNR { if ($3 == "nan" || $3 == "-nan") skipped[$1] = 1; next }
+        !($2 == "grad_norm" && $1 in skipped)' "$build/$1.csv" "$build/$1.hash"
+}
+
 # same DEVICE FLAGS: runs both revisions and compares
 same() {
     run "before-$1" before "$2" && run "after-$1" after "$2" || return 1
     diff "$build/before.csv" "$build/after.csv" && [ -s "$build/after.hash" ] || return 1
-    diff "$build/before.hash" "$build/after.hash" | head -n 20 | fail_on_output
+    hashes_of before >"$build/before.hashes"
+    hashes_of after | diff "$build/before.hashes" - | head -n 20 | fail_on_output
 }
 
 # runs DEVICE: runs each line of its input
@@ -74,6 +81,7 @@ runs() {
     done
 }
 
+# Training in f16 skips 13 steps, until the loss scale is small enough.
 common="--no-pinning --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --warmup 1 --eval-interval 2
     --sample 0"
 
@@ -92,12 +100,12 @@ runs cpu <<'RUNS'
 --tp 2 --recompute selective --dropout 0.1
 --tp 2 --sequence-parallel --recompute full --dropout 0.1
 --tp 2 --dtype bf16 --dropout 0.1
---tp 2 --dp 2 --dtype f16 --use-distributed-optimizer
+--tp 2 --dp 2 --dtype f16 --use-distributed-optimizer --steps 18
 --tp 2 --pp 2 --sequence-parallel --dtype bf16 --recompute full
 --invariant 4 --tp 1 --dropout 0.1
 --invariant 4 --tp 2 --dp 2 --sequence-parallel --dropout 0.1
 --invariant 4 --tp 2 --pp 2 --dtype bf16
---invariant 4 --tp 4 --dtype f16
+--invariant 4 --tp 4 --dtype f16 --steps 18
 RUNS
 
 if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_command "$CXX"; then
@@ -111,7 +119,7 @@ if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_co
 --tp 2 --pp 2 --recompute full
 --tp 2 --dtype bf16 --dropout 0.1
 --hidden 128 --heads 2 --tp 2 --dtype bf16 --dropout 0.1 --steps 2
---tp 2 --dtype f16 --sequence-parallel
+--tp 2 --dtype f16 --sequence-parallel --steps 18
 --invariant 4 --tp 2 --dp 2
 --invariant 4 --tp 2 --dtype bf16
 RUNS
