@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/report.sh
 . tests/report.sh
 headers="mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h" # from the lowest to the highest
+programs=$(echo examples/*.c examples/*.cu tests/*.h tests/*.c tests/*.cu tests/bench/*.c tests/bench/*.cu)
 warnings="-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Werror -Wfatal-errors"
 sources=$PWD/tests/package
 H=$PWD # the headers under test
@@ -53,9 +54,10 @@ check_unfinished() {
     done | fail_on_output
 }
 
+# Also looks at the tests and examples.
 check_function_length() {
-    for header in $headers; do
-        code_only "$H/$header" | awk -v f="$header" '
+    for file in $headers $programs; do
+        [ ! -f "$H/$file" ] || code_only "$H/$file" | awk -v f="$file" '
             /\).*\{[ \t]*$/ && !start { start = FNR; head = $0 }
             /^\}/ && start { n = FNR - start + 1; if (n > 70) print f ":" start ": " n " lines: " head; start = 0 }'
     done | fail_on_output
@@ -436,9 +438,22 @@ long_function() {
     echo '}'
 }
 
+# A program of each kind has a long function.
+planted_programs() {
+    n=0
+    for file in examples/train_gpt.c tests/test_comm.c tests/test_cuda.cu tests/mt_test.h tests/bench/bench.c; do
+        n=$((n + 1))
+        mkdir -p "$work/planted/${file%/*}"
+        long_function | sed "s/bad/bad$n/" >"$work/planted/$file"
+    done
+    planted raw '/* bad1 bad2 bad3 bad4 bad5 */' check_function_length
+    rm -r "$work/planted"
+}
+
 planted_text() {
     planted raw '/* XXX bad */' check_unfinished
     planted raw "$(long_function)" check_function_length
+    planted_programs
     planted raw '#include "bad.h"' check_floors
     planted implementation 'static int mti_bad(const mt_param *p) { return mti_is_whole(p); }' check_private
     planted implementation 'static int mt_field1(const mt_context *ctx) { return ctx->bad1; }

@@ -1914,9 +1914,9 @@ static void test_tokens_that_sequence_parallelism_cannot_split(void **state) {
     }
 }
 
+static const mt_transformer_layer_desc gpt_layer = {.hidden = 16, .heads = 4};
+
 static void test_gpt_create_refuses(void **state) {
-    static const mt_transformer_layer_desc layer = {.hidden = 16, .heads = 4};
-    static const mt_context_desc symmetric = {.arena_symmetric = 1};
     static const struct {
         mt_gpt_desc desc;
         const char *words;
@@ -1932,11 +1932,31 @@ static void test_gpt_create_refuses(void **state) {
                {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 1}, "recompute_layers is 1"},
                {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.layer_number = 1}, "layer.layer_number is 1"},
                {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq 5"}};
-    mt_gpt_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = layer};
+    mt_gpt_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = gpt_layer};
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
+    open_quarter(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        mt_gpt_desc each = bad[i].desc;
+        each.layer.hidden = gpt_layer.hidden, each.layer.heads = gpt_layer.heads;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_gpt_create(r.ctx, r.params, &each, &gpt));
+    }
+    assert_int_equal(mt_gpt_create(NULL, r.params, &d, &gpt), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_gpt_create(r.ctx, NULL, &d, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_gpt_create(r.ctx, r.params, NULL, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_gpt_create(r.ctx, r.params, &d, NULL));
+    assert_int_equal(mt_params_count(r.params), 0);
+    test_paper_rank_close(&r);
+}
+
+/* A layer is refused after other parts were created: these are removed again, and the GPT cannot be used. */
+static void test_gpt_create_refuses_a_layer(void **state) {
+    mt_gpt_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = gpt_layer};
     float x[4] = {0};
     int32_t ids[4] = {0};
     mt_batch batch = {.sequences = 1, .seq = 4};
-    mt_param_desc taken = {.rows = 1, .cols = 1};
+    mt_param_desc taken = {.name = "decoder.layers.1.mlp.linear_fc2.weight", .rows = 1, .cols = 1};
     mt_gpt_saved saved = {0};
     mt_param *p;
     size_t before;
@@ -1944,27 +1964,17 @@ static void test_gpt_create_refuses(void **state) {
     test_rank r;
     (void)state;
     open_quarter(&r);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        mt_gpt_desc each = bad[i].desc;
-        each.layer.hidden = layer.hidden, each.layer.heads = layer.heads;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_gpt_create(r.ctx, r.params, &each, &gpt));
-    }
-    assert_int_equal(mt_gpt_create(NULL, r.params, &d, &gpt), MT_ERR_ARGUMENT);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_gpt_create(r.ctx, NULL, &d, &gpt));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_gpt_create(r.ctx, r.params, NULL, &gpt));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_gpt_create(r.ctx, r.params, &d, NULL));
     d.layer.hidden = 18; /* refused by its first layer, after the embedding was created */
     REFUSED(r.ctx, MT_ERR_SHAPE, "decoder.layers.0|hidden 18|heads 4", mt_gpt_create(r.ctx, r.params, &d, &gpt));
-    d.layer = layer;
+    d.layer = gpt_layer;
     d.layer.kv_heads = 2;
     REFUSED(r.ctx, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     d.layer.kv_heads = 0;
     d.layer.hidden = HUGE_SIZE / 4 * 4;
     REFUSED(r.ctx, MT_ERR_SHAPE, "4611686018427387900", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
-    d.layer = layer;
+    d.layer = gpt_layer;
     d.layer.rotary_base = 100.0f; /* the second layer is refused, and the table of the first is freed again */
-    taken.name = "decoder.layers.1.mlp.linear_fc2.weight";
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &taken, &p));
     before = mt_context_allocated(r.ctx);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|decoder.layers.1", mt_gpt_create(r.ctx, r.params, &d, &gpt));
@@ -1974,9 +1984,15 @@ static void test_gpt_create_refuses(void **state) {
             mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(x, 1, 4), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_saved_create(r.ctx, &gpt, &saved));
     test_paper_rank_close(&r);
+}
+
+static void test_gpt_create_refuses_stages(void **state) {
+    static const mt_context_desc symmetric = {.arena_symmetric = 1};
+    mt_gpt_desc d = {.vocab = 8, .layers = 3, .max_seq = 4, .layer = gpt_layer};
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
     test_paper_rank(4, 1, (mt_grid_desc){.pp = 2}, NULL, &r);
-    d.layer = layer;
-    d.layers = 3;
     REFUSED(r.ctx, MT_ERR_SHAPE, "3 layers|2 pipeline stages", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     assert_int_equal(mt_params_count(r.params), 0);
     test_paper_rank_close(&r);
@@ -2155,6 +2171,8 @@ int main(void) {
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
         cmocka_unit_test(test_tokens_that_sequence_parallelism_cannot_split),
         cmocka_unit_test(test_gpt_create_refuses),
+        cmocka_unit_test(test_gpt_create_refuses_a_layer),
+        cmocka_unit_test(test_gpt_create_refuses_stages),
         cmocka_unit_test(test_gpt_calls_refuse),
         cmocka_unit_test(test_gpt_backward_only_once),
     };

@@ -1645,20 +1645,26 @@ static void test_hash_element(void **state) {
 /* ---- meta contexts ---------------------------------------------------------------------------------------------- */
 
 /* On a meta context, every operator succeeds with addresses that must not be dereferenced, and refuses what it refuses
-   on the CPU. This case has the operators element by element, those of linear layers, and sums; the next has the
-   others. */
-static void test_meta_of_products(void **state) {
+   on the CPU. */
+static mt_context *meta_context(void) {
     mt_context_desc d;
     mt_context *c = NULL;
+    memset(&d, 0, sizeof d);
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &c));
+    return c;
+}
+
+#define NEW(t, dtype, rows, cols) ASSERT_STATUS(c, MT_SUCCESS, mt_arena_tensor(c, dtype, rows, cols, &t))
+#define FINE(call) ASSERT_STATUS(c, MT_SUCCESS, call)
+
+/* Elementwise operators, those of linear layers, and sums. */
+static void test_meta_of_products(void **state) {
+    mt_context *c = meta_context();
     mt_tensor x, y, z, half, row, col, weight;
     uint64_t hash = 5;
     size_t used;
     (void)state;
-    memset(&d, 0, sizeof d);
-    d.device = MT_DEVICE_META;
-    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &c));
-#define NEW(t, dtype, rows, cols) ASSERT_STATUS(c, MT_SUCCESS, mt_arena_tensor(c, dtype, rows, cols, &t))
-#define FINE(call) ASSERT_STATUS(c, MT_SUCCESS, call)
     NEW(x, MT_F32, 6, 16);
     NEW(y, MT_F32, 6, 16);
     NEW(z, MT_F32, 6, 16);
@@ -1691,43 +1697,25 @@ static void test_meta_of_products(void **state) {
     ASSERT_STATUS(c, MT_ERR_DTYPE, mt_linear_gradients(c, x, x, mt_tensor_rows(half, 0, 6), mt_none()));
     assert_int_equal(mt_arena_mark(c), used);
     mt_context_destroy(c);
-#undef NEW
-#undef FINE
 }
 
+/* Memory, a product, biases, activations, norms, dropout and the optimizer. */
 static void test_meta(void **state) {
-    mt_context_desc d;
-    mt_context *c = NULL;
-    mt_tensor x, y, z, row, st, one, logits, loss, qkv, out, lse, table;
-    mt_attention_desc s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL);
-    mt_cross_entropy_shard_desc ce = {32, 0, 0, 0};
+    mt_context *c = meta_context();
+    mt_tensor x, y, z, row, st, one;
     mt_dropout off;
     mt_random at = {1, 2, 0, 0, 16};
     mt_adamw h = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL};
-    /* volatile: otherwise compilers warn about the address */
-    int32_t *volatile no_memory = (int32_t *)(uintptr_t)64, *ids = no_memory;
     float host[96];
     size_t used;
     (void)state;
-    memset(&d, 0, sizeof d);
     memset(&off, 0, sizeof off);
-    d.device = MT_DEVICE_META;
-    s.lengths = ids;
-    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &c));
-#define NEW(t, rows, cols) ASSERT_STATUS(c, MT_SUCCESS, mt_arena_tensor(c, MT_F32, rows, cols, &t))
-#define FINE(call) ASSERT_STATUS(c, MT_SUCCESS, call)
-    NEW(x, 6, 16);
-    NEW(y, 6, 16);
-    NEW(z, 6, 16);
-    NEW(row, 1, 16);
-    NEW(st, 6, 2);
-    NEW(one, 1, 1);
-    NEW(logits, 6, 32);
-    NEW(loss, 1, 6);
-    NEW(qkv, 6, 32);
-    NEW(out, 6, 16);
-    NEW(lse, 4, 6);
-    NEW(table, 3, 4);
+    NEW(x, MT_F32, 6, 16);
+    NEW(y, MT_F32, 6, 16);
+    NEW(z, MT_F32, 6, 16);
+    NEW(row, MT_F32, 1, 16);
+    NEW(st, MT_F32, 6, 2);
+    NEW(one, MT_F32, 1, 1);
     used = mt_arena_mark(c);
     FINE(mt_fill(c, x, 1));
     FINE(mt_copy(c, x, y));
@@ -1748,6 +1736,33 @@ static void test_meta(void **state) {
     FINE(mt_random_normal(c, x, 1, at));
     FINE(mt_bias_dropout_add_forward(c, x, row, y, off, z));
     FINE(mt_bias_dropout_add_backward(c, x, off, x, row));
+    FINE(mt_adamw_step(c, &h, x, mt_none(), y, z, x));
+    ASSERT_STATUS(c, MT_ERR_SHAPE, mt_add(c, x, row, z));
+    assert_int_equal(mt_arena_mark(c), used);
+    mt_context_destroy(c);
+}
+
+/* Attention, rotary embeddings, ids, and the cross-entropy. */
+static void test_meta_of_sequences(void **state) {
+    mt_context *c = meta_context();
+    mt_tensor x, y, z, logits, loss, qkv, out, lse, table;
+    mt_attention_desc s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL);
+    mt_cross_entropy_shard_desc ce = {32, 0, 0, 0};
+    /* volatile: otherwise compilers warn about the address */
+    int32_t *volatile no_memory = (int32_t *)(uintptr_t)64, *ids = no_memory;
+    size_t used;
+    (void)state;
+    s.lengths = ids;
+    NEW(x, MT_F32, 6, 16);
+    NEW(y, MT_F32, 6, 16);
+    NEW(z, MT_F32, 6, 16);
+    NEW(logits, MT_F32, 6, 32);
+    NEW(loss, MT_F32, 1, 6);
+    NEW(qkv, MT_F32, 6, 32);
+    NEW(out, MT_F32, 6, 16);
+    NEW(lse, MT_F32, 4, 6);
+    NEW(table, MT_F32, 3, 4);
+    used = mt_arena_mark(c);
     FINE(mt_attention_forward(c, &s, qkv, out, lse));
     FINE(mt_attention_backward(c, &s, qkv, out, lse, x, logits));
     FINE(mt_rotary_table(c, 100, table));
@@ -1762,14 +1777,12 @@ static void test_meta(void **state) {
                                   mt_tensor_rows(lse, 0, 2)));
     FINE(mt_cross_entropy_backward(c, &ce, logits, ids, mt_tensor_rows(lse, 0, 2), mt_none(), 1));
     FINE(mt_cross_entropy_forward_backward(c, &ce, logits, ids, mt_none(), 1, loss));
-    FINE(mt_adamw_step(c, &h, x, mt_none(), y, z, x));
-    ASSERT_STATUS(c, MT_ERR_SHAPE, mt_add(c, x, row, z));
     ASSERT_STATUS(c, MT_ERR_SHAPE, mt_attention_forward(c, &s, x, out, lse));
     assert_int_equal(mt_arena_mark(c), used);
     mt_context_destroy(c);
+}
 #undef NEW
 #undef FINE
-}
 
 /* ---- element-wise operators -------------------------------------------------------------------------------------- */
 
@@ -2123,73 +2136,73 @@ static void test_pointwise_refuses(void **state) {
     assert_int_equal(mt_multiply(NULL, x, x, x), MT_ERR_ARGUMENT);
 }
 
-int main(void) {
-    const struct CMUnitTest tests[] = {
-        REF_TEST(test_rows_without_columns),
-        REF_TEST(test_views_that_cannot_be),
-        REF_TEST(test_fill_copy_add),
-        REF_TEST(test_upload_download),
-        REF_TEST(test_sums),
-        REF_TEST(test_exp_sweep),
-        REF_TEST(test_exp_ends),
-        REF_TEST(test_activation_sweep),
-        REF_TEST(test_activation_near_zero),
-        REF_TEST(test_squared_relu),
-        REF_TEST(test_exp_and_normal),
-        REF_TEST(test_sqrt_sweep),
-        REF_TEST(test_bias),
-        REF_TEST(test_activation),
-        REF_TEST(test_activation_wide),
-        REF_TEST(test_norm),
-        REF_TEST(test_norm_offset),
-        REF_TEST(test_philox),
-        REF_TEST(test_random_words),
-        REF_TEST(test_normal_values),
-        REF_TEST(test_normal_split),
-        REF_TEST(test_normal_statistics),
-        REF_TEST(test_bias_dropout_add),
-        REF_TEST(test_dropout_rate),
-        REF_TEST(test_dropout_threshold),
-        REF_TEST(test_attention),
-        REF_TEST(test_attention_panels),
-        REF_TEST(test_attention_padding),
-        REF_TEST(test_attention_masked_garbage),
-        REF_TEST(test_attention_dropout),
-        REF_TEST(test_attention_scale),
-        REF_TEST(test_attention_large_scores),
-        REF_TEST(test_attention_split),
-        REF_TEST(test_attention_same_bits),
-        REF_TEST(test_attention_memory),
-        REF_TEST(test_rotary_table),
-        REF_TEST(test_rotary),
-        REF_TEST(test_embedding),
-        REF_TEST(test_ids),
-        REF_TEST(test_cross_entropy),
-        REF_TEST(test_cross_entropy_large_logits),
-        REF_TEST(test_cross_entropy_masked),
-        REF_TEST(test_cross_entropy_stats),
-        REF_TEST(test_adamw),
-        REF_TEST(test_adamw_edges),
-        REF_TEST(test_bad_memory),
-        REF_TEST(test_bad_elementwise),
-        REF_TEST(test_bad_norm),
-        REF_TEST(test_bad_random),
-        REF_TEST(test_bad_attention),
-        REF_TEST(test_bad_rotary),
-        REF_TEST(test_bad_embedding),
-        REF_TEST(test_bad_cross_entropy),
-        REF_TEST(test_bad_adamw),
-        REF_TEST(test_args),
-        REF_TEST(test_pointwise),
-        REF_TEST(test_pointwise_refuses),
-        REF_TEST(test_check_apart),
-        REF_TEST(test_partial_overlap_refused),
-        REF_TEST(test_partial_overlap_of_linear_refused),
-        REF_TEST(test_partial_overlap_of_rows_refused),
-        REF_TEST(test_pointwise_without_columns),
-        REF_TEST(test_hash_element),
-        REF_TEST(test_meta),
-        REF_TEST(test_meta_of_products),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
-}
+static const struct CMUnitTest tests[] = {
+    REF_TEST(test_rows_without_columns),
+    REF_TEST(test_views_that_cannot_be),
+    REF_TEST(test_fill_copy_add),
+    REF_TEST(test_upload_download),
+    REF_TEST(test_sums),
+    REF_TEST(test_exp_sweep),
+    REF_TEST(test_exp_ends),
+    REF_TEST(test_activation_sweep),
+    REF_TEST(test_activation_near_zero),
+    REF_TEST(test_squared_relu),
+    REF_TEST(test_exp_and_normal),
+    REF_TEST(test_sqrt_sweep),
+    REF_TEST(test_bias),
+    REF_TEST(test_activation),
+    REF_TEST(test_activation_wide),
+    REF_TEST(test_norm),
+    REF_TEST(test_norm_offset),
+    REF_TEST(test_philox),
+    REF_TEST(test_random_words),
+    REF_TEST(test_normal_values),
+    REF_TEST(test_normal_split),
+    REF_TEST(test_normal_statistics),
+    REF_TEST(test_bias_dropout_add),
+    REF_TEST(test_dropout_rate),
+    REF_TEST(test_dropout_threshold),
+    REF_TEST(test_attention),
+    REF_TEST(test_attention_panels),
+    REF_TEST(test_attention_padding),
+    REF_TEST(test_attention_masked_garbage),
+    REF_TEST(test_attention_dropout),
+    REF_TEST(test_attention_scale),
+    REF_TEST(test_attention_large_scores),
+    REF_TEST(test_attention_split),
+    REF_TEST(test_attention_same_bits),
+    REF_TEST(test_attention_memory),
+    REF_TEST(test_rotary_table),
+    REF_TEST(test_rotary),
+    REF_TEST(test_embedding),
+    REF_TEST(test_ids),
+    REF_TEST(test_cross_entropy),
+    REF_TEST(test_cross_entropy_large_logits),
+    REF_TEST(test_cross_entropy_masked),
+    REF_TEST(test_cross_entropy_stats),
+    REF_TEST(test_adamw),
+    REF_TEST(test_adamw_edges),
+    REF_TEST(test_bad_memory),
+    REF_TEST(test_bad_elementwise),
+    REF_TEST(test_bad_norm),
+    REF_TEST(test_bad_random),
+    REF_TEST(test_bad_attention),
+    REF_TEST(test_bad_rotary),
+    REF_TEST(test_bad_embedding),
+    REF_TEST(test_bad_cross_entropy),
+    REF_TEST(test_bad_adamw),
+    REF_TEST(test_args),
+    REF_TEST(test_pointwise),
+    REF_TEST(test_pointwise_refuses),
+    REF_TEST(test_check_apart),
+    REF_TEST(test_partial_overlap_refused),
+    REF_TEST(test_partial_overlap_of_linear_refused),
+    REF_TEST(test_partial_overlap_of_rows_refused),
+    REF_TEST(test_pointwise_without_columns),
+    REF_TEST(test_hash_element),
+    REF_TEST(test_meta),
+    REF_TEST(test_meta_of_sequences),
+    REF_TEST(test_meta_of_products),
+};
+
+int main(void) { return cmocka_run_group_tests(tests, NULL, NULL); }

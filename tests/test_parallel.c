@@ -1414,9 +1414,11 @@ static void test_cosine_schedule(void **state) {
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
 /* Creations are refused on rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
+static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
+
+static const mt_linear_desc good_linear = {.in_features = 8, .out_features = 12};
+
 static void test_linear_create_refuses(void **state) {
-    static char name[MT_NAME_MAX];
-    static const mt_linear_desc good = {.in_features = 8, .out_features = 12};
     static const struct {
         mt_linear_desc desc;
         mt_status status;
@@ -1433,17 +1435,35 @@ static void test_linear_create_refuses(void **state) {
                {{10, 10, .unit = 4}, MT_ERR_SHAPE, "10 features|units of 4"}};
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
-    mt_linear_desc d;
+    mt_linear_desc d = good_linear;
     test_rank r;
     (void)state;
-    memset(name, 'n', MT_NAME_MAX - 6); /* the name NAME.bias fits, NAME.weight does not */
-    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+    open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         REFUSED(r.ctx, bad[i].status, bad[i].words,
                 mt_column_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &column));
         REFUSED(r.ctx, bad[i].status, bad[i].words,
                 mt_row_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &row));
     }
+    d.input_is_parallel = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'l'|input_is_parallel|row-parallel",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    d = good_linear;
+    d.gather_output = 1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
+    assert_int_equal(mt_params_count(r.params), 0);
+    test_paper_rank_close(&r);
+}
+
+static void test_linear_create_refuses_null(void **state) {
+    static char name[MT_NAME_MAX];
+    const mt_linear_desc good = good_linear;
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    test_rank r;
+    (void)state;
+    memset(name, 'n', MT_NAME_MAX - 6); /* the name NAME.bias fits, NAME.weight does not */
+    open_quarter(&r);
     assert_int_equal(mt_column_parallel_linear_create(NULL, r.params, "l", &good, &column), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL",
             mt_column_parallel_linear_create(r.ctx, NULL, "l", &good, &column));
@@ -1459,16 +1479,21 @@ static void test_linear_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_row_parallel_linear_create(r.ctx, r.params, "l", NULL, &row));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_row_parallel_linear_create(r.ctx, r.params, "l", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnnn|95", mt_row_parallel_linear_create(r.ctx, r.params, name, &good, &row));
-    d = good;
-    d.input_is_parallel = 1;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'l'|input_is_parallel|row-parallel",
-            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
-    d = good;
-    d.gather_output = 1;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
     assert_int_equal(mt_params_count(r.params), 0);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "a", &good, &column));
-    d = good;
+    test_paper_rank_close(&r);
+}
+
+/* Layers that use another layer's weight, and a layer whose bias is refused: its weight is removed again. */
+static void test_linear_create_refuses_weights(void **state) {
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_linear_desc d = good_linear;
+    mt_tensor x;
+    test_rank r;
+    (void)state;
+    open_quarter(&r);
+    x = test_tensor(&r, 1, 8, 0.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "a", &d, &column));
     d.weight = column.weight;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "weight", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
     d.init_std = 0.02f;
@@ -1483,18 +1508,17 @@ static void test_linear_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "'a.weight'|2 parts",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
-    add_matrix(&r, "l.bias", 1, 1,
-               0.0f); /* the weight is created, then the bias is refused and the weight removed again */
+    add_matrix(&r, "l.bias", 1, 1, 0.0f);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias",
-            mt_column_parallel_linear_create(r.ctx, r.params, "l", &good, &column));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias", mt_row_parallel_linear_create(r.ctx, r.params, "l", &good, &row));
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &good_linear, &column));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias",
+            mt_row_parallel_linear_create(r.ctx, r.params, "l", &good_linear, &row));
     assert_int_equal(mt_params_count(r.params), 3);
     assert_null(mt_params_find(r.params, "l.weight"));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* a layer whose creation failed cannot be used */
-            mt_column_parallel_linear_forward(r.ctx, &column, mt_tensor_f32((float *)name, 1, 8), mt_none(), NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
-            mt_row_parallel_linear_forward(r.ctx, &row, mt_tensor_f32((float *)name, 1, 8), mt_none(), NULL));
+            mt_column_parallel_linear_forward(r.ctx, &column, x, mt_none(), NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_row_parallel_linear_forward(r.ctx, &row, x, mt_none(), NULL));
     test_paper_rank_close(&r);
 }
 
@@ -1594,7 +1618,7 @@ static void test_linear_calls_refuse(void **state) {
         any_linear l = {&column, is_row ? &row : NULL, NULL};
         mt_tensor x, y, gx, gy;
         test_rank r;
-        test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+        open_quarter(&r);
         l.ctx = r.ctx;
         d.sequence_parallel = kind >> 2;
         d.input_is_parallel = is_row && split;
@@ -1636,7 +1660,7 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
     mt_linear_saved saved;
     test_rank r;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+    open_quarter(&r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "row", &d, &row));
     d.input_is_parallel = 0;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "column", &d, &column));
@@ -1672,7 +1696,7 @@ static void test_embedding_refuses(void **state) {
     mt_tensor y, dw;
     test_rank r;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+    open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         REFUSED(r.ctx, bad[i].status, bad[i].words,
                 mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad[i].desc, &e));
@@ -1751,6 +1775,31 @@ static void test_sizes_that_cannot_be(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* A rank of four with logits of three tokens and what a forward would save. Each refused call must leave all of it as
+   it is, and must not communicate. */
+typedef struct entropy {
+    test_rank r;
+    mt_tensor x, loss;
+    mt_cross_entropy_saved good;
+} entropy;
+
+static void entropy_open(entropy *e, const int32_t *targets) {
+    open_quarter(&e->r);
+    e->x = test_tensor(&e->r, 3, 3, 7.0f);
+    e->loss = test_tensor(&e->r, 1, 3, 7.0f);
+    e->good.logits = e->x;
+    e->good.lse = test_tensor(&e->r, 2, 3, 7.0f);
+    e->good.targets = targets;
+}
+
+static void entropy_close(entropy *e) {
+    assert_int_equal(mt_arena_mark(e->r.ctx), 0);
+    assert_int_equal(mt_comm_ledger(e->r.grid.tp).calls[MT_ALL_GATHER], 0);
+    test_untouched("logits", (const float *)e->x.data, 9, 7.0f);
+    test_untouched("loss", (const float *)e->loss.data, 3, 7.0f);
+    test_paper_rank_close(&e->r);
+}
+
 static void test_cross_entropy_refuses(void **state) {
     static const struct {
         mt_cross_entropy_desc desc;
@@ -1762,68 +1811,84 @@ static void test_cross_entropy_refuses(void **state) {
                {{.vocab = 10, .label_smoothing = 1.0f}, "label_smoothing 1"},
                {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
                {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing|nan"}};
+    mt_cross_entropy_saved saved = {0};
+    int32_t targets[3] = {0, -100, 9};
+    entropy e;
+    mt_context *ctx;
+    mt_comm *tp;
+    (void)state;
+    entropy_open(&e, targets);
+    ctx = e.r.ctx, tp = e.r.grid.tp;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        REFUSED(ctx, MT_ERR_ARGUMENT, bad[i].words,
+                mt_vocab_parallel_cross_entropy_forward(ctx, tp, &bad[i].desc, e.x, targets, e.loss, &saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, bad[i].words,
+                mt_vocab_parallel_cross_entropy_backward(ctx, tp, &bad[i].desc, mt_none(), 1.0f, &e.good));
+    }
+    assert_null(saved.targets);
+    entropy_close(&e);
+}
+
+static void test_cross_entropy_forward_refuses(void **state) {
     mt_cross_entropy_desc d = {.vocab = 10};
-    mt_cross_entropy_saved saved = {0}, good;
+    mt_cross_entropy_saved saved = {0};
     int32_t targets[3] = {0, -100, 9}, worse[3] = {0, -100, 10};
     mt_tensor x, loss;
+    entropy e;
+    mt_context *ctx;
     mt_comm *tp;
-    size_t mark;
-    test_rank r;
     (void)state;
-    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
-    tp = r.grid.tp;
-    mark = mt_arena_mark(r.ctx);
-    x = test_tensor(&r, 3, 3, 7.0f);
-    loss = test_tensor(&r, 1, 3, 7.0f);
-    good.logits = x;
-    good.lse = test_tensor(&r, 2, 3, 7.0f);
-    good.targets = targets;
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words,
-                mt_vocab_parallel_cross_entropy_forward(r.ctx, tp, &bad[i].desc, x, targets, loss, &saved));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words,
-                mt_vocab_parallel_cross_entropy_backward(r.ctx, tp, &bad[i].desc, mt_none(), 1.0f, &good));
-    }
+    entropy_open(&e, targets);
+    ctx = e.r.ctx, tp = e.r.grid.tp, x = e.x, loss = e.loss;
 #define FORWARD(...) mt_vocab_parallel_cross_entropy_forward(__VA_ARGS__, &saved)
     assert_int_equal(FORWARD(NULL, tp, &d, x, targets, loss), MT_ERR_ARGUMENT);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "tp is NULL", FORWARD(r.ctx, NULL, &d, x, targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", FORWARD(r.ctx, tp, NULL, x, targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "ids is NULL", FORWARD(r.ctx, tp, &d, x, NULL, loss));
-    REFUSED(r.ctx, MT_ERR_DATA, "target 10|index 2|[0, 10)", FORWARD(r.ctx, tp, &d, x, worse, loss));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "tp is NULL", FORWARD(ctx, NULL, &d, x, targets, loss));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "desc is NULL", FORWARD(ctx, tp, NULL, x, targets, loss));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "ids is NULL", FORWARD(ctx, tp, &d, x, NULL, loss));
+    REFUSED(ctx, MT_ERR_DATA, "target 10|index 2|[0, 10)", FORWARD(ctx, tp, &d, x, worse, loss));
     worse[2] = -1;
-    REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", FORWARD(r.ctx, tp, &d, x, worse, loss));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "logits|[3, 2]|[3, 3]", FORWARD(r.ctx, tp, &d, with_shape(x, 3, 2, 0), targets, loss));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[1, 2]|[1, 3]", FORWARD(r.ctx, tp, &d, x, targets, with_shape(loss, 1, 2, 0)));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "loss|[3, 1]", FORWARD(r.ctx, tp, &d, x, targets, with_shape(loss, 3, 1, 0)));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "-1",
-            FORWARD(r.ctx, tp, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
-    REFUSED(r.ctx, MT_ERR_DTYPE, "logits|i32", FORWARD(r.ctx, tp, &d, with_dtype(x, MT_I32), targets, loss));
-    REFUSED(r.ctx, MT_ERR_DTYPE, "loss|bf16", FORWARD(r.ctx, tp, &d, x, targets, with_dtype(loss, MT_BF16)));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "logits is|data is NULL",
-            FORWARD(r.ctx, tp, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "loss is|data is NULL",
-            FORWARD(r.ctx, tp, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
+    REFUSED(ctx, MT_ERR_DATA, "target -1|index 2", FORWARD(ctx, tp, &d, x, worse, loss));
+    REFUSED(ctx, MT_ERR_SHAPE, "logits|[3, 2]|[3, 3]", FORWARD(ctx, tp, &d, with_shape(x, 3, 2, 0), targets, loss));
+    REFUSED(ctx, MT_ERR_SHAPE, "loss|[1, 2]|[1, 3]", FORWARD(ctx, tp, &d, x, targets, with_shape(loss, 1, 2, 0)));
+    REFUSED(ctx, MT_ERR_SHAPE, "loss|[3, 1]", FORWARD(ctx, tp, &d, x, targets, with_shape(loss, 3, 1, 0)));
+    REFUSED(ctx, MT_ERR_SHAPE, "-1",
+            FORWARD(ctx, tp, &d, with_shape(x, -1, 3, 0), targets, with_shape(loss, 1, -1, 0)));
+    REFUSED(ctx, MT_ERR_DTYPE, "logits|i32", FORWARD(ctx, tp, &d, with_dtype(x, MT_I32), targets, loss));
+    REFUSED(ctx, MT_ERR_DTYPE, "loss|bf16", FORWARD(ctx, tp, &d, x, targets, with_dtype(loss, MT_BF16)));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "logits is|data is NULL",
+            FORWARD(ctx, tp, &d, mt_tensor_f32(NULL, 3, 3), targets, loss));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "loss is|data is NULL", FORWARD(ctx, tp, &d, x, targets, mt_tensor_f32(NULL, 1, 3)));
 #undef FORWARD
+    assert_null(saved.targets);
+    entropy_close(&e);
+}
+
+static void test_cross_entropy_backward_refuses(void **state) {
+    mt_cross_entropy_desc d = {.vocab = 10};
+    mt_cross_entropy_saved saved = {0};
+    int32_t targets[3] = {0, -100, 9}, worse[3] = {0, -100, -1};
+    mt_tensor loss;
+    entropy e;
+    mt_context *ctx;
+    mt_comm *tp;
+    (void)state;
+    entropy_open(&e, targets);
+    ctx = e.r.ctx, tp = e.r.grid.tp, loss = e.loss;
 #define BACKWARD(...) mt_vocab_parallel_cross_entropy_backward(__VA_ARGS__)
-    assert_int_equal(BACKWARD(NULL, tp, &d, mt_none(), 1.0f, &good), MT_ERR_ARGUMENT);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "tp is NULL", BACKWARD(r.ctx, NULL, &d, mt_none(), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", BACKWARD(r.ctx, tp, NULL, mt_none(), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", BACKWARD(r.ctx, tp, &d, mt_none(), 1.0f, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[0, 0]", BACKWARD(r.ctx, tp, &d, mt_none(), 1.0f, &saved));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(r.ctx, tp, &d, with_shape(loss, 1, 2, 0), 1.0f, &good));
-    REFUSED(r.ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(r.ctx, tp, &d, with_dtype(loss, MT_BF16), 1.0f, &good));
+    assert_int_equal(BACKWARD(NULL, tp, &d, mt_none(), 1.0f, &e.good), MT_ERR_ARGUMENT);
+    REFUSED(ctx, MT_ERR_ARGUMENT, "tp is NULL", BACKWARD(ctx, NULL, &d, mt_none(), 1.0f, &e.good));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "desc is NULL", BACKWARD(ctx, tp, NULL, mt_none(), 1.0f, &e.good));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "saved is NULL", BACKWARD(ctx, tp, &d, mt_none(), 1.0f, NULL));
+    REFUSED(ctx, MT_ERR_SHAPE, "[0, 0]", BACKWARD(ctx, tp, &d, mt_none(), 1.0f, &saved));
+    REFUSED(ctx, MT_ERR_SHAPE, "dloss|[1, 2]", BACKWARD(ctx, tp, &d, with_shape(loss, 1, 2, 0), 1.0f, &e.good));
+    REFUSED(ctx, MT_ERR_DTYPE, "dloss|bf16", BACKWARD(ctx, tp, &d, with_dtype(loss, MT_BF16), 1.0f, &e.good));
 #undef BACKWARD
 #define AT_ONCE(targets, dloss)                                                                                        \
-    mt_vocab_parallel_cross_entropy_forward_backward(r.ctx, tp, &d, x, targets, dloss, 1.0f, loss)
-    REFUSED(r.ctx, MT_ERR_DATA, "target -1|index 2", AT_ONCE(worse, mt_none()));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "dloss|[1, 2]", AT_ONCE(targets, with_shape(loss, 1, 2, 0)));
+    mt_vocab_parallel_cross_entropy_forward_backward(ctx, tp, &d, e.x, targets, dloss, 1.0f, loss)
+    REFUSED(ctx, MT_ERR_DATA, "target -1|index 2", AT_ONCE(worse, mt_none()));
+    REFUSED(ctx, MT_ERR_SHAPE, "dloss|[1, 2]", AT_ONCE(targets, with_shape(loss, 1, 2, 0)));
 #undef AT_ONCE
-    assert_null(saved.targets);
-    assert_int_equal(mt_arena_mark(r.ctx), mark);
-    assert_int_equal(mt_comm_ledger(tp).calls[MT_ALL_GATHER], 0);
-    test_untouched("logits", (const float *)x.data, 9, 7.0f);
-    test_untouched("loss", (const float *)loss.data, 3, 7.0f);
-    test_paper_rank_close(&r);
+    entropy_close(&e);
 }
 
 static void test_gradient_calls_refuse(void **state) {
@@ -2591,12 +2656,16 @@ int main(void) {
         cmocka_unit_test(test_optimizer_refuses),
         cmocka_unit_test(test_cosine_schedule),
         cmocka_unit_test(test_linear_create_refuses),
+        cmocka_unit_test(test_linear_create_refuses_null),
+        cmocka_unit_test(test_linear_create_refuses_weights),
         cmocka_unit_test(test_parts_by_shard),
         cmocka_unit_test(test_linear_calls_refuse),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
         cmocka_unit_test(test_embedding_refuses),
         cmocka_unit_test(test_sizes_that_cannot_be),
         cmocka_unit_test(test_cross_entropy_refuses),
+        cmocka_unit_test(test_cross_entropy_forward_refuses),
+        cmocka_unit_test(test_cross_entropy_backward_refuses),
         cmocka_unit_test(test_gradient_calls_refuse),
         cmocka_unit_test(test_memory_that_runs_out),
         cmocka_unit_test(test_options),

@@ -462,6 +462,15 @@ static void not_saved(void **state) {
     forget("u");
 }
 
+/* A registry with one parameter, on one rank. */
+static void open_one(test_rank *r) {
+    mt_param_desc p = {.name = "w", .rows = 1, .cols = 1};
+    mt_param *w;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, r);
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &p, &w));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+}
+
 static void arguments(void **state) {
     static const mt_field taken[] = {
         {.name = "step"},     {.name = "note"},           {.name = "checksum"},         {.name = "format"},
@@ -470,18 +479,10 @@ static void arguments(void **state) {
     mt_field two[2] = {{.name = "my", .value = &x}, {.name = "my", .value = &x}}, f = {.name = "my", .value = &x};
     mt_checkpoint_desc c = {.directory = "x", .fields = &f, .field_count = 1};
     mt_checkpoint *out;
-    mt_safetensors_set *set;
-    mt_safetensors *file;
-    mt_training_state s = {.step = 1};
-    char text[MT_FIELD_TEXT_MAX];
     mt_field_kind kinds[] = {(mt_field_kind)7, MT_FIELD_TEXT};
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
-    mt_param_desc p = {.name = "w", .rows = 1, .cols = 1};
-    mt_param *w;
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &p, &w));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    open_one(&r);
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
         f.name = taken[i].name;
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0: another field is also called",
@@ -507,6 +508,18 @@ static void arguments(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is 2", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.field_count = -1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is -1", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    test_paper_rank_close(&r);
+}
+
+/* Arguments of the calls that read, without any file. */
+static void reading_arguments(void **state) {
+    int64_t x = 0;
+    mt_field f = {.name = "my"}, whole = {.name = "my", .value = &x};
+    mt_safetensors_set *set;
+    char text[MT_FIELD_TEXT_MAX];
+    test_rank r;
+    (void)state;
+    open_one(&r);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "directory is NULL", mt_safetensors_set_open(r.ctx, NULL, "model", &set));
     REFUSED(r.ctx, MT_ERR_IO, "/none|neither", mt_safetensors_set_open(r.ctx, "/none", "model", &set));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "/none|40 characters",
@@ -521,8 +534,20 @@ static void arguments(void **state) {
     text[0] = 'x';
     mt_field_text(&f, text); /* a field without a value */
     assert_string_equal(text, "");
-    mt_field_text(two, NULL);
-    c.fields = NULL, c.field_count = 0, c.directory = in_scratch("r");
+    mt_field_text(&whole, NULL);
+    test_paper_rank_close(&r);
+}
+
+/* Bad fields to read from a file that is there: no value is written. */
+static void field_arguments(void **state) {
+    int64_t x = 0;
+    mt_checkpoint_desc c = {.directory = in_scratch("r")};
+    mt_training_state s = {.step = 1};
+    mt_checkpoint *out;
+    mt_safetensors *file;
+    test_rank r;
+    (void)state;
+    open_one(&r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &out));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, out, &s));
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
@@ -845,11 +870,11 @@ static int close_all(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(same_bits),    cmocka_unit_test(another_split), cmocka_unit_test(fewer_data_ranks),
-        cmocka_unit_test(files),        cmocka_unit_test(other_models),  cmocka_unit_test(other_fields),
-        cmocka_unit_test(arguments),    cmocka_unit_test(killed),        cmocka_unit_test(own_format),
-        cmocka_unit_test(json),         cmocka_unit_test(not_saved),     cmocka_unit_test(wrong_layouts),
-        cmocka_unit_test(without_data),
+        cmocka_unit_test(same_bits), cmocka_unit_test(another_split),     cmocka_unit_test(fewer_data_ranks),
+        cmocka_unit_test(files),     cmocka_unit_test(other_models),      cmocka_unit_test(other_fields),
+        cmocka_unit_test(arguments), cmocka_unit_test(reading_arguments), cmocka_unit_test(field_arguments),
+        cmocka_unit_test(killed),    cmocka_unit_test(own_format),        cmocka_unit_test(json),
+        cmocka_unit_test(not_saved), cmocka_unit_test(wrong_layouts),     cmocka_unit_test(without_data),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }
