@@ -103,7 +103,8 @@ static void test_hash_sees_every_bit(void **state) {
 typedef struct job {
     mt_grid_desc shape;
     int sequence_parallel, spoil; /* spoil: the rank that changes its copy of a bias; 0: none */
-    lines lines;                  /* of rank 0 */
+    mt_recompute recompute;
+    lines lines; /* of rank 0 */
 } job;
 
 typedef struct logger {
@@ -115,13 +116,16 @@ typedef struct logger {
 
 static mt_status step(logger *l, const job *job) {
     mt_context *ctx = l->rank.ctx;
-    mt_gpt_desc d = {
-        .vocab = 29,
-        .layers = 1,
-        .max_seq = SEQ,
-        .embedding_dropout = 0.1f,
-        .layer = {
-            .hidden = 16, .heads = 4, .ffn = 20, .hidden_dropout = 0.1f, .sequence_parallel = job->sequence_parallel}};
+    mt_gpt_desc d = {.vocab = 29,
+                     .layers = 1,
+                     .max_seq = SEQ,
+                     .embedding_dropout = 0.1f,
+                     .layer = {.hidden = 16,
+                               .heads = 4,
+                               .ffn = 20,
+                               .hidden_dropout = 0.1f,
+                               .sequence_parallel = job->sequence_parallel,
+                               .recompute = job->recompute}};
     int64_t share = BATCH / l->rank.grid.dp_size;
     int32_t ids[SEQ], targets[SEQ];
     MT_TRY(mt_gpt_create(ctx, l->rank.params, &d, &l->gpt));
@@ -235,6 +239,77 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
     }
 }
 
+/* A layer that computes its forward again in the backward logs each tensor once, as a layer that saves all of them. */
+static void test_recomputed_tensors_are_logged_once(void **state) {
+    static job saved = {.shape = {.tp = 2, .dp = 1}}, again = {.shape = {.tp = 2, .dp = 1}};
+    (void)state;
+    again.recompute = MT_RECOMPUTE_FULL;
+    run_job(&saved);
+    run_job(&again);
+    assert_int_equal(again.lines.count, saved.lines.count);
+    for (int i = 0; i < saved.lines.count; i++) {
+        assert_string_equal(again.lines.list[i].name, saved.lines.list[i].name);
+        if (again.lines.list[i].hash != saved.lines.list[i].hash) fail_msg("%s", saved.lines.list[i].name);
+    }
+}
+
+typedef struct paused_layer {
+    test_rank rank;
+    mt_column_parallel_linear layer;
+    mt_tensor x, y, dx;
+} paused_layer;
+
+static void forward_and_backward(paused_layer *p) {
+    mt_context *ctx = p->rank.ctx;
+    mt_linear_saved saved;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_column_parallel_linear_forward(ctx, &p->layer, p->x, p->y, &saved));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_column_parallel_linear_backward(ctx, &p->layer, p->y, p->dx, &saved));
+}
+
+/* While the log is paused, calls of a layer add no line and change no hash. */
+static void test_pause(void **state) {
+    mt_linear_desc d = {.in_features = 4, .out_features = 6};
+    lines once = {.count = 0}, paused = {.count = 0}, twice = {.count = 0}, none = {.count = 0};
+    mt_hash_log *log;
+    paused_layer p;
+    mt_context *ctx;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, NULL, &p.rank);
+    ctx = p.rank.ctx;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_column_parallel_linear_create(ctx, p.rank.params, "fc", &d, &p.layer));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, p.rank.params, 1));
+    p.x = mt_tensor_f32(test_noise(&p.rank, 8 * 4, 1, 1.0f), 8, 4);
+    p.y = test_tensor(&p.rank, 8, 6, 0.0f);
+    p.dx = test_tensor(&p.rank, 8, 4, 0.0f);
+    mt_hash_log_pause(NULL, 1);
+    mt_hash_log_pause(ctx, 1); /* without a log, nothing happens: the log that is created next is not paused */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_hash_log_create(ctx, &p.rank.grid, &log));
+    forward_and_backward(&p);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_hash_log_flush(ctx, log, keep_line, &once));
+    assert_int_equal(once.count, 2);
+    forward_and_backward(&p);
+    mt_hash_log_pause(ctx, 1);
+    mt_hash_log_pause(ctx, 1); /* pauses are not counted */
+    forward_and_backward(&p);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_hash_log_flush(ctx, log, keep_line, &paused));
+    assert_int_equal(paused.count, 2);
+    for (int i = 0; i < 2; i++) {
+        assert_string_equal(paused.list[i].name, once.list[i].name);
+        assert_true(paused.list[i].hash == once.list[i].hash);
+    }
+    forward_and_backward(&p);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_hash_log_flush(ctx, log, keep_line, &none)); /* a flush does not end the pause */
+    assert_int_equal(none.count, 0);
+    mt_hash_log_pause(ctx, 0);
+    forward_and_backward(&p);
+    forward_and_backward(&p); /* both are logged */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_hash_log_flush(ctx, log, keep_line, &twice));
+    assert_int_equal(twice.count, 2);
+    for (int i = 0; i < 2; i++) assert_true(twice.list[i].hash == 2 * once.list[i].hash);
+    mt_hash_log_destroy(log);
+    test_paper_rank_close(&p.rank);
+}
+
 /* Copies that differ, on a tensor rank and on a data rank. The lines before are the same, without a mark. */
 static void test_ranks_that_differ(void **state) {
     static const mt_grid_desc shapes[] = {{.tp = 2, .dp = 1}, {.tp = 1, .dp = 2}, {.tp = 2, .dp = 2}};
@@ -296,6 +371,8 @@ int main(void) {
         cmocka_unit_test(test_hash_sees_every_bit),
         cmocka_unit_test(test_lines_of_a_step),
         cmocka_unit_test(test_lines_do_not_depend_on_the_split),
+        cmocka_unit_test(test_recomputed_tensors_are_logged_once),
+        cmocka_unit_test(test_pause),
         cmocka_unit_test(test_ranks_that_differ),
         cmocka_unit_test(test_refusals),
     };
