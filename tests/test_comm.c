@@ -965,6 +965,59 @@ static void test_services(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* Host memory is zero-filled, also when it was used and freed before. */
+static void test_host_memory(void **state) {
+    static const size_t bytes[] = {1, 24, 1000, 100000};
+    (void)state;
+    for (int i = 0; i < 64; i++) {
+        size_t n = bytes[i % 4];
+        unsigned char *p = (unsigned char *)mt_host_alloc(n);
+        assert_non_null(p);
+        for (size_t k = 0; k < n; k++) assert_int_equal(p[k], 0);
+        memset(p, 0xff, n);
+        mt_host_free(p);
+    }
+    assert_null(mt_host_alloc(SIZE_MAX / 2));
+}
+
+static void test_invariant_sizes(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        d.invariant = i ? 4 : 0;
+        d.invariant_data = i ? 8 : 0;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+        assert_int_equal(mt_context_invariant(ctx), d.invariant);
+        assert_int_equal(mt_context_invariant_data(ctx), d.invariant_data);
+        mt_context_destroy(ctx);
+    }
+    assert_int_equal(mt_context_invariant(NULL), 0);
+    assert_int_equal(mt_context_invariant_data(NULL), 0);
+}
+
+/* This program has no CUDA: the functions for operators on a GPU touch no memory. */
+static void test_cuda_is_not_built(void **state) {
+    mt_context_desc d = small();
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        char from[8] = "1234567", to[8] = "abcdefg";
+        mt_context *ctx;
+        d.device = i ? MT_DEVICE_META : MT_DEVICE_CPU;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_enter(ctx));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_launched(ctx, "kernel"));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_zero(ctx, to, sizeof to));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_copy_rows(ctx, to, 4, from, 4, 2, 2));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_copy_rows(ctx, to, 4, from, 4, 2, 0));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_wait_peers(ctx));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_fetch(ctx, to, from, sizeof to));
+        assert_string_equal(to, "abcdefg");
+        assert_int_equal(mt_device_count(MT_DEVICE_CUDA), 0);
+        mt_context_destroy(ctx);
+    }
+}
+
 static void test_numbers(void **state) {
     static const float floats[] = {0.1f, -3.4028235e38f, 1e-45f, 16777217.0f, -0.0f, 2.5f};
     static const char *const not_whole[] = {"", "-1", "+1", " 1", "1 ", "1.0", "0x1", "256", "18446744073709551616"};
@@ -1311,6 +1364,9 @@ int main(void) {
         cmocka_unit_test(test_slots),
         cmocka_unit_test(test_version),
         cmocka_unit_test(test_services),
+        cmocka_unit_test(test_host_memory),
+        cmocka_unit_test(test_invariant_sizes),
+        cmocka_unit_test(test_cuda_is_not_built),
         cmocka_unit_test(test_numbers),
         cmocka_unit_test(test_context_arguments),
         cmocka_unit_test(test_arena),
