@@ -541,6 +541,7 @@ typedef struct linear_run {
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
     mt_param *weight, *bias;
+    mt_dtype dtype;         /* of the weight and the bias; with a 16-bit type, the global tensors have its values */
     int64_t in, out, local; /* local: features of the split dimension on this rank, including padding */
     float *x, *dy, *w, *b;  /* global tensors */
     double y[LINEAR_MAX], dx[LINEAR_MAX], dw[LINEAR_MAX], db[24];
@@ -589,12 +590,18 @@ static mt_status linear_create(linear_run *l, const mt_linear_desc *d) {
     return mt_params_init(r->ctx, r->params, 3);
 }
 
+/* Rounds to values that bf16 and f16 represent exactly. */
+static void linear_round(float *x, int64_t n) {
+    for (int64_t i = 0; x && i < n; i++) x[i] = roundf(x[i] * 128) / 128;
+}
+
 /* Creates inputs of a size that keeps every result near 1: |x| < 1, |dy| < 0.25, |w| < 0.5, |b| < 1, sums of at most 24
    products. A rounding error of 6e-8 per step then stays well below the tolerance of 1e-6. */
 static mt_status linear_open(linear_run *l) {
     const mt_linear_desc *d = &l->c->desc;
     test_rank *r = l->r;
     MT_TRY(test_rank_renew(r));
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, l->dtype));
     l->in = d->in_features;
     l->out = d->out_features;
     MT_TRY(linear_create(l, d));
@@ -602,6 +609,11 @@ static mt_status linear_open(linear_run *l) {
     l->dy = test_noise(r, TOKENS * l->out, 2, 0.25f);
     l->w = test_noise(r, l->in * l->out, 3, 0.5f);
     l->b = l->bias ? test_noise(r, l->out, 4, 1.0f) : NULL;
+    if (l->dtype != MT_F32) {
+        linear_round(l->x, TOKENS * l->in);
+        linear_round(l->w, l->in * l->out);
+        linear_round(l->b, l->out);
+    }
     MT_TRY(mt_param_scatter(r->ctx, l->weight, l->w, l->weight->value));
     if (l->bias) MT_TRY(mt_param_scatter(r->ctx, l->bias, l->b, l->bias->value));
     linear_reference(l);
@@ -1651,6 +1663,190 @@ static void test_linear_calls_refuse(void **state) {
     }
 }
 
+/* ---- the product of a column-parallel layer ---------------------------------------------------------------------- */
+
+typedef struct product_run {
+    int invariant;
+    mt_dtype weights;                             /* the type of the weight, the bias and x */
+    float (*serial)[LINEAR_CASES][3][LINEAR_MAX]; /* y of one rank, for each type of y */
+} product_run;
+
+static const mt_dtype product_types[] = {MT_F32, MT_BF16, MT_F16};
+
+/* Writes the values of t to a view with one column of 7 before it and two behind it. */
+static mt_status product_view(test_rank *r, mt_dtype dtype, mt_tensor t, mt_tensor *wide, mt_tensor *view) {
+    MT_TRY(mt_arena_tensor(r->ctx, dtype, t.rows, t.cols + 3, wide));
+    MT_TRY(mt_fill(r->ctx, *wide, 7.0f));
+    *view = mt_tensor_cols(*wide, 1, t.cols);
+    return mt_convert(r->ctx, t, *view);
+}
+
+/* Checks the columns beside the view, and writes the view to `out`, which is f32. */
+static mt_status product_read(test_rank *r, mt_tensor wide, mt_tensor out) {
+    mt_tensor f;
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, wide.rows, wide.cols, &f));
+    MT_TRY(mt_convert(r->ctx, wide, f));
+    for (int64_t i = 0; i < f.rows; i++) {
+        const float *row = (const float *)f.data + i * f.cols;
+        CHECK(row[0] == 7.0f && row[f.cols - 2] == 7.0f && row[f.cols - 1] == 7.0f);
+    }
+    return mt_convert(r->ctx, mt_tensor_cols(wide, 1, out.cols), out);
+}
+
+/* Compares y with the reference. The sum is rounded to the type of y, before and after the bias is added. */
+static mt_status product_compare(linear_run *l, share out, mt_tensor y, mt_dtype type) {
+    double last = type == MT_F32 ? 0 : type == MT_BF16 ? 1.0 / 256 : 1.0 / 2048;
+    for (int64_t i = 0; i < out.rows; i++)
+        for (int64_t j = 0; j < out.cols; j++) {
+            int64_t e = share_element(l, out, i, j);
+            double want = e < 0 ? 0 : l->y[e];
+            double allowed = e < 0 ? 0 : 1e-6 + last * (fabs(want) + 1);
+            MT_TRY(test_near("y", (const float *)y.data + i * out.cols + j, &want, 1, allowed));
+        }
+    return MT_SUCCESS;
+}
+
+/* One call, with columns beside x and y. In invariant mode, a gathered y has the same bits on every split. */
+static mt_status product_check(linear_run *l, int invariant, int gather, mt_dtype type, float *serial) {
+    test_rank *r = l->r;
+    share in = share_of(l, l->in, 0, 0), out = share_of(l, l->out, !gather, 0);
+    mt_tensor x, y, x_wide, y_wide, got = test_tensor(r, out.rows, out.cols, NAN);
+    size_t mark = mt_arena_mark(r->ctx), called, bytes = (size_t)(out.rows * out.cols) * sizeof(float);
+    mt_ledger want = {{0}, {0}};
+    MT_TRY(product_view(r, l->dtype, share_take(l, in, l->x), &x_wide, &x));
+    MT_TRY(product_view(r, type, got, &y_wide, &y));
+    called = mt_arena_mark(r->ctx);
+    mt_comm_ledger_reset(r->grid.tp);
+    MT_TRY(mt_column_parallel_linear_product(r->ctx, &l->column, x, gather, y));
+    CHECK(mt_arena_mark(r->ctx) == called);
+    want.calls[MT_ALL_GATHER] = gather != 0;
+    want.bytes[MT_ALL_GATHER] = gather ? (uint64_t)(r->grid.tp_size * TOKENS * l->local) * mt_dtype_size(type) : 0;
+    MT_TRY(check_ledger(r, "product", want));
+    MT_TRY(product_read(r, y_wide, got));
+    mt_arena_release(r->ctx, mark);
+    if (invariant && !gather) return MT_SUCCESS; /* the layout of virtual shards is tested elsewhere */
+    MT_TRY(product_compare(l, out, got, type));
+    if (!invariant) return MT_SUCCESS;
+    if (r->grid.tp_size == 1) memcpy(serial, got.data, bytes);
+    CHECK(memcmp(serial, got.data, bytes) == 0);
+    return MT_SUCCESS;
+}
+
+/* The forward of the layer computes the product of all tokens, with the layer's own gather_output. */
+static mt_status product_is_forward(linear_run *l) {
+    share part = input_share(l), in = share_of(l, l->in, 0, 0), out = output_share(l);
+    mt_tensor y = test_tensor(l->r, out.rows, out.cols, NAN), product = test_tensor(l->r, out.rows, out.cols, NAN);
+    mt_tensor x = share_take(l, in, l->x);
+    MT_TRY(linear_forward(l, share_take(l, part, l->x), y, NULL));
+    MT_TRY(mt_column_parallel_linear_product(l->r->ctx, &l->column, x, l->c->desc.gather_output, product));
+    return test_near_f32("the product", product.data, y.data, out.rows * out.cols, 1e-6);
+}
+
+static mt_status product_case(linear_run *l, const product_run *p, float (*serial)[LINEAR_MAX]) {
+    MT_TRY(linear_open(l));
+    for (int gather = 0; gather < 2; gather++)
+        for (int t = 0; t < 3; t++) {
+            mt_status status = product_check(l, p->invariant, gather, product_types[t], serial[t]);
+            if (status == MT_ERR_DATA)
+                fprintf(stderr, "x is %s, y is %s, gather_output %d\n", mt_dtype_name(l->dtype),
+                        mt_dtype_name(product_types[t]), gather);
+            MT_TRY(status);
+        }
+    return l->dtype == MT_F32 ? product_is_forward(l) : MT_SUCCESS;
+}
+
+static mt_status product_rank(mt_comm *world, void *user) {
+    const product_run *p = (const product_run *)user;
+    mt_context_desc where = {.arena_bytes = (size_t)16 << 20, .invariant = p->invariant};
+    linear_run *l = (linear_run *)calloc(1, sizeof *l);
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, &where, &r);
+    for (int i = 0; status == MT_SUCCESS && i < LINEAR_CASES; i++) {
+        const mt_linear_desc *d = &linear_cases[i].desc;
+        if (linear_cases[i].row || (p->invariant && d->parts > 1 && !d->gather_output)) continue;
+        memset(l, 0, sizeof *l);
+        l->c = &linear_cases[i];
+        l->r = &r;
+        l->dtype = p->weights;
+        status = product_case(l, p, (*p->serial)[i]);
+        if (status == MT_ERR_DATA)
+            fprintf(stderr, "%s on %d ranks, invariant %d\n", l->c->name, mt_comm_size(world), p->invariant);
+    }
+    free(l);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_product_on_every_split(void **state) {
+    static float serial[LINEAR_CASES][3][LINEAR_MAX];
+    (void)state;
+    for (int w = 0; w < 3; w++)
+        for (int invariant = 0; invariant <= 8; invariant += 8)
+            for (size_t i = 0; i < SPLITS; i++) {
+                product_run p = {invariant, product_types[w], &serial};
+                if (!invariant || invariant % splits[i] == 0) test_launch(splits[i], product_rank, &p);
+            }
+}
+
+/* x and y are valid arguments, with gather_output as `gather`. Another tensor may not be written. */
+static void product_calls_are_refused(mt_context *ctx, const mt_column_parallel_linear *l, int gather, mt_tensor x,
+                                      mt_tensor y) {
+    int64_t rows = x.rows, other = gather ? l->local_features : l->desc.out_features;
+    char words[64];
+    REFUSED(ctx, MT_ERR_DTYPE, "mt_column_parallel_linear_product|x|bf16|'l.weight'|f32",
+            mt_column_parallel_linear_product(ctx, l, with_dtype(x, MT_BF16), gather, y));
+    REFUSED(ctx, MT_ERR_DTYPE, "x|i32", mt_column_parallel_linear_product(ctx, l, with_dtype(x, MT_I32), gather, y));
+    REFUSED(ctx, MT_ERR_DTYPE, "y|i32", mt_column_parallel_linear_product(ctx, l, x, gather, with_dtype(y, MT_I32)));
+    REFUSED(ctx, MT_ERR_SHAPE, "x is|[16, 7]",
+            mt_column_parallel_linear_product(ctx, l, with_shape(x, rows, 7, 8), gather, y));
+    REFUSED(ctx, MT_ERR_SHAPE, "ld 1",
+            mt_column_parallel_linear_product(ctx, l, with_shape(x, rows, x.cols, 1), gather, y));
+    REFUSED(
+        ctx, MT_ERR_SHAPE, "-1",
+        mt_column_parallel_linear_product(ctx, l, with_shape(x, -1, x.cols, 0), gather, with_shape(y, -1, y.cols, 0)));
+    REFUSED(ctx, MT_ERR_SHAPE, "y is|[15,",
+            mt_column_parallel_linear_product(ctx, l, x, gather, with_shape(y, rows - 1, y.cols, 0)));
+    snprintf(words, sizeof words, "y is|[16, %lld]", (long long)other);
+    REFUSED(ctx, MT_ERR_SHAPE, words,
+            mt_column_parallel_linear_product(ctx, l, x, gather, with_shape(y, rows, other, 0)));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "x is|data is NULL",
+            mt_column_parallel_linear_product(ctx, l, mt_tensor_f32(NULL, rows, x.cols), gather, y));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "y is|data is NULL",
+            mt_column_parallel_linear_product(ctx, l, x, gather, mt_tensor_f32(NULL, rows, y.cols)));
+}
+
+/* The argument gather_output gives the shape of y, with every desc.gather_output. */
+static void test_product_refuses(void **state) {
+    mt_linear_desc d = {.in_features = 8, .out_features = 12};
+    (void)state;
+    for (int kind = 0; kind < 4; kind++) {
+        int gather = kind & 1;
+        mt_column_parallel_linear l = {.weight = NULL};
+        mt_tensor x, y;
+        test_rank r;
+        test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, &(mt_context_desc){.arena_bytes = 256}, &r);
+        d.gather_output = kind >> 1;
+        x = test_tensor(&r, 16, 8, 7.0f);
+        y = with_shape(test_tensor(&r, 16, 12, 7.0f), 16, gather ? 12 : 3, 0);
+        assert_int_equal(mt_column_parallel_linear_product(NULL, &l, x, gather, y), MT_ERR_ARGUMENT);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_column_parallel_linear_product(r.ctx, NULL, x, gather, y));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_column_parallel_linear_product(r.ctx, &l, x, gather, y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &l));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init before",
+                mt_column_parallel_linear_product(r.ctx, &l, x, gather, y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        product_calls_are_refused(r.ctx, &l, gather, x, y);
+        if (gather) { /* the columns of all ranks do not fit into the arena */
+            REFUSED(r.ctx, MT_ERR_MEMORY, "arena", mt_column_parallel_linear_product(r.ctx, &l, x, gather, y));
+            assert_int_equal(mt_arena_mark(r.ctx), 0);
+        }
+        test_untouched("x", (const float *)x.data, 16 * 8, 7.0f);
+        test_untouched("y", (const float *)y.data, 16 * 12, 7.0f);
+        assert_int_equal(mt_comm_ledger(r.grid.tp).calls[MT_ALL_GATHER], 0);
+        test_paper_rank_close(&r);
+    }
+}
+
 /* Tensors that are sent between ranks must be contiguous. This is checked before anything is computed. */
 static void test_strided_views_are_refused_where_they_travel(void **state) {
     mt_linear_desc d = {.in_features = 8, .out_features = 12, .input_is_parallel = 1};
@@ -2621,6 +2817,97 @@ static void test_helpers_of_blocks(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* mt_check_sent: `in` has ld 16 and `out` ld 12, and the same without a gap between the rows. */
+static void test_check_sent(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 4; ranks += 3)
+        for (int sp = 0; sp < 2; sp++) {
+            test_rank r;
+            test_paper_rank(ranks, 0, (mt_grid_desc){.tp = ranks}, NULL, &r);
+            mt_context *ctx = r.ctx;
+            mt_comm *tp = r.grid.tp;
+            mt_tensor x = test_tensor(&r, 3, 16, 1.0f), y = test_tensor(&r, 5, 12, 1.0f), none = mt_none();
+            mt_tensor in = mt_tensor_cols(x, 0, 8), out = mt_tensor_cols(y, 2, 6);
+            mt_tensor row = mt_tensor_rows(in, 1, 1), empty = mt_tensor_rows(out, 0, 0);
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", x, "b", y));
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", none, "b", none));
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", row, "b", empty));
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", empty, "b", row));
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", with_shape(x, 3, 16, 0), "b", y));
+            if (ranks == 1) { /* nothing is sent */
+                ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", in, "b", out));
+            } else {
+                REFUSED(ctx, MT_ERR_SHAPE, "f: b [5, 6] has ld 12|between 4 ranks|contiguous",
+                        mt_check_sent(ctx, "f", tp, sp, "a", none, "b", out));
+                REFUSED(ctx, MT_ERR_SHAPE, sp ? "f: a [3, 8] has ld 16" : "f: b [5, 6] has ld 12",
+                        mt_check_sent(ctx, "f", tp, sp, "a", in, "b", out));
+            }
+            if (ranks > 1 && sp)
+                REFUSED(ctx, MT_ERR_SHAPE, "f: a [3, 8] has ld 16|between 4 ranks|contiguous",
+                        mt_check_sent(ctx, "f", tp, sp, "a", in, "b", none));
+            else ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_sent(ctx, "f", tp, sp, "a", in, "b", y));
+            test_paper_rank_close(&r);
+        }
+}
+
+/* Tokens and rows: with sequence parallelism a rank has 1 / t of the tokens. V must divide the tokens. */
+static void test_tokens_and_rows(void **state) {
+    static const mt_context_desc plain = {.arena_bytes = 4096}, invariant = {.invariant = 8, .arena_bytes = 4096};
+    test_rank r;
+    int64_t rows = 99;
+    (void)state;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, &plain, &r);
+    mt_comm *tp = r.grid.tp;
+    assert_true(mt_sequence_tokens(tp, 0, 5) == 5 && mt_sequence_tokens(tp, 1, 5) == 20);
+    assert_true(mt_sequence_tokens(tp, 0, 0) == 0 && mt_sequence_tokens(tp, 1, 0) == 0);
+    assert_true(mt_sequence_tokens(tp, 0, INT64_MAX) == INT64_MAX);
+    assert_true(mt_sequence_tokens(tp, 1, INT64_MAX / 4) == INT64_MAX / 4 * 4);
+    assert_true(mt_sequence_tokens(tp, 1, INT64_MAX / 4 + 1) == -1);
+    assert_true(mt_sequence_tokens(tp, 1, INT64_MAX) == -1);
+    for (int sp = 0; sp < 2; sp++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sequence_rows(r.ctx, "f", tp, sp, 20, &rows));
+        assert_true(rows == (sp ? 5 : 20) && mt_sequence_tokens(tp, sp, rows) == 20);
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sequence_rows(r.ctx, "f", tp, 0, 21, &rows));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "f: 21 tokens|4 tensor ranks", mt_sequence_rows(r.ctx, "f", tp, 1, 21, &rows));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_tokens(r.ctx, "f", 7)); /* not in invariant mode */
+    assert_int_equal(mt_check_tokens(NULL, "f", 8), MT_ERR_ARGUMENT);
+    test_paper_rank_close(&r);
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, &invariant, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_tokens(r.ctx, "f", 24));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_tokens(r.ctx, "f", 0));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "f: 20 tokens|8 virtual shards", mt_check_tokens(r.ctx, "f", 20)); /* t divides 20 */
+    REFUSED(r.ctx, MT_ERR_SHAPE, "f: -1 tokens",
+            mt_check_tokens(r.ctx, "f", mt_sequence_tokens(r.grid.tp, 1, INT64_MAX)));
+    test_paper_rank_close(&r);
+}
+
+/* mt_create_check, mt_check_param and mt_check_activation, which name what is wrong. */
+static void test_checks_of_blocks(void **state) {
+    mt_param_desc d = {.name = "w", .rows = 4, .cols = 4};
+    mt_param *p;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    mt_context *ctx = r.ctx;
+    mt_tensor x = test_tensor(&r, 3, 4, 1.0f);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_create_check(ctx, "f", r.params, "n", &d, &p));
+    assert_int_equal(mt_create_check(NULL, "f", r.params, "n", &d, &p), MT_ERR_ARGUMENT);
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: params is NULL", mt_create_check(ctx, "f", NULL, "n", &d, &p));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: desc is NULL", mt_create_check(ctx, "f", r.params, "n", NULL, &p));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: out is NULL", mt_create_check(ctx, "f", r.params, "n", &d, NULL));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, r.params, &d, &p));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: |not created", mt_check_param(ctx, "f", NULL));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, r.params, 1));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_param(ctx, "f", p));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_activation(ctx, "f", p, "x", x, 3, 4));
+    REFUSED(ctx, MT_ERR_SHAPE, "f: x is [3, 4]", mt_check_activation(ctx, "f", p, "x", x, 4, 4));
+    REFUSED(ctx, MT_ERR_SHAPE, "f: x is [3, 4]", mt_check_activation(ctx, "f", p, "x", x, 3, 5));
+    REFUSED(ctx, MT_ERR_DTYPE, "f: x is bf16|'w' is f32",
+            mt_check_activation(ctx, "f", p, "x", with_dtype(x, MT_BF16), 3, 4));
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_grid_ranks_are_megatrons),
@@ -2647,6 +2934,9 @@ int main(void) {
         cmocka_unit_test(test_logging_an_activation_refuses),
         cmocka_unit_test(test_helpers_of_blocks),
         cmocka_unit_test(test_helpers_of_blocks_refuse),
+        cmocka_unit_test(test_check_sent),
+        cmocka_unit_test(test_tokens_and_rows),
+        cmocka_unit_test(test_checks_of_blocks),
         cmocka_unit_test(test_embedding_on_every_split),
         cmocka_unit_test(test_cross_entropy_on_every_split),
         cmocka_unit_test(test_sync_gradients),
@@ -2660,6 +2950,8 @@ int main(void) {
         cmocka_unit_test(test_linear_create_refuses_weights),
         cmocka_unit_test(test_parts_by_shard),
         cmocka_unit_test(test_linear_calls_refuse),
+        cmocka_unit_test(test_product_on_every_split),
+        cmocka_unit_test(test_product_refuses),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
         cmocka_unit_test(test_embedding_refuses),
         cmocka_unit_test(test_sizes_that_cannot_be),
