@@ -724,6 +724,55 @@ static void test_context(void **state) {
     mt_comm_destroy(world);
 }
 
+/* Copies 3 rows of 5 bytes between pitches of 7 and 11 bytes. Bytes between the rows keep their value. The call works
+   in the context's stream: it copies what x has at that point, and the calls behind it see the copy. */
+static void copy_rows(int from_host, int to_host) {
+    enum { ROWS = 3, BYTES = 5, FROM = 7, TO = 11 };
+    unsigned char x[ROWS * FROM], y[ROWS * TO], want[ROWS * TO];
+    mt_tensor xs, ys;
+    void *from = x, *to = y;
+    for (int i = 0; i < ROWS * FROM; i++) x[i] = (unsigned char)(1 + i);
+    for (int i = 0; i < ROWS * TO; i++) want[i] = y[i] = (unsigned char)(100 + i);
+    for (int i = 0; i < ROWS * BYTES; i++) want[i / BYTES * TO + i % BYTES] = x[i / BYTES * FROM + i % BYTES];
+    OK(mt_arena_tensor(gpu, MT_U8, 1, ROWS * FROM, &xs));
+    OK(mt_arena_tensor(gpu, MT_U8, 1, ROWS * TO, &ys));
+    OK(mt_upload(gpu, x, xs));
+    OK(mt_upload(gpu, y, ys));
+    if (!from_host) from = xs.data;
+    if (!to_host) to = ys.data;
+    OK(mt_cuda_copy_rows(gpu, to, TO, from, FROM, BYTES, ROWS));
+    OK(mt_cuda_zero(gpu, xs.data, ROWS * FROM));
+    if (to_host) OK(mt_context_synchronize(gpu));
+    else OK(mt_cuda_fetch(gpu, y, ys.data, sizeof y));
+    assert_memory_equal(y, want, sizeof want);
+    OK(mt_cuda_fetch(gpu, x, xs.data, sizeof x));
+    for (int i = 0; i < ROWS * FROM; i++) assert_int_equal(x[i], 0);
+}
+
+static void test_copy_rows(void **state) {
+    char x[8] = "1234567", y[8] = "abcdefg";
+    mt_context_desc where;
+    mt_context *meta;
+    (void)state;
+    for (int i = 0; i < 4; i++) copy_rows(i & 1, i >> 1);
+    OK(mt_cuda_copy_rows(gpu, NULL, 0, NULL, 0, 5, 0)); /* nothing to copy */
+    OK(mt_cuda_copy_rows(gpu, NULL, 0, NULL, 0, 0, 5));
+    ASSERT_STATUS(gpu, MT_ERR_SYSTEM, mt_cuda_copy_rows(gpu, y, 2, x, 4, 3, 2)); /* the rows of y would overlap */
+    assert_non_null(strstr(mt_last_error(gpu), "cudaMemcpy2DAsync"));
+    assert_int_equal(mt_cuda_copy_rows(NULL, y, 4, x, 4, 3, 2), MT_ERR_ARGUMENT);
+    OK(mt_cuda_wait_peers(gpu)); /* there are no peers */
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_META;
+    where.arena_bytes = 1 << 10;
+    ASSERT_STATUS(gpu, MT_SUCCESS, mt_context_create(NULL, &where, &meta));
+    ASSERT_STATUS(meta, MT_PLANNED, mt_cuda_enter(meta));
+    ASSERT_STATUS(meta, MT_PLANNED, mt_cuda_copy_rows(meta, y, 4, x, 4, 3, 2));
+    ASSERT_STATUS(meta, MT_PLANNED, mt_cuda_zero(meta, y, 4));
+    ASSERT_STATUS(meta, MT_PLANNED, mt_cuda_fetch(meta, y, x, 4));
+    mt_context_destroy(meta);
+    assert_string_equal(y, "abcdefg");
+}
+
 /* ---- collectives between ranks that are threads ------------------------------------------------------------------ */
 
 #define RANKS_MAX 8
@@ -1010,6 +1059,7 @@ int main(void) {
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_ids),
         cmocka_unit_test(test_context),
+        cmocka_unit_test(test_copy_rows),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_slots),

@@ -569,6 +569,39 @@ static void test_context_destroyed_first(void **state) {
     job_run(&j);
 }
 
+/* mt_cuda_wait_peers returns when the collectives in the stream are done, and at once when there are none. The last
+   rank is late. */
+static mt_status wait_for_peers(job *j, mt_context *ctx, mt_comm *comm) {
+    float back[2] = {0, 0};
+    double start;
+    void *x;
+    MT_TRY(mt_arena_alloc(ctx, sizeof back, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, sizeof back));
+    MT_TRY(mt_cuda_wait_peers(ctx)); /* no collective */
+    for (int round = 0; round < 3; round++) {
+        const float mine[2] = {1, (float)mt_comm_rank(comm)};
+        MT_TRY(put(ctx, mine, x, sizeof mine));
+        MT_TRY(mt_barrier(ctx, comm));
+        start = mti_now();
+        while (mt_comm_rank(comm) == j->ranks - 1 && mti_now() < start + 0.1) continue;
+        MT_TRY(mt_all_reduce(ctx, comm, x, x, 2, MT_F32, MT_SUM));
+        MT_TRY(mt_cuda_wait_peers(ctx));
+        CHECK(!is_on_nccl(comm) || cudaStreamQuery(mt_context_stream(ctx)) == cudaSuccess);
+        MT_TRY(mt_cuda_wait_peers(ctx)); /* the collective is done */
+        MT_TRY(mt_cuda_fetch(ctx, back, x, sizeof back));
+        CHECK(back[0] == (float)j->ranks && back[1] == (float)(j->ranks * (j->ranks - 1) / 2));
+    }
+    return mt_cuda_wait_peers(NULL) == MT_ERR_ARGUMENT ? MT_SUCCESS : MT_ERR_DATA;
+}
+
+static void test_wait_for_peers(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how < WAYS; how++) {
+        job j = job_make((way)how, 3, wait_for_peers);
+        job_run(&j);
+    }
+}
+
 #if defined(MT_CUDA_ENGINE)
 /* ---- faults ------------------------------------------------------------------------------------------------------ */
 
@@ -579,7 +612,7 @@ typedef struct fault {
     double seconds[RANKS_MAX];
     char text[RANKS_MAX][MT_ERROR_BYTES];
     int in_group;  /* 1: on a group of two that was split off; 2: there, then on all ranks; 0: on all ranks */
-    int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: no wait */
+    int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: no wait; 4: mt_cuda_wait_peers */
     int absent;    /* this rank makes no call; -1: every rank calls */
     int beside;    /* 1: on the second stream; the rank waits for the call unless how_waits is 3 */
 } fault;
@@ -587,6 +620,7 @@ typedef struct fault {
 static mt_status wait_somehow(mt_context *ctx, mt_comm *comm, int how, void *x) {
     float back[4];
     if (how == 1) return get(ctx, x, back, sizeof back);
+    if (how == 4) return mt_cuda_wait_peers(ctx);
     return how == 2 ? mt_barrier(ctx, comm) : mt_context_synchronize(ctx);
 }
 
@@ -659,9 +693,10 @@ static job fault_job(way how, int ranks, fault *f) {
 static void test_silent_rank(void **state) {
     (void)state;
     for (int how = FOR_DEVICE; how < WAYS; how++)
-        for (int waits = 0; waits < 3; waits++) {
+        for (int waits = 0; waits <= 4; waits++) {
             fault f;
             job j = fault_job((way)how, 3, &f);
+            if (waits == 3) continue; /* no wait */
             f.how_waits = waits;
             mte::nccl_silence(1, 1);
             assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
@@ -964,6 +999,7 @@ int main(void) {
         cmocka_unit_test(test_no_communicator_for_one),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_context_destroyed_first),
+        cmocka_unit_test(test_wait_for_peers),
         cmocka_unit_test(test_ranks_that_were_told_different_things),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_silent_rank),
