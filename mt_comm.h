@@ -4059,7 +4059,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 }
 #else /* not built */
 #if MT_HAS_CUDA
-MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return ctx ? MT_SUCCESS : MT_ERR_ARGUMENT; }
 static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
     (void)ctx, (void)comm, (void)memory;

@@ -760,6 +760,7 @@ static void test_copy_rows(void **state) {
     ASSERT_STATUS(gpu, MT_ERR_SYSTEM, mt_cuda_copy_rows(gpu, y, 2, x, 4, 3, 2)); /* the rows of y would overlap */
     assert_non_null(strstr(mt_last_error(gpu), "cudaMemcpy2DAsync"));
     assert_int_equal(mt_cuda_copy_rows(NULL, y, 4, x, 4, 3, 2), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_cuda_wait_peers(NULL), MT_ERR_ARGUMENT);
     OK(mt_cuda_wait_peers(gpu)); /* there are no peers */
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_META;
