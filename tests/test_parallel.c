@@ -1876,6 +1876,37 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
     test_paper_rank_close(&r);
 }
 
+static mt_status trusted_loss(test_rank *r, mt_tensor logits, const int32_t *targets, mt_tensor loss) {
+    static const mt_cross_entropy_desc d = {.vocab = 10};
+    return mt_vocab_parallel_cross_entropy_forward(r->ctx, r->grid.tp, &d, logits, targets, loss, NULL);
+}
+
+/* mt_layers_trust_ids changes no result for valid ids and targets, and the checks can be turned on again. */
+static void test_trusted_ids(void **state) {
+    mt_embedding_desc d = {.vocab = 10, .features = 4};
+    int32_t ids[3] = {0, 9, 3}, bad[3] = {0, 9, 10};
+    mt_vocab_parallel_embedding e = {0};
+    mt_tensor logits, y[2], losses[2];
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &d, &e));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    logits = mt_tensor_f32(test_noise(&r, 30, 1, 1.0f), 3, 10);
+    for (int trust = 1; trust >= 0; trust--) {
+        y[trust] = test_tensor(&r, 3, 4, 7.0f);
+        losses[trust] = test_tensor(&r, 1, 3, 7.0f);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_layers_trust_ids(r.ctx, trust));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_forward(r.ctx, &e, ids, 3, y[trust]));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, trusted_loss(&r, logits, ids, losses[trust]));
+    }
+    assert_memory_equal(y[0].data, y[1].data, 12 * sizeof(float));
+    assert_memory_equal(losses[0].data, losses[1].data, 3 * sizeof(float));
+    REFUSED(r.ctx, MT_ERR_DATA, "token id 10|index 2", mt_vocab_parallel_embedding_forward(r.ctx, &e, bad, 3, y[0]));
+    REFUSED(r.ctx, MT_ERR_DATA, "target 10|index 2", trusted_loss(&r, logits, bad, losses[0]));
+    test_paper_rank_close(&r);
+}
+
 static void test_embedding_refuses(void **state) {
     static const struct {
         mt_embedding_desc desc;
@@ -2953,6 +2984,7 @@ int main(void) {
         cmocka_unit_test(test_product_on_every_split),
         cmocka_unit_test(test_product_refuses),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),
+        cmocka_unit_test(test_trusted_ids),
         cmocka_unit_test(test_embedding_refuses),
         cmocka_unit_test(test_sizes_that_cannot_be),
         cmocka_unit_test(test_cross_entropy_refuses),
