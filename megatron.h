@@ -598,6 +598,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
                                mlp->desc.hidden));
     MT_TRY(mt_check_sent(ctx, "mt_mlp_backward", mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, "mt_mlp_backward", "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, "mt_mlp_backward", "saved x", saved->fc1.x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -1064,6 +1065,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "saved x", saved->qkv_in.x, "dx", dx));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
@@ -1381,6 +1383,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     weight = layer->attention.qkv.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_check_apart(ctx, function, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);

@@ -3030,6 +3030,7 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     if (dx.data)
         MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_backward_gathered(ctx, layer, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
@@ -3086,6 +3087,7 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, cons
     for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, &layers[i], "saved->x", saved->x, "dy", dy[i]));
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0].weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved->x", saved->x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_backward(ctx, &l, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layers[0].name, 0, "input_grad", dx, sp, NULL);
@@ -3369,6 +3371,7 @@ static mt_status mti_row_backward_check(mt_context *ctx, const char *function, c
     MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
     if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
     return mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows));
 }

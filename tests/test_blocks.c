@@ -1810,6 +1810,8 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     s.mlp.fc1.x = x; /* so that nothing but the overlap is wrong */
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_with(b, batch, x, x, &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_with(b, batch, x, later, &s));
+    s.mlp.fc1.x = s.attention.qkv_in.x = s.layer.x = y;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "saved|x [|and dx|overlap", backward_with(b, batch, x, y, &s));
     batches_are_refused(b, x, y, 0);
     batches_are_refused(b, x, y, 1);
 }

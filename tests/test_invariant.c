@@ -563,22 +563,24 @@ static mt_status norm_per_head(worker *w, int sp) {
     mt_linear_saved column_saved, row_saved;
     mt_norm_saved saved;
     mt_tensor x = input(w, HIDDEN, 1, sp), dy = input(w, HIDDEN, 2, sp), y = output_like(w, x), dx = output_like(w, x);
-    mt_tensor h, n, view;
+    mt_tensor h, n, dn, view, dview;
     MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "column", &in, &column));
     MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, "row", &out, &row));
     MT_TRY(mt_norm_layer_create(ctx, w->rank.params, "norm", &d, &layer));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
     h = test_tensor(&w->rank, TOKENS, column.local_features, NAN);
     n = test_tensor(&w->rank, TOKENS, column.local_features, 0.5f);
+    dn = test_tensor(&w->rank, TOKENS, column.local_features, NAN);
     view = mt_tensor_cols(mt_tensor_reshape(n, TOKENS * column.local_features / 8, 8), 0, 6);
+    dview = mt_tensor_cols(mt_tensor_reshape(dn, TOKENS * column.local_features / 8, 8), 0, 6);
     MT_TRY(mt_column_parallel_linear_forward(ctx, &column, x, h, &column_saved));
     MT_TRY(mt_norm_layer_forward(
         ctx, &layer, mt_tensor_cols(mt_tensor_reshape(h, TOKENS * column.local_features / 8, 8), 0, 6), view, &saved));
     MT_TRY(mt_row_parallel_linear_forward(ctx, &row, n, y, &row_saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &row, dy, n, &row_saved)); /* n receives its gradient */
-    MT_TRY(mt_norm_layer_backward(ctx, &layer, view, mt_none(), view, &saved));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &column, n, dx, &column_saved));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &row, dy, dn, &row_saved));
+    MT_TRY(mt_norm_layer_backward(ctx, &layer, dview, mt_none(), dview, &saved));
+    MT_TRY(mt_column_parallel_linear_backward(ctx, &column, dn, dx, &column_saved));
     return record_rows(w, "dx", dx);
 }
 

@@ -1617,6 +1617,7 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     REFUSED(ctx, MT_ERR_SHAPE, "saved->x", any_backward(l, y, x, &wrong));
     wrong = saved_of(with_dtype(x, MT_BF16));
     REFUSED(ctx, MT_ERR_DTYPE, "saved->x", any_backward(l, y, x, &wrong));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dx [|saved->x|overlap", any_backward(l, y, x, &saved));
 }
 
 static void test_linear_calls_refuse(void **state) {
@@ -2547,6 +2548,9 @@ static void test_shared_f_and_g_refuse(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL",
             mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, NULL));
     REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, saved));
+    saved[0] = saved_of(x);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "dx [|saved->x|overlap",
+            mt_column_parallel_linear_backward_shared(r.ctx, b.in, 2, h, x, saved));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_tensors(r.ctx, b.in, 2, x, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_row_parallel_linear_tensors(r.ctx, b.out, 0, y, h));
     b.in[1].desc.sequence_parallel = 1;
