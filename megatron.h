@@ -4,7 +4,7 @@
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program: a .c, .cpp or .cu
        #include "megatron.h"                // the other files need only this line
        cc -O3 -march=native -I. yours.c -lm -lpthread          (add -DMT_USE_ONEDNN -ldnnl for a fast GEMM)
-       nvcc -O3 -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs: mt_context_desc.device = MT_DEVICE_CUDA)
+       nvcc -O3 -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs; docs/gpus.md says what a program changes)
 
    This program trains a small GPT on 2 ranks. examples/01_mlp.c also shows how to destroy every object.
 
@@ -24,9 +24,9 @@
         for (size_t step = 0, mark = mt_arena_mark(ctx); step < 50; step++, mt_arena_release(ctx, mark)) {
             MT_TRY(mt_params_zero_grad(ctx, params));
             MT_TRY(mt_gpt_forward(ctx, &gpt, &batch, ids, ids + 1, mt_tensor_f32(loss, 1, 4), &saved));
-            MT_TRY(mt_gpt_backward(ctx, &gpt, 1.0f / 4, &saved));        // the gradient of the mean loss
+            MT_TRY(mt_gpt_backward(ctx, &gpt, 1.0f / 4, &saved));        // 1 / tokens of all data parallel ranks
             MT_TRY(mt_sync_gradients(ctx, params));                      // summed over the data parallel ranks
-            MT_TRY(mt_optimizer_step(ctx, &adam, 3e-3f, 1.0f));          // AdamW, learning rate 0.003
+            MT_TRY(mt_optimizer_step(ctx, &adam, 3e-3f, 1.0f));          // AdamW: learning rate 0.003, gradients * 1
             if (mt_comm_rank(world) == 0) printf("%2zu: %.4f\n", step, (loss[0] + loss[1] + loss[2] + loss[3]) / 4.0);
         }
         return MT_SUCCESS;
@@ -56,8 +56,8 @@
             MT_ERR_SHAPE.
    Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
    Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
-            needs no destroy. Forward keeps what backward needs in a `saved` struct, whose tensors are in the context's
-            arena until you call mt_arena_release.
+            needs no destroy. Forward keeps what backward needs in a `saved` struct: tensors in the context's arena, and
+            views of your tensors. Do not release, free or change any of them before backward has returned.
    Types:   A model is f32, or bf16 or f16 after mt_params_set_dtype (mt_parallel.h). Parameter gradients, master
             weights and the loss are always f32.
    Errors:  Every call that can fail returns an mt_status. MT_TRY(call) makes the calling function return the status if
@@ -95,7 +95,9 @@ typedef struct mt_batch {
 
 /* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
    fields of the result: at.first_row and at.first_col to the place in the global tensor where this rank's tensor
-   begins, and at.global_cols to the number of columns of the global tensor (see mt_random). Each (seed, step, layer,
+   begins, and at.global_cols to the number of columns of the global tensor (see mt_random). The global tensor has the
+   tokens of the whole global batch: at.first_row is batch->first_sequence * batch->seq, plus tp_rank times the rows of
+   this rank's tensor under sequence parallelism. Each (seed, step, layer,
    site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
    The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
    output of attention and (n, 2) for the output of the MLP. A GPT numbers its layers from 0, and uses
@@ -134,10 +136,11 @@ typedef struct mt_mlp_saved {
 } mt_mlp_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
-   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy (MT_ERR_ARGUMENT). When t > 1, y and dx must be contiguous; with sequence_parallel x and dy, too (MT_ERR_SHAPE).
-   x must not change until backward. The tensors of saved are in the arena until the caller's mt_arena_release. When
-   saved is NULL, forward is inference. When dx is mt_none(), backward neither computes nor reduces dx.
+   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must overlap
+   neither dy nor x (MT_ERR_ARGUMENT). When t > 1, y and dx must be contiguous; with sequence_parallel x and dy, too
+   (MT_ERR_SHAPE). x must not change until backward has returned. The tensors of saved are in the arena until the
+   caller's mt_arena_release. When saved is NULL, forward is inference. When dx is mt_none(), backward neither computes
+   nor reduces dx.
    Communication over the tensor group: forward does 1 all-reduce, and backward does 1. With sequence_parallel forward
    does 1 all-gather and 1 reduce-scatter, and backward does 2 all-gathers and 1 reduce-scatter.
    Errors of create: MT_ERR_ARGUMENT (hidden, ffn or activation is out of range; the limit of hidden and ffn is
@@ -321,11 +324,11 @@ typedef struct mt_transformer_layer_saved {
 } mt_transformer_layer_saved;
 
 /* Forward computes y from x. Backward computes dx from dy, and adds to the gradients of the parameters. x, y, dx, dy
-   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must not overlap
-   dy (MT_ERR_ARGUMENT). None of them may be mt_none(). When t > 1, y and dx must be contiguous; with sequence_parallel
-   x and dy, too (MT_ERR_SHAPE). x must not change until backward. The tensors of saved are in the arena until the
-   caller's mt_arena_release. When saved is NULL, forward is inference, without dropout. Backward uses the batch of
-   forward.
+   are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel. y must not overlap x, and dx must overlap
+   neither dy nor x (MT_ERR_ARGUMENT). None of them may be mt_none(). When t > 1, y and dx must be contiguous; with
+   sequence_parallel x and dy, too (MT_ERR_SHAPE). x must not change until backward has returned. The tensors of saved
+   are in the arena until the caller's mt_arena_release. When saved is NULL, forward is inference, without dropout.
+   Backward uses the batch of forward.
    Communication over the tensor group: forward does 2 all-reduces of [tokens, hidden], and backward does 2. With
    sequence_parallel forward does 2 all-gathers and 2 reduce-scatters, and backward does 4 all-gathers and 2
    reduce-scatters. With MT_RECOMPUTE_FULL backward does more, see mt_recompute.

@@ -40,8 +40,8 @@
    message (mt_comm_last_error). A call that has neither returns only the status. A call that refuses its arguments
    changes nothing, except that it may set *out to NULL or fill it with zeros.
 
-   Threads. A context and a communicator belong to one thread (one rank). All ranks of a communicator call the same
-   collectives in the same order. Contexts in one process are independent of each other.
+   Threads. A rank uses its context and its communicators from one thread at a time. All ranks of a communicator call
+   the same collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
    Sections of the implementation: >>status >>context >>cuda >>local >>16bit >>collectives >>nccl >>mpi
@@ -145,8 +145,9 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count);
 
 /* MT_DEVICE_META is like PyTorch's "meta" device: the same calls check their arguments and count memory and
    communication, but there is no data. Do not dereference pointers from such a context. To learn how much memory a
-   training step needs, set mt_context_desc.planned to the device that you plan for, run one step on MT_DEVICE_META, and
-   read mt_arena_peak and mt_context_allocated. */
+   training step needs, set mt_context_desc.planned to the device that you plan for, and run one step on MT_DEVICE_META
+   with a communicator from mt_comm_create_meta, in one thread. mt_arena_peak is then the arena_bytes that the step
+   needs, and the device needs arena_bytes + mt_context_allocated in all. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Allocates memory on the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
@@ -180,8 +181,8 @@ typedef struct mt_context_desc {
     size_t arena_bytes; /* for activations and scratch memory; ignored on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
     mt_device device;   /* 0: CPU */
     int threads;        /* number of threads of the GEMM library, see mt_launch_desc.cores_per_rank; 0: 1 */
-    /* Invariant mode: 1, 2, 4, ..., V tensor ranks and 1, 2, 4, ..., V_d data ranks compute the same bits. V and V_d
-       are powers of two up to 1024. See docs/invariance.md. */
+    /* Invariant mode: runs on 1, 2, 4, ..., or V tensor ranks and 1, 2, 4, ..., or V_d data ranks give the same bits. V
+       and V_d are powers of two up to 1024. See docs/invariance.md. */
     int invariant;      /* V; 0: off */
     int invariant_data; /* V_d; only with `invariant`; 0: V */
     int ordinal; /* GPU number, as in cudaSetDevice; the library leaves this GPU current; ignored on other devices */
@@ -249,8 +250,9 @@ MT_API void mt_arena_reset_peak(mt_context *ctx);   /* peak = bytes in use now *
 
 /* ---- communicators ----------------------------------------------------------------------------------------------- */
 
-/* Timeouts are in seconds. A stop of the process (Ctrl-Z, SIGSTOP, a suspended job), however long, counts as at most an
-   eighth of the timeout and at most 2 s. See docs/many-ranks.md, "When a rank dies". */
+/* Timeouts are in seconds. A rank that waits counts only the time in which its own process runs. If its process is
+   stopped (Ctrl-Z, SIGSTOP, a suspended job), the whole stop counts as at most an eighth of the timeout and at most
+   2 s. See docs/many-ranks.md, "When a rank dies". */
 #define MT_TIMEOUT_DEFAULT 600.0
 
 /* Creates `ranks` (1 to 1024) communicators that form one group of threads of this process, as ncclCommInitAll does.
@@ -316,9 +318,9 @@ typedef struct mt_nccl_id {
     char bytes[128];
 } mt_nccl_id; /* an ncclUniqueId: one rank makes it, all ranks use it */
 
-/* Creates a communicator with the same ranks as `world`, over NCCL where possible. ctx is this rank's context.
-   Collective over world, which comes from mt_world_from_env, mt_launch, mt_comm_create_local or mt_comm_create_mpi, or
-   was split from such a communicator.
+/* Creates a communicator with the same ranks as `world`, over NCCL where possible. ctx is this rank's context. *out has
+   the name and the timeout of world; the caller destroys it, and world stays usable. Collective over world, which comes
+   from mt_world_from_env, mt_launch, mt_comm_create_local or mt_comm_create_mpi, or was split from such a communicator.
    Ranks that are threads: *out is over NCCL when NCCL is built and each rank has its own GPU. Otherwise *out is a new
    group of threads, like world.
    Processes over MPI: *out is over NCCL when NCCL is built and all contexts are on GPUs. Each process then needs its
@@ -396,6 +398,8 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
 /* The collectives compute what NCCL's do. Buffers are in the memory of the context's device. Counts are in elements.
    Reductions add in a fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the same inputs always give the same
    bits, on every rank. Over NCCL, NCCL chooses the order; see "communicators over NCCL".
+   A collective among threads or over MPI returns when its result is in recvbuf; on a GPU it waits for the context's
+   stream first. Over NCCL it returns when its work is in the stream.
    Buffers may overlap only in place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount.
    Errors:
@@ -410,7 +414,8 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
    MT_ERR_SYSTEM       CUDA or NCCL failed
    When one rank gets MT_ERR_MISMATCH, MT_ERR_TIMEOUT or MT_ERR_PEER, every rank of the group gets one of these three
    in its current or next call. The message names the calls and, where they are known, the ranks. The communicator can
-   then only be destroyed. */
+   then only be destroyed. A rank that gets MT_ERR_ARGUMENT or MT_ERR_DTYPE has not joined the call, and may call again.
+   The others wait for it, and get one of the three errors when it makes another call, leaves or is late. */
 typedef enum mt_op { MT_SUM = 0, MT_MAX = 1 } mt_op;
 
 MT_API mt_status mt_all_reduce(mt_context *ctx, mt_comm *comm, const void *sendbuf, void *recvbuf, size_t count,
@@ -425,9 +430,10 @@ MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
 /* Point to point. A send and its receive have the same count and dtype, else both return MT_ERR_MISMATCH. A call
    returns when its buffers may be reused. mt_send_recv sends to dst and receives from src at the same time, so rings
-   and pipelines do not deadlock. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and ignores
-   recvcount. Over NCCL a call returns as soon as its work is in the stream: only later work in the stream may reuse the
-   buffers. NCCL does not compare counts and dtypes. */
+   and pipelines do not deadlock. Its buffers must not overlap. When dst and src are this rank itself, the call copies,
+   and the buffers may be the same. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and
+   ignores recvcount. Over NCCL a call returns as soon as its work is in the stream: only later work in the stream may
+   reuse the buffers. NCCL does not compare counts and dtypes. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -457,8 +463,10 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
 
 /* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
 
-/* The functions have Megatron's names. Views must be contiguous (ld == cols). dx and dy are gradients. In a group of
-   one, the functions with one view do nothing, and those with x and y copy x to y, unless y is x.
+/* The functions have Megatron's names. Views must be contiguous (ld == cols). dx and dy are gradients. x and y have the
+   same type: any type, except MT_U8 where values are summed. In a group of one, the functions with one view do nothing,
+   and those with x and y copy x to y, unless y is x. Errors: MT_ERR_SHAPE (also when the split dimension is not a
+   multiple of the number of ranks; there is no padding), MT_ERR_DTYPE, and those of a collective.
 
    f, copy_to_tensor_region:       forward: identity;             backward: all-reduce, in place.
    g, reduce_from_tensor_region:   forward: all-reduce, in place; backward: identity.
@@ -492,9 +500,11 @@ MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *
 
 /* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
    mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
-   and y, as those functions do, and handles rows [first, first + rows) of each rank's x (gather), of each rank's y
-   (reduce_scatter), or of y (reduce). The first chunk has first == 0, and each further chunk begins where the previous
-   one ends. The ledger counts all chunks together as one call. */
+   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
+   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
+   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
+   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
+   together as one call. */
 MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
                                                      int64_t first, int64_t rows);
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -507,13 +517,14 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
        MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, x, x, n, MT_F32, MT_SUM)));      // ticket 0
        ...                                       // calls here run at the same time; they must not use x
        MT_TRY(mt_overlap_wait(ctx, 0));          // later calls see the sum in x
-   Collectives on comm between mt_overlap_begin and mt_overlap_end run in another stream of the context, after the work
-   that is already in the context's own stream. mt_overlap_end gives these collectives a number of your choice, the
-   ticket; mt_overlap_wait makes later calls wait for the collectives with this ticket. mt_overlap_end returns `status`
-   when this is an error; the overlap ends in any case. For buffers in the arena, take the mark before begin and release
-   it after the wait. When work overlaps, mt_arena_release does nothing between begin and end. On other devices, in a
-   group of one and in invariant mode, the same calls are allowed, but nothing overlaps. A wait for a ticket without
-   work does nothing.
+   Between mt_overlap_begin and mt_overlap_end, all work of ctx goes into another stream of the context, and
+   mt_context_stream returns that stream. The work runs after what is already in the context's own stream.
+   mt_overlap_end gives the work a number of your choice, the ticket; mt_overlap_wait makes later calls wait for the
+   work with this ticket. mt_overlap_end returns `status` when this is an error; the overlap ends in any case. For
+   buffers in the arena, take the mark before begin and release it after the wait. When work overlaps, mt_arena_release
+   between begin and end is ignored: what was taken there is released with the mark from before begin.
+   On other devices, in invariant mode and when comm is a group of one, the same calls are allowed, but nothing
+   overlaps. A wait for a ticket without work does nothing.
    Errors: MT_ERR_ARGUMENT (no such stream; begin was called twice without end; while work overlaps, the ticket of
    mt_overlap_end is not one of its stream), MT_ERR_SYSTEM (CUDA failed).
 
@@ -580,6 +591,9 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
    MT_USE_MPI and start with mpirun or srun: world then has all collectives. Without MPI, a world of several processes
    only has a rank and a size: its collectives and mt_comm_split return MT_ERR_UNSUPPORTED.
 
+   With MT_USE_MPI the ranks are those of MPI_COMM_WORLD. When the program has called MPI_Init_thread, it also calls
+   MPI_Finalize. Otherwise this function calls both, unless a rank is lost, and the program can call it only once.
+
    With MT_USE_NCCL this function may set the environment variable NCCL_COMM_ID: call it before other threads read the
    environment. Returns the rank's status; over MPI, the status of the whole job, chosen as in mt_launch.
    Errors: MT_ERR_ARGUMENT (a variable of the launcher is missing, is no number, or contradicts another variable or
@@ -608,12 +622,12 @@ MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t by
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
 /* Four values of the context's desc, with the defaults filled in, and two properties of its device. When ctx is NULL,
-   the values are those of a CPU context with an empty desc. */
+   the values are those of a CPU context with an empty desc, and the compute capability is 0. */
 MT_API int mt_context_threads(const mt_context *ctx);
 MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
-MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; not on a GPU: 90; NULL: 0 */
+MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
 MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
 
 /* mt_fail stores a message as the last error of the context and of its world, logs it as MT_LOG_ERROR, and returns
@@ -649,7 +663,8 @@ MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
    is not allocated: mt_arena_alloc returns MT_ERR_MEMORY. */
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
 
-/* Registers memory from mt_context_alloc with NCCL. Collective over comm. Afterwards, collectives on comm must use the
+/* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
+   and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
    same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
    of the caller, or when `bytes` is less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". Errors:
    MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (NCCL failed). */

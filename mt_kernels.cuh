@@ -19,9 +19,13 @@
        includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert, mt_hash and
        mt_adamw_step make no such copy.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
-     - To leave out an optional view, pass mt_none() (data == NULL).
-     - An output must not overlap an input or another output. Where a comment says "y may be x", both may be the same
-       view: the same memory, shape, ld and type.
+     - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
+       its data may be NULL.
+     - An output must not overlap an input or another output. Most operators refuse it (MT_ERR_ARGUMENT); the others
+       then compute undefined results. Where a comment says "y may be x", both may be the same view: the same memory,
+       shape, ld and type.
+     - Gradients of parameters are sums over tokens. A block of your own that supports invariant mode must compute
+       them in the function that it passes to mt_sum_over_tokens (see docs/blocks.md).
      - Reductions run in a fixed order, so the same inputs give the same bits. Sums accumulate in fp32 or in double.
      - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. Four functions return when the work
        is done: mt_upload, mt_download, mt_hash and mt_ids_check. The first GEMM of a shape may wait for the stream,
@@ -62,7 +66,7 @@
 extern "C" {
 #endif
 
-/* Returns an empty view (data == NULL), to pass for an optional argument that you leave out. */
+/* Returns the view with data == NULL, to pass for an optional argument that you leave out. */
 MT_API mt_tensor mt_none(void);
 
 /* ---- moving and filling ------------------------------------------------------------------------------------------ */
@@ -192,10 +196,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
    dcol sums over the columns of the views that you pass, and drow over their rows. When x is split by columns between
    tensor ranks (the output of a column-parallel layer), dcol is a partial sum: sum it over the tensor group with
    mt_all_reduce before you use it. When x is split by rows (sequence parallelism), dcol is complete and drow is a
-   partial sum: mt_sync_gradients sums it over the tensor group when the parameter of row has sequence_partial.
-
-   drow is a sum over tokens. A block of your own that supports invariant mode must call mt_multiply_row_backward from
-   the function that it passes to mt_sum_over_tokens (see docs/blocks.md). */
+   partial sum: mt_sync_gradients sums it over the tensor group when the parameter of row has sequence_partial. */
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y);
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
@@ -320,7 +321,7 @@ typedef struct mt_attention_desc {
              groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
              scores. It is optional: only backward needs it.
    backward: dqkv = the gradient of qkv, of the same shape. It takes the out and lse of forward and computes the
-             probabilities again. dout must not be out.
+             probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, and other calls use a slower kernel without them: see docs/gpus.md.
    Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
@@ -445,10 +446,10 @@ typedef struct mt_arg {
 } mt_arg;
 
 /* mt_args_check checks `count` views, in the order of the array. A view must have a valid shape and type, the
-   required type and shape, and, unless it is empty, data that is not NULL. An optional view that is mt_none() is not
-   checked. `where` is the name of your function for the message, as in "my_bias_forward: bias is [1, 3], must be
-   [1, 4]". mt_tensor_check checks one view, which is not optional, in the same way. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE,
-   MT_ERR_ARGUMENT. */
+   required type and shape, and data that is not NULL, unless rows or cols is 0. An optional view that is mt_none() is
+   not checked. Overlaps are not checked: call mt_check_apart. `where` is the name of your function for the message, as
+   in "my_bias_forward: bias is [1, 3], must be [1, 4]". mt_tensor_check checks one view, which is not optional, in the
+   same way. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_ARGUMENT. */
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);

@@ -12,10 +12,13 @@
                             MT_TRY(mt_sync_gradients(ctx, params));
 
    Layers are small structs in the caller's memory. They need no destroy, because the registry (mt_params) owns the
-   values and gradients of their parameters. Forward keeps what backward needs in a `saved` struct, whose tensors lie in
-   the arena until the caller releases them (mt_arena_release). With saved == NULL forward is inference and keeps
-   nothing.
+   values and gradients of their parameters. Forward keeps what backward needs in a `saved` struct: tensors in the
+   arena, and views of tensors that the caller passed (x, ids, targets). The caller must not release (mt_arena_release),
+   free or change any of them before backward has returned. With saved == NULL forward is inference and keeps nothing.
    Backward adds to parameter gradients and overwrites activation gradients.
+
+   An output must not overlap an input or another output, and dx must not overlap a tensor of `saved`, except where a
+   comment allows it. Most such overlaps are MT_ERR_ARGUMENT; with the others the results are undefined.
 
    Communication is inside the layers: a column-parallel layer contains Megatron's conjugate f, and a row-parallel layer
    contains g. Code between the two layers does not need to communicate. mt_comm.h also has f and g as separate
@@ -124,8 +127,10 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
 MT_API mt_tensor mt_shard_cols(mt_tensor t, int shard, int shards);
 
 /* Returns the number of sequences in a micro-batch of invariant mode. `sequences` is the number of sequences in the
-   whole step, and data_shards is V_d. A step has n micro-batches of sequences / n sequences, where n is the largest
-   power of two that is at most V_d and divides `sequences`. At most n data ranks can share the step. */
+   whole step, on all data ranks together, and data_shards is V_d (mt_context_invariant_data). A step has n
+   micro-batches of sequences / n sequences, where n is the largest power of two that is at most V_d and divides
+   `sequences`. At most n data ranks can share the step. Data rank d of D runs micro-batches d * n / D to (d + 1) * n /
+   D - 1, in this order. Micro-batch i has the sequences / n sequences from i * sequences / n on. */
 MT_API int64_t mt_invariant_micro_batch(int data_shards, int64_t sequences);
 
 /* ---- options of the layers --------------------------------------------------------------------------------------- */
@@ -202,9 +207,11 @@ typedef struct mt_param_desc {
 } mt_param_desc;
 
 /* A parameter on this rank. value (in the registry's type) and grad (MT_F32) are this rank's shard [local rows, local
-   cols], contiguous. They are valid after mt_params_init; callers may read and write them. In invariant mode they hold
-   the rank's virtual shards one after the other, each of them contiguous. A matrix that is split by columns is then
-   [shards * rows, local_features / shards]. */
+   cols], contiguous. They are valid after mt_params_init; callers may read and write them. When an optimizer has
+   masters (16-bit parameters without stochastic_rounding), its next step overwrites what was written to value: also
+   write the master, with mt_optimizer_scatter and MT_MASTER. In invariant mode value and grad hold the rank's virtual
+   shards one after the other, each of them contiguous. A matrix that is split by columns is then [shards * rows,
+   local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
@@ -301,17 +308,18 @@ typedef struct mt_linear_desc {
     int64_t parts, unit;
     float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; 0: 0.02 */
     int no_bias;
-    /* 1: the caller adds layer->bias to y and computes its gradient, as in a fused operator. MT_ERR_ARGUMENT with
-       no_bias */
+    /* 1: the caller adds layer->bias->value to y, and adds to layer->bias->grad the sum of the rows of its gradient, as
+       in a fused operator. The bias of a row-parallel layer is added once, after the reduction. With sequence_parallel
+       a row-parallel layer's gradient is the sum over this rank's rows; mt_sync_gradients sums it over the tensor
+       group. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
     int gather_output;     /* 1: y is [tokens, out_features] on every rank (column only) */
     int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
-    /* 1: you promise that your code works on y (column) or x (row) one virtual shard at a time. In invariant mode a
-       layer with parts > 1 needs this promise, because its columns are then gate, up, gate, up, ..., with one pair for
-       each virtual shard. Without the promise create returns MT_ERR_ARGUMENT, except when y or x is not split: with
-       gather_output (column), or without input_is_parallel (row). Ignored with one part and outside invariant mode */
+    /* Only for invariant mode with parts > 1, when y (column) or x (row) is split: without gather_output, or with
+       input_is_parallel. The columns are then gate and up of the first virtual shard, gate and up of the second, and so
+       on. 1: your code expects this order; it changes nothing else. 0: create returns MT_ERR_ARGUMENT */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
 } mt_linear_desc;
@@ -334,13 +342,14 @@ typedef struct mt_row_parallel_linear {
     int64_t local_features;
 } mt_row_parallel_linear;
 
-/* x is a view of the caller's memory. Its content must not change before backward. */
+/* x is a view of the caller's memory. Its content must not change before backward has returned. */
 typedef struct mt_linear_saved {
     mt_tensor x;
 } mt_linear_saved;
 
 /* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
-   gather_output. backward adds to the gradients of weight and bias. When dx is mt_none(), it is not computed.
+   gather_output. dy has the shape of y; with gather_output it is the whole gradient, equal on every rank. backward adds
+   to the gradients of weight and bias. When dx is mt_none(), it is not computed.
    Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
    [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
@@ -410,7 +419,7 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
    mt_activation_backward, in invariant mode once for each virtual shard. h is [tokens, local_features], or [tokens,
    out_features] with gather_output. y, dy and dh have the shape of h, except that with MT_SWIGLU y and dy have half the
    columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
-   gradient. No communication.
+   gradient. dh may be h. No communication.
    MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add, so that h is whole but the bias is split. */
 MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
@@ -456,16 +465,16 @@ typedef struct mt_norm_layer {
     int64_t local_groups; /* per head: query groups on this rank, padding included; otherwise 0 */
 } mt_norm_layer;
 
-/* x is a view of the caller's memory. Its content must not change before backward. stats lies in the arena: [rows of x,
-   2], or per head [rows of x * heads in a row, 2]. */
+/* x is a view of the caller's memory. Its content must not change before backward has returned. stats lies in the
+   arena: [rows of x, 2], or per head [rows of x * heads in a row, 2]. */
 typedef struct mt_norm_saved {
     mt_tensor x, stats;
 } mt_norm_saved;
 
 /* x, y, dy, dx [tokens, features], or [tokens / t, features] with sequence_parallel. dx = dresidual + the gradient
    through the norm. dresidual may be mt_none(). dx may be the same memory as dy or dresidual. saved == NULL: inference.
-   Per head, x, y, dy, dx are [tokens * local_groups, heads * features], with one row for each token and query group. A
-   row holds, side by side, those heads of the group that this layer normalises. For example, in a contiguous qkv
+   Per head, x, y, dy, dx are [tokens * local_groups, n * features], with one row for each token and query group. A row
+   holds n heads of the group side by side: those that this layer normalises. For example, in a contiguous qkv
    [tokens, local_groups * unit], with unit = (heads_per_group + 2) * head_dim, this view holds the queries:
        mt_tensor_cols(mt_tensor_reshape(qkv, tokens * local_groups, unit), 0, heads_per_group * head_dim)
    No communication. The hash log gets NAME.output and NAME.input_grad, except per head.
@@ -578,7 +587,10 @@ typedef struct mt_embedding_desc {
     int64_t vocab, features;
     float init_std;        /* standard deviation of the initial table; 0: 0.02 */
     int sequence_parallel; /* 1: y is [tokens / t, features] */
-    int shared;            /* 1: the output head uses the same weight (see mt_linear_desc.weight) */
+    /* 1: the output head uses the same weight. On one pipeline stage, set mt_linear_desc.weight of the head to it. With
+       several stages, create the embedding with the same name and desc on the first and on the last stage: both copies
+       get the same initial values, and mt_sync_gradients sums their gradients */
+    int shared;
 } mt_embedding_desc;
 
 typedef struct mt_vocab_parallel_embedding {
@@ -660,7 +672,8 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 /* Overlaps the sums over the data group with the last backward of a step. Optional; call it before that backward (see
    Megatron-LM's is_last_microbatch). A bucket is then summed as soon as its gradients are final (mt_gradients_final),
    on MT_DEVICE_CUDA at the same time as the backward. mt_sync_gradients sums the remaining buckets and waits. The sums
-   have the same bits as without this call. In invariant mode it does nothing. mt_params_zero_grad cancels it.
+   have the same bits as without this call. In invariant mode it does nothing. mt_params_zero_grad cancels it. With
+   mt_pipeline_run call it in mt_pipeline_stage.backward, before the backward of the last micro-batch.
    MT_ERR_ARGUMENT: called twice without mt_sync_gradients or mt_params_zero_grad in between. */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
 
@@ -1139,10 +1152,10 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /
    written, or another run (or another mt_checkpoint of this run) holds the lock. */
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
-/* Saves a checkpoint of step state->step. state and fields must be the same on every rank. Removes the oldest
-   checkpoints, so that desc.keep of them remain, and the files that a killed save has left behind. When something
-   cannot be removed, save logs a warning, and the next save tries again. A symbolic link is removed, but not its
-   target. On MT_DEVICE_META no file is touched.
+/* Saves a checkpoint of step state->step. Collective over the grid's world, as load and import are. state and fields
+   must be the same on every rank. Removes the oldest checkpoints, so that desc.keep of them remain, and the files that
+   a killed save has left behind. When something cannot be removed, save logs a warning, and the next save tries again.
+   A symbolic link is removed, but not its target. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
    MT_ERR_DATA: the note, a text or a name is not UTF-8. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
    rank are not what mt_checkpoint_load accepts. After an error the older checkpoints are still there.
@@ -1152,10 +1165,10 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
    in f32; with a sharded optimizer, twice in f32. */
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
-/* Loads the checkpoint of a step, which may have been saved on another grid. Before it writes the first parameter, it
-   checks the names, shapes and types (F32, BF16 or F16) of all tensors, the checksums, mt_checkpoint_format.check, the
-   training state and the fields. No tensor may be missing or unknown. A tensor may have another type than its
-   parameter.
+/* Loads the checkpoint of a step, which may have been saved on another grid. Collective over the grid's world. Before
+   it writes the first parameter, it checks the names, shapes and types (F32, BF16 or F16) of all tensors, the
+   checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing or unknown. A
+   tensor may have another type than its parameter.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the
@@ -5692,7 +5705,7 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
     const mti_mapped *map;
     unsigned char *from = (unsigned char *)out;
-    uint16_t halves[256];
+    uint16_t bits[256];
     int64_t elements, i, n;
     int type;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -5714,9 +5727,9 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
                            (size_t)tensor->bytes, from));
     elements = type == MT_F32 ? 0 : tensor->bytes / 2;
     for (i = 0; i < elements; i += n) {
-        n = mt_min(elements - i, (int64_t)(sizeof halves / sizeof *halves));
-        memcpy(halves, from + 2 * i, (size_t)n * sizeof *halves);
-        mt_f32_from_16bit((mt_dtype)type, halves, out + i, n);
+        n = mt_min(elements - i, (int64_t)(sizeof bits / sizeof *bits));
+        memcpy(bits, from + 2 * i, (size_t)n * sizeof *bits);
+        mt_f32_from_16bit((mt_dtype)type, bits, out + i, n);
     }
     return MT_SUCCESS;
 }
@@ -6685,16 +6698,16 @@ static mt_status mti_layout_convert(mt_checkpoint *c, const mti_part *part, cons
 
 /* Writes n elements of c->whole. Rounding the values of a 16-bit parameter to 16 bits is exact. */
 static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
-    uint16_t halves[256];
+    uint16_t bits[256];
     int64_t i, count;
     if (dtype == MT_F32) {
         mti_file_put(&c->file, c->whole, (size_t)n * sizeof(float));
         return;
     }
     for (i = 0; i < n; i += count) {
-        count = mt_min(n - i, (int64_t)(sizeof halves / sizeof *halves));
-        mt_f32_to_16bit(dtype, c->whole + i, halves, count);
-        mti_file_put(&c->file, halves, (size_t)count * sizeof *halves);
+        count = mt_min(n - i, (int64_t)(sizeof bits / sizeof *bits));
+        mt_f32_to_16bit(dtype, c->whole + i, bits, count);
+        mti_file_put(&c->file, bits, (size_t)count * sizeof *bits);
     }
 }
 
