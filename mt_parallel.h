@@ -693,9 +693,10 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
 /* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients. An
-   element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. A norm
-   that is not a number always has the bits of NAN (math.h), however the model is split. A sharded optimizer adds the
-   squares in another order than an unsharded one, so the last digits of the norm may differ between the two.
+   element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. When
+   all copies of an element are alike, they do not change whether the norm is infinite or NaN. A NaN norm always has the
+   bits of NAN (math.h), however the model is split. A sharded optimizer adds the squares in another order than an
+   unsharded one, so the last digits of the norm may differ between the two.
    Communication: an all-reduce of two floats over the model group and, with a sharded optimizer, one over the data
    group. In invariant mode: an all-reduce of V * (number of parameters + 1) floats over the tensor group; over the
    pipeline group a send to the next stage, a broadcast and an all-reduce, each of one float. */
@@ -4168,16 +4169,18 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
 }
 
 /* Computes the norm. Copies that do not count must still be finite, or this copy of a parameter would differ from the
-   others after the step. Their sum of squares times 0 is 0 when they are finite, and otherwise NaN. */
+   others after the step. When they alone are not, the norm is NaN. Otherwise they do not change the norm, because a
+   split without copies must give the same, also when it is infinite. */
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     mt_tensor sums;
-    float squares[2];
+    float squares[2], infinity = (float)INFINITY;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
     MT_TRY(mt_fill(ctx, sums, 0.0f));
     MT_TRY(mt_context_invariant(ctx) ? mti_sum_squares_invariant(ctx, params, sums)
                                      : mti_sum_squares(ctx, params, sums));
     MT_TRY(mt_download(ctx, sums, squares));
-    *norm = (float)sqrt((double)squares[0] + 0.0 * (double)squares[1]);
+    *norm = (float)sqrt((double)squares[0]);
+    if (squares[0] < infinity && !(squares[1] < infinity)) *norm = NAN;
     if (*norm != *norm) *norm = NAN; /* the sign of a NaN depends on the order of operands, and so on the split */
     return MT_SUCCESS;
 }

@@ -1208,6 +1208,26 @@ static mt_status norm_finds(test_rank *r) {
     return MT_SUCCESS;
 }
 
+/* An infinite element, the same in all copies, makes the norm infinite on every split, and a NaN makes it NaN. */
+static mt_status norm_of_overflow(test_rank *r) {
+    static const float bad[] = {INFINITY, -INFINITY, 3e38f, -NAN};
+    static const float want[] = {INFINITY, INFINITY, INFINITY, NAN};
+    float norm = 0;
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        mt_param *p = mt_params_at(r->params, i);
+        for (int k = 0; k < 4; k++) {
+            float *x = test_noise(r, p->desc.rows * p->desc.cols, test_name_seed(p->name), 3.0f), old = x[0];
+            x[0] = bad[k];
+            MT_TRY(mt_param_scatter(r->ctx, p, x, p->grad));
+            MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+            CHECK(memcmp(&norm, &want[k], sizeof norm) == 0);
+            x[0] = old;
+            MT_TRY(mt_param_scatter(r->ctx, p, x, p->grad));
+        }
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status norm_body(test_rank *r) {
     double square = 0, want;
     float norm = NAN, again = NAN;
@@ -1228,6 +1248,7 @@ static mt_status norm_body(test_rank *r) {
     }
     MT_TRY(mt_grad_norm(r->ctx, r->params, &again));
     CHECK(norm == again && mt_arena_mark(r->ctx) == 0);
+    MT_TRY(norm_of_overflow(r));
     return norm_finds(r);
 }
 
