@@ -240,7 +240,16 @@ MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held thr
 
 /* The arena is a stack of memory: take a mark, allocate, work, and release the mark, which frees all allocations since
    then. Allocations are 64-byte aligned and not initialised. When the arena is too small, the allocating call returns
-   MT_ERR_MEMORY, and the message says which arena_bytes would be enough for this call. */
+   MT_ERR_MEMORY, and the message says which arena_bytes would be enough for this call.
+   What a forward keeps for its backward stays in the arena until a mark from before it is released. A loop in which a
+   backward may follow a forward or not releases the mark before the next forward:
+       size_t mark = mt_arena_mark(ctx);            // once, before the loop
+       for (...) {
+           mt_arena_release(ctx, mark);             // frees what the forward before has kept
+           ... forward(..., &saved) ...             // saved may also be left without a backward
+           if (...) ... backward(..., &saved) ...
+       }
+   Then the loop never needs more of the arena than one forward with its backward. */
 MT_API size_t mt_arena_mark(const mt_context *ctx);
 MT_API void mt_arena_release(mt_context *ctx, size_t mark);
 MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out);

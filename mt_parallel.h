@@ -15,6 +15,7 @@
    values and gradients of their parameters. Forward keeps what backward needs in a `saved` struct: tensors in the
    arena, and views of tensors that the caller passed (x, ids, targets). The caller must not release (mt_arena_release),
    free or change any of them before backward has returned. With saved == NULL forward is inference and keeps nothing.
+   A forward with `saved` does not need to have a backward; see mt_arena_mark for a loop that does not know it before.
    Backward adds to parameter gradients and overwrites activation gradients.
 
    An output must not overlap an input or another output, and dx must not overlap a tensor of `saved`, except where a
