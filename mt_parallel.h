@@ -296,6 +296,32 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
 MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard,
                                  float *global);
 
+/* How a matrix is split over the tensor ranks, for programs that keep their weights without a registry. The registry
+   splits a parameter with the same values of these fields in the same way. */
+typedef struct mt_shard {
+    int64_t rows, cols;     /* of the whole matrix; a vector is [1, n] */
+    mt_placement placement; /* 0: MT_REPLICATED */
+    int64_t parts, unit;    /* as in mt_param_desc; 0: 1 */
+    int tp_rank;            /* the tensor rank that has the shard */
+    int tp_size;            /* number of tensor ranks; 0: 1 */
+    int invariant;          /* mt_context_desc.invariant of the context that computes with the shard; 0: off */
+} mt_shard;
+
+/* Writes the shape of the shard to *rows and *cols, padding included. It is the shape of mt_param.value. Needs neither
+   a context nor a communicator, so that a program can plan its memory before it creates anything. No communication.
+   Errors, without a message: MT_ERR_ARGUMENT (a pointer is NULL, placement or invariant is out of range, tp_rank is not
+   in [0, tp_size), parts is above 65536, or parts or unit is set with MT_REPLICATED), MT_ERR_SHAPE (rows or cols is not
+   positive, rows * cols is above 2^48, parts * unit does not divide the split dimension, or tp_size does not divide
+   `invariant`). */
+MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols);
+
+/* Copies between a whole matrix and a shard of it, both contiguous and in host memory. With to_whole 0, `from` is the
+   whole matrix [rows, cols] without padding, and `to` is the shard, with the shape of mt_shard_size; the padding
+   becomes zero. With to_whole 1, `from` is the shard and `to` the whole matrix; only the shard's elements are written,
+   so one call for each tensor rank writes the whole matrix. from and to must not overlap. No communication.
+   Errors, without a message: those of mt_shard_size, MT_ERR_ARGUMENT (from and to overlap), MT_ERR_DTYPE. */
+MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_whole, const void *from, void *to);
+
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
 /* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
@@ -1739,40 +1765,98 @@ static int64_t mti_shard_features(int64_t n, int64_t parts, int64_t unit, int sh
     return parts * mti_ceil_div(n / parts / unit, shards) * unit;
 }
 
-static int64_t mti_split_dimension(const mt_param *p) {
-    return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
+/* How a matrix is split over the tensor ranks. */
+typedef struct mti_sharding {
+    int64_t rows, cols; /* of the whole matrix */
+    mt_placement placement;
+    int64_t parts;
+    int shards;    /* virtual shards on a rank */
+    int64_t local; /* size of the split dimension on a rank, padding included; rows if not split */
+} mti_sharding;
+
+/* Returns the split over `ranks` ranks, each with `shards` virtual shards. */
+static mti_sharding mti_sharding_of(const mt_param_desc *d, int shards, int ranks) {
+    int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, unit = d->unit ? d->unit : 1;
+    mti_sharding s;
+    s.rows = d->rows;
+    s.cols = d->cols;
+    s.placement = d->placement;
+    s.parts = d->parts ? d->parts : 1;
+    s.shards = d->placement == MT_REPLICATED ? 1 : shards;
+    s.local = d->placement == MT_REPLICATED ? n : s.shards * mti_shard_features(n, s.parts, unit, s.shards * ranks);
+    return s;
 }
 
-/* Returns the number of blocks of a parameter on a rank. Blocks are ordered by shard. A replicated parameter is a
-   single block with all its rows. */
-static int64_t mti_param_blocks(const mt_param *p) { return p->desc.parts * p->shards; }
+/* Writes the shape of a rank's shard. A vector that is split by columns is one row for any number of virtual shards. */
+static void mti_sharding_shape(const mti_sharding *s, int64_t *rows, int64_t *cols) {
+    int vector = s->rows == 1;
+    *rows = s->placement != MT_SPLIT_COLS ? s->local : vector ? 1 : s->shards * s->rows;
+    *cols = s->placement != MT_SPLIT_COLS ? s->cols : vector ? s->local : s->local / s->shards;
+}
+
+/* Returns the number of blocks on a rank. Blocks are ordered by shard. A replicated matrix is a single block with all
+   its rows. */
+static int64_t mti_sharding_blocks(const mti_sharding *s) { return s->parts * s->shards; }
 
 /* Returns block number `index` of tensor rank `rank`. */
-static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
-    int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts, before;
+static mti_block mti_sharding_block(const mti_sharding *s, int rank, int64_t index) {
+    int64_t whole = (s->placement == MT_SPLIT_COLS ? s->cols : s->rows) / s->parts, part = index % s->parts, before;
     mti_block b;
-    if (p->desc.placement == MT_REPLICATED) rank = 0;
-    b.shard = (int)(index / p->desc.parts);
-    b.size = p->local_features / p->shards / p->desc.parts;
+    if (s->placement == MT_REPLICATED) rank = 0;
+    b.shard = (int)(index / s->parts);
+    b.size = s->local / s->shards / s->parts;
     b.local = part * b.size;
-    before = mt_min(whole, ((int64_t)rank * p->shards + b.shard) * b.size);
+    before = mt_min(whole, ((int64_t)rank * s->shards + b.shard) * b.size);
     b.global = part * whole + before;
     b.count = mt_min(b.size, whole - before);
     return b;
 }
 
-/* Returns the view of virtual shard `shard` of t, which is a value, a gradient or a moment of p. */
+/* Returns the view of virtual shard `shard` of t, which is a rank's shard. */
+static mt_tensor mti_sharding_shard(const mti_sharding *s, mt_tensor t, int shard) {
+    int64_t features = s->local / s->shards;
+    int64_t rows = s->placement == MT_SPLIT_COLS ? s->rows : features;
+    int64_t cols = s->placement == MT_SPLIT_COLS ? features : s->cols;
+    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * s->shards, cols), rows * shard, rows);
+}
+
+/* Returns the view of block b of t, which is a rank's shard. */
+static mt_tensor mti_sharding_view(const mti_sharding *s, mt_tensor t, mti_block b) {
+    t = mti_sharding_shard(s, t, b.shard);
+    return s->placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count) : mt_tensor_rows(t, b.local, b.count);
+}
+
+/* The same for a parameter p. t is a value, a gradient or a moment of p. */
+static mti_sharding mti_param_sharding(const mt_param *p) {
+    mti_sharding s;
+    s.rows = p->desc.rows;
+    s.cols = p->desc.cols;
+    s.placement = p->desc.placement;
+    s.parts = p->desc.parts;
+    s.shards = p->shards;
+    s.local = p->local_features;
+    return s;
+}
+
+static int64_t mti_split_dimension(const mt_param *p) {
+    return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
+}
+
+static int64_t mti_param_blocks(const mt_param *p) { return p->desc.parts * p->shards; }
+
+static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
+    mti_sharding s = mti_param_sharding(p);
+    return mti_sharding_block(&s, rank, index);
+}
+
 static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
-    int64_t features = p->local_features / p->shards;
-    int64_t rows = p->desc.placement == MT_SPLIT_COLS ? p->desc.rows : features;
-    int64_t cols = p->desc.placement == MT_SPLIT_COLS ? features : p->desc.cols;
-    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * p->shards, cols), rows * shard, rows);
+    mti_sharding s = mti_param_sharding(p);
+    return mti_sharding_shard(&s, t, shard);
 }
 
 static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block b) {
-    t = mti_param_shard(p, t, b.shard);
-    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count)
-                                              : mt_tensor_rows(t, b.local, b.count);
+    mti_sharding s = mti_param_sharding(p);
+    return mti_sharding_view(&s, t, b);
 }
 
 /* Returns the columns of local [tokens, local features] that belong to block b of p's split dimension. */
@@ -1782,29 +1866,17 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
 #define MTI_PARAM_PARTS 65536                 /* calls loop over the parts of a parameter */
+#define MTI_SHARDS_MAX 1024                   /* of mt_context_desc.invariant */
 
-static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
+/* Checks the fields that say how a parameter is split. ctx NULL: without a message. */
+static mt_status mti_sharding_check(mt_context *ctx, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
     int64_t unit = d->unit ? d->unit : 1;
-    if (!d->name || !d->name[0] || strlen(d->name) >= MT_NAME_MAX)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: the name '%.100s' must have 1 to %d characters",
-                       d->name ? d->name : "(NULL)", MT_NAME_MAX - 1);
-    if (params->values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
-    if (mt_params_find(params, d->name))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
     if (d->placement < MT_REPLICATED || d->placement > MT_SPLIT_COLS)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has placement %d", d->name, (int)d->placement);
-    if (d->sequence_partial && d->placement != MT_REPLICATED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)",
-                       d->name, (int)d->placement);
     if (d->rows < 1 || d->cols < 1 || d->rows > MTI_PARAM_ELEMENTS / d->cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
                        (long long)d->cols);
-    if (!(d->init_std >= 0.0f) || (d->init_std > 0.0f && d->init_value != 0.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_params_add: '%s' has init_std %g and init_value %g; init_std must not be negative, and only "
-                       "one of them may be set",
-                       d->name, (double)d->init_std, (double)d->init_value);
     if (parts > MTI_PARAM_PARTS)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
                        (long long)parts, MTI_PARAM_PARTS);
@@ -1815,6 +1887,25 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has parts %lld and unit %lld, but is not split",
                        d->name, (long long)parts, (long long)unit);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
+    if (!d->name || !d->name[0] || strlen(d->name) >= MT_NAME_MAX)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: the name '%.100s' must have 1 to %d characters",
+                       d->name ? d->name : "(NULL)", MT_NAME_MAX - 1);
+    if (params->values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
+    if (mt_params_find(params, d->name))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
+    MT_TRY(mti_sharding_check(ctx, d));
+    if (d->sequence_partial && d->placement != MT_REPLICATED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)",
+                       d->name, (int)d->placement);
+    if (!(d->init_std >= 0.0f) || (d->init_std > 0.0f && d->init_value != 0.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_params_add: '%s' has init_std %g and init_value %g; init_std must not be negative, and only "
+                       "one of them may be set",
+                       d->name, (double)d->init_std, (double)d->init_value);
     return MT_SUCCESS;
 }
 
@@ -1833,18 +1924,13 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* Sets the shapes of this rank's value and gradient. A vector that is split by columns is one row for any number of
-   shards. */
+/* Sets the shapes of this rank's value and gradient. */
 static void mti_param_shape(const mt_params *params, mt_param *p) {
-    const mt_param_desc *d = &p->desc;
-    int split = d->placement != MT_REPLICATED;
+    mti_sharding s = mti_sharding_of(&p->desc, mti_shards(params->ctx, params->grid->tp), p->tp_size);
     int64_t rows, cols;
-    p->shards = split ? mti_shards(params->ctx, params->grid->tp) : 1;
-    p->local_features =
-        split ? p->shards * mti_shard_features(mti_split_dimension(p), d->parts, d->unit, p->shards * p->tp_size)
-              : d->rows;
-    rows = d->placement != MT_SPLIT_COLS ? p->local_features : d->rows > 1 ? p->shards * d->rows : 1;
-    cols = d->placement != MT_SPLIT_COLS ? d->cols : d->rows > 1 ? p->local_features / p->shards : p->local_features;
+    p->shards = s.shards;
+    p->local_features = s.local;
+    mti_sharding_shape(&s, &rows, &cols);
     p->value = mt_tensor_make(NULL, params->dtype, rows, cols);
     p->grad = mt_tensor_make(NULL, MT_F32, rows, cols);
 }
@@ -2250,6 +2336,74 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
     status = mti_param_gather(ctx, params, param, shard, global);
     mt_arena_release(ctx, mark);
     return status;
+}
+
+/* Checks the desc of a shard and writes its split to *out. */
+static mt_status mti_sharding_from(const mt_shard *shard, mti_sharding *out) {
+    mt_param_desc d;
+    int v, ranks;
+    if (!shard) return MT_ERR_ARGUMENT;
+    memset(&d, 0, sizeof d);
+    d.name = "";
+    d.rows = shard->rows;
+    d.cols = shard->cols;
+    d.placement = shard->placement;
+    d.parts = shard->parts;
+    d.unit = shard->unit;
+    MT_TRY(mti_sharding_check(NULL, &d));
+    v = shard->invariant;
+    ranks = shard->tp_size ? shard->tp_size : 1;
+    if (ranks < 1 || shard->tp_rank < 0 || shard->tp_rank >= ranks || v < 0 || v > MTI_SHARDS_MAX || (v & (v - 1)))
+        return MT_ERR_ARGUMENT;
+    if (v % ranks != 0) return MT_ERR_SHAPE;
+    *out = mti_sharding_of(&d, v ? v / ranks : 1, ranks);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols) {
+    mti_sharding s;
+    if (!rows || !cols) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_sharding_from(shard, &s));
+    mti_sharding_shape(&s, rows, cols);
+    return MT_SUCCESS;
+}
+
+static void mti_host_copy(mt_tensor from, mt_tensor to) {
+    size_t size = mt_dtype_size(to.dtype), i;
+    for (i = 0; to.cols > 0 && i < (size_t)to.rows; i++)
+        memcpy((char *)to.data + i * (size_t)mt_tensor_ld(to) * size,
+               (const char *)from.data + i * (size_t)mt_tensor_ld(from) * size, (size_t)to.cols * size);
+}
+
+/* Returns 1 when [a, a + a_bytes) and [b, b + b_bytes) overlap. */
+static int mti_bytes_overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes) {
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return x < y ? y - x < a_bytes : x - y < b_bytes;
+}
+
+MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_whole, const void *from, void *to) {
+    size_t size = mt_dtype_size(dtype), bytes, whole_bytes;
+    mti_sharding s;
+    mt_tensor whole, local;
+    int64_t rows, cols, i;
+    MT_TRY(mti_sharding_from(shard, &s));
+    if (!from || !to) return MT_ERR_ARGUMENT;
+    if (size == 0) return MT_ERR_DTYPE;
+    mti_sharding_shape(&s, &rows, &cols);
+    whole = mt_tensor_make(to_whole ? to : from, dtype, s.rows, s.cols);
+    local = mt_tensor_make(to_whole ? from : to, dtype, rows, cols);
+    bytes = (size_t)(rows * cols) * size;
+    whole_bytes = (size_t)(s.rows * s.cols) * size;
+    if (mti_bytes_overlap(whole.data, whole_bytes, local.data, bytes)) return MT_ERR_ARGUMENT;
+    if (!to_whole) memset(to, 0, bytes);
+    for (i = 0; i < mti_sharding_blocks(&s); i++) {
+        mti_block b = mti_sharding_block(&s, shard->tp_rank, i);
+        mt_tensor there = s.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, b.global, b.count)
+                                                       : mt_tensor_rows(whole, b.global, b.count);
+        mt_tensor here = mti_sharding_view(&s, local, b);
+        mti_host_copy(to_whole ? here : there, to_whole ? there : here);
+    }
+    return MT_SUCCESS;
 }
 
 /* ---- >>hash-log -------------------------------------------------------------------------------------------------- */
