@@ -295,13 +295,26 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 
 typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
 
+/* The order of queries, keys and values in the columns of qkv, and in the rows of the weights that compute it. A model
+   has G query groups of n query heads, so A = G * n query heads, with D features each (n = heads_per_group, D =
+   head_dim). Feature d of query head a, and of the key and the value of group g, have these numbers:
+     layout               query                               key                     value
+     MT_QKV_PER_GROUP     (a / n * (n + 2) + a % n) * D + d   (g * (n + 2) + n) * D + d   (g * (n + 2) + n + 1) * D + d
+     MT_QKV_CONCATENATED  a * D + d                           (A + g) * D + d             (A + G + g) * D + d
+     MT_QKV_SEPARATE      a * D + d                           g * D + d                   g * D + d
+   MT_QKV_PER_GROUP     [q...q k v] for each group: Megatron-LM since 2021
+   MT_QKV_CONCATENATED  [all queries; all keys; all values]: GPT-2, and C programs that follow it
+   MT_QKV_SEPARATE      three weights: Llama and most models of Hugging Face. Their outputs lie side by side in one
+                        tensor qkv, so that for the operators below it is the same as MT_QKV_CONCATENATED
+   On a tensor rank G and A are the numbers of this rank's groups and heads. */
+typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_QKV_SEPARATE = 2 } mt_qkv_layout;
+
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
    2305.13245); groups is 1 for MQA.
    qkv is [batch * seq, groups * (heads_per_group + 2) * head_dim]. The token at position i of sequence b is row
-   b * seq + i. The columns hold, for each group, the query heads, the key and the value ([q...q k v], as in current
-   Megatron). Query head a is head a % heads_per_group of group a / heads_per_group. out and lse hold the query heads in
-   this order. */
+   b * seq + i. The order of the columns is qkv_layout. Query head a is head a % heads_per_group of group a /
+   heads_per_group. out and lse hold the query heads in this order. */
 typedef struct mt_attention_desc {
     int64_t batch, seq, groups, heads_per_group, head_dim;
     mt_mask mask;
@@ -315,6 +328,7 @@ typedef struct mt_attention_desc {
        sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
+    mt_qkv_layout qkv_layout; /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
 } mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
@@ -336,7 +350,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
              p * base^(-2 i / head_dim), i = 0 ... head_dim / 2 - 1.
    forward:  rotates the queries and keys of qkv in place. A token at position p of its sequence uses row p of table.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
-   forward and backward read the five sizes of desc. They do not read mask, scale, lengths or dropout. */
+   forward and backward read the five sizes of desc and qkv_layout. They do not read mask, scale, lengths or dropout. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);
@@ -4056,10 +4070,28 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
                        "valid shape",
                        where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
                        (long long)s->heads_per_group, (long long)s->head_dim);
+    if (s->qkv_layout != MT_QKV_PER_GROUP && s->qkv_layout != MT_QKV_CONCATENATED && s->qkv_layout != MT_QKV_SEPARATE)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: qkv_layout %d does not exist", where, (int)s->qkv_layout);
     return MT_SUCCESS;
 }
 
 static int64_t mti_attention_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }
+
+/* Where the heads are in the columns of qkv: head j of group g at g * q_step + j * head_dim, the key of group g at
+   key + g * kv_step, and its value `value` columns after the key. */
+typedef struct mti_qkv_cols {
+    int64_t q_step, kv_step, key, value;
+} mti_qkv_cols;
+
+static mti_qkv_cols mti_qkv_cols_of(const mt_attention_desc *s) {
+    mti_qkv_cols c;
+    int per_group = s->qkv_layout == MT_QKV_PER_GROUP;
+    c.q_step = (per_group ? s->heads_per_group + 2 : s->heads_per_group) * s->head_dim;
+    c.kv_step = per_group ? c.q_step : s->head_dim;
+    c.key = (per_group ? s->heads_per_group : mti_attention_heads(s)) * s->head_dim;
+    c.value = per_group ? s->head_dim : s->groups * s->head_dim;
+    return c;
+}
 
 /* The number of columns of qkv. */
 static int64_t mti_attention_width(const mt_attention_desc *s) {
@@ -4098,6 +4130,7 @@ typedef struct mti_attention {
     mt_context *ctx;
     const mt_attention_desc *desc;
     mt_tensor qkv, out, lse, dout, dqkv;
+    mti_qkv_cols cols;
     float scale;
     int64_t panel, pitch;  /* panel: rows of a panel; pitch: leading dimension of scores and grads */
     float *scores, *grads; /* [panel, pitch]; grads for backward only */
@@ -4121,6 +4154,7 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_d
     a.qkv = qkv;
     a.out = out;
     a.lse = lse;
+    a.cols = mti_qkv_cols_of(desc);
     a.scale = desc->scale != 0.0f ? desc->scale : (float)(1.0 / sqrt((double)desc->head_dim));
     return a;
 }
@@ -4152,16 +4186,15 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
 /* Locates query head `member` of a group: its columns in qkv and out, and its rows. */
 static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_t group, int64_t member) {
     const mt_attention_desc *s = a->desc;
-    int64_t first = group * (s->heads_per_group + 2) * s->head_dim;
     mti_head h;
     h.batch = batch;
     h.group = group;
     h.head = group * s->heads_per_group + member;
     h.length = s->lengths ? s->lengths[batch] : s->seq;
     h.token = batch * s->seq;
-    h.q_col = first + member * s->head_dim;
-    h.k_col = first + s->heads_per_group * s->head_dim;
-    h.v_col = h.k_col + s->head_dim;
+    h.q_col = group * a->cols.q_step + member * s->head_dim;
+    h.k_col = a->cols.key + group * a->cols.kv_step;
+    h.v_col = h.k_col + a->cols.value;
     h.out_col = h.head * s->head_dim;
     return h;
 }
@@ -4379,15 +4412,14 @@ extern "C++" {
 struct mti_plain {
     mt_attention_desc s;
     mti_view qkv, out, lse, dout, dqkv;
+    mti_qkv_cols cols;
     float scale;
     mti_drop drop;
 
     __device__ int64_t q_col(int64_t head) const {
-        return (head / s.heads_per_group * (s.heads_per_group + 2) + head % s.heads_per_group) * s.head_dim;
+        return head / s.heads_per_group * cols.q_step + head % s.heads_per_group * s.head_dim;
     }
-    __device__ int64_t k_col(int64_t head) const {
-        return (head / s.heads_per_group * (s.heads_per_group + 2) + s.heads_per_group) * s.head_dim;
-    }
+    __device__ int64_t k_col(int64_t head) const { return cols.key + head / s.heads_per_group * cols.kv_step; }
     __device__ int64_t length(int64_t b) const { /* at most seq; a GPU does not check lengths */
         return s.lengths ? min((int64_t)s.lengths[b], s.seq) : s.seq;
     }
@@ -4431,7 +4463,7 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f;
     if (!mti_plain_row(p, &b, &head, &i)) return;
-    int64_t row = b * p.s.seq + i, n = p.length(b) > 0 ? p.visible(b, i) : 0, k = p.k_col(head), v = k + p.s.head_dim;
+    int64_t row = b * p.s.seq + i, n = p.length(b) > 0 ? p.visible(b, i) : 0, k = p.k_col(head), v = k + p.cols.value;
     for (int64_t j0 = 0; j0 < n; j0 += 32) {
         int64_t j = j0 + lane;
         float score = j < n ? p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, b * p.s.seq + j, k) : -INFINITY;
@@ -4459,7 +4491,7 @@ static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_
     float prob = expf(p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, key, k) - mti_get(p.lse, head, row));
     float drop = p.kept(b, head, i, j);
     *weight = prob * drop;
-    *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.s.head_dim) - delta);
+    *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.cols.value) - delta);
 }
 
 /* A warp owns a query of a head, as in forward, without shared memory or a barrier. For each 32 keys, each lane
@@ -4508,7 +4540,7 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_ker
         }
     for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
         mti_put(p.dqkv, b * p.s.seq + j, k + w * 32 + lane, p.scale * dk[w]);
-        mti_put(p.dqkv, b * p.s.seq + j, k + p.s.head_dim + w * 32 + lane, dv[w]);
+        mti_put(p.dqkv, b * p.s.seq + j, k + p.cols.value + w * 32 + lane, dv[w]);
     }
 }
 
@@ -4521,6 +4553,7 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.lse = mti_view_of(a->lse);
     p.dout = mti_view_of(a->dout);
     p.dqkv = mti_view_of(a->dqkv);
+    p.cols = a->cols;
     p.scale = a->scale;
     p.drop = mti_drop_of(a->desc->dropout);
     return p;
@@ -4751,7 +4784,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)f.p.s.seq);
     mti_tile_fetch<Step, HeadDim, 128>(k_tile, k, ld, 0, length);
     mti_cp_async_commit();
-    mti_tile_fetch<Step, HeadDim, 128>(v_tile, k + HeadDim, ld, 0, length);
+    mti_tile_fetch<Step, HeadDim, 128>(v_tile, k + f.p.cols.value, ld, 0, length);
     mti_cp_async_commit();
     for (int key = 0; key < keys; key += Step) {
         bool seen = f.sees(row + 31, key, length);
@@ -4768,7 +4801,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
         }
         mti_cp_async_wait<1>();
         __syncthreads(); /* v has arrived, and all warps have read k */
-        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + HeadDim, ld, key + Step, length);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + f.p.cols.value, ld, key + Step, length);
         mti_cp_async_commit();
         if (seen) mti_tile_add_product<HeadDim, BF16>(acc, s, v_tile);
         done = v_tile, v_tile = k_tile, k_tile = free_tile, free_tile = done;
@@ -4802,10 +4835,10 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() {
 
 /* Starts copying a pair of tiles, k and v, and commits the copies as one group. */
 template <int HeadDim, int Step>
-static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, int64_t ld, int key,
-                                                            int length) {
+static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, const uint16_t *k, const uint16_t *v,
+                                                            int64_t ld, int key, int length) {
     mti_tile_fetch<Step, HeadDim, 128>(pair, k, ld, key, length);
-    mti_tile_fetch<Step, HeadDim, 128>(pair + Step * HeadDim, k + HeadDim, ld, key, length);
+    mti_tile_fetch<Step, HeadDim, 128>(pair + Step * HeadDim, v, ld, key, length);
     mti_cp_async_commit();
 }
 
@@ -4841,7 +4874,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     mti_tile_zero(dq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(dout, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, first, (int)seq);
-    mti_flash_fetch_keys<HeadDim, Step>(pair, k, ld, 0, length);
+    mti_flash_fetch_keys<HeadDim, Step>(pair, k, k + f.p.cols.value, ld, 0, length);
     for (int i = 0; i < 4; i++) {
         lse[i] = f.lse[f.stat(b, head) + row + i * 8 + lane / 4];
         delta[i] = f.delta[f.stat(b, head) + row + i * 8 + lane / 4];
@@ -4849,7 +4882,8 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     for (int key = 0; key < keys; key += Step) {
         mti_cp_async_wait<0>();
         __syncthreads(); /* the pair has arrived, and all warps have read the other one */
-        if (key + Step < keys) mti_flash_fetch_keys<HeadDim, Step>(other, k, ld, key + Step, length);
+        if (key + Step < keys)
+            mti_flash_fetch_keys<HeadDim, Step>(other, k, k + f.p.cols.value, ld, key + Step, length);
         if (f.sees(row + 31, key, length)) {
             mti_tile_scores<HeadDim, BF16>(dp, dout + (row - first) * HeadDim, pair + Step * HeadDim);
             if (DROP) mti_flash_drop_rows(f, dp, head, row, key);
@@ -4929,7 +4963,7 @@ static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash 
     mti_tile_zero(dk);
     mti_tile_zero(dv);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(v, f.in(f.p.qkv, b, k_col + HeadDim), ld, first, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(v, f.in(f.p.qkv, b, k_col + f.p.cols.value), ld, first, length);
     mti_flash_fetch_queries<HeadDim>(f, set, head, begin);
     while (first < length && head < heads) {
         int next = query + Step < seq ? query + Step : begin, next_head = next > query ? head : head + 1;
@@ -4955,7 +4989,7 @@ static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash 
     mti_tile_scale(dv, f.p.drop.scale);
     mti_tile_store<HeadDim, BF16>(dk, k + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld,
                                   (int)seq - row);
-    mti_tile_store<HeadDim, BF16>(dv, v + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col + HeadDim),
+    mti_tile_store<HeadDim, BF16>(dv, v + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col + f.p.cols.value),
                                   f.p.dqkv.ld, (int)seq - row);
 }
 
@@ -5273,11 +5307,15 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     MT_TRY(mti_expect_even(ctx, where, desc->head_dim));
     mt_arg args[] = {{name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"table", &table, desc->seq, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN}};
+    mt_attention_desc s = *desc;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(&op,
-                   MTI_RUN(&op, mti_cuda_rotary(ctx, desc, table, sign, qkv), mti_cpu_rotary(desc, table, sign, qkv)));
+    if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
+        s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
+        s.groups = 1;
+    }
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary(ctx, &s, table, sign, qkv), mti_cpu_rotary(&s, table, sign, qkv)));
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv) {

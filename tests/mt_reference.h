@@ -279,8 +279,11 @@ static inline int ref_sees(const mt_attention_desc *s, int64_t b, int64_t i, int
 }
 
 /* Returns the first column of the query of head a (part 0), or of the key (1) or value (2) of its group. */
+/* The first column of query head a (part 0), or of the key (1) or the value (2) of its group. */
 static inline int64_t ref_col(const mt_attention_desc *s, int64_t a, int part) {
-    int64_t g = a / s->heads_per_group, first = g * (s->heads_per_group + 2);
+    int64_t g = a / s->heads_per_group, first = g * (s->heads_per_group + 2), heads = ref_heads(s);
+    if (s->qkv_layout != MT_QKV_PER_GROUP) /* [queries; keys; values] */
+        return (part == 0 ? a : part == 1 ? heads + g : heads + s->groups + g) * s->head_dim;
     return (part == 0 ? first + a % s->heads_per_group : first + s->heads_per_group + part - 1) * s->head_dim;
 }
 

@@ -490,13 +490,14 @@ static void test_gemm(void **state) {
 }
 
 static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t dim, mt_mask mask,
-                      int padded, float p) {
+                      int padded, float p, mt_qkv_layout qkv_layout) {
     mt_attention_desc s, on_gpu;
     int64_t heads = groups * per_group, tokens = batch * seq;
     int32_t lengths[4];
     memset(&s, 0, sizeof s);
     s.batch = batch, s.seq = seq, s.groups = groups, s.heads_per_group = per_group, s.head_dim = dim;
     s.mask = mask;
+    s.qkv_layout = qkv_layout;
     s.dropout.p = p;
     s.dropout.at = place(heads);
     for (int64_t b = 0; b < batch; b++) lengths[b] = (int32_t)(b == 1 ? 0 : seq - b);
@@ -529,8 +530,9 @@ static void test_attention(void **state) {
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         type = types[i / 8];
         mt_mask mask = i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
-        attention(3, i % 8 < 4 ? 5 : 37, 1 + i % 3, 1 + i % 2, i % 8 < 4 ? 8 : 40, mask, i & 2, i & 4 ? 0.2f : 0.0f);
-        attention(1, 1, 1, 1, 3, mask, 0, 0.0f);
+        attention(3, i % 8 < 4 ? 5 : 37, 1 + i % 3, 1 + i % 2, i % 8 < 4 ? 8 : 40, mask, i & 2, i & 4 ? 0.2f : 0.0f,
+                  (mt_qkv_layout)(i / 3 % 3));
+        attention(1, 1, 1, 1, 3, mask, 0, 0.0f, MT_QKV_PER_GROUP);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
@@ -581,6 +583,7 @@ static void test_rotary(void **state) {
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         memset(&s, 0, sizeof s);
         s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3, s.head_dim = dims[i / 9];
+        s.qkv_layout = (mt_qkv_layout)(i / 4 % 2);
         type = types[i % 3];
         pair qkv = pair_noise(14, s.groups * (s.heads_per_group + 2) * s.head_dim, places[i / 3 % 3], 1, 1.0f);
         pair table = pair_of(MT_F32, 7, s.head_dim, places[i % 2]);

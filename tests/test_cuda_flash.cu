@@ -300,6 +300,66 @@ static void test_split(void **state) {
     mt_arena_release(gpu, mark);
 }
 
+/* The first column of query head a (part 0), or of the key (1) or the value (2) of group a. */
+static int64_t first_col(const mt_attention_desc *s, int part, int64_t a) {
+    int64_t n = s->heads_per_group, heads = s->groups * n;
+    if (s->qkv_layout == MT_QKV_PER_GROUP)
+        return (part == 0 ? a / n * (n + 2) + a % n : a * (n + 2) + n + part - 1) * s->head_dim;
+    return (part == 0 ? a : heads + (part - 1) * s->groups + a) * s->head_dim;
+}
+
+/* Returns qkv with the columns of the layout of `from` in the order of the layout of `to`. */
+static mt_tensor in_layout(const mt_attention_desc *from, mt_tensor qkv, const mt_attention_desc *to) {
+    mt_tensor y = tensor_new(qkv.dtype, qkv.rows, qkv.cols);
+    for (int part = 0; part < 3; part++)
+        for (int64_t a = 0; a < from->groups * (part == 0 ? from->heads_per_group : 1); a++)
+            OK(mt_copy(gpu, mt_tensor_cols(qkv, first_col(from, part, a), from->head_dim),
+                       mt_tensor_cols(y, first_col(to, part, a), from->head_dim)));
+    return y;
+}
+
+/* Attention and rotary of the same numbers with the columns in another order. */
+static void try_layout(const config *c, mt_qkv_layout layout) {
+    size_t mark = mt_arena_mark(gpu);
+    call a = call_new(c, 2.0f), b = call_new(c, 2.0f);
+    mt_tensor table = tensor_new(MT_F32, c->seq, c->dim);
+    OK(mt_rotary_table(gpu, 100.0f, table));
+    b.s.qkv_layout = layout;
+    b.qkv = in_layout(&a.s, a.qkv, &b.s);
+    OK(mt_rotary_forward(gpu, &a.s, table, a.qkv));
+    OK(mt_rotary_forward(gpu, &b.s, table, b.qkv));
+    run(&a);
+    run(&b);
+    OK(mt_rotary_backward(gpu, &a.s, table, a.dqkv));
+    OK(mt_rotary_backward(gpu, &b.s, table, b.dqkv));
+    same_bits("rotary", a.qkv, in_layout(&b.s, b.qkv, &a.s));
+    same_bits("out", a.out, b.out);
+    same_bits("lse", a.lse, b.lse);
+    same_bits("dqkv", a.dqkv, in_layout(&b.s, b.dqkv, &a.s));
+    gap_untouched("qkv", b.qkv);
+    gap_untouched("dqkv", b.dqkv);
+    mt_arena_release(gpu, mark);
+}
+
+/* On tensor cores with every head size, and (f32, and head_dim 40) with the plain kernels. */
+static void test_layouts(void **state) {
+    static const int64_t dims[] = {64, 96, 128, 40};
+    static const mt_dtype types[] = {MT_BF16, MT_F16, MT_F32};
+    (void)state;
+    for (int i = 0; i < 12; i++) {
+        config c = {2,
+                    i % 4 == 3 || i / 4 == 2 ? 9 : 70,
+                    2,
+                    1 + i % 2 * 2,
+                    dims[i % 4],
+                    types[i / 4],
+                    i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL,
+                    i & 2,
+                    i & 4 ? 0.25f : 0.0f};
+        try_layout(&c, i % 3 == 2 ? MT_QKV_SEPARATE : MT_QKV_CONCATENATED);
+    }
+}
+
 /* ---- which path -------------------------------------------------------------------------------------------------- */
 
 static int differ(mt_tensor a, mt_tensor b) {
@@ -426,12 +486,19 @@ static int close_contexts(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_places),  cmocka_unit_test(test_short),
-        cmocka_unit_test(test_causal),  cmocka_unit_test(test_bidirectional),
-        cmocka_unit_test(test_groups),  cmocka_unit_test(test_padding),
-        cmocka_unit_test(test_dropout), cmocka_unit_test(test_run_to_run),
-        cmocka_unit_test(test_split),   cmocka_unit_test(test_older_chips),
-        cmocka_unit_test(test_arena),   cmocka_unit_test(test_what_only_the_plain_path_does),
+        cmocka_unit_test(test_places),
+        cmocka_unit_test(test_short),
+        cmocka_unit_test(test_causal),
+        cmocka_unit_test(test_bidirectional),
+        cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_padding),
+        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_run_to_run),
+        cmocka_unit_test(test_split),
+        cmocka_unit_test(test_layouts),
+        cmocka_unit_test(test_older_chips),
+        cmocka_unit_test(test_arena),
+        cmocka_unit_test(test_what_only_the_plain_path_does),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

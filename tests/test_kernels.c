@@ -899,6 +899,69 @@ static void test_attention_split(void **state) {
     assert_true(same_bits(piece, mt_tensor_cols(mt_tensor_rows(out, 66, 66), 32, 16)));
 }
 
+/* Returns qkv with the columns of the layout `from` in the order of the layout `to`. */
+static mt_tensor in_layout(mt_attention_desc s, mt_tensor qkv, mt_qkv_layout from, mt_qkv_layout to) {
+    mt_tensor y = ref_guarded(qkv.rows, qkv.cols, 3);
+    mt_attention_desc f = s, t = s;
+    int64_t i, a;
+    int part;
+    f.qkv_layout = from;
+    t.qkv_layout = to;
+    for (i = 0; i < qkv.rows; i++)
+        for (a = 0; a < ref_heads(&s); a++)
+            for (part = 0; part < 3; part++)
+                memcpy(ref_row(y, i) + ref_col(&t, a, part), ref_row(qkv, i) + ref_col(&f, a, part),
+                       (size_t)s.head_dim * sizeof(float));
+    return y;
+}
+
+/* Rotary and attention, forward and backward, with the columns in another order: the bits of the layout per group. */
+static void try_layout(mt_attention_desc s, mt_qkv_layout layout) {
+    int64_t t = s.batch * s.seq, w = ref_qkv_cols(&s), h = ref_heads(&s), o = h * s.head_dim;
+    mt_tensor qkv[2], out[2], lse[2], dqkv[2], dout = ref_random(t, o, 2, 1, 0),
+                                               table = ref_guarded(s.seq, s.head_dim, 0);
+    int i;
+    OK(mt_rotary_table(ref.ctx, 100, table));
+    qkv[0] = ref_random(t, w, 0, 1.5f, 0);
+    qkv[1] = in_layout(s, qkv[0], MT_QKV_PER_GROUP, layout);
+    for (i = 0; i < 2; i++) {
+        s.qkv_layout = i == 0 ? MT_QKV_PER_GROUP : layout;
+        out[i] = ref_guarded(t, o, 1);
+        lse[i] = ref_guarded(h, t, 2);
+        dqkv[i] = ref_guarded(t, w, 5);
+        OK(mt_rotary_forward(ref.ctx, &s, table, qkv[i]));
+        OK(mt_attention_forward(ref.ctx, &s, qkv[i], out[i], lse[i]));
+        OK(mt_attention_backward(ref.ctx, &s, qkv[i], out[i], lse[i], dout, dqkv[i]));
+        OK(mt_rotary_backward(ref.ctx, &s, table, dqkv[i]));
+    }
+    assert_true(same_bits(qkv[0], in_layout(s, qkv[1], layout, MT_QKV_PER_GROUP)));
+    assert_true(same_bits(out[0], out[1]) && same_bits(lse[0], lse[1]));
+    assert_true(same_bits(dqkv[0], in_layout(s, dqkv[1], layout, MT_QKV_PER_GROUP)));
+    ref_release();
+}
+
+static void test_attention_layouts(void **state) {
+    static const int32_t lengths[] = {5, 0, 8};
+    int mask, layout;
+    (void)state;
+    for (mask = 0; mask < 2; mask++)
+        for (layout = MT_QKV_CONCATENATED; layout <= MT_QKV_SEPARATE; layout++) {
+            mt_attention_desc one = attention(2, 9, 3, 1, 4, (mt_mask)mask),
+                              gqa = attention(3, 8, 2, 3, 6, (mt_mask)mask),
+                              mqa = attention(1, MTI_PANEL + 9, 1, 4, 8, (mt_mask)mask);
+            gqa.lengths = lengths;
+            gqa.dropout.p = 0.3f;
+            gqa.dropout.at.global_cols = 6;
+            try_layout(one, (mt_qkv_layout)layout);
+            try_layout(gqa, (mt_qkv_layout)layout);
+            try_layout(mqa, (mt_qkv_layout)layout);
+            one.qkv_layout = gqa.qkv_layout = mqa.qkv_layout = (mt_qkv_layout)layout;
+            try_attention(one, 1);
+            try_attention(gqa, 1);
+            try_attention(mqa, 0);
+        }
+}
+
 static void test_attention_same_bits(void **state) {
     mt_attention_desc s = attention(2, 150, 2, 2, 16, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(300, 128, 0, 1, 0), out = ref_guarded(300, 64, 0), lse = ref_guarded(4, 300, 0),
@@ -1430,6 +1493,8 @@ static void test_bad_attention(void **state) {
     WITH(head_dim, 0, MT_ERR_SHAPE, "head_dim 0");
     WITH(head_dim, 5, MT_ERR_SHAPE, "qkv is [6, 32], must be [6, 40]");
     WITH(mask, (mt_mask)2, MT_ERR_ARGUMENT, "mask 2 does not exist");
+    WITH(qkv_layout, (mt_qkv_layout)3, MT_ERR_ARGUMENT, "qkv_layout 3 does not exist");
+    WITH(qkv_layout, (mt_qkv_layout)-1, MT_ERR_ARGUMENT, "qkv_layout -1 does not exist");
     WITH(scale, NAN, MT_ERR_ARGUMENT, "scale is ");
     WITH(dropout.p, 1.0f, MT_ERR_ARGUMENT, "probability is 1");
     WITH(dropout.p, 0.5f, MT_ERR_SHAPE, "not inside a tensor of 0 columns");
@@ -1477,6 +1542,10 @@ static void test_bad_rotary(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_backward: dqkv is [3, 4]", mt_rotary_backward(ctx, &s, table, table));
     ASSERT_REFUSED(MT_ERR_SHAPE, "head_dim is 3, must be even", mt_rotary_forward(ctx, &odd, table, odd_qkv));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", mt_rotary_backward(ctx, NULL, table, qkv));
+    s.qkv_layout = (mt_qkv_layout)3;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: qkv_layout 3 does not exist",
+                   mt_rotary_forward(ctx, &s, table, qkv));
+    s.qkv_layout = MT_QKV_PER_GROUP;
     assert_int_equal(mt_rotary_table(NULL, 10, table), MT_ERR_ARGUMENT);
     assert_int_equal(mt_rotary_forward(NULL, &s, table, qkv), MT_ERR_ARGUMENT);
 }
@@ -2170,6 +2239,7 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_attention_scale),
     REF_TEST(test_attention_large_scores),
     REF_TEST(test_attention_split),
+    REF_TEST(test_attention_layouts),
     REF_TEST(test_attention_same_bits),
     REF_TEST(test_attention_memory),
     REF_TEST(test_rotary_table),

@@ -933,6 +933,21 @@ static mt_status run_padded_attention_backward(mt_context *c, const mt_tensor *v
     mt_attention_desc s = attention_of(67, 0);
     return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
 }
+static mt_status run_concatenated(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = attention_of(9, 0.2f);
+    s.qkv_layout = MT_QKV_CONCATENATED;
+    return mt_attention_forward(c, &s, v[0], v[1], v[2]);
+}
+static mt_status run_concatenated_backward(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = attention_of(9, 0.2f);
+    s.qkv_layout = MT_QKV_CONCATENATED;
+    return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
+}
+static mt_status run_concatenated_rotary(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = attention_of(9, 0);
+    s.qkv_layout = MT_QKV_CONCATENATED;
+    return mt_rotary_forward(c, &s, v[0], v[1]);
+}
 static mt_status run_rotary_table(mt_context *c, const mt_tensor *v) { return mt_rotary_table(c, 10000, v[0]); }
 static mt_status run_rotary(mt_context *c, const mt_tensor *v) {
     mt_attention_desc s = attention_of(9, 0);
@@ -954,6 +969,15 @@ static void test_attention(void **state) {
          run_attention_backward,
          {IN("qkv", 18, 48), IN("out", 18, 24), F32("lse", 4, 18), IN("dout", 18, 24), OUT("dqkv", 18, 48)},
          {{0, 0}}},
+        {"mt_attention_forward",
+         run_concatenated,
+         {IN("qkv", 18, 48), OUT("out", 18, 24), F32_OUT("lse", 4, 18)},
+         {{0, 0}}},
+        {"mt_attention_backward",
+         run_concatenated_backward,
+         {IN("qkv", 18, 48), IN("out", 18, 24), F32("lse", 4, 18), IN("dout", 18, 24), OUT("dqkv", 18, 48)},
+         {{0, 0}}},
+        {"mt_rotary_forward", run_concatenated_rotary, {IN("table", 9, 6), IN("qkv", 18, 48)}, {{0, 0}}},
         {"mt_rotary_table", run_rotary_table, {OUT("table", 9, 6)}, {{0, 0}}},
         {"mt_rotary_forward", run_rotary, {IN("table", 9, 6), IN("qkv", 18, 48)}, {{0, 0}}},
         {"mt_rotary_backward", run_rotary_backward, {IN("table", 9, 6), IN("dqkv", 18, 48)}, {{0, 0}}},
