@@ -123,7 +123,7 @@ typedef struct mt_mlp_desc {
 } mt_mlp_desc;
 
 /* The comment of each layer below gives the names of its parameters. NAME is the `name` that you pass to the block's
-   create function. */
+   create function; NULL: layer.0, layer.1, ... (see "Names" in the head of mt_parallel.h). */
 typedef struct mt_mlp {
     mt_mlp_desc desc;
     mt_column_parallel_linear fc1; /* NAME.linear_fc1.weight, .bias; with MT_SWIGLU the rows are [gate; up] */
@@ -521,8 +521,11 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out) {
+    char full[MT_NAME_MAX];
     size_t mark;
-    MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
     if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
         (int)desc->activation < 0 || (int)desc->activation >= MT_ACTIVATION_COUNT)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
@@ -713,8 +716,11 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
     mt_self_attention_desc d;
+    char full[MT_NAME_MAX];
     size_t mark;
-    MT_TRY(mt_create_check(ctx, "mt_self_attention_create", params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, "mt_self_attention_create", params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
     MT_TRY(mti_attention_check(ctx, name, &d, mt_params_shards(params)));
@@ -765,11 +771,13 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
 MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
                                    const mt_column_parallel_linear *layer, mt_qk_norm *out) {
     static const char *const function = "mt_qk_norm_create";
-    char q[MT_NAME_MAX], k[MT_NAME_MAX];
+    char full[MT_NAME_MAX], q[MT_NAME_MAX], k[MT_NAME_MAX];
     mt_norm_layer_desc per_head;
     size_t mark;
     mt_status status;
-    MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
     if (!layer || !layer->weight) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the layer was not created", function);
     if (desc->groups != 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld, must be 0: they are those of '%s'", function,
@@ -1166,8 +1174,11 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out) {
     static const char *const function = "mt_transformer_layer_create";
+    char full[MT_NAME_MAX];
     size_t mark;
-    MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
     if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN ||
         !mti_probability(desc->hidden_dropout) || desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM ||
         !(desc->norm_eps >= 0.0f) || desc->hidden < 1 || desc->recompute < MT_RECOMPUTE_NONE ||
@@ -1493,7 +1504,7 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
 
 MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out) {
     size_t mark;
-    MT_TRY(mt_create_check(ctx, "mt_gpt_create", params, "gpt", desc, out));
+    MT_TRY(mt_create_check(ctx, "mt_gpt_create", params, desc, out));
     MT_TRY(mti_gpt_check(ctx, mt_params_grid(params), desc));
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);

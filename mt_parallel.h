@@ -18,6 +18,13 @@
    A forward with `saved` does not need to have a backward; see mt_arena_mark for a loop that does not know it before.
    Backward adds to parameter gradients and overwrites activation gradients.
 
+   Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
+   parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called
+   layer.0, layer.1, ... in the order of creation, and a parameter without a layer param.0, param.1, ...: the number is
+   one more than the greatest of such a name in the registry. A program that changes the order of creation thus gets
+   other random numbers and cannot load its old checkpoints. With several pipeline stages NULL is MT_ERR_ARGUMENT,
+   because each stage has a registry of its own: the stages would use the same names, and draw the same numbers.
+
    An output must not overlap an input or another output, and dx must not overlap a tensor of `saved`, except where a
    comment allows it. Most such overlaps are MT_ERR_ARGUMENT; with the others the results are undefined.
 
@@ -188,7 +195,7 @@ typedef enum mt_placement {
 
 /* Describes a parameter: its global shape, how it is split, and its first values. */
 typedef struct mt_param_desc {
-    const char *name;   /* unique in the registry; copied */
+    const char *name;   /* unique in the registry; copied; NULL: param.0, param.1, ... (see "Names" above) */
     int64_t rows, cols; /* global shape; a vector is [1, n], a bias of a column-parallel layer [1, out] */
     mt_placement placement;
     /* number of equal blocks in the split dimension, at most 65536. Each block is split over the ranks separately, so
@@ -259,7 +266,8 @@ typedef struct mt_data_parallel_desc {
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
 /* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient.
-   MT_ERR_ARGUMENT: the name is taken or too long, another field is out of range, or mt_params_init was already called.
+   MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
+   range, or mt_params_init was already called.
    MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, or parts * unit does not divide the split
    dimension. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
@@ -522,13 +530,19 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* For the create function of a block:
      mt_create_check  returns MT_ERR_ARGUMENT when an argument is NULL. The message names the argument.
+     mt_layer_name    writes the name of the block to out, which has MT_NAME_MAX characters: a copy of `name` or, when
+                      `name` is NULL, the next layer.N. Give the layers of the block names of their own, that begin with
+                      it (mt_param_name). Only parameters use up a number, so after an error of a create function the
+                      next block gets the same number. MT_ERR_ARGUMENT: `name` is empty or does not fit, or is NULL with
+                      several pipeline stages.
      mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
      mt_params_mark   returns a mark for mt_create_end: how many parameters and buffers (mt_params_buffer) the registry
                       has. Call it before the block adds its first parameter or buffer.
      mt_create_end    returns `status`. Before it returns an error, it removes the parameters and buffers that were
                       added after the mark, and fills the block_bytes bytes of *block with zeros. */
-MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
-                                 const void *desc, const void *out);
+MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const void *desc,
+                                 const void *out);
+MT_API mt_status mt_layer_name(mt_context *ctx, const mt_params *params, const char *name, char *out);
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix);
 MT_API size_t mt_params_mark(const mt_params *params);
 MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status);
@@ -1633,15 +1647,47 @@ static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
     return *out ? MT_SUCCESS : mt_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
 }
 
-MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
-                                 const void *desc, const void *out) {
+MT_API mt_status mt_create_check(mt_context *ctx, const char *function, const mt_params *params, const void *desc,
+                                 const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (params && name && desc && out) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                   !params ? "params"
-                   : !name ? "name"
-                   : !desc ? "desc"
-                           : "out");
+    if (params && desc && out) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !params ? "params" : desc ? "out" : "desc");
+}
+
+/* Writes a copy of name to out or, when name is NULL, the automatic name KIND.N. N comes from the names in the registry
+   instead of a counter, so it is as before when a create function fails and removes its parameters. */
+static mt_status mti_name(mt_context *ctx, const char *function, const mt_params *params, const char *name,
+                          const char *kind, char *out) {
+    size_t length = strlen(kind);
+    int next = 0, i;
+    if (name && (!name[0] || strlen(name) >= MT_NAME_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the name '%.100s' must have 1 to %d characters", function, name,
+                       MT_NAME_MAX - 1);
+    if (name) {
+        memmove(out, name, strlen(name) + 1);
+        return MT_SUCCESS;
+    }
+    if (params->grid->pp_size > 1)
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s: name is NULL, but on a grid with %d pipeline stages every layer and parameter needs a name: "
+            "each stage counts from %s.0, and equal names draw equal random numbers",
+            function, params->grid->pp_size, kind);
+    for (i = 0; i < params->count; i++) {
+        const char *digit = params->list[i]->name + length + 1;
+        int n = 0;
+        if (strncmp(params->list[i]->name, kind, length) != 0 || digit[-1] != '.') continue;
+        for (; *digit >= '0' && *digit <= '9' && n < 100000000; digit++) n = 10 * n + (*digit - '0');
+        if (digit[-1] != '.' && n >= next) next = n + 1;
+    }
+    snprintf(out, MT_NAME_MAX, "%s.%d", kind, next);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_layer_name(mt_context *ctx, const mt_params *params, const char *name, char *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_layer_name: %s is NULL", params ? "out" : "params");
+    return mti_name(ctx, "mt_layer_name", params, name, "layer", out);
 }
 
 /* Frees the newest buffer. */
@@ -1891,9 +1937,6 @@ static mt_status mti_sharding_check(mt_context *ctx, const mt_param_desc *d) {
 }
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
-    if (!d->name || !d->name[0] || strlen(d->name) >= MT_NAME_MAX)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: the name '%.100s' must have 1 to %d characters",
-                       d->name ? d->name : "(NULL)", MT_NAME_MAX - 1);
     if (params->values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
     if (mt_params_find(params, d->name))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
@@ -1936,16 +1979,20 @@ static void mti_param_shape(const mt_params *params, mt_param *p) {
 }
 
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out) {
+    mt_param_desc named;
     mt_param *p;
+    char name[MT_NAME_MAX];
     void *memory;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !desc || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: params, desc or out is NULL");
-    MT_TRY(mti_param_check(ctx, params, desc));
+    MT_TRY(mt_create_check(ctx, "mt_params_add", params, desc, out));
+    MT_TRY(mti_name(ctx, "mt_params_add", params, desc->name, "param", name));
+    named = *desc;
+    named.name = name;
+    MT_TRY(mti_param_check(ctx, params, &named));
     MT_TRY(mti_params_reserve(ctx, params));
     MT_TRY(mti_host_new(ctx, sizeof *p, &memory));
     p = (mt_param *)memory;
-    p->desc = *desc;
-    memcpy(p->name, desc->name, strlen(desc->name) + 1);
+    p->desc = named;
+    memcpy(p->name, name, sizeof name);
     p->desc.name = p->name;
     if (!p->desc.parts) p->desc.parts = 1;
     if (!p->desc.unit) p->desc.unit = 1;
@@ -2759,15 +2806,8 @@ static mt_status mti_linear_unused(mt_context *ctx, const char *function, const 
 
 /* Checks the arguments of a linear layer's create function. whole is 1 when the layer gathers its output or takes an
    input that is not split. */
-static mt_status mti_linear_check(mt_context *ctx, const char *function, const mt_params *params, const char *name,
-                                  const mt_linear_desc *d, int whole, const void *out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !name || !d || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                       !params ? "params"
-                       : !name ? "name"
-                       : !d    ? "desc"
-                               : "out");
+static mt_status mti_linear_check(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
+                                  int whole) {
     if (d->in_features < 1 || d->out_features < 1 || d->parts < 0 || d->unit < 0 || !(d->init_std >= 0.0f))
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: '%s' has in_features %lld, out_features %lld, parts %lld, unit %lld, "
@@ -2967,8 +3007,12 @@ MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_create";
+    char full[MT_NAME_MAX];
     size_t mark;
-    MT_TRY(mti_linear_check(ctx, function, params, name, desc, desc && desc->gather_output, out));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    MT_TRY(mti_linear_check(ctx, function, name, desc, desc->gather_output));
     if (desc->input_is_parallel)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets input_is_parallel, which is for row-parallel layers",
                        function, name);
@@ -3382,8 +3426,12 @@ MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, c
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                const mt_linear_desc *desc, mt_row_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_create";
+    char full[MT_NAME_MAX];
     size_t mark;
-    MT_TRY(mti_linear_check(ctx, function, params, name, desc, desc && !desc->input_is_parallel, out));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    MT_TRY(mti_linear_check(ctx, function, name, desc, !desc->input_is_parallel));
     if (desc->weight || desc->gather_output)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
                        desc->weight ? "weight" : "gather_output");
@@ -3700,9 +3748,12 @@ static mt_status mti_norm_params(mt_context *ctx, mt_params *params, const char 
 MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                       const mt_norm_layer_desc *desc, mt_norm_layer *out) {
     static const char *const function = "mt_norm_layer_create";
+    char full[MT_NAME_MAX];
     int shards;
     size_t mark;
-    MT_TRY(mt_create_check(ctx, function, params, name, desc, out));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
     MT_TRY(mti_norm_desc_check(ctx, function, name, desc));
     mark = mt_params_mark(params);
     shards = mti_shards(ctx, params->grid->tp);
@@ -3837,10 +3888,10 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out) {
+    char full[MT_NAME_MAX];
     mt_param_desc w;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !desc || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: params, desc or out is NULL");
+    MT_TRY(mt_create_check(ctx, "mt_vocab_parallel_embedding_create", params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
     if (desc->vocab < 1 || desc->vocab > INT32_MAX || desc->features < 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: vocab %lld, features %lld",
                        (long long)desc->vocab, (long long)desc->features);
@@ -3852,7 +3903,7 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     w.init_std = mti_default(desc->init_std, 0.02f);
     w.weight_decay = 1;
     w.shared_embedding = desc->shared;
-    MT_TRY(mti_add_param(ctx, params, name, "weight", w, &out->weight));
+    MT_TRY(mti_add_param(ctx, params, full, "weight", w, &out->weight));
     out->desc = *desc;
     out->tp = params->grid->tp;
     out->first_row = params->grid->tp_rank * out->weight->value.rows;

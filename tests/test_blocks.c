@@ -1630,7 +1630,7 @@ static void test_mlp_create_refuses(void **state) {
     }
     assert_int_equal(mt_mlp_create(NULL, r.params, "m", &good, &m), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_mlp_create(r.ctx, NULL, "m", &good, &m));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_mlp_create(r.ctx, r.params, NULL, &good, &m));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_mlp_create(r.ctx, r.params, "", &good, &m));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_mlp_create(r.ctx, r.params, "m", NULL, &m));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_mlp_create(r.ctx, r.params, "m", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnn|95", mt_mlp_create(r.ctx, r.params, name, &good, &m));
@@ -1683,7 +1683,7 @@ static void test_attention_create_refuses(void **state) {
     }
     assert_int_equal(mt_self_attention_create(NULL, r.params, "a", &good, &a), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_self_attention_create(r.ctx, NULL, "a", &good, &a));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_self_attention_create(r.ctx, r.params, NULL, &good, &a));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_self_attention_create(r.ctx, r.params, "", &good, &a));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_self_attention_create(r.ctx, r.params, "a", NULL, &a));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_self_attention_create(r.ctx, r.params, "a", &good, NULL));
     test_paper_rank_close(&r);
@@ -1723,7 +1723,7 @@ static void test_layer_create_refuses(void **state) {
     }
     assert_int_equal(mt_transformer_layer_create(NULL, r.params, "l", &good, &l), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_transformer_layer_create(r.ctx, NULL, "l", &good, &l));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_transformer_layer_create(r.ctx, r.params, NULL, &good, &l));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_transformer_layer_create(r.ctx, r.params, "", &good, &l));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_transformer_layer_create(r.ctx, r.params, "l", NULL, &l));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_transformer_layer_create(r.ctx, r.params, "l", &good, NULL));
     good.activation = (mt_activation)7; /* refused by its last part, after attention was created */

@@ -384,7 +384,7 @@ static void test_params_add_refuses(void **state) {
         mt_status status;
         const char *words;
     } bad[] = {
-        {{.name = NULL, .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "NULL"},
+        {{.name = NULL, .rows = 0, .cols = 3}, MT_ERR_SHAPE, "'param.0'|[0, 3]"},
         {{.name = "", .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "1 to 95"},
         {{.name = longest, .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "xxxx|95"},
         {{.name = "there", .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "already|'there'"},
@@ -1500,15 +1500,15 @@ static void test_linear_create_refuses_null(void **state) {
     assert_int_equal(mt_column_parallel_linear_create(NULL, r.params, "l", &good, &column), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL",
             mt_column_parallel_linear_create(r.ctx, NULL, "l", &good, &column));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL",
-            mt_column_parallel_linear_create(r.ctx, r.params, NULL, &good, &column));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95",
+            mt_column_parallel_linear_create(r.ctx, r.params, "", &good, &column));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", NULL, &column));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_column_parallel_linear_create(r.ctx, r.params, "l", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnnn|95", mt_column_parallel_linear_create(r.ctx, r.params, name, &good, &column));
     assert_int_equal(mt_row_parallel_linear_create(NULL, r.params, "l", &good, &row), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_row_parallel_linear_create(r.ctx, NULL, "l", &good, &row));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name is NULL", mt_row_parallel_linear_create(r.ctx, r.params, NULL, &good, &row));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_row_parallel_linear_create(r.ctx, r.params, "", &good, &row));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_row_parallel_linear_create(r.ctx, r.params, "l", NULL, &row));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_row_parallel_linear_create(r.ctx, r.params, "l", &good, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "nnnn|95", mt_row_parallel_linear_create(r.ctx, r.params, name, &good, &row));
@@ -1951,7 +1951,7 @@ static void test_embedding_refuses(void **state) {
                 mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad[i].desc, &e));
     assert_int_equal(mt_vocab_parallel_embedding_create(NULL, r.params, "e", &d, &e), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, NULL, "e", &d, &e));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, r.params, NULL, &d, &e));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_vocab_parallel_embedding_create(r.ctx, r.params, "", &d, &e));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", NULL, &e));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &d, NULL));
     assert_int_equal(mt_params_count(r.params), 0);
@@ -2843,7 +2843,6 @@ static void test_helpers_of_blocks(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_buffer(r.ctx, r.params, 64, 0, &buffer));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_params_buffer(r.ctx, NULL, 64, 0, &buffer));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init", mt_check_param(r.ctx, "f", p));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "f: name is NULL", mt_create_check(r.ctx, "f", r.params, NULL, &d, &p));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, two, 2));
     assert_int_equal(a.rows * 10 + a.cols, 35);
     assert_int_equal(b.cols * 10 + (int)b.dtype, 71);
@@ -2947,11 +2946,11 @@ static void test_checks_of_blocks(void **state) {
     open_alone(&r);
     mt_context *ctx = r.ctx;
     mt_tensor x = test_tensor(&r, 3, 4, 1.0f);
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_create_check(ctx, "f", r.params, "n", &d, &p));
-    assert_int_equal(mt_create_check(NULL, "f", r.params, "n", &d, &p), MT_ERR_ARGUMENT);
-    REFUSED(ctx, MT_ERR_ARGUMENT, "f: params is NULL", mt_create_check(ctx, "f", NULL, "n", &d, &p));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "f: desc is NULL", mt_create_check(ctx, "f", r.params, "n", NULL, &p));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "f: out is NULL", mt_create_check(ctx, "f", r.params, "n", &d, NULL));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_create_check(ctx, "f", r.params, &d, &p));
+    assert_int_equal(mt_create_check(NULL, "f", r.params, &d, &p), MT_ERR_ARGUMENT);
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: params is NULL", mt_create_check(ctx, "f", NULL, &d, &p));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: desc is NULL", mt_create_check(ctx, "f", r.params, NULL, &p));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "f: out is NULL", mt_create_check(ctx, "f", r.params, &d, NULL));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, r.params, &d, &p));
     REFUSED(ctx, MT_ERR_ARGUMENT, "f: |not created", mt_check_param(ctx, "f", NULL));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, r.params, 1));
@@ -2961,6 +2960,129 @@ static void test_checks_of_blocks(void **state) {
     REFUSED(ctx, MT_ERR_SHAPE, "f: x is [3, 4]", mt_check_activation(ctx, "f", p, "x", x, 3, 5));
     REFUSED(ctx, MT_ERR_DTYPE, "f: x is bf16|'w' is f32",
             mt_check_activation(ctx, "f", p, "x", with_dtype(x, MT_BF16), 3, 4));
+    test_paper_rank_close(&r);
+}
+
+/* ---- names that the registry gives ------------------------------------------------------------------------------- */
+
+/* The names of the layers that create_unnamed creates, in order. Only "mine" is given. */
+static const char *const layer_names[] = {"layer.0", "layer.1", "mine",    "layer.2", "layer.3",
+                                          "layer.4", "layer.5", "layer.6", "layer.7"};
+
+/* Creates a layer of every kind, and two parameters. Without `automatic` it gives the names that the registry would
+   give. */
+static mt_status create_unnamed(test_rank *r, int automatic) {
+    mt_linear_desc linear = {.in_features = 8, .out_features = 24, .unit = 12};
+    mt_linear_desc back = {.in_features = 24, .out_features = 8};
+    mt_norm_layer_desc norm = {.features = 8}, per_head = {.features = 4};
+    mt_embedding_desc table = {.vocab = 10, .features = 8};
+    mt_mlp_desc mlp_desc = {.hidden = 8};
+    mt_self_attention_desc attention_desc = {.hidden = 8, .heads = 2};
+    mt_transformer_layer_desc layer_desc = {.hidden = 8, .heads = 2};
+    mt_param_desc matrix = {.rows = 3, .cols = 5, .init_std = 1.0f};
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_norm_layer gain;
+    mt_vocab_parallel_embedding words;
+    mt_mlp mlp;
+    mt_self_attention attention;
+    mt_transformer_layer layer;
+    mt_qk_norm qk;
+    mt_param *first, *second;
+#define NAME_OF(i) (automatic && (i) != 2 ? NULL : layer_names[i])
+    MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, NAME_OF(0), &linear, &column));
+    MT_TRY(mt_row_parallel_linear_create(r->ctx, r->params, NAME_OF(1), &back, &row));
+    CHECK(strcmp(column.name, "layer.0") == 0 && strcmp(row.name, "layer.1") == 0);
+    MT_TRY(mt_norm_layer_create(r->ctx, r->params, NAME_OF(2), &norm, &gain));
+    MT_TRY(mt_norm_layer_create(r->ctx, r->params, NAME_OF(3), &norm, &gain));
+    matrix.name = automatic ? NULL : "param.0";
+    MT_TRY(mt_params_add(r->ctx, r->params, &matrix, &first));
+    MT_TRY(mt_vocab_parallel_embedding_create(r->ctx, r->params, NAME_OF(4), &table, &words));
+    MT_TRY(mt_mlp_create(r->ctx, r->params, NAME_OF(5), &mlp_desc, &mlp));
+    MT_TRY(mt_self_attention_create(r->ctx, r->params, NAME_OF(6), &attention_desc, &attention));
+    MT_TRY(mt_transformer_layer_create(r->ctx, r->params, NAME_OF(7), &layer_desc, &layer));
+    MT_TRY(mt_qk_norm_create(r->ctx, r->params, NAME_OF(8), &per_head, &column, &qk));
+#undef NAME_OF
+    matrix.name = automatic ? NULL : "param.1";
+    MT_TRY(mt_params_add(r->ctx, r->params, &matrix, &second));
+    CHECK(strcmp(first->name, "param.0") == 0 && strcmp(second->name, "param.1") == 0);
+    return mt_params_init(r->ctx, r->params, 7); /* compares the names of all ranks */
+}
+
+static mt_status automatic_rank(mt_comm *world, void *user) {
+    test_rank r[2];
+    mt_status status = MT_SUCCESS;
+    mt_grid_desc shape = {.tp = *(const int *)user};
+    for (int k = 0; k < 2; k++) MT_KEEP(status, test_rank_open(world, shape, NULL, &r[k]));
+    for (int k = 0; k < 2; k++) MT_KEEP(status, create_unnamed(&r[k], k));
+    CHECK(status != MT_SUCCESS || mt_params_count(r[0].params) == mt_params_count(r[1].params));
+    for (int i = 0; status == MT_SUCCESS && i < mt_params_count(r[0].params); i++) {
+        const mt_param *p[2] = {mt_params_at(r[0].params, i), mt_params_at(r[1].params, i)};
+        size_t bytes = (size_t)(p[0]->value.rows * p[0]->value.cols) * sizeof(float);
+        if (strcmp(p[0]->name, p[1]->name) != 0 || memcmp(p[0]->value.data, p[1]->value.data, bytes) != 0) {
+            fprintf(stderr, "'%s' and '%s' differ\n", p[0]->name, p[1]->name);
+            status = MT_ERR_DATA;
+        }
+    }
+    for (int k = 0; k < 2; k++) test_rank_close(&r[k]);
+    return status;
+}
+
+static void test_automatic_names(void **state) {
+    int tp[] = {1, 2, 1};
+    (void)state;
+    for (int i = 0; i < 3; i++) test_launch(i ? 2 : 1, automatic_rank, &tp[i]);
+}
+
+/* A create function that fails uses up no number. */
+static void test_automatic_names_after_errors(void **state) {
+    static const char *const names[] = {"layer.x", "layer.", "layers.8.w", "layer.3", "param.3.w", "param", "layer"};
+    mt_transformer_layer_desc bad_desc = {.hidden = 8, .heads = 2, .activation = (mt_activation)99};
+    mt_linear_desc d = {.in_features = 4, .out_features = 4, .no_bias = 1};
+    mt_param_desc matrix = {.rows = 2, .cols = 2}, no_shape = {.rows = 0, .cols = 2};
+    mt_transformer_layer bad;
+    mt_column_parallel_linear fc;
+    char name[MT_NAME_MAX];
+    mt_param *p;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    for (int k = 0; k < 2; k++) {
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "layer.0", mt_transformer_layer_create(r.ctx, r.params, NULL, &bad_desc, &bad));
+        REFUSED(r.ctx, MT_ERR_SHAPE, "'param.0'", mt_params_add(r.ctx, r.params, &no_shape, &p));
+        assert_int_equal(mt_params_count(r.params), 0);
+    }
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) add_matrix(&r, names[i], 2, 2, 0.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, NULL, &d, &fc));
+    assert_string_equal(fc.weight->name, "layer.4.weight");
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &matrix, &p));
+    assert_string_equal(p->name, "param.4");
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_layer_name(r.ctx, r.params, NULL, name));
+    assert_string_equal(name, "layer.5");
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_layer_name(r.ctx, r.params, "mine", name));
+    assert_string_equal(name, "mine");
+    add_matrix(&r, "layer.18446744073709551616", 2, 2, 0.0f); /* has no number that could be counted on */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_layer_name(r.ctx, r.params, NULL, name));
+    assert_null(mt_params_find(r.params, name));
+    assert_int_equal(mt_layer_name(NULL, r.params, NULL, name), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_layer_name(r.ctx, NULL, NULL, name));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_layer_name(r.ctx, r.params, NULL, NULL));
+    test_paper_rank_close(&r);
+}
+
+/* The stages of a pipeline would all have layer.0, with the same random numbers. */
+static void test_automatic_names_of_stages(void **state) {
+    mt_param_desc matrix = {.rows = 2, .cols = 2};
+    mt_mlp_desc d = {.hidden = 8};
+    mt_param *p;
+    mt_mlp mlp;
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.pp = 2}, NULL, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "2 pipeline stages|name", mt_params_add(r.ctx, r.params, &matrix, &p));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "2 pipeline stages|name", mt_mlp_create(r.ctx, r.params, NULL, &d, &mlp));
+    assert_int_equal(mt_params_count(r.params), 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_mlp_create(r.ctx, r.params, "stage1", &d, &mlp));
     test_paper_rank_close(&r);
 }
 
@@ -2976,6 +3098,9 @@ int main(void) {
         cmocka_unit_test(test_initial_values_are_normal),
         cmocka_unit_test(test_seeds_give_different_models),
         cmocka_unit_test(test_params_add_refuses),
+        cmocka_unit_test(test_automatic_names),
+        cmocka_unit_test(test_automatic_names_after_errors),
+        cmocka_unit_test(test_automatic_names_of_stages),
         cmocka_unit_test(test_params_refuse),
         cmocka_unit_test(test_reading_a_registry_that_is_not_there),
         cmocka_unit_test(test_linear_layers_on_every_split),
