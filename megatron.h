@@ -159,7 +159,14 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
    hidden must be a multiple of heads, and heads a multiple of kv_heads. kv_heads must be at least t, and in invariant
    mode (see mt_parallel.h) at least V = mt_context_desc.invariant. With rotary, hidden / heads must be even and max_seq
    set. Otherwise create returns MT_ERR_SHAPE. When kv_heads is not a multiple of t (in invariant mode, of V), the last
-   ranks also have empty groups: padding, whose weights are zero. */
+   ranks also have empty groups: padding, whose weights are zero.
+   qkv_layout (mt_kernels.cuh) is the order of the rows of the QKV weight [(heads + 2 * kv_heads) * head size, hidden].
+     MT_QKV_PER_GROUP     A rank has the rows of its groups, which are neighbours (unit = a query group).
+     MT_QKV_CONCATENATED  A rank has [its queries; its keys; its values] (parts = 3, unit = head size; in invariant
+                          mode each virtual shard has). So mt_param_scatter takes a QKV weight of GPT-2 as it is.
+                          kv_heads must be heads, and a multiple of t (in invariant mode, of V): MT_ERR_SHAPE.
+   A weight has its first values by their positions, so models of different layouts begin with different values. After
+   the rows are permuted, they are the same model, up to rounding. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
@@ -170,6 +177,7 @@ typedef struct mt_self_attention_desc {
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
+    mt_qkv_layout qkv_layout;        /* 0: MT_QKV_PER_GROUP */
     int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
@@ -178,7 +186,7 @@ typedef struct mt_self_attention_desc {
 
 typedef struct mt_self_attention {
     mt_self_attention_desc desc;
-    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; rows: for each query group its queries, key and value */
+    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; the order of its rows is desc.qkv_layout */
     mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
     mt_tensor rotary;              /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
     int64_t head_dim, groups;      /* groups: number of groups of this rank, empty ones included */
@@ -207,15 +215,16 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
 
 /* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
    All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
-   is the head size. `layer` is the layer that computes qkv. Its desc.unit must be the size of a query group,
-   (heads_per_group + 2) * head size; from it create computes the number of query groups.
+   is the head size. `layer` is the layer that computes qkv in the layout MT_QKV_PER_GROUP. Its desc.unit must be the
+   size of a query group, (heads_per_group + 2) * head size; from it create computes the number of query groups.
    qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
      forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
                in the arena. When saved is NULL, forward is inference.
      backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
                to the gradients of the parameters.
    MT_ERR_ARGUMENT: desc->groups is not 0, or layer was not created. MT_ERR_SHAPE: layer->desc.unit is not a multiple of
-   the head size or is less than 3 * head size, or qkv or dqkv has another layout or is not contiguous. */
+   the head size or is less than 3 * head size, the layer has several parts, or qkv or dqkv has another layout or is not
+   contiguous. */
 typedef struct mt_qk_norm {
     mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
     int64_t unit;       /* columns of a query group */
@@ -232,12 +241,13 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
                                      const mt_qk_norm_saved *saved);
 
 /* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
-   on this rank. qkv->desc.unit must be the size of a query group, (heads_per_group + 2) * head_dim. The field `groups`
-   counts only this rank's non-empty groups. The mask is causal. dropout.at has this rank's first_row, first_col and
-   global_cols, and dropout.p is 0. To use dropout, copy p, at.seed and at.subsequence from the result of
-   mt_batch_dropout into dropout.
-   When a pointer is NULL, or qkv->desc.unit is not a multiple of head_dim or less than 3 * head_dim, all fields of the
-   result are 0, and every call with it fails. */
+   on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
+   (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
+   head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. dropout.at has this rank's
+   first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed and at.subsequence from the
+   result of mt_batch_dropout into dropout.
+   When a pointer is NULL, or the parts and the unit are others, all fields of the result are 0, and every call with it
+   fails. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch);
 
@@ -245,18 +255,20 @@ MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear 
    For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode this number is
    1. In invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
    desc->groups counts only this rank's non-empty groups. all_groups below counts the empty ones, too.
-     qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: for each group its queries, key and value
+     qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: virtual shard by virtual shard, each with the
+                columns of its groups in the order of desc->qkv_layout
      out, dout  [tokens, all_groups * heads_per_group * head_dim]
      lse        [desc->groups * heads_per_group, tokens]; may be mt_none() in forward
    The columns of empty groups come last. forward sets these columns of out to zero, and backward those of dqkv.
-   MT_ERR_SHAPE: the columns are not a whole number of groups, or shards does not divide all_groups. */
+   MT_ERR_SHAPE: the columns are not a whole number of groups, shards does not divide all_groups, or a group is empty
+   and qkv_layout is not MT_QKV_PER_GROUP. */
 MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                            mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
                                             mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Copies between the QKV weight of mt_self_attention [(heads + 2 * kv_heads) * head_dim, cols] and separate weights q
-   [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
+/* Copies between a QKV weight [(heads + 2 * kv_heads) * head_dim, cols] of the layout MT_QKV_PER_GROUP and separate
+   weights q [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
    contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive or too large, or heads
    is not a multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
 MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
@@ -300,10 +312,11 @@ typedef struct mt_transformer_layer_desc {
     int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
-    int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
-    mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
-    float init_std;         /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
-    float output_init_std;  /* the same for proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); 0: 0.02 */
+    mt_qkv_layout qkv_layout; /* see mt_self_attention_desc; 0: MT_QKV_PER_GROUP */
+    int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
+    mt_recompute recompute;   /* 0: MT_RECOMPUTE_NONE */
+    float init_std;           /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
+    float output_init_std;    /* the same for proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -454,11 +467,13 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
    destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model must
    be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
    and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
-   another number of heads, or another activation).
+   another number of heads, another activation, or another qkv_layout, as the optimizer's state has the order of the
+   weights). Files without a qkv_layout have MT_QKV_PER_GROUP.
 
    Hugging Face: A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
    equal to heads, a causal mask and a tied head is a GPT-2. Its files have the names and layouts of GPT2LMHeadModel in
-   Hugging Face's transformers: weights [in, out], QKV as [q | k | v], and a config.json.
+   Hugging Face's transformers: weights [in, out], QKV as [q | k | v], and a config.json. The model may have any
+   qkv_layout, because save, load and import convert.
    GPT2LMHeadModel.from_pretrained opens the directory of the checkpoint. mt_checkpoint_import reads files that
    transformers wrote, with or without "transformer." before the names. It ignores the causal masks in such files
    (attn.bias, attn.masked_bias), and lm_head.weight, because the head is tied.
@@ -643,6 +658,34 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
 
 static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 
+static const char *mti_qkv_layout_name(mt_qkv_layout layout) {
+    return layout == MT_QKV_PER_GROUP ? "MT_QKV_PER_GROUP" : "MT_QKV_CONCATENATED";
+}
+
+static const char *mti_shards_name(const mt_context *ctx) {
+    return mt_context_invariant(ctx) ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks";
+}
+
+/* Checks what a layout other than MT_QKV_PER_GROUP needs. */
+static mt_status mti_qkv_layout_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
+    static const char *const function = "mt_self_attention_create";
+    if (d->qkv_layout == MT_QKV_PER_GROUP) return MT_SUCCESS;
+    if (d->qkv_layout != MT_QKV_CONCATENATED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': qkv_layout %d does not exist", function, name,
+                       (int)d->qkv_layout);
+    if (d->heads != d->kv_heads)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s' has %lld heads and %lld kv_heads, which must be equal with MT_QKV_CONCATENATED; use "
+                       "MT_QKV_PER_GROUP",
+                       function, name, (long long)d->heads, (long long)d->kv_heads);
+    if (d->kv_heads % shards != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s': %lld kv_heads are not a multiple of %d %s, which %s needs; use MT_QKV_PER_GROUP",
+                       function, name, (long long)d->kv_heads, shards, mti_shards_name(ctx),
+                       mti_qkv_layout_name(d->qkv_layout));
+    return MT_SUCCESS;
+}
+
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
 static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
     static const char *const function = "mt_self_attention_create";
@@ -661,15 +704,14 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
                        (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads);
     if (d->kv_heads < shards)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
-                       (long long)d->kv_heads, shards,
-                       mt_context_invariant(ctx) ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks");
+                       (long long)d->kv_heads, shards, mti_shards_name(ctx));
     if (d->rotary_base > 0.0f && (d->max_seq < 1 || d->hidden / d->heads % 2 != 0))
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
                        function, name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
     if (d->rotary_base == 0.0f && d->max_seq > 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has max_seq %lld, which only rotary uses, and rotary_base 0",
                        function, name, (long long)d->max_seq);
-    return MT_SUCCESS;
+    return mti_qkv_layout_check(ctx, name, d, shards);
 }
 
 static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_self_attention *out) {
@@ -681,17 +723,19 @@ static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_sel
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
-/* Creates the layers. out->desc and out->head_dim are set. unit is the number of columns of a query group, so that a
-   group is never divided between ranks. */
+/* Creates the layers. out->desc and out->head_dim are set. A unit is a query group, or a head of one of the parts, so
+   that a group is never divided between ranks. */
 static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const char *name, mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
     char full[MT_NAME_MAX];
-    int64_t per_group = d->heads / d->kv_heads;
+    int64_t per_group = d->heads / d->kv_heads, width = (per_group + 2) * out->head_dim;
     mt_linear_desc qkv, proj;
     memset(&qkv, 0, sizeof qkv);
     qkv.in_features = d->hidden;
-    qkv.out_features = (d->heads + 2 * d->kv_heads) * out->head_dim;
-    qkv.unit = (per_group + 2) * out->head_dim;
+    qkv.out_features = d->kv_heads * width;
+    qkv.unit = d->qkv_layout == MT_QKV_PER_GROUP ? width : out->head_dim;
+    qkv.parts = d->qkv_layout == MT_QKV_PER_GROUP ? 1 : 3;
+    qkv.parts_by_shard = qkv.parts > 1;
     qkv.no_bias = d->no_bias;
     qkv.sequence_parallel = d->sequence_parallel;
     qkv.init_std = d->init_std;
@@ -708,7 +752,7 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
     MT_TRY(mt_column_parallel_linear_create(ctx, params, full, &qkv, &out->qkv));
     MT_TRY(mt_param_name(ctx, full, name, "linear_proj"));
     MT_TRY(mt_row_parallel_linear_create(ctx, params, full, &proj, &out->proj));
-    out->groups = out->qkv.local_features / qkv.unit;
+    out->groups = out->qkv.local_features / width;
     out->first_group = mt_params_grid(params)->tp_rank * out->groups;
     return mti_attention_rotary(ctx, params, out);
 }
@@ -733,28 +777,38 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
    and a value). */
-static int mti_is_qkv(const mt_column_parallel_linear *layer, int64_t head_dim) {
+static int mti_is_per_group(const mt_column_parallel_linear *layer, int64_t head_dim) {
     int64_t unit = layer->desc.unit;
-    return head_dim > 0 && unit / head_dim >= 3 && unit % head_dim == 0;
+    return layer->desc.parts <= 1 && head_dim > 0 && unit / head_dim >= 3 && unit % head_dim == 0;
+}
+
+/* Returns 1 when the parts of the layer can be the queries, keys and values of heads. */
+static int mti_is_concatenated(const mt_column_parallel_linear *layer, int64_t head_dim) {
+    return layer->desc.parts == 3 && head_dim > 0 && layer->desc.unit == head_dim;
 }
 
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch) {
-    int64_t unit = qkv ? qkv->desc.unit : 0, groups, first;
+    int64_t width, groups, first;
+    int parts;
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
-    if (!batch || !qkv || !qkv->weight || !mti_is_qkv(qkv, head_dim)) return s;
-    groups = qkv->local_features / unit;
+    if (!batch || !qkv || !qkv->weight) return s;
+    parts = mti_is_concatenated(qkv, head_dim);
+    if (!parts && !mti_is_per_group(qkv, head_dim)) return s;
+    width = parts ? 3 * head_dim : qkv->desc.unit; /* of a query group */
+    groups = qkv->local_features / width;
     first = qkv->weight->tp_rank * groups;
     s.batch = batch->sequences;
     s.seq = batch->seq;
-    s.groups = mt_max(0, mt_min(groups, qkv->desc.out_features / unit - first)); /* without the empty groups */
-    s.heads_per_group = unit / head_dim - 2;
+    s.groups = mt_max(0, mt_min(groups, qkv->desc.out_features / width - first)); /* without the empty groups */
+    s.heads_per_group = width / head_dim - 2;
     s.head_dim = head_dim;
+    s.qkv_layout = parts ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP;
     s.lengths = batch->lengths;
     s.dropout.at.first_row = batch->first_sequence;
     s.dropout.at.first_col = first * s.heads_per_group;
-    s.dropout.at.global_cols = qkv->desc.out_features / unit * s.heads_per_group;
+    s.dropout.at.global_cols = qkv->desc.out_features / width * s.heads_per_group;
     return s;
 }
 
@@ -782,9 +836,11 @@ MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const cha
     if (desc->groups != 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld, must be 0: they are those of '%s'", function,
                        name, (long long)desc->groups, layer->name);
-    if (!mti_is_qkv(layer, desc->features))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has heads of %lld, and '%s' has a unit of %lld", function, name,
-                       (long long)desc->features, layer->name, (long long)layer->desc.unit);
+    if (!mti_is_per_group(layer, desc->features))
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s' has heads of %lld, and '%s' has a unit of %lld, %lld parts: it must have query groups",
+                       function, name, (long long)desc->features, layer->name, (long long)layer->desc.unit,
+                       (long long)mt_max(1, layer->desc.parts));
     per_head = *desc;
     per_head.groups = layer->desc.out_features / layer->desc.unit;
     MT_TRY(mt_param_name(ctx, q, name, "q_layernorm"));
@@ -905,6 +961,9 @@ static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s has %lld columns, %s %lld, for %lld groups of %lld heads of %lld",
                        function, qkv_name, (long long)qkv.cols, out_name, (long long)out.cols, (long long)desc->groups,
                        (long long)desc->heads_per_group, (long long)desc->head_dim);
+    if (desc->qkv_layout != MT_QKV_PER_GROUP && groups != desc->groups)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld of %lld groups are empty, which needs MT_QKV_PER_GROUP", function,
+                       (long long)(groups - desc->groups), (long long)groups);
     MT_TRY(mt_tensor_check(ctx, function, qkv_name, qkv, MT_ARG_FLOAT, tokens, qkv.cols));
     return mt_tensor_check(ctx, function, out_name, out, MT_ARG_FLOAT, tokens, out.cols);
 }
@@ -968,6 +1027,22 @@ MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_
     return mti_attention_zero_rest(ctx, desc, dqkv, mti_qkv_width(desc));
 }
 
+/* Calls mt_rotary_forward or mt_rotary_backward on this rank's groups in qkv. Concatenated columns lie shard by
+   shard. */
+static mt_status mti_attention_rotate(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                      mt_status (*rotate)(mt_context *ctx, const mt_attention_desc *desc,
+                                                          mt_tensor table, mt_tensor qkv),
+                                      mt_tensor qkv) {
+    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->qkv.weight->shards : 1;
+    int64_t first;
+    for (s = 0; s < shards && a->rotary.data && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+        MT_TRY(rotate(ctx, &part, mt_tensor_rows(a->rotary, 0, desc->seq),
+                      mti_attention_cols(&part, qkv, first, mti_qkv_width(desc))));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                             const mt_self_attention_saved *saved) {
     return mt_core_attention_forward(ctx, desc, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse);
@@ -977,9 +1052,7 @@ static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_atte
                                              const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     MT_TRY(
         mt_core_attention_backward(ctx, desc, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
-    if (!a->rotary.data || desc->groups == 0) return MT_SUCCESS;
-    return mt_rotary_backward(ctx, desc, mt_tensor_rows(a->rotary, 0, desc->seq),
-                              mti_attention_cols(desc, dqkv, 0, a->qkv.desc.unit));
+    return mti_attention_rotate(ctx, a, desc, mt_rotary_backward, dqkv);
 }
 
 /* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
@@ -1000,9 +1073,7 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_attention_room(ctx, a, desc, saved, training));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, training ? &saved->qkv_in : NULL));
-    if (a->rotary.data && desc->groups > 0)
-        MT_TRY(mt_rotary_forward(ctx, desc, mt_tensor_rows(a->rotary, 0, desc->seq),
-                                 mti_attention_cols(desc, saved->qkv, 0, a->qkv.desc.unit)));
+    MT_TRY(mti_attention_rotate(ctx, a, desc, mt_rotary_forward, saved->qkv));
     MT_TRY(mti_attention_core_forward(ctx, a, desc, saved));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
@@ -1160,6 +1231,7 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.no_bias = m.no_bias = d->no_bias;
     a.skip_bias_add = m.skip_bias_add = !d->no_bias; /* the bias is added with dropout and residual */
     a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
+    a.qkv_layout = d->qkv_layout;
     a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
     a.init_std = m.init_std = d->init_std;
     a.output_init_std = m.output_init_std = d->output_init_std;
@@ -1865,7 +1937,8 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
 
-enum { MTI_GPT_FIELDS = 15 };
+/* A file has the first MTI_GPT_REQUIRED fields, and the others only when they are not 0. */
+enum { MTI_GPT_REQUIRED = 15, MTI_GPT_FIELDS = 16 };
 
 /* The fields of the desc that determine the logits of a GPT, and max_seq. The limits are those of mt_gpt_create. */
 static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
@@ -1885,7 +1958,8 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
         {"gpt.mask", MT_FIELD_INT, &l->mask, MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, 0, 0, 0},
         {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
         {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
-        {"gpt.untied_head", MT_FIELD_INT, &d->untied_head, 0, 1, 0, 0, 0}};
+        {"gpt.untied_head", MT_FIELD_INT, &d->untied_head, 0, 1, 0, 0, 0},
+        {"gpt.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_CONCATENATED, 0, 0, 0}};
     memcpy(out, list, sizeof list);
 }
 
@@ -1909,7 +1983,7 @@ static int mti_is_gpt2(const mt_gpt_desc *desc) {
 }
 
 /* Values of mt_tensor_layout.form. MATRIX: [out, in] as in the registry; VECTOR: one dimension; CONV1D: [in, out], as
-   in the Conv1D of transformers; QKV, in addition to one of these: [q | k | v] instead of query groups. */
+   in the Conv1D of transformers; QKV, in addition to one of these: [q | k | v], whatever the model's qkv_layout is. */
 enum { MTI_FORM_MATRIX = 0, MTI_FORM_VECTOR = 1, MTI_FORM_CONV1D = 2, MTI_FORM_QKV = 4 };
 
 #define MTI_GPT2_COUNT(list) (int)(sizeof(list) / sizeof *(list))
@@ -2009,7 +2083,7 @@ static mt_status mti_gpt_convert(const void *model, const mt_param *p, const mt_
         mti_host_transpose(*x, cols, rows, *spare);
         mti_swap(x, spare);
     }
-    if (l->form & MTI_FORM_QKV) {
+    if ((l->form & MTI_FORM_QKV) && d->qkv_layout == MT_QKV_PER_GROUP) {
         int64_t head_dim = d->hidden / d->heads;
         if (to_file)
             MT_TRY(mt_qkv_to_separate(d->heads, d->heads, head_dim, width, *x, *spare, *spare + third,
@@ -2144,17 +2218,18 @@ static int mti_gpt_config(const void *model, char *text, size_t bytes) {
 static const char *mti_gpt_metadata(const void *model, int index, char *value) {
     mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
     mt_field fields[MTI_GPT_FIELDS];
-    if (index >= MTI_GPT_FIELDS) return NULL;
+    if (index >= (d.layer.qkv_layout ? MTI_GPT_FIELDS : MTI_GPT_REQUIRED)) return NULL;
     mti_gpt_fields(&d, fields);
     mt_field_text(&fields[index], value);
     return fields[index].name;
 }
 
-/* Reads the desc from the metadata of a file. */
+/* Reads the desc from the metadata of a file. *out is zero. */
 static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *file, mt_gpt_desc *out) {
     mt_field fields[MTI_GPT_FIELDS];
+    int has_layout = mt_safetensors_metadata(file, "gpt.qkv_layout") != NULL;
     mti_gpt_fields(out, fields);
-    MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_GPT_FIELDS));
+    MT_TRY(mt_safetensors_fields(ctx, file, fields, has_layout ? MTI_GPT_FIELDS : MTI_GPT_REQUIRED));
     if (!(out->layer.norm_eps > 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.norm_eps", "above 0");
     if (!(out->layer.rotary_base >= 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.rotary_base", "at least 0");
     return MT_SUCCESS;
@@ -2172,21 +2247,26 @@ static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt
 }
 
 /* Returns MT_ERR_DATA when the files describe another GPT. *dialect becomes 0 for GPT-2's names with "transformer.", 1
-   for those without, and 2 for the registry's names. With rotary max_seq may differ, as no weight depends on it. */
+   for those without, and 2 for the registry's names. With rotary max_seq may differ, as no weight depends on it. A
+   GPT-2 of Hugging Face has [q | k | v], which becomes the layout of the model. */
 static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
                                  const mt_safetensors_set *files, int *dialect) {
     const mt_gpt *gpt = (const mt_gpt *)model;
     mt_gpt_desc theirs, ours = mti_gpt_plain(&gpt->desc);
     mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int i, known;
+    int i, known, converts;
     *dialect = mt_safetensors_set_find(files, "transformer.wte.weight") ? 0
                : mt_safetensors_set_find(files, "wte.weight")           ? 1
                                                                         : 2;
     MT_TRY(mti_gpt_source(ctx, directory, files, &known, &theirs));
     mti_gpt_fields(&theirs, their_fields);
     mti_gpt_fields(&ours, our_fields);
-    for (i = 0; known && i < MTI_GPT_FIELDS; i++) {
+    converts = mti_is_gpt2(&ours) && !mt_safetensors_metadata(mt_safetensors_set_file(files, 0), "gpt.vocab");
+    if (known && !converts && theirs.layer.qkv_layout != ours.layer.qkv_layout)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: its model has qkv_layout %s, this one %s", directory,
+                       mti_qkv_layout_name(theirs.layer.qkv_layout), mti_qkv_layout_name(ours.layer.qkv_layout));
+    for (i = 0; known && i < MTI_GPT_REQUIRED; i++) {
         if (ours.layer.rotary_base > 0.0f && our_fields[i].value == (void *)&ours.max_seq) continue;
         mt_field_text(&their_fields[i], their_text);
         mt_field_text(&our_fields[i], our_text);

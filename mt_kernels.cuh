@@ -306,7 +306,8 @@ typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
    MT_QKV_CONCATENATED  [all queries; all keys; all values]: GPT-2, and C programs that follow it
    MT_QKV_SEPARATE      three weights: Llama and most models of Hugging Face. Their outputs lie side by side in one
                         tensor qkv, so that for the operators below it is the same as MT_QKV_CONCATENATED
-   On a tensor rank G and A are the numbers of this rank's groups and heads. */
+   On a tensor rank G and A are the numbers of this rank's groups and heads. mt_self_attention_desc in megatron.h says
+   how a weight of each layout is split. */
 typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_QKV_SEPARATE = 2 } mt_qkv_layout;
 
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has

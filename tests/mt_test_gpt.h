@@ -55,6 +55,7 @@ typedef struct gpt_run {
     int pipeline; /* stages; 0: 1 */
     mt_schedule schedule;
     int layers; /* 0: 2 */
+    mt_qkv_layout qkv_layout;
 } gpt_run;
 
 /* One rank. */
@@ -95,6 +96,7 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
         d.layer.heads = d.layer.kv_heads = 2;
     }
     d.layer.recompute = r->recompute;
+    d.layer.qkv_layout = r->qkv_layout;
     if (r->llama >= 2) d.layer.placement = r->llama == 2 ? MT_POST_LN : MT_RESIDUAL_POST_LN;
     if (r->llama != 1) return d;
     d.untied_head = 1;

@@ -157,7 +157,12 @@ static const block_case cases[] = {
                .norm = MT_RMS_NORM,
                .attention_dropout = 0.2f,
                .hidden_dropout = 0.1f}},
-    {"mlp, squared relu", MLP, .mlp = {.hidden = 16, .activation = MT_SQUARED_RELU}}};
+    {"mlp, squared relu", MLP, .mlp = {.hidden = 16, .activation = MT_SQUARED_RELU}},
+    {"attention, concatenated, rotary", ATTENTION,
+     .attention = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.1f},
+     .lengths = 1},
+    {"layer, concatenated", LAYER,
+     .layer = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .attention_dropout = 0.1f, .no_bias = 1}}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
 #define SEQ 12
@@ -172,6 +177,12 @@ static int case_groups(const block_case *c) {
     int64_t heads = c->kind == LAYER ? c->layer.heads : c->attention.heads;
     int64_t groups = c->kind == LAYER ? c->layer.kv_heads : c->attention.kv_heads;
     return c->kind == MLP ? 1 << 20 : (int)(groups ? groups : heads);
+}
+
+static int case_fits(const block_case *c, int ranks) {
+    mt_qkv_layout layout = c->kind == LAYER ? c->layer.qkv_layout : c->attention.qkv_layout;
+    if (layout != MT_QKV_PER_GROUP && case_groups(c) % ranks != 0) return 0;
+    return case_groups(c) >= ranks;
 }
 
 typedef struct outcome {
@@ -282,7 +293,7 @@ static mt_status split_rank(mt_comm *world, void *user) {
     block b;
     mt_status status = test_rank_open(world, all, NULL, &r);
     for (int i = 0; status == MT_SUCCESS && i < CASES; i++) {
-        if (case_groups(&cases[i]) < mt_comm_size(world)) continue;
+        if (!case_fits(&cases[i], mt_comm_size(world))) continue;
         status = block_open(&b, &cases[i], &r, run->sequence_parallel, SEQUENCES, SEQ);
         if (status == MT_SUCCESS) status = block_against_serial(&b, &run->serial[i]);
         if (status != MT_SUCCESS)
@@ -362,6 +373,8 @@ static const block_case small_cases[] = {
      .attention = {.hidden = 16, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f, .max_seq = 9, .dropout = 0.2f}},
     {"attention, both ways, lengths", ATTENTION,
      .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.2f}, .lengths = 1},
+    {"attention, concatenated", ATTENTION,
+     .attention = {.hidden = 12, .heads = 3, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 10.0f, .max_seq = 9}},
     {"layer, pre-LN", LAYER,
      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
     {"layer, pre-RMS, swiglu", LAYER,
@@ -788,6 +801,17 @@ static const gpt_case gpt_cases[] = {
                 .attention_dropout = 0.1f,
                 .hidden_dropout = 0.1f}},
      1},
+    {"tied, concatenated",
+     {.vocab = VOCAB,
+      .layers = 2,
+      .max_seq = 8,
+      .layer = {.hidden = 24,
+                .heads = 12,
+                .ffn = 20,
+                .qkv_layout = MT_QKV_CONCATENATED,
+                .attention_dropout = 0.1f,
+                .hidden_dropout = 0.1f}},
+     0},
 };
 #define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
 
@@ -1333,6 +1357,101 @@ static void test_qkv_round_trip(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Copies QKV [rows, cols] per group, whole, to or from another layout: all parts of it (part -1), or one. */
+static void permute_qkv(const mt_self_attention_desc *d, int part, int64_t cols, float *per_group, float *other,
+                        int back) {
+    int64_t groups = d->kv_heads ? d->kv_heads : d->heads, n = d->heads / groups, size = d->hidden / d->heads * cols;
+    for (int p = 0; p < 3; p++)
+        for (int64_t h = 0; (part < 0 || p == part) && h < (p == 0 ? d->heads : groups); h++) {
+            float *x = per_group + (p == 0 ? h / n * (n + 2) + h % n : h * (n + 2) + n + p - 1) * size;
+            float *y = other + (part >= 0 || p == 0 ? h : d->heads + (p - 1) * groups + h) * size;
+            memcpy(back ? x : y, back ? y : x, (size_t)size * sizeof(float));
+        }
+}
+
+enum { QKV_MAX = 3 * WIDTH_MAX };
+
+/* The numbers of the layer per group, for which other layouts are the same after a permutation. */
+typedef struct layout_run {
+    block_case c;
+    int sequence_parallel;
+    float weights[2][QKV_MAX * WIDTH_MAX], grads[2][QKV_MAX * WIDTH_MAX]; /* of the weight and of the bias */
+    float y[TOKENS * WIDTH_MAX], dx[TOKENS * WIDTH_MAX];
+} layout_run;
+
+/* Sets the QKV weights (what 0) or checks their gradients (what 1). Per group, keeps them instead. */
+static mt_status layout_params(test_rank *r, layout_run *run, int what) {
+    const mt_self_attention_desc *d = &run->c.attention;
+    float *whole = test_floats(r, QKV_MAX * WIDTH_MAX, NAN), *mine = test_floats(r, QKV_MAX * WIDTH_MAX, NAN);
+    for (int k = 0; k < 2; k++) {
+        mt_param *p = mt_params_find(r->params, k ? "block.linear_qkv.bias" : "block.linear_qkv.weight");
+        int64_t cols = k ? 1 : d->hidden, n = p->desc.rows * p->desc.cols;
+        float *kept = what ? run->grads[k] : run->weights[k];
+        if (d->qkv_layout == MT_QKV_PER_GROUP) {
+            MT_TRY(mt_param_gather(r->ctx, r->params, p, what ? p->grad : p->value, kept));
+            continue;
+        }
+        permute_qkv(d, -1, cols, kept, whole, 0);
+        if (!what) MT_TRY(mt_param_scatter(r->ctx, p, whole, p->value));
+        if (!what) continue;
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, mine));
+        MT_TRY(test_near_f32(p->name, mine, whole, n, 5e-6));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status layout_passes(test_rank *r, layout_run *run) {
+    int ranks = r->grid.tp_size, parts = run->sequence_parallel ? ranks : 1;
+    int64_t hidden = run->c.attention.hidden, rows = TOKENS / parts, n = rows * hidden;
+    int64_t first = parts > 1 ? n * r->grid.tp_rank : 0;
+    block_saved saved;
+    block b;
+    MT_TRY(block_open(&b, &run->c, r, run->sequence_parallel, SEQUENCES, SEQ));
+    MT_TRY(layout_params(r, run, 0));
+    mt_tensor x = mt_tensor_f32(test_noise(r, TOKENS * hidden, 1, 1.5f) + first, rows, hidden);
+    mt_tensor dy = mt_tensor_f32(test_noise(r, TOKENS * hidden, 2, 0.5f) + first, rows, hidden);
+    mt_tensor y = test_tensor(r, rows, hidden, NAN), dx = test_tensor(r, rows, hidden, NAN);
+    MT_TRY(block_forward(&b, x, y, &saved));
+    MT_TRY(block_backward(&b, dy, dx, &saved));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    if (run->c.attention.qkv_layout == MT_QKV_PER_GROUP) memcpy(run->y, y.data, (size_t)n * sizeof(float));
+    if (run->c.attention.qkv_layout == MT_QKV_PER_GROUP) memcpy(run->dx, dx.data, (size_t)n * sizeof(float));
+    MT_TRY(test_near_f32("y", (const float *)y.data, run->y + first, n, 5e-6));
+    MT_TRY(test_near_f32("dx", (const float *)dx.data, run->dx + first, n, 5e-6));
+    return layout_params(r, run, 1);
+}
+
+static mt_status layout_rank(mt_comm *world, void *user) {
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, NULL, &r);
+    if (status == MT_SUCCESS) status = layout_passes(&r, (layout_run *)user);
+    if (status != MT_SUCCESS) fprintf(stderr, "%s\n", mt_last_error(r.ctx));
+    test_rank_close(&r);
+    return status;
+}
+
+/* With permuted weights, the outputs and gradients of the layout per group, on any number of ranks. */
+static void test_layouts_are_permutations(void **state) {
+    static const struct {
+        mt_qkv_layout layout;
+        mt_self_attention_desc desc;
+    } tries[] = {
+        {MT_QKV_CONCATENATED, {ATT_MHA, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
+        {MT_QKV_CONCATENATED, {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
+    };
+    static layout_run run;
+    (void)state;
+    for (size_t i = 0; i < sizeof tries / sizeof *tries; i++) {
+        run.c = (block_case){"layout", ATTENTION, .attention = tries[i].desc};
+        run.sequence_parallel = 0;
+        test_launch(1, layout_rank, &run);
+        run.c.attention.qkv_layout = tries[i].layout;
+        for (int ranks = 1; ranks <= 4; ranks *= 2)
+            for (run.sequence_parallel = 0; run.sequence_parallel < 2; run.sequence_parallel++)
+                test_launch(ranks, layout_rank, &run);
+    }
+}
+
 /* ---- QK-norm ----------------------------------------------------------------------------------------------------- */
 
 enum { QK_TOKENS = 3, QK_GROUPS = 2, QK_QUERIES = 2, QK_HEAD = 4, QK_UNIT = (QK_QUERIES + 2) * QK_HEAD };
@@ -1429,6 +1548,10 @@ static void test_qk_norm_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_qk_norm_create(r.ctx, r.params, "a", &d, NULL, &norm));
     REFUSED(r.ctx, MT_ERR_SHAPE, "heads of 4|'other'|unit of 8", /* two heads in each group */
             mt_qk_norm_create(r.ctx, r.params, "a", &d, &other, &norm));
+    mt_column_parallel_linear fused = layer;
+    fused.desc.parts = 3;
+    fused.desc.unit = QK_HEAD;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "3 parts|query groups", mt_qk_norm_create(r.ctx, r.params, "a", &d, &fused, &norm));
     d.eps = -1.0f;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps -1", mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
     assert_int_equal(mt_params_count(r.params), 2);
@@ -1526,6 +1649,12 @@ static void test_core_attention_desc(void **state) {
     assert_true(mt_core_attention_desc(&qkv, 0, &batch).heads_per_group == 0);
     assert_true(mt_core_attention_desc(&qkv, 4, NULL).heads_per_group == 0);
     assert_true(mt_core_attention_desc(NULL, 4, &batch).heads_per_group == 0);
+    d = (mt_linear_desc){.in_features = 8, .out_features = 3 * 8 * 4, .parts = 3, .unit = 4};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "fused", &d, &qkv));
+    s = mt_core_attention_desc(&qkv, 4, &batch);
+    assert_true(s.groups == 2 && s.heads_per_group == 1 && s.head_dim == 4 && s.qkv_layout == MT_QKV_CONCATENATED);
+    assert_true(s.dropout.at.first_col == 6 && s.dropout.at.global_cols == 8);
+    assert_true(mt_core_attention_desc(&qkv, 2, &batch).heads_per_group == 0);
     test_paper_rank_close(&r);
 }
 
@@ -1555,6 +1684,10 @@ static void test_core_attention_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", FORWARD(&bad, 2, qkv, out, two));
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse", BACKWARD(&s, 1, qkv, out, mt_none(), dout, dqkv));
+    bad = s;
+    bad.qkv_layout = MT_QKV_CONCATENATED;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "1 of 2 groups are empty|MT_QKV_PER_GROUP", FORWARD(&bad, 1, qkv, out, two));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "1 of 2 groups are empty", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
     REFUSED(r.ctx, MT_ERR_SHAPE, "dqkv is [7, 32]|[8, 32]",
             BACKWARD(&s, 1, qkv, out, two, dout, mt_tensor_rows(dqkv, 0, 7)));
     REFUSED(r.ctx, MT_ERR_SHAPE, "dqkv has 16 columns",
@@ -1654,6 +1787,13 @@ static void test_attention_create_refuses(void **state) {
         {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "heads 10|kv_heads 4"},
         {{.hidden = 16, .heads = 8, .kv_heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
         {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "2 kv_heads|4 tensor ranks"},
+        {{.hidden = 16, .heads = 4, .qkv_layout = (mt_qkv_layout)3}, MT_ERR_ARGUMENT, "'a'|qkv_layout 3"},
+        {{.hidden = 16, .heads = 8, .kv_heads = 4, .qkv_layout = MT_QKV_CONCATENATED},
+         MT_ERR_SHAPE,
+         "8 heads|4 kv_heads|MT_QKV_CONCATENATED"},
+        {{.hidden = 12, .heads = 6, .qkv_layout = MT_QKV_CONCATENATED},
+         MT_ERR_SHAPE,
+         "6 kv_heads|4 tensor ranks|MT_QKV_CONCATENATED"},
         {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
         {{.hidden = 16, .heads = 4, .dropout = 1.0f}, MT_ERR_ARGUMENT, "dropout 1"},
         {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},
@@ -2205,6 +2345,7 @@ int main(void) {
         cmocka_unit_test(test_nothing_is_allocated_after_creation),
         cmocka_unit_test(test_an_arena_that_is_too_small),
         cmocka_unit_test(test_qkv_layout),
+        cmocka_unit_test(test_layouts_are_permutations),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_core_attention_refuses),
         cmocka_unit_test(test_core_attention_desc),

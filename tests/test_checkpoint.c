@@ -252,6 +252,7 @@ typedef struct job {
     int keep, heads, hidden; /* of other models; 0: the default */
     size_t arena;            /* arena of the action; 0: the default */
     mt_activation activation;
+    mt_qkv_layout qkv_layout;
     /* results */
     mt_training_state state;
     mt_status status[8];
@@ -277,7 +278,8 @@ static mt_gpt_desc model_desc(const job *j) {
                      .layer = {.hidden = j->hidden ? j->hidden : HIDDEN,
                                .heads = j->heads ? j->heads : 6,
                                .ffn = 44,
-                               .activation = j->activation}};
+                               .activation = j->activation,
+                               .qkv_layout = j->qkv_layout}};
     if (j->model != LLAMA) return d;
     d.untied_head = 1;
     d.layer.kv_heads = 4;
@@ -505,6 +507,47 @@ static void every_split(void **state) {
         }
     round_trips((job){.model = GPT2, .no_optimizer = 1, .dtype = MT_BF16});
     round_trips((job){.model = GPT2, .activation = MT_GELU_ERF});
+    round_trips((job){.model = GPT2, .heads = 12, .qkv_layout = MT_QKV_CONCATENATED});
+    round_trips((job){.model = GPT2, .heads = 12, .activation = MT_SQUARED_RELU, .qkv_layout = MT_QKV_CONCATENATED});
+}
+
+/* Files tell the layout of QKV, unless it is the one per group. A model of another layout does not load them, because
+   the optimizer's state has the order of the weights. The first model is a GPT-2, the second one is not. */
+static void layouts_of_qkv(void **state) {
+    static const char *const names[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED"};
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < 2 * 2; i++) {
+        job save = {.model = GPT2,
+                    .activation = i / 2 ? MT_SQUARED_RELU : MT_GELU_TANH,
+                    .action = SAVE,
+                    .fill = 1,
+                    .directory = "a",
+                    .state = {.step = 1},
+                    .qkv_layout = (mt_qkv_layout)(i % 2)};
+        job load = save;
+        const char *directory = in_scratch("a/step-00000001");
+        mt_gpt_desc d;
+        char words[128];
+        run_quietly(&save);
+        expect_success(&save);
+        shell("%s grep -q gpt.qkv_layout '%s/model.safetensors'", i % 2 ? "" : "!", directory);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &d));
+        assert_int_equal(d.layer.qkv_layout, save.qkv_layout);
+        load.action = LOAD;
+        load.step = 1;
+        load.fill = 0;
+        load.tp = 2;
+        run_quietly(&load);
+        expect_success(&load);
+        load.qkv_layout = (mt_qkv_layout)(1 - i % 2);
+        run_quietly(&load);
+        snprintf(words, sizeof words, "its model has qkv_layout %s, this one %s", names[i % 2], names[1 - i % 2]);
+        expect_refusal(&load, MT_ERR_DATA, words);
+        forget("a");
+    }
+    mt_context_destroy(ctx);
 }
 
 /* Only a model that is a GPT-2 gets the names and the config.json of GPT-2: its activation must be GELU. */
@@ -683,6 +726,7 @@ typedef struct golden_run {
     const char *directory;
     const mt_safetensors *expected;
     int tp;
+    mt_qkv_layout qkv_layout;
 } golden_run;
 
 static mt_status expected(mt_context *ctx, const mt_safetensors *s, const char *name, float *out) {
@@ -727,6 +771,7 @@ static mt_status golden_rank(mt_comm *world, void *user) {
     MT_TRY(mt_gpt_desc_read(m.r.ctx, g->directory, &d));
     CHECK(d.vocab == 61 && d.layers == 2 && d.max_seq == 12 && d.layer.heads == 4 && d.layer.ffn == 40);
     CHECK(d.layer.norm_eps == 1e-4f && d.layer.activation == MT_GELU_TANH && !d.untied_head);
+    d.layer.qkv_layout = g->qkv_layout;
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
     MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
@@ -744,9 +789,9 @@ static void hugging_face(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/gpt2_hf/expected.safetensors", &values));
     for (int i = 0; i < 2; i++)
-        for (int tp = 1; tp <= 4; tp *= 2) {
-            golden_run g = {directories[i], values, tp};
-            test_launch(tp, golden_rank, &g);
+        for (int k = 0; k < 2 * 3; k++) {
+            golden_run g = {directories[i], values, 1 << k / 2, k % 2 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP};
+            test_launch(g.tp, golden_rank, &g);
         }
     mt_safetensors_close(values);
     mt_context_destroy(ctx);
@@ -758,10 +803,10 @@ static mt_status rewrite_rank(mt_comm *world, void *user) {
     mt_checkpoint_desc c = {.directory = in_scratch("hf")};
     mt_gpt_desc d;
     replica m;
-    (void)user;
     memset(&m, 0, sizeof m);
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &m.r));
     MT_TRY(mt_gpt_desc_read(m.r.ctx, "tests/golden/gpt2_hf", &d));
+    d.layer.qkv_layout = *(const mt_qkv_layout *)user;
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
     MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
@@ -771,15 +816,14 @@ static mt_status rewrite_rank(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
-static void as_hugging_face_writes(void **state) {
+static void written_like_hugging_face(mt_qkv_layout qkv_layout) {
     mt_context *ctx;
     mt_safetensors *theirs, *ours;
     mt_gpt_desc a, b;
     mt_field fields[2][MTI_GPT_FIELDS];
     int exists;
     char path[MT_PATH_MAX];
-    (void)state;
-    test_launch(2, rewrite_rank, NULL);
+    test_launch(2, rewrite_rank, &qkv_layout);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_path(ctx, in_scratch("hf"), 0, path, sizeof path));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, "tests/golden/gpt2_hf", &exists, &a));
@@ -810,6 +854,12 @@ static void as_hugging_face_writes(void **state) {
     mt_safetensors_close(theirs);
     mt_context_destroy(ctx);
     forget("hf");
+}
+
+static void as_hugging_face_writes(void **state) {
+    (void)state;
+    written_like_hugging_face(MT_QKV_PER_GROUP);
+    written_like_hugging_face(MT_QKV_CONCATENATED);
 }
 
 /* Members of config.json that change what a GPT-2 computes, each with a value that is not supported. */
@@ -1256,6 +1306,24 @@ static void bounds_of_a_model(void **state) {
     }
     mt_context_destroy(ctx);
     shell("rm '%s'", in_scratch("whole"));
+    forget("i");
+}
+
+/* A file without a qkv_layout has the layout per group. */
+static void bounds_of_a_layout(void **state) {
+    job save = a_save("i", 1, 1), load = a_load("i", 1);
+    char path[SCRATCH_PATH];
+    (void)state;
+    save.qkv_layout = load.qkv_layout = MT_QKV_CONCATENATED;
+    run_quietly(&save);
+    expect_success(&save);
+    print_to(path, sizeof path, "%s", in_scratch("i/step-00000001/model.safetensors"));
+    set_field(path, "gpt.qkv_layout", "3");
+    run_quietly(&load);
+    expect_refusal(&load, MT_ERR_DATA, "its metadata has gpt.qkv_layout '3', must be a whole number from 0 to ");
+    set_field(path, "gpt.qkv_layout", NULL);
+    run_quietly(&load);
+    expect_refusal(&load, MT_ERR_DATA, "its model has qkv_layout MT_QKV_PER_GROUP, this one MT_QKV_CONCATENATED");
     forget("i");
 }
 
@@ -2082,6 +2150,7 @@ static int close_all(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_split),
+        cmocka_unit_test(layouts_of_qkv),
         cmocka_unit_test(what_is_a_gpt2),
         cmocka_unit_test(invariant_mode),
         cmocka_unit_test(other_types),
@@ -2096,6 +2165,7 @@ int main(void) {
         cmocka_unit_test(strangers),
         cmocka_unit_test(impossible_states),
         cmocka_unit_test(bounds_of_a_state),
+        cmocka_unit_test(bounds_of_a_layout),
         cmocka_unit_test(bounds_of_a_model),
         cmocka_unit_test(versions),
         cmocka_unit_test(field_texts),

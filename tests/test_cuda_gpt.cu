@@ -136,6 +136,7 @@ static void test_attention_on_tensor_cores(void **state) {
     for (int dtype = MT_BF16; dtype <= MT_F16; dtype++) {
         gpt_run r = run_of(MT_DEVICE_CUDA, (mt_dtype)dtype, dtype == MT_F16, 0, 0), c;
         r.wide = 1;
+        r.qkv_layout = dtype == MT_F16 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP;
         c = r;
         c.device = MT_DEVICE_CPU;
         gpt_execute(c, &on_cpu);

@@ -104,6 +104,7 @@ typedef struct job {
     mt_grid_desc shape;
     int sequence_parallel, spoil; /* spoil: the rank that changes its copy of a bias; 0: none */
     mt_recompute recompute;
+    mt_qkv_layout qkv_layout;
     lines lines; /* of rank 0 */
 } job;
 
@@ -125,7 +126,8 @@ static mt_status step(logger *l, const job *job) {
                                .ffn = 20,
                                .hidden_dropout = 0.1f,
                                .sequence_parallel = job->sequence_parallel,
-                               .recompute = job->recompute}};
+                               .recompute = job->recompute,
+                               .qkv_layout = job->qkv_layout}};
     int64_t share = BATCH / l->rank.grid.dp_size;
     int32_t ids[SEQ], targets[SEQ];
     MT_TRY(mt_gpt_create(ctx, l->rank.params, &d, &l->gpt));
@@ -216,10 +218,12 @@ static void test_lines_of_a_step(void **state) {
         for (int j = 0; j < i; j++) assert_true(one.lines.list[i].hash != one.lines.list[j].hash);
 }
 
-static void test_lines_do_not_depend_on_the_split(void **state) {
-    static job one = {.shape = {.tp = 1, .dp = 1}};
+static void lines_do_not_depend_on_the_split(mt_qkv_layout qkv_layout) {
+    static job one;
     static const int splits[][3] = {{2, 1, 0}, {4, 1, 1}, {1, 4, 0}, {2, 2, 1}, {4, 2, 0}};
-    (void)state;
+    memset(&one, 0, sizeof one);
+    one.shape.tp = one.shape.dp = 1;
+    one.qkv_layout = qkv_layout;
     run_job(&one);
     for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
         static job other;
@@ -227,6 +231,7 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
         other.shape.tp = splits[i][0];
         other.shape.dp = splits[i][1];
         other.sequence_parallel = splits[i][2];
+        other.qkv_layout = qkv_layout;
         run_job(&other);
         assert_int_equal(other.lines.count, one.lines.count);
         for (int l = 0; l < one.lines.count; l++) {
@@ -237,6 +242,12 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
                          one.lines.list[l].name);
         }
     }
+}
+
+static void test_lines_do_not_depend_on_the_split(void **state) {
+    (void)state;
+    lines_do_not_depend_on_the_split(MT_QKV_PER_GROUP);
+    lines_do_not_depend_on_the_split(MT_QKV_CONCATENATED);
 }
 
 /* A layer that computes its forward again in the backward logs each tensor once, as a layer that saves all of them. */

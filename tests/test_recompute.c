@@ -42,6 +42,7 @@ static void test_same_bits(void **state) {
                     r.sequence_parallel = splits[i][2];
                     r.invariant = invariant;
                     r.llama = llama;
+                    r.qkv_layout = llama == 3 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP;
                     assert_same_bits(r);
                 }
 }
