@@ -230,9 +230,9 @@ typedef struct mt_param {
     int tp_rank, tp_size;
     int shards;             /* virtual shards on this rank: V / tp_size if split and in invariant mode, otherwise 1 */
     int64_t local_features; /* size of the split dimension on this rank, padding included; rows if not split */
-    struct mt_params *registry;
-    int index; /* in the registry, see mt_params_at */
-    int final; /* 1: nothing more is added to grad in this step, see mt_gradients_final */
+    struct mt_params *registry; /* NULL for a layer of tensors, see mt_linear_tensors */
+    int index;                  /* in the registry, see mt_params_at */
+    int final;                  /* 1: nothing more is added to grad in this step, see mt_gradients_final */
 } mt_param;
 
 typedef struct mt_params mt_params; /* opaque: the registry */
@@ -357,6 +357,9 @@ typedef struct mt_linear_desc {
        on. 1: your code expects this order; it changes nothing else. 0: create returns MT_ERR_ARGUMENT */
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
+    /* 1: backward adds the input gradient to dx instead of overwriting dx, for instance when several layers read x. dx
+       gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added */
+    int add_to_dx;
 } mt_linear_desc;
 
 /* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
@@ -411,11 +414,61 @@ MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_pa
 MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                                  mt_tensor dx, const mt_linear_saved *saved);
 
+/* The tensors of a linear layer in your own memory. w and b have the shape of mt_shard_size and are contiguous: w is
+   split like a matrix [out_features, in_features], by rows (column-parallel) or by columns (row-parallel). The bias of
+   a column-parallel layer is split like a vector [1, out_features], by columns; that of a row-parallel layer is whole.
+   dw and db are their gradients, MT_F32, in the same shapes. In invariant mode each tensor has the rank's virtual
+   shards one after the other (see mt_param). */
+typedef struct mt_linear_tensors {
+    mt_tensor w, b;   /* b is mt_none(): no bias */
+    mt_tensor dw, db; /* backward adds to them; mt_none() when there is no backward */
+} mt_linear_tensors;
+
+/* Create a layer of tensors in your own memory, without a registry. All functions of layers take it, and compute the
+   same bits as for a layer of a registry. The tensors and params, an array of two that these functions fill, must
+   outlive the layer; the layer needs no destroy. tp is the tensor group. name, for messages and the hash log, may be
+   NULL: then nothing is logged.
+   desc has the meaning that it has for a layer of a registry, except that no_bias follows from tensors->b, and that
+   in_features and out_features may be 0: then the split dimension has no padding. desc NULL: the defaults.
+   Two things are the caller's that a registry does for its parameters. The sums of the gradients over the data group
+   are one. With sequence_parallel, the sum of db of a row-parallel layer over the tensor group is the other: db is the
+   sum over this rank's rows. No communication.
+   Errors: MT_ERR_SHAPE (a tensor has another shape than desc says or is not contiguous, parts * unit does not divide
+   the split dimension or, in invariant mode, t does not divide V), MT_ERR_DTYPE (w and b differ in type, or dw or db is
+   not MT_F32), MT_ERR_ARGUMENT (a pointer or w is NULL, db comes without b, or a field of desc is out of range, has no
+   effect, or is for the create functions: init_std, weight). */
+MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                        const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                        mt_param *params, mt_column_parallel_linear *out);
+MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                     const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                     mt_param *params, mt_row_parallel_linear *out);
+
+/* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
+   mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
+   may overlap, the communication and the errors are those of the layer, and desc is read in each call, so
+   gather_output and add_to_dx are per call. w, b, dw, db are those of mt_linear_tensors. b and db may be mt_none(): no
+   bias. dx may be mt_none(): it is not computed. Backward adds to dw and db, and overwrites dx, or with add_to_dx adds
+   to it. saved NULL: inference. Nothing is logged.
+       mt_linear_desc whole = {.gather_output = 1};                // y [tokens, out] on every rank
+       MT_TRY(mt_column_parallel_forward(ctx, grid.tp, x, w, b, y, &whole, &saved));
+       MT_TRY(mt_column_parallel_backward(ctx, grid.tp, dy, w, dx, dw, db, &whole, &saved)); */
+MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
+                                            mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
+                                             mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
+                                             const mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
+                                         mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
+                                          mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
+                                          const mt_linear_saved *saved);
+
 /* Run `count` column-parallel layers that read the same x. The layers share f: forward gathers x once
    (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces it once. layers, y
    and dy are arrays with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
    computed.
-   MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in registry or sequence_parallel. */
+   MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in tensor group, sequence_parallel or add_to_dx. */
 MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
                                                           int count, mt_tensor x, const mt_tensor *y,
                                                           mt_linear_saved *saved);
@@ -426,7 +479,7 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, cons
 /* Run `count` row-parallel layers and add their outputs: y = the sum of x[i] W[i]^T + b[i] over the layers. The layers
    share g: forward reduces y once, and backward gathers dy once (sequence_parallel). layers, x, dx and saved are arrays
    with one entry for each layer. When dx[i] is mt_none(), it is not computed.
-   MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in registry or sequence_parallel. */
+   MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in tensor group or sequence_parallel. */
 MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
                                                        const mt_tensor *x, mt_tensor y, mt_linear_saved *saved);
 MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
@@ -470,7 +523,8 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
        before->local_features] is the gradient of h, the output of the column-parallel layer `before`. Adds to the
        gradients of the row-parallel layer's weight and bias. When `before` has skip_bias_add, also adds to the gradient
        of the bias of `before`.
-   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel, or `before` has gather_output. */
+   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel or has add_to_dx, or `before` has
+   gather_output. */
 MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved);
@@ -613,10 +667,10 @@ MT_API mt_status mt_invariant_input(mt_context *ctx, mt_tensor t, mt_tensor *out
 MT_API mt_status mt_invariant_output(mt_context *ctx, mt_tensor t, mt_tensor *out);
 MT_API mt_status mt_invariant_store(mt_context *ctx, mt_tensor out, mt_tensor t);
 
-/* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log. With sequence_parallel t is
-   [tokens / t, n], this rank's rows. When every rank has all columns of t, cols is NULL. When the columns are split
-   over tensor ranks, cols is a parameter whose split dimension is split in the same way, such as the layer's weight; t
-   must have cols->local_features columns (MT_ERR_SHAPE).
+/* Logs an activation t [tokens, n] in the context's hash log. Does nothing without a log, or when name is "". With
+   sequence_parallel t is [tokens / t, n], this rank's rows. When every rank has all columns of t, cols is NULL. When
+   the columns are split over tensor ranks, cols is a parameter whose split dimension is split in the same way, such as
+   the layer's weight; t must have cols->local_features columns (MT_ERR_SHAPE).
    The line is named PREFIX.WHAT. PREFIX is `name` (of a parameter or a layer) without its last `up` components, where
    components are separated by dots: "l.0.fc1.weight" with up 2 is "l.0". */
 MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int up, const char *what, mt_tensor t,
@@ -1915,23 +1969,23 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 #define MTI_SHARDS_MAX 1024                   /* of mt_context_desc.invariant */
 
 /* Checks the fields that say how a parameter is split. ctx NULL: without a message. */
-static mt_status mti_sharding_check(mt_context *ctx, const mt_param_desc *d) {
+static mt_status mti_sharding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
     int64_t unit = d->unit ? d->unit : 1;
     if (d->placement < MT_REPLICATED || d->placement > MT_SPLIT_COLS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has placement %d", d->name, (int)d->placement);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has placement %d", function, d->name, (int)d->placement);
     if (d->rows < 1 || d->cols < 1 || d->rows > MTI_PARAM_ELEMENTS / d->cols)
-        return mt_fail(ctx, MT_ERR_SHAPE, "mt_params_add: '%s' has shape [%lld, %lld]", d->name, (long long)d->rows,
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has shape [%lld, %lld]", function, d->name, (long long)d->rows,
                        (long long)d->cols);
     if (parts > MTI_PARAM_PARTS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has %lld parts, must have at most %d", d->name,
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has %lld parts, must have at most %d", function, d->name,
                        (long long)parts, MTI_PARAM_PARTS);
     if (parts < 1 || unit < 1 || n % parts != 0 || n / parts % unit != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "mt_params_add: %lld features of '%s' cannot be split into %lld parts of whole units of %lld",
+                       "%s: %lld features of '%s' cannot be split into %lld parts of whole units of %lld", function,
                        (long long)n, d->name, (long long)parts, (long long)unit);
     if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' has parts %lld and unit %lld, but is not split",
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has parts %lld and unit %lld, but is not split", function,
                        d->name, (long long)parts, (long long)unit);
     return MT_SUCCESS;
 }
@@ -1940,7 +1994,7 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     if (params->values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
     if (mt_params_find(params, d->name))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
-    MT_TRY(mti_sharding_check(ctx, d));
+    MT_TRY(mti_sharding_check(ctx, "mt_params_add", d));
     if (d->sequence_partial && d->placement != MT_REPLICATED)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)",
                        d->name, (int)d->placement);
@@ -2397,7 +2451,7 @@ static mt_status mti_sharding_from(const mt_shard *shard, mti_sharding *out) {
     d.placement = shard->placement;
     d.parts = shard->parts;
     d.unit = shard->unit;
-    MT_TRY(mti_sharding_check(NULL, &d));
+    MT_TRY(mti_sharding_check(NULL, "", &d));
     v = shard->invariant;
     ranks = shard->tp_size ? shard->tp_size : 1;
     if (ranks < 1 || shard->tp_rank < 0 || shard->tp_rank >= ranks || v < 0 || v > MTI_SHARDS_MAX || (v & (v - 1)))
@@ -2552,7 +2606,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
-    if (!log || log->paused || !t.data) return MT_SUCCESS;
+    if (!log || log->paused || !t.data || !name[0]) return MT_SUCCESS;
     if (cols && t.cols != cols->local_features)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_hash_log_activation: %s of '%s' has %lld columns, '%s' has %lld on a rank", what, name,
@@ -2778,6 +2832,12 @@ MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_
                    weight ? "call mt_params_init before the first forward" : "the layer was not created");
 }
 
+/* Checks that a parameter has a gradient, as every parameter of a registry has. p may be NULL. */
+static mt_status mti_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
+    if (!p || p->grad.data) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
+}
+
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
     int n;
     if (!out || !suffix) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_name: %s is NULL", out ? "suffix" : "out");
@@ -2804,8 +2864,8 @@ static mt_status mti_linear_unused(mt_context *ctx, const char *function, const 
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, but %s", function, name, field, why);
 }
 
-/* Checks the arguments of a linear layer's create function. whole is 1 when the layer gathers its output or takes an
-   input that is not split. */
+/* Checks the desc of a linear layer. whole is 1 when the layer gathers its output or takes an input that is not
+   split. */
 static mt_status mti_linear_check(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
                                   int whole) {
     if (d->in_features < 1 || d->out_features < 1 || d->parts < 0 || d->unit < 0 || !(d->init_std >= 0.0f))
@@ -2825,28 +2885,33 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const c
 
 static float mti_default(float value, float otherwise) { return value == 0.0f ? otherwise : value; }
 
+/* Describes the weight and the bias of a linear layer. placement is that of the weight. */
+static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement, mt_param_desc *w, mt_param_desc *b) {
+    memset(w, 0, sizeof *w);
+    w->rows = d->out_features;
+    w->cols = d->in_features;
+    w->placement = placement;
+    w->parts = d->parts;
+    w->unit = d->unit;
+    w->init_std = mti_default(d->init_std, 0.02f);
+    w->weight_decay = 1;
+    memset(b, 0, sizeof *b);
+    b->rows = 1;
+    b->cols = d->out_features;
+    if (placement == MT_SPLIT_ROWS) {
+        b->placement = MT_SPLIT_COLS;
+        b->parts = d->parts;
+        b->unit = d->unit;
+    } else {
+        b->sequence_partial = d->sequence_parallel;
+    }
+}
+
 /* Adds the weight and the bias of a linear layer. placement is that of the weight. */
 static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const char *name, const mt_linear_desc *d,
                                    mt_placement placement, mt_param **weight, mt_param **bias) {
     mt_param_desc w, b;
-    memset(&w, 0, sizeof w);
-    w.rows = d->out_features;
-    w.cols = d->in_features;
-    w.placement = placement;
-    w.parts = d->parts;
-    w.unit = d->unit;
-    w.init_std = mti_default(d->init_std, 0.02f);
-    w.weight_decay = 1;
-    memset(&b, 0, sizeof b);
-    b.rows = 1;
-    b.cols = d->out_features;
-    if (placement == MT_SPLIT_ROWS) {
-        b.placement = MT_SPLIT_COLS;
-        b.parts = d->parts;
-        b.unit = d->unit;
-    } else {
-        b.sequence_partial = d->sequence_parallel;
-    }
+    mti_linear_describe(d, placement, &w, &b);
     *weight = d->weight;
     *bias = NULL;
     if (!d->weight) MT_TRY(mti_add_param(ctx, params, name, "weight", w, weight));
@@ -3170,18 +3235,22 @@ static mt_status mti_column_check(mt_context *ctx, const char *function, const m
                                layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
 }
 
-MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                                   mt_tensor y, mt_linear_saved *saved) {
+static mt_status mti_column_call_forward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                         mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
     size_t mark;
-    MT_TRY(mti_column_check(ctx, "mt_column_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mt_check_sent(ctx, "mt_column_parallel_linear_forward", layer->tp, layer->desc.sequence_parallel, "x", x,
-                         "y", mt_none()));
+    MT_TRY(mti_column_check(ctx, function, layer, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "y", mt_none()));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_gathered(ctx, layer, x, y)));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
     return mt_hash_log_activation(ctx, layer->name, 0, "output", y, 0,
                                   layer->desc.gather_output ? NULL : layer->weight);
+}
+
+MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   mt_tensor y, mt_linear_saved *saved) {
+    return mti_column_call_forward(ctx, "mt_column_parallel_linear_forward", layer, x, y, saved);
 }
 
 /* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. bias may be NULL. */
@@ -3210,19 +3279,23 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
 }
 
 /* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
-   reduction of dx (ticket 0) with the GEMMs of the weight gradients. */
+   reduction of dx (ticket 0) with the GEMMs of the weight gradients. With add_to_dx the reduction is in scratch memory,
+   because it would otherwise also sum what dx has had before. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
     const mt_column_parallel_linear *first = l->columns;
-    mt_tensor all;
-    int i;
+    int add = dx.data && first->desc.add_to_dx, i;
+    mt_tensor all, sum = dx;
+    if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &sum));
     MT_TRY(mti_overlap_begin(ctx, first->tp, first->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
     MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, first->desc.sequence_parallel, x, &all)));
-    if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, dx));
+    if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, sum));
     MT_TRY(mt_overlap_wait(ctx, 1));
     for (i = 0; i < l->count; i++)
         MT_TRY(mti_column_weight_gradient(ctx, l->columns[i].weight, mti_column_own_bias(&l->columns[i]), dy[i], all));
-    return MT_SUCCESS;
+    if (!add) return MT_SUCCESS;
+    MT_TRY(mt_overlap_wait(ctx, 0));
+    return mt_add(ctx, dx, sum, dx);
 }
 
 /* Computes the backward of one layer. With gather_output, dy is the gradient of the gathered output. */
@@ -3233,13 +3306,19 @@ static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_p
     return mti_column_backward(ctx, &l, &dy, dx, x);
 }
 
-MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_linear_backward";
+/* Checks that the parameters of a layer have the gradients to which its backward adds. */
+static mt_status mti_column_gradients(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer) {
+    MT_TRY(mti_check_gradient(ctx, function, layer->weight));
+    return mti_check_gradient(ctx, function, mti_column_own_bias(layer));
+}
+
+static mt_status mti_column_call_backward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                          mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     size_t mark;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
+    MT_TRY(mti_column_gradients(ctx, function, layer));
     if (dx.data)
         MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
@@ -3247,6 +3326,11 @@ MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_co
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_backward_gathered(ctx, layer, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
+}
+
+MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
+    return mti_column_call_backward(ctx, "mt_column_parallel_linear_backward", layer, dy, dx, saved);
 }
 
 /* Checks layers that share f, and that the pointer `other` is not NULL. */
@@ -3260,9 +3344,10 @@ static mt_status mti_shared_columns(mt_context *ctx, const char *function, const
     for (i = 0; i < count; i++) {
         MT_TRY(mt_check_param(ctx, function, layers[i].weight));
         if (layers[i].desc.gather_output || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
-            layers[i].tp != layers[0].tp)
+            !layers[i].desc.add_to_dx != !layers[0].desc.add_to_dx || layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s' and '%s' must have the same sequence_parallel and registry, and no gather_output",
+                           "%s: '%s' and '%s' must have the same sequence_parallel, add_to_dx and tensor group, and no "
+                           "gather_output",
                            function, layers[0].name, layers[i].name);
     }
     return MT_SUCCESS;
@@ -3297,7 +3382,10 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, cons
     MT_TRY(mti_shared_columns(ctx, function, layers, count, dy));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     sp = layers[0].desc.sequence_parallel;
-    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, &layers[i], "saved->x", saved->x, "dy", dy[i]));
+    for (i = 0; i < count; i++) {
+        MT_TRY(mti_column_check(ctx, function, &layers[i], "saved->x", saved->x, "dy", dy[i]));
+        MT_TRY(mti_column_gradients(ctx, function, &layers[i]));
+    }
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0].weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved->x", saved->x, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
@@ -3342,11 +3430,16 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
     return status;
 }
 
-/* Returns the bias, or in backward its gradient, that the layer leaves to the activation (skip_bias_add). Otherwise
-   returns mt_none(). */
+/* Returns the bias that the layer leaves to the activation (skip_bias_add), or NULL. */
+static const mt_param *mti_column_left(const mt_column_parallel_linear *layer) {
+    return layer->desc.skip_bias_add ? layer->bias : NULL;
+}
+
+/* Returns the value of mti_column_left, or in backward its gradient. Without such a bias returns mt_none(). */
 static mt_tensor mti_left_bias(const mt_column_parallel_linear *layer, int backward) {
-    if (!layer->bias || !layer->desc.skip_bias_add) return mt_none();
-    return backward ? layer->bias->grad : layer->bias->value;
+    const mt_param *bias = mti_column_left(layer);
+    if (!bias) return mt_none();
+    return backward ? bias->grad : bias->value;
 }
 
 /* Returns the number of shards of h; the activation is called once for each. A gathered h is whole and in global order,
@@ -3393,6 +3486,7 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
     int s, shards;
     MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "dy", dy));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
+    MT_TRY(mti_check_gradient(ctx, function, mti_column_left(layer)));
     shards = mti_activation_shards(layer);
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
@@ -3485,16 +3579,21 @@ static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *l
     return mti_row_forward(ctx, &l, &x, y);
 }
 
-MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
-                                                mt_tensor y, mt_linear_saved *saved) {
+static mt_status mti_row_call_forward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                                      mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
     size_t mark;
-    MT_TRY(mti_row_check(ctx, "mt_row_parallel_linear_forward", layer, "x", x, "y", y));
-    MT_TRY(mt_check_sent(ctx, "mt_row_parallel_linear_forward", layer->tp, 0, "x", x, "y", y));
+    MT_TRY(mti_row_check(ctx, function, layer, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, 0, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_row_sliced(ctx, layer, x, y)));
     if (!saved) return MT_SUCCESS;
     saved->x = x;
     return mt_hash_log_activation(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
+}
+
+MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
+                                                mt_tensor y, mt_linear_saved *saved) {
+    return mti_row_call_forward(ctx, "mt_row_parallel_linear_forward", layer, x, y, saved);
 }
 
 /* The activation before a row-parallel layer, when one operator computes the gradient through both. */
@@ -3504,13 +3603,19 @@ typedef struct mti_activation_before {
 } mti_activation_before;
 
 /* Computes dx [tokens, local features] = dy W. With act, dx is the gradient of h, the input of the activation. */
-static mt_status mti_row_input_gradient(mt_context *ctx, const mt_param *w, const mti_activation_before *act,
-                                        mt_tensor dy, mt_tensor h, mt_tensor dx) {
+static mt_status mti_row_input_gradient(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                        const mti_activation_before *act, mt_tensor dy, mt_tensor h, mt_tensor dx) {
+    const mt_param *w = layer->weight;
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor part = dx;
     int s;
     if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
+    if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
-                        mt_shard_cols(dx, s, w->shards)));
+                        mt_shard_cols(part, s, w->shards)));
+    if (layer->desc.add_to_dx) MT_TRY(mt_add(ctx, dx, part, dx));
+    mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
 
@@ -3557,7 +3662,7 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
             for (j = 0; j < c.pieces && dx[k].data; j++)
-                MT_TRY(mti_row_input_gradient(ctx, l->rows[k].weight, act, mti_piece(&c, all, i, j),
+                MT_TRY(mti_row_input_gradient(ctx, &l->rows[k], act, mti_piece(&c, all, i, j),
                                               act ? mti_piece(&c, act->h, i, j) : mt_none(),
                                               mti_piece(&c, dx[k], i, j)));
     }
@@ -3569,15 +3674,22 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
    and dx is gathered. */
 static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
                                          mt_tensor dx, mt_tensor x) {
-    const mti_layers l = {NULL, layer, 1};
+    mt_row_parallel_linear part = *layer;
+    const mti_layers l = {NULL, &part, 1};
     int gather = dx.data && !layer->desc.input_is_parallel && !mti_is_whole(layer->weight);
     mt_linear_saved sliced;
-    mt_tensor local = dx;
+    mt_tensor local = dx, whole = dx;
     sliced.x = x;
     if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &sliced.x));
-    if (gather) MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
+    if (gather) {
+        part.desc.add_to_dx = 0; /* the gathered gradient is added */
+        MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
+        if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &whole));
+    }
     MT_TRY(mti_row_backward(ctx, &l, dy, &local, &sliced, NULL));
-    return gather ? mti_gather_features(ctx, layer->tp, layer->weight, local, dx) : MT_SUCCESS;
+    if (!gather) return MT_SUCCESS;
+    MT_TRY(mti_gather_features(ctx, layer->tp, layer->weight, local, whole));
+    return layer->desc.add_to_dx ? mt_add(ctx, dx, whole, dx) : MT_SUCCESS;
 }
 
 /* Checks the arguments of the backward of one layer. */
@@ -3589,18 +3701,25 @@ static mt_status mti_row_backward_check(mt_context *ctx, const char *function, c
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
+    MT_TRY(mti_check_gradient(ctx, function, layer->weight));
     if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
+    MT_TRY(mti_check_gradient(ctx, function, layer->bias));
     return mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows));
 }
 
-MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                                 mt_tensor dx, const mt_linear_saved *saved) {
+static mt_status mti_row_call_backward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                                       mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     size_t mark;
-    MT_TRY(mti_row_backward_check(ctx, "mt_row_parallel_linear_backward", layer, dy, dx, saved));
+    MT_TRY(mti_row_backward_check(ctx, function, layer, dy, dx, saved));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_row_backward_sliced(ctx, layer, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, 0,
                                   layer->desc.input_is_parallel ? layer->weight : NULL);
+}
+
+MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                                 mt_tensor dx, const mt_linear_saved *saved) {
+    return mti_row_call_backward(ctx, "mt_row_parallel_linear_backward", layer, dy, dx, saved);
 }
 
 /* Checks layers that share g, and that the pointer `other` is not NULL. */
@@ -3616,7 +3735,8 @@ static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt
         if (!layers[i].desc.input_is_parallel || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
             layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s' and '%s' must have the same sequence_parallel and registry, and input_is_parallel",
+                           "%s: '%s' and '%s' must have the same sequence_parallel and tensor group, and "
+                           "input_is_parallel",
                            function, layers[0].name, layers[i].name);
     }
     return MT_SUCCESS;
@@ -3685,12 +3805,14 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
     mt_status status;
     size_t mark;
     MT_TRY(mti_row_backward_check(ctx, function, layer, dy, mt_none(), saved));
-    if (!before || !layer->desc.input_is_parallel || before->desc.gather_output)
+    if (!before || !layer->desc.input_is_parallel || layer->desc.add_to_dx || before->desc.gather_output)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' needs input_is_parallel, and the layer before it must not have gather_output",
+                       "%s: '%s' needs input_is_parallel and must not have add_to_dx, and the layer before it must not "
+                       "have gather_output",
                        function, layer->name);
     MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved->x", saved->x));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
+    MT_TRY(mti_check_gradient(ctx, function, mti_column_left(before)));
     mark = mt_arena_mark(ctx);
     if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || mti_column_own_bias(before)) {
         status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);
@@ -3701,6 +3823,199 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
         status = mti_row_backward(ctx, &l, dy, &dh, saved, &act);
     }
     return mti_linear_end(ctx, mark, status);
+}
+
+/* -- layers of tensors in the caller's memory -- */
+
+/* Checks one tensor of a layer; suffix is its name in mt_linear_tensors. */
+static mt_status mti_own_check(mt_context *ctx, const char *function, const char *name, const char *suffix, mt_tensor t,
+                               int type, int64_t rows, int64_t cols) {
+    char full[MT_NAME_MAX + 4];
+    snprintf(full, sizeof full, "%s%s%s", name, name[0] ? "." : "", suffix);
+    MT_TRY(mt_tensor_check(ctx, function, full, t, type, rows, cols));
+    if (rows <= 1 || mt_tensor_ld(t) == cols) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s [%lld, %lld] has ld %lld, must be contiguous", function, full,
+                   (long long)rows, (long long)cols, (long long)t.ld);
+}
+
+/* Makes a parameter of a tensor and its gradient, each of which may be mt_none(). suffix is "w" or "b". */
+static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *tp, const char *name, const char *suffix,
+                               const mt_param_desc *desc, mt_tensor value, mt_tensor grad, mt_param *out) {
+    const char *grad_suffix = suffix[0] == 'w' ? "dw" : "db";
+    mti_sharding s;
+    int64_t rows, cols;
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "%s%s%s", name, name[0] ? "." : "", suffix);
+    out->desc = *desc;
+    out->desc.name = out->name;
+    if (!out->desc.parts) out->desc.parts = 1;
+    if (!out->desc.unit) out->desc.unit = 1;
+    MT_TRY(mti_sharding_check(ctx, function, &out->desc));
+    out->tp_rank = mt_comm_rank(tp);
+    out->tp_size = mt_comm_size(tp);
+    s = mti_sharding_of(&out->desc, mti_shards(ctx, tp), out->tp_size);
+    out->shards = s.shards;
+    out->local_features = s.local;
+    mti_sharding_shape(&s, &rows, &cols);
+    if (value.data) MT_TRY(mti_own_check(ctx, function, name, suffix, value, MT_ARG_FLOAT, rows, cols));
+    if (grad.data) MT_TRY(mti_own_check(ctx, function, name, grad_suffix, grad, MT_ARG_F32, rows, cols));
+    out->value = value;
+    out->grad = grad;
+    return MT_SUCCESS;
+}
+
+/* Sets the fields of *d that the tensors give: no_bias, and the features when they are 0. */
+static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement placement, const mt_linear_tensors *t,
+                          mt_linear_desc *d) {
+    int shards = mti_shards(ctx, tp), ranks = mt_comm_size(tp);
+    int columns = placement == MT_SPLIT_ROWS; /* column-parallel */
+    if (!d->out_features) d->out_features = columns ? mt_size_mul(t->w.rows, ranks) : t->w.rows / shards;
+    if (!d->in_features) d->in_features = columns ? t->w.cols : mt_size_mul(t->w.cols, (int64_t)shards * ranks);
+    d->no_bias = !t->b.data && !t->db.data;
+}
+
+/* Checks the arguments of mt_..._parallel_linear_from_tensors and fills params. *d is the desc, completed from the
+   tensors. placement is that of w. */
+static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                                mt_placement placement, const mt_linear_tensors *t, mt_linear_desc *d,
+                                mt_param *params) {
+    const char *field = d->weight                                            ? "weight"
+                        : d->init_std != 0.0f                                ? "init_std"
+                        : d->no_bias && (t->b.data || t->db.data)            ? "no_bias"
+                        : placement == MT_SPLIT_ROWS && d->input_is_parallel ? "input_is_parallel"
+                        : placement == MT_SPLIT_COLS && d->gather_output     ? "gather_output"
+                                                                             : NULL;
+    int whole = placement == MT_SPLIT_ROWS ? d->gather_output : !d->input_is_parallel;
+    mt_param_desc w, b;
+    if (!t->w.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: w is NULL", function);
+    if (field)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc sets %s, which does not go with the tensors", function, field);
+    MT_TRY(mti_expect_shards(ctx, function, tp));
+    mti_own_sizes(ctx, tp, placement, t, d);
+    MT_TRY(mti_linear_check(ctx, function, name[0] ? name : "w", d, whole));
+    mti_linear_describe(d, placement, &w, &b);
+    MT_TRY(mti_own_param(ctx, function, tp, name, "w", &w, t->w, t->dw, &params[0]));
+    if (d->no_bias) return MT_SUCCESS;
+    MT_TRY(mti_own_param(ctx, function, tp, name, "b", &b, t->b, t->db, &params[1]));
+    if (!t->b.data || t->b.dtype == t->w.dtype) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DTYPE, "%s: '%s' is %s, '%s' is %s", function, params[1].name, mt_dtype_name(t->b.dtype),
+                   params[0].name, mt_dtype_name(t->w.dtype));
+}
+
+/* Checks the pointers, and sets *d to the desc or to the defaults. */
+static mt_status mti_own_begin(mt_context *ctx, const char *function, const mt_comm *tp, const char **name,
+                               const mt_linear_desc *desc, mt_linear_desc *d) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tp) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: tp is NULL", function);
+    if (!*name) *name = "";
+    if (strlen(*name) > MT_NAME_MAX - 3)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the name '%.100s' must have at most %d characters", function, *name,
+                       MT_NAME_MAX - 3);
+    if (desc) *d = *desc;
+    else memset(d, 0, sizeof *d);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_own_column(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                                const mt_linear_desc *desc, const mt_linear_tensors *t, mt_param *params,
+                                mt_column_parallel_linear *out) {
+    mt_linear_desc d;
+    MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
+    MT_TRY(mti_own_linear(ctx, function, tp, name, MT_SPLIT_ROWS, t, &d, params));
+    memset(out, 0, sizeof *out);
+    out->desc = d;
+    out->weight = &params[0];
+    out->bias = d.no_bias ? NULL : &params[1];
+    out->tp = tp;
+    out->local_features = params[0].local_features;
+    snprintf(out->name, sizeof out->name, "%s", name);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_own_row(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                             const mt_linear_desc *desc, const mt_linear_tensors *t, mt_param *params,
+                             mt_row_parallel_linear *out) {
+    mt_linear_desc d;
+    MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
+    MT_TRY(mti_own_linear(ctx, function, tp, name, MT_SPLIT_COLS, t, &d, params));
+    memset(out, 0, sizeof *out);
+    out->desc = d;
+    out->weight = &params[0];
+    out->bias = d.no_bias ? NULL : &params[1];
+    out->tp = tp;
+    out->local_features = params[0].local_features;
+    snprintf(out->name, sizeof out->name, "%s", name);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                        const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                        mt_param *params, mt_column_parallel_linear *out) {
+    static const char *const function = "mt_column_parallel_linear_from_tensors";
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tensors || !params || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
+                       !tensors  ? "tensors"
+                       : !params ? "params"
+                                 : "out");
+    if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
+    return mti_own_column(ctx, function, tp, name, desc, tensors, params, out);
+}
+
+MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                     const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                     mt_param *params, mt_row_parallel_linear *out) {
+    static const char *const function = "mt_row_parallel_linear_from_tensors";
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tensors || !params || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
+                       !tensors  ? "tensors"
+                       : !params ? "params"
+                                 : "out");
+    if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
+    return mti_own_row(ctx, function, tp, name, desc, tensors, params, out);
+}
+
+MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
+                                            mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_forward";
+    const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
+    mt_column_parallel_linear layer;
+    mt_param params[2];
+    MT_TRY(mti_own_column(ctx, function, tp, "", desc, &t, params, &layer));
+    return mti_column_call_forward(ctx, function, &layer, x, y, saved);
+}
+
+MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
+                                             mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
+                                             const mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_backward";
+    const mt_linear_tensors t = {w, mt_none(), dw, db};
+    mt_column_parallel_linear layer;
+    mt_param params[2];
+    MT_TRY(mti_own_column(ctx, function, tp, "", desc, &t, params, &layer));
+    return mti_column_call_backward(ctx, function, &layer, dy, dx, saved);
+}
+
+MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
+                                         mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_forward";
+    const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
+    mt_row_parallel_linear layer;
+    mt_param params[2];
+    MT_TRY(mti_own_row(ctx, function, tp, "", desc, &t, params, &layer));
+    return mti_row_call_forward(ctx, function, &layer, x, y, saved);
+}
+
+MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
+                                          mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
+                                          const mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_backward";
+    const mt_linear_tensors t = {w, mt_none(), dw, db};
+    mt_row_parallel_linear layer;
+    mt_param params[2];
+    MT_TRY(mti_own_row(ctx, function, tp, "", desc, &t, params, &layer));
+    return mti_row_call_backward(ctx, function, &layer, dy, dx, saved);
 }
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {

@@ -1,5 +1,6 @@
-/* test_plain.c - tests what works without a registry: shards of matrices in host memory. They are compared with naive
-   loops, and with the registry.
+/* test_plain.c - tests what works without a registry: shards of matrices in host memory, and column- and row-parallel
+   linear on tensors of the caller. They are compared with loops, in double precision where they compute, and with the
+   registry and its layers bit for bit.
        cc -std=gnu17 -O2 -I. tests/test_plain.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
@@ -229,12 +230,545 @@ static void test_shards_refuse(void **state) {
     assert_int_equal(mt_shard_copy(&good, MT_F32, 1, both, both + 8), MT_SUCCESS);
 }
 
+/* ---- linear layers ----------------------------------------------------------------------------------------------- */
+
+typedef struct linear_case {
+    const char *name;
+    int row; /* 1: row-parallel; 0: column-parallel */
+    mt_linear_desc desc;
+} linear_case;
+
+#define TOKENS 24
+static const linear_case linear_cases[] = {
+    {"column", 0, {.in_features = 16, .out_features = 24}},
+    {"column, uneven", 0, {.in_features = 15, .out_features = 19}},
+    {"column, gathered", 0, {.in_features = 16, .out_features = 24, .gather_output = 1}},
+    {"column, gathered, uneven", 0, {.in_features = 15, .out_features = 19, .gather_output = 1}},
+    {"column, no bias", 0, {.in_features = 16, .out_features = 24, .no_bias = 1}},
+    {"column, two parts", 0, {.in_features = 16, .out_features = 22, .parts = 2, .parts_by_shard = 1}},
+    {"column, units, gathered", 0, {.in_features = 16, .out_features = 20, .unit = 4, .gather_output = 1}},
+    {"column, sequence-parallel", 0, {.in_features = 16, .out_features = 24, .sequence_parallel = 1}},
+    {"column, sequence-parallel, gathered",
+     0,
+     {.in_features = 16, .out_features = 19, .gather_output = 1, .sequence_parallel = 1}},
+    {"row", 1, {.in_features = 24, .out_features = 16, .input_is_parallel = 1}},
+    {"row, uneven", 1, {.in_features = 19, .out_features = 15, .input_is_parallel = 1}},
+    {"row, whole input", 1, {.in_features = 24, .out_features = 16}},
+    {"row, whole input, uneven", 1, {.in_features = 19, .out_features = 15}},
+    {"row, no bias", 1, {.in_features = 24, .out_features = 16, .input_is_parallel = 1, .no_bias = 1}},
+    {"row, sequence-parallel",
+     1,
+     {.in_features = 24, .out_features = 16, .input_is_parallel = 1, .sequence_parallel = 1}},
+    {"row, sequence-parallel, whole input", 1, {.in_features = 19, .out_features = 16, .sequence_parallel = 1}},
+};
+#define LINEAR_CASES ((int)(sizeof linear_cases / sizeof *linear_cases))
+
+/* A layer of a registry, or one of tensors. */
+typedef struct linear_layer {
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_param params[2];
+} linear_layer;
+
+typedef struct linear_test {
+    const linear_case *c;
+    test_rank *r;
+    mt_dtype dtype;
+    mt_param *weight, *bias;
+    linear_layer layer;
+    mt_linear_tensors own;    /* copies of the layer's tensors */
+    mt_tensor x, dy, y, dx;   /* y and dx: of the layer */
+    mt_tensor dx_before, sum; /* sum = dx_before + dx */
+} linear_test;
+
+/* Returns a copy of t in memory of its own. */
+static mt_tensor copy_of(test_rank *r, mt_tensor t) {
+    int64_t bytes = t.rows * t.cols * (int64_t)mt_dtype_size(t.dtype);
+    mt_tensor copy = mt_tensor_make(test_floats(r, (bytes + 3) / 4, 0.0f), t.dtype, t.rows, t.cols);
+    if (t.data) memcpy(copy.data, t.data, (size_t)bytes);
+    return t.data ? copy : t;
+}
+
+static mt_tensor noise_of(test_rank *r, mt_dtype dtype, int64_t rows, int64_t cols, uint64_t seed) {
+    mt_tensor f = mt_tensor_f32(test_noise(r, rows * cols, seed, 0.5f), rows, cols), t = f;
+    t.dtype = dtype;
+    t = copy_of(r, t);
+    if (mt_convert(r->ctx, f, t) != MT_SUCCESS) abort();
+    return t;
+}
+
+static int same_bits(mt_tensor a, mt_tensor b) {
+    return a.rows == b.rows && a.cols == b.cols && a.dtype == b.dtype &&
+           memcmp(a.data, b.data, (size_t)(a.rows * a.cols) * mt_dtype_size(a.dtype)) == 0;
+}
+
+static mt_status layer_forward(linear_test *t, const linear_layer *l, mt_tensor y, mt_linear_saved *saved) {
+    return t->c->row ? mt_row_parallel_linear_forward(t->r->ctx, &l->row, t->x, y, saved)
+                     : mt_column_parallel_linear_forward(t->r->ctx, &l->column, t->x, y, saved);
+}
+
+static mt_status layer_backward(linear_test *t, const linear_layer *l, mt_tensor dx, const mt_linear_saved *saved) {
+    return t->c->row ? mt_row_parallel_linear_backward(t->r->ctx, &l->row, t->dy, dx, saved)
+                     : mt_column_parallel_linear_backward(t->r->ctx, &l->column, t->dy, dx, saved);
+}
+
+static mt_status plain_forward(linear_test *t, const mt_linear_desc *d, mt_tensor y, mt_linear_saved *saved) {
+    const mt_linear_tensors *w = &t->own;
+    return t->c->row ? mt_row_parallel_forward(t->r->ctx, t->r->grid.tp, t->x, w->w, w->b, y, d, saved)
+                     : mt_column_parallel_forward(t->r->ctx, t->r->grid.tp, t->x, w->w, w->b, y, d, saved);
+}
+
+static mt_status plain_backward(linear_test *t, const mt_linear_desc *d, mt_tensor dx, const mt_linear_saved *saved) {
+    const mt_linear_tensors *w = &t->own;
+    return t->c->row ? mt_row_parallel_backward(t->r->ctx, t->r->grid.tp, t->dy, w->w, dx, w->dw, w->db, d, saved)
+                     : mt_column_parallel_backward(t->r->ctx, t->r->grid.tp, t->dy, w->w, dx, w->dw, w->db, d, saved);
+}
+
+/* Creates the layer in a registry, and x and dy: the same on every rank where they are whole. */
+static mt_status linear_open(linear_test *t) {
+    const mt_linear_desc *d = &t->c->desc;
+    test_rank *r = t->r;
+    linear_layer *l = &t->layer;
+    int ranks = r->grid.tp_size, me = r->grid.tp_rank;
+    int64_t sp = TOKENS / (d->sequence_parallel ? ranks : 1), local;
+    MT_TRY(test_rank_renew(r));
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, t->dtype));
+    if (t->c->row) MT_TRY(mt_row_parallel_linear_create(r->ctx, r->params, "layer", d, &l->row));
+    else MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "layer", d, &l->column));
+    t->weight = t->c->row ? l->row.weight : l->column.weight;
+    t->bias = t->c->row ? l->row.bias : l->column.bias;
+    local = t->weight->local_features;
+    MT_TRY(mt_params_init(r->ctx, r->params, 3));
+    if (t->bias) MT_TRY(mt_param_scatter(r->ctx, t->bias, test_noise(r, d->out_features, 4, 1.0f), t->bias->value));
+    if (t->c->row) {
+        int split = d->input_is_parallel;
+        t->x = noise_of(r, t->dtype, TOKENS, split ? local : d->in_features, split ? 10 + (uint64_t)me : 1);
+        t->dy = noise_of(r, t->dtype, sp, d->out_features, d->sequence_parallel ? 30 + (uint64_t)me : 2);
+    } else {
+        int split = !d->gather_output;
+        t->x = noise_of(r, t->dtype, sp, d->in_features, d->sequence_parallel ? 10 + (uint64_t)me : 1);
+        t->dy = noise_of(r, t->dtype, TOKENS, split ? local : d->out_features, split ? 30 + (uint64_t)me : 2);
+    }
+    t->y = copy_of(r, t->dy);
+    t->dx = copy_of(r, t->x);
+    t->dx_before = noise_of(r, t->dtype, t->x.rows, t->x.cols, 50 + (uint64_t)me);
+    t->sum = copy_of(r, t->x);
+    return MT_SUCCESS;
+}
+
+/* Copies the parameters to memory without a registry. Their gradients start with 0.25, as those of the layer do. */
+static mt_status linear_own(linear_test *t) {
+    test_rank *r = t->r;
+    MT_TRY(mt_fill(r->ctx, t->weight->grad, 0.25f));
+    t->own.w = copy_of(r, t->weight->value);
+    t->own.dw = copy_of(r, t->weight->grad);
+    t->own.b = t->own.db = mt_none();
+    if (!t->bias) return MT_SUCCESS;
+    MT_TRY(mt_fill(r->ctx, t->bias->grad, 0.25f));
+    t->own.b = copy_of(r, t->bias->value);
+    t->own.db = copy_of(r, t->bias->grad);
+    return MT_SUCCESS;
+}
+
+/* mt_shard_copy of the whole weight gives the same shard as the registry. */
+static mt_status linear_shard(linear_test *t) {
+    const mt_param_desc *d = &t->weight->desc;
+    mt_shard s = shard_of(d, t->r->grid.tp_rank, t->r->grid.tp_size, mt_context_invariant(t->r->ctx));
+    float *whole = test_floats(t->r, d->rows * d->cols, NAN);
+    mt_tensor shard = copy_of(t->r, t->own.w);
+    if (t->dtype != MT_F32) return MT_SUCCESS;
+    MT_TRY(mt_param_gather(t->r->ctx, t->r->params, t->weight, t->own.w, whole));
+    CHECK(mt_shard_copy(&s, MT_F32, 0, whole, shard.data) == MT_SUCCESS);
+    CHECK(same_bits(shard, t->own.w));
+    return MT_SUCCESS;
+}
+
+static mt_status same_ledgers(const char *what, mt_ledger a, mt_ledger b) {
+    for (int k = 0; k < MT_COLLECTIVE_COUNT; k++)
+        if (a.calls[k] != b.calls[k] || a.bytes[k] != b.bytes[k]) {
+            fprintf(stderr, "%s: %s: %d calls, the layer has %d\n", what, mt_collective_name((mt_collective)k),
+                    (int)b.calls[k], (int)a.calls[k]);
+            return MT_ERR_DATA;
+        }
+    return MT_SUCCESS;
+}
+
+/* Runs the plain calls with d: once, and with add_to_dx. The gradients of the caller get the layer's bits. */
+static mt_status linear_plain(linear_test *t, mt_linear_desc d, const mt_ledger *forward, const mt_ledger *backward) {
+    mt_tensor y = copy_of(t->r, t->dy), dx = copy_of(t->r, t->dx_before);
+    size_t mark = mt_arena_mark(t->r->ctx);
+    mt_linear_saved saved;
+    MT_TRY(linear_own(t));
+    mt_comm_ledger_reset(t->r->grid.tp);
+    MT_TRY(plain_forward(t, &d, y, &saved));
+    MT_TRY(same_ledgers("plain forward", *forward, mt_comm_ledger(t->r->grid.tp)));
+    CHECK(same_bits(y, t->y) && saved.x.data == t->x.data);
+    mt_comm_ledger_reset(t->r->grid.tp);
+    MT_TRY(plain_backward(t, &d, dx, &saved));
+    MT_TRY(same_ledgers("plain backward", *backward, mt_comm_ledger(t->r->grid.tp)));
+    CHECK(same_bits(dx, t->dx));
+    d.add_to_dx = 1;
+    MT_TRY(mt_copy(t->r->ctx, t->dx_before, dx));
+    mt_comm_ledger_reset(t->r->grid.tp);
+    MT_TRY(plain_backward(t, &d, dx, &saved));
+    MT_TRY(same_ledgers("plain backward, add_to_dx", *backward, mt_comm_ledger(t->r->grid.tp)));
+    CHECK(same_bits(dx, t->sum));
+    MT_TRY(plain_backward(t, &d, mt_none(), &saved));
+    CHECK(mt_arena_mark(t->r->ctx) == mark);
+    return MT_SUCCESS;
+}
+
+/* The layers of tensors, with and without a name. */
+static mt_status linear_from_tensors(linear_test *t) {
+    mt_linear_desc d = t->c->desc;
+    mt_tensor y = copy_of(t->r, t->dy), dx = copy_of(t->r, t->dx_before);
+    linear_layer l;
+    mt_linear_saved saved;
+    MT_TRY(linear_own(t));
+    d.add_to_dx = 1;
+    for (int pass = 0; pass < 3; pass++) {
+        const char *name = pass ? "own" : NULL;
+        if (t->c->row)
+            MT_TRY(mt_row_parallel_linear_from_tensors(t->r->ctx, t->r->grid.tp, name, &d, &t->own, l.params, &l.row));
+        else
+            MT_TRY(mt_column_parallel_linear_from_tensors(t->r->ctx, t->r->grid.tp, name, &d, &t->own, l.params,
+                                                          &l.column));
+        CHECK(strcmp(l.params[0].name, pass ? "own.w" : "w") == 0 && l.params[0].value.data == t->own.w.data);
+        CHECK(l.params[0].local_features == t->weight->local_features);
+        MT_TRY(layer_forward(t, &l, y, &saved));
+        CHECK(same_bits(y, t->y));
+        MT_TRY(mt_copy(t->r->ctx, t->dx_before, dx));
+        MT_TRY(layer_backward(t, &l, dx, &saved));
+        CHECK(same_bits(dx, t->sum));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status linear_gradients_are(linear_test *t) {
+    CHECK(same_bits(t->own.dw, t->weight->grad));
+    CHECK(!t->bias || same_bits(t->own.db, t->bias->grad));
+    return MT_SUCCESS;
+}
+
+/* A layer of a registry with add_to_dx: dx gets what mt_add would add. */
+static mt_status linear_layer_adds(linear_test *t, const mt_linear_saved *saved) {
+    linear_layer adds = t->layer;
+    mt_tensor dx = copy_of(t->r, t->dx_before);
+    adds.row.desc.add_to_dx = adds.column.desc.add_to_dx = 1;
+    MT_TRY(mt_add(t->r->ctx, t->dx_before, t->dx, t->sum));
+    MT_TRY(layer_backward(t, &adds, dx, saved));
+    CHECK(same_bits(dx, t->sum));
+    return layer_backward(t, &adds, mt_none(), saved);
+}
+
+static mt_status linear_check(linear_test *t) {
+    mt_linear_desc d = t->c->desc;
+    mt_ledger forward, backward;
+    mt_linear_saved saved;
+    MT_TRY(linear_open(t));
+    MT_TRY(linear_own(t));
+    MT_TRY(linear_shard(t));
+    mt_comm_ledger_reset(t->r->grid.tp);
+    MT_TRY(layer_forward(t, &t->layer, t->y, &saved));
+    forward = mt_comm_ledger(t->r->grid.tp);
+    mt_comm_ledger_reset(t->r->grid.tp);
+    MT_TRY(layer_backward(t, &t->layer, t->dx, &saved));
+    backward = mt_comm_ledger(t->r->grid.tp);
+    MT_TRY(linear_layer_adds(t, &saved)); /* the third and last backward: those of the plain calls are as many */
+    mt_tensor dw = copy_of(t->r, t->weight->grad), db = t->bias ? copy_of(t->r, t->bias->grad) : mt_none();
+    for (int sizes = 0; sizes < 2; sizes++) { /* without sizes they are those of the tensors */
+        if (sizes && (t->weight->local_features * t->r->grid.tp_size != (t->c->row ? d.in_features : d.out_features)))
+            break;
+        if (sizes) d.in_features = d.out_features = 0;
+        MT_TRY(linear_plain(t, d, &forward, &backward));
+        MT_TRY(mt_copy(t->r->ctx, dw, t->weight->grad)); /* linear_own fills the layer's */
+        if (t->bias) MT_TRY(mt_copy(t->r->ctx, db, t->bias->grad));
+        MT_TRY(linear_gradients_are(t));
+    }
+    MT_TRY(linear_from_tensors(t));
+    MT_TRY(mt_copy(t->r->ctx, dw, t->weight->grad));
+    if (t->bias) MT_TRY(mt_copy(t->r->ctx, db, t->bias->grad));
+    return linear_gradients_are(t);
+}
+
+typedef struct linear_runs {
+    mt_dtype dtype;
+    int invariant, chunks;
+} linear_runs;
+
+static mt_status linear_rank(mt_comm *world, void *user) {
+    const linear_runs *runs = (const linear_runs *)user;
+    mt_context_desc where = {.arena_bytes = (size_t)16 << 20, .invariant = runs->invariant};
+    mt_parallel_options options = {.overlap_chunks = runs->chunks};
+    linear_test *t = (linear_test *)calloc(1, sizeof *t);
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, &where, &r);
+    if (status == MT_SUCCESS) status = mt_parallel_set_options(r.ctx, &options);
+    for (int i = 0; status == MT_SUCCESS && i < LINEAR_CASES; i++) {
+        memset(t, 0, sizeof *t);
+        t->c = &linear_cases[i];
+        t->r = &r;
+        t->dtype = runs->dtype;
+        status = linear_check(t);
+        if (status == MT_ERR_DATA)
+            fprintf(stderr, "%s on %d ranks, %s, invariant %d, %d chunks\n", t->c->name, mt_comm_size(world),
+                    mt_dtype_name(runs->dtype), runs->invariant, runs->chunks);
+    }
+    free(t);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_plain_linear_is_the_layer(void **state) {
+    static const linear_runs runs[] = {{MT_F32, 0, 0}, {MT_F32, 0, 3}, {MT_BF16, 0, 0},
+                                       {MT_F16, 0, 3}, {MT_F32, 8, 0}, {MT_BF16, 8, 0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++)
+        for (int ranks = 1; ranks <= 8; ranks *= 2) test_launch(ranks, linear_rank, (void *)&runs[i]);
+}
+
+/* ---- two linear layers against double precision ------------------------------------------------------------------ */
+
+/* y = (x W1^T + b1) W2^T + b2 with a column- and a row-parallel linear. The weights are distributed and the gradients
+   collected with mt_shard_copy. All numbers of a rank are in `two`. */
+enum { T = 8, IN = 5, MID = 10, OUT = 7 };
+
+typedef struct two_layers {
+    double x[T * IN], w1[MID * IN], b1[MID], w2[OUT * MID], b2[OUT], dy[T * OUT];
+    double y[T * OUT], dx[T * IN], dw1[MID * IN], db1[MID], dw2[OUT * MID], db2[OUT];
+} two_layers;
+
+static void two_noise(double *x, int n, uint64_t seed) {
+    for (int i = 0; i < n; i++) x[i] = (double)test_float(&seed); /* exact in f32 */
+}
+
+static void two_reference(two_layers *l) {
+    double h[T * MID], dh[T * MID];
+    memset(l->y, 0, sizeof *l - offsetof(two_layers, y));
+    for (int t = 0; t < T; t++) {
+        for (int m = 0; m < MID; m++) {
+            h[t * MID + m] = l->b1[m];
+            for (int i = 0; i < IN; i++) h[t * MID + m] += l->x[t * IN + i] * l->w1[m * IN + i];
+        }
+        for (int o = 0; o < OUT; o++) {
+            l->y[t * OUT + o] = l->b2[o];
+            l->db2[o] += l->dy[t * OUT + o];
+            for (int m = 0; m < MID; m++) {
+                l->y[t * OUT + o] += h[t * MID + m] * l->w2[o * MID + m];
+                l->dw2[o * MID + m] += l->dy[t * OUT + o] * h[t * MID + m];
+            }
+        }
+        for (int m = 0; m < MID; m++) {
+            dh[t * MID + m] = 0;
+            for (int o = 0; o < OUT; o++) dh[t * MID + m] += l->dy[t * OUT + o] * l->w2[o * MID + m];
+            l->db1[m] += dh[t * MID + m];
+            for (int i = 0; i < IN; i++) {
+                l->dw1[m * IN + i] += dh[t * MID + m] * l->x[t * IN + i];
+                l->dx[t * IN + i] += dh[t * MID + m] * l->w1[m * IN + i];
+            }
+        }
+    }
+}
+
+/* This rank's shard of n doubles, as floats. */
+static mt_tensor two_shard(test_rank *r, mt_shard s, const double *whole) {
+    float all[MID * OUT + MID * IN];
+    mt_tensor t;
+    int64_t rows = 0, cols = 0;
+    s.tp_rank = r->grid.tp_rank;
+    s.tp_size = r->grid.tp_size;
+    for (int64_t i = 0; i < s.rows * s.cols; i++) all[i] = (float)whole[i];
+    if (mt_shard_size(&s, &rows, &cols) != MT_SUCCESS) abort();
+    t = test_tensor(r, rows, cols, NAN);
+    if (mt_shard_copy(&s, MT_F32, 0, all, t.data) != MT_SUCCESS) abort();
+    return t;
+}
+
+/* Compares the shards of all ranks with the whole matrix. */
+static mt_status two_near(test_rank *r, const char *what, mt_shard s, mt_tensor shard, const double *want) {
+    int64_t n = shard.rows * shard.cols;
+    float *all = test_floats(r, n * r->grid.tp_size, NAN), *whole = test_floats(r, s.rows * s.cols, NAN);
+    MT_TRY(mt_all_gather(r->ctx, r->grid.tp, shard.data, all, (size_t)n, MT_F32));
+    s.tp_size = r->grid.tp_size;
+    for (s.tp_rank = 0; s.tp_rank < s.tp_size; s.tp_rank++)
+        CHECK(mt_shard_copy(&s, MT_F32, 1, all + s.tp_rank * n, whole) == MT_SUCCESS);
+    return test_near(what, whole, want, s.rows * s.cols, 1e-5);
+}
+
+static mt_status two_body(test_rank *r, int sp) {
+    const mt_shard s1 = {.rows = MID, .cols = IN, .placement = MT_SPLIT_ROWS};
+    const mt_shard s2 = {.rows = OUT, .cols = MID, .placement = MT_SPLIT_COLS};
+    const mt_shard v1 = {.rows = 1, .cols = MID, .placement = MT_SPLIT_COLS}, v2 = {.rows = 1, .cols = OUT};
+    const mt_shard x_rows = {.rows = T, .cols = IN, .placement = sp ? MT_SPLIT_ROWS : MT_REPLICATED};
+    const mt_shard y_rows = {.rows = T, .cols = OUT, .placement = sp ? MT_SPLIT_ROWS : MT_REPLICATED};
+    mt_linear_desc d1 = {.in_features = IN, .out_features = MID, .sequence_parallel = sp, .add_to_dx = 1};
+    mt_linear_desc d2 = {.in_features = MID, .out_features = OUT, .sequence_parallel = sp, .input_is_parallel = 1};
+    two_layers l;
+    mt_linear_saved saved1, saved2;
+    two_noise((double *)&l, T * IN + MID * IN + MID + OUT * MID + OUT + T * OUT, 5);
+    two_reference(&l);
+    mt_tensor x = two_shard(r, x_rows, l.x), dy = two_shard(r, y_rows, l.dy);
+    mt_tensor w1 = two_shard(r, s1, l.w1), b1 = two_shard(r, v1, l.b1);
+    mt_tensor w2 = two_shard(r, s2, l.w2), b2 = two_shard(r, v2, l.b2);
+    mt_tensor dw1 = test_tensor(r, w1.rows, w1.cols, 0), db1 = test_tensor(r, 1, b1.cols, 0);
+    mt_tensor dw2 = test_tensor(r, w2.rows, w2.cols, 0), db2 = test_tensor(r, 1, OUT, 0);
+    mt_tensor h = test_tensor(r, T, w1.rows, NAN), dh = test_tensor(r, T, w1.rows, NAN);
+    mt_tensor y = test_tensor(r, dy.rows, OUT, NAN), dx = test_tensor(r, x.rows, IN, 1.0f);
+    MT_TRY(mt_column_parallel_forward(r->ctx, r->grid.tp, x, w1, b1, h, &d1, &saved1));
+    MT_TRY(mt_row_parallel_forward(r->ctx, r->grid.tp, h, w2, b2, y, &d2, &saved2));
+    MT_TRY(mt_row_parallel_backward(r->ctx, r->grid.tp, dy, w2, dh, dw2, db2, &d2, &saved2));
+    MT_TRY(mt_column_parallel_backward(r->ctx, r->grid.tp, dh, w1, dx, dw1, db1, &d1, &saved1));
+    if (sp) MT_TRY(mt_all_reduce(r->ctx, r->grid.tp, db2.data, db2.data, OUT, MT_F32, MT_SUM));
+    for (int i = 0; i < T * IN; i++) l.dx[i] += 1.0; /* what was in dx before */
+    MT_TRY(two_near(r, "y", y_rows, y, l.y));
+    MT_TRY(two_near(r, "dx", x_rows, dx, l.dx));
+    MT_TRY(two_near(r, "dw1", s1, dw1, l.dw1));
+    MT_TRY(two_near(r, "db1", v1, db1, l.db1));
+    MT_TRY(two_near(r, "dw2", s2, dw2, l.dw2));
+    return two_near(r, "db2", v2, db2, l.db2);
+}
+
+static mt_status two_rank(mt_comm *world, void *user) {
+    test_rank r;
+    mt_status status;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, NULL, &r));
+    status = two_body(&r, *(const int *)user);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_plain_calls_against_double_precision(void **state) {
+    static const int sp[] = {0, 1};
+    (void)state;
+    for (int ranks = 1; ranks <= 8; ranks++)
+        for (int i = 0; i < 2; i++)
+            if (!sp[i] || T % ranks == 0) test_launch(ranks, two_rank, (void *)&sp[i]);
+}
+
+/* ---- refusals ---------------------------------------------------------------------------------------------------- */
+
+static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
+    t.rows = rows;
+    t.cols = cols;
+    t.ld = ld;
+    return t;
+}
+
+static void test_plain_calls_refuse(void **state) {
+    const mt_linear_desc sp = {.sequence_parallel = 1}, gather = {.gather_output = 1}, split = {.input_is_parallel = 1};
+    const mt_linear_desc sizes = {.in_features = 8, .out_features = 12}, no_bias = {.no_bias = 1};
+    const mt_linear_desc std = {.init_std = 1.0f}, parts = {.parts = 2}, shared = {.weight = (mt_param *)8};
+    mt_linear_saved saved = {{0}};
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
+    mt_context *c = r.ctx;
+    mt_comm *tp = r.grid.tp;
+    mt_tensor x = test_tensor(&r, 4, 8, 1.0f), w = test_tensor(&r, 5, 8, 1.0f), b = test_tensor(&r, 1, 5, 1.0f);
+    mt_tensor y = test_tensor(&r, 4, 5, 7.0f), dw = test_tensor(&r, 5, 8, 7.0f), db = test_tensor(&r, 1, 5, 7.0f);
+    mt_tensor dx = test_tensor(&r, 4, 8, 7.0f), none = mt_none(), half = b;
+    half.dtype = MT_BF16;
+    assert_int_equal(mt_column_parallel_forward(NULL, tp, x, w, b, y, NULL, NULL), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_row_parallel_forward(NULL, tp, x, w, b, y, NULL, NULL), MT_ERR_ARGUMENT);
+#define FORWARD(status, words, ...) REFUSED(c, status, words, mt_column_parallel_forward(c, __VA_ARGS__, NULL))
+    FORWARD(MT_ERR_ARGUMENT, "mt_column_parallel_forward|tp is NULL", NULL, x, w, b, y, NULL);
+    FORWARD(MT_ERR_ARGUMENT, "w is NULL", tp, x, none, b, y, NULL);
+    FORWARD(MT_ERR_SHAPE, "mt_column_parallel_forward: x is [4, 7]|[4, 8]", tp, with_shape(x, 4, 7, 8), w, b, y, NULL);
+    FORWARD(MT_ERR_SHAPE, "y is [4, 4]|[4, 5]", tp, x, w, b, with_shape(y, 4, 4, 5), NULL);
+    FORWARD(MT_ERR_SHAPE, "y is [4, 5]|[4, 10]", tp, x, w, b, y, &gather);
+    FORWARD(MT_ERR_SHAPE, "y is [4, 5]|[8, 5]", tp, x, w, b, y, &sp);
+    FORWARD(MT_ERR_SHAPE, "b is [1, 4]|[1, 5]", tp, x, w, with_shape(b, 1, 4, 4), y, NULL);
+    FORWARD(MT_ERR_SHAPE, "w is [5, 8]|[6, 8]", tp, x, w, b, y, &sizes);
+    FORWARD(MT_ERR_SHAPE, "w [5, 7]|ld 8|contiguous", tp, x, with_shape(w, 5, 7, 8), b, y, NULL);
+    FORWARD(MT_ERR_SHAPE, "10 features|2 parts", tp, x, w, b, y, &(mt_linear_desc){.parts = 2, .unit = 3});
+    FORWARD(MT_ERR_ARGUMENT, "out_features -1", tp, x, with_shape(w, -5, 8, 8), b, y, NULL);
+    FORWARD(MT_ERR_DTYPE, "'b' is bf16|'w' is f32", tp, x, w, half, y, NULL);
+    FORWARD(MT_ERR_ARGUMENT, "input_is_parallel", tp, x, w, b, y, &split);
+    FORWARD(MT_ERR_ARGUMENT, "no_bias", tp, x, w, b, y, &no_bias);
+    FORWARD(MT_ERR_ARGUMENT, "init_std", tp, x, w, b, y, &std);
+    FORWARD(MT_ERR_ARGUMENT, "weight", tp, x, w, b, y, &shared);
+#undef FORWARD
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_forward|gather_output",
+            mt_row_parallel_forward(c, tp, x, w, b, y, &gather, NULL));
+    REFUSED(c, MT_ERR_SHAPE, "mt_row_parallel_forward: x is [4, 8]|[4, 16]",
+            mt_row_parallel_forward(c, tp, x, w, b, y, NULL, NULL));
+    REFUSED(c, MT_ERR_SHAPE, "mt_row_parallel_forward: y is [4, 4]|[4, 5]",
+            mt_row_parallel_forward(c, tp, x, w, b, with_shape(y, 4, 4, 4), &split, NULL));
+#define BACKWARD(status, words, ...) REFUSED(c, status, words, mt_column_parallel_backward(c, __VA_ARGS__))
+    BACKWARD(MT_ERR_ARGUMENT, "mt_column_parallel_backward|saved is NULL", tp, y, w, dx, dw, db, NULL, NULL);
+    BACKWARD(MT_ERR_SHAPE, "saved->x is [0, 0]", tp, y, w, dx, dw, db, NULL, &saved);
+    saved.x = x;
+    BACKWARD(MT_ERR_ARGUMENT, "gradient of 'w'", tp, y, w, dx, none, db, NULL, &saved);
+    BACKWARD(MT_ERR_SHAPE, "dw is [5, 7]|[5, 8]", tp, y, w, dx, with_shape(dw, 5, 7, 7), db, NULL, &saved);
+    BACKWARD(MT_ERR_SHAPE, "db is [1, 4]|[1, 5]", tp, y, w, dx, dw, with_shape(db, 1, 4, 4), NULL, &saved);
+    BACKWARD(MT_ERR_DTYPE, "db is bf16", tp, y, w, dx, dw, half, NULL, &saved);
+    BACKWARD(MT_ERR_SHAPE, "dx is [4, 7]|[4, 8]", tp, y, w, with_shape(dx, 4, 7, 7), dw, db, NULL, &saved);
+    BACKWARD(MT_ERR_ARGUMENT, "dx [|saved->x|overlap", tp, y, w, x, dw, db, &(mt_linear_desc){.add_to_dx = 1}, &saved);
+#undef BACKWARD
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_backward|gradient of 'w'",
+            mt_row_parallel_backward(c, tp, with_shape(y, 4, 5, 5), w, dx, none, db, &split, &saved));
+    REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_backward|saved is NULL",
+            mt_row_parallel_backward(c, tp, y, w, dx, dw, db, &split, NULL));
+    test_untouched("y", y.data, 4 * 5, 7.0f);
+    test_untouched("dx", dx.data, 4 * 8, 7.0f);
+    test_untouched("dw", dw.data, 5 * 8, 7.0f);
+    test_paper_rank_close(&r);
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &(mt_context_desc){.invariant = 4}, &r);
+    w = test_tensor(&r, 6, 8, 1.0f);
+    y = test_tensor(&r, 4, 6, 7.0f);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w' has 2 parts",
+            mt_column_parallel_forward(r.ctx, r.grid.tp, x, w, none, y, &parts, NULL));
+    test_paper_rank_close(&r);
+}
+
+static void test_layers_of_tensors_refuse(void **state) {
+    char name[MT_NAME_MAX + 1];
+    mt_linear_tensors t;
+    linear_layer l;
+    test_rank r;
+    (void)state;
+    memset(name, 'n', MT_NAME_MAX);
+    name[MT_NAME_MAX] = 0;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
+    mt_context *c = r.ctx;
+    mt_comm *tp = r.grid.tp;
+    t.w = test_tensor(&r, 5, 8, 1.0f);
+    t.b = test_tensor(&r, 1, 5, 1.0f);
+    t.dw = t.db = mt_none();
+    assert_int_equal(mt_column_parallel_linear_from_tensors(NULL, tp, NULL, NULL, &t, l.params, &l.column),
+                     MT_ERR_ARGUMENT);
+    assert_int_equal(mt_row_parallel_linear_from_tensors(NULL, tp, NULL, NULL, &t, l.params, &l.row), MT_ERR_ARGUMENT);
+#define FROM(status, words, ...) REFUSED(c, status, words, mt_column_parallel_linear_from_tensors(c, __VA_ARGS__))
+    FROM(MT_ERR_ARGUMENT, "tensors is NULL", tp, "l", NULL, NULL, l.params, &l.column);
+    FROM(MT_ERR_ARGUMENT, "params is NULL", tp, "l", NULL, &t, NULL, &l.column);
+    FROM(MT_ERR_ARGUMENT, "out is NULL", tp, "l", NULL, &t, l.params, NULL);
+    FROM(MT_ERR_ARGUMENT, "tp is NULL", NULL, "l", NULL, &t, l.params, &l.column);
+    FROM(MT_ERR_ARGUMENT, "nnn|93", tp, name, NULL, &t, l.params, &l.column);
+    FROM(MT_ERR_SHAPE, "l.w is [5, 8]|[2, 8]", tp, "l", &(mt_linear_desc){.out_features = 3}, &t, l.params, &l.column);
+#undef FROM
+    REFUSED(
+        c, MT_ERR_SHAPE, "l.w is [5, 8]|[3, 8]",
+        mt_row_parallel_linear_from_tensors(c, tp, "l", &(mt_linear_desc){.out_features = 3}, &t, l.params, &l.row));
+    name[MT_NAME_MAX - 3] = 0;
+    ASSERT_STATUS(c, MT_SUCCESS, mt_column_parallel_linear_from_tensors(c, tp, name, NULL, &t, l.params, &l.column));
+    assert_true(l.column.desc.in_features == 8 && l.column.desc.out_features == 10 && l.column.local_features == 5);
+    t.db = t.b;
+    t.b = mt_none();
+    REFUSED(c, MT_ERR_ARGUMENT, "db comes without b",
+            mt_column_parallel_linear_from_tensors(c, tp, "l", NULL, &t, l.params, &l.column));
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shards_are_those_of_the_registry),
         cmocka_unit_test(test_shards_make_the_whole_matrix),
         cmocka_unit_test(test_shard_defaults),
         cmocka_unit_test(test_shards_refuse),
+        cmocka_unit_test(test_plain_linear_is_the_layer),
+        cmocka_unit_test(test_plain_calls_against_double_precision),
+        cmocka_unit_test(test_plain_calls_refuse),
+        cmocka_unit_test(test_layers_of_tensors_refuse),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
