@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds each example with the command in its first lines and runs it, train_gpt for only 3 steps.
+# Builds each example with the command in its first lines and runs it, train_gpt for only 3 steps. 05_own_weights is
+# two programs: their losses must agree, and few of their lines may differ.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -45,6 +46,105 @@ includes_what_it_uses() {
     "$CC" -Wall -Wextra -Werror -I. $DECLARATIONS_ONLY -fsyntax-only "$1"
 }
 
+# ---- 05_own_weights ------------------------------------------------------------------------------------------------
+
+own=examples/05_own_weights
+
+# own_build NAME SOURCE: compiles SOURCE with the command in the first lines of the example NAME.c
+own_build() {
+    compile=$(example_commands "$own/$1.c" | sed "s|&&.*||; s|^cc |$CC |; s| $own/$1.c | $2 |; s| -o [^ ]*| -o $2.out|")
+    [ -n "$compile" ] && sh -c "$compile"
+}
+
+# The lines of a program without comments that have a line of their own, and without blank lines.
+code_of() { awk '/^ *\/\*/ { comment = 1 } !comment && NF; /\*\// { comment = 0 }' "$1"; }
+
+# At most 40 lines of code of after.c are not in before.c. These are the lines that diff marks with ">". Lines that
+# before.c has and after.c has not do not count.
+own_changes() {
+    for name in before after; do code_of "$own/$name.c" >"$build/$name.code"; done
+    diff "$build/before.code" "$build/after.code" >"$build/own.diff"
+    cat "$build/own.diff"
+    changed=$(grep -c '^>' "$build/own.diff")
+    echo "$changed lines of $(wc -l <"$build/after.code") are changed or new"
+    [ "$changed" -gt 10 ] && [ "$changed" -le 40 ]
+}
+
+# same_losses FILE FILE: both have the same steps, at least 40, and the losses of a step differ by at most 1e-6
+same_losses() {
+    for file in "$1" "$2"; do grep '^step' "$file" >"$file.steps"; done
+    paste "$1.steps" "$2.steps" | awk '
+        { d = $4 - $8; if (d < 0) d = -d; if (d > most) most = d; if ($2 != $6 || NF != 8 || !($4 > 0)) wrong = 1 }
+        NR == 1 { first = $4 }
+        END { print NR " steps, largest difference " most
+              exit !(NR >= 40 && !wrong && most <= 1e-6 && $4 < first / 2) }'
+}
+
+# own_memory RANKS: what each rank must print. Per layer and rank, the products have 12 * 32 * 32 / RANKS weights and
+# (3 * 32 + 128) / RANKS biases. The table of 112 tokens is split, and the rest is whole on each rank: positions, biases
+# after the reduction, norms. Activations are for 128 tokens.
+own_memory() {
+    weights=$((32 * 32 + 2 * 6 * 32 + 2 * 32 + (112 * 32 + 2 * (12 * 32 * 32 + 3 * 32 + 128)) / $1))
+    kept=$((128 * ((3 + 2 * 3 + 1) * 32 + 2 * (2 + 2) + 2 + (2 * (3 * 32 + 4 * 32 + 32 + 2 * 128) + 112) / $1)))
+    rank=0
+    while [ $rank -lt "$1" ]; do
+        echo "rank $rank: $((4 * weights)) bytes of weights, $((4 * kept)) of activations"
+        rank=$((rank + 1))
+    done
+}
+
+# own_ranks RANKS: the losses of before.c, in the memory of the shards
+own_ranks() {
+    "$build/own_after.c.out" "$1" >"$build/own_after.txt" || return 1
+    same_losses "$build/own_before.txt" "$build/own_after.txt" || return 1
+    grep '^rank' "$build/own_after.txt" | sort >"$build/own_memory.txt"
+    own_memory "$1" | diff - "$build/own_memory.txt"
+}
+
+own_error() {
+    "$build/own_after.c.out" 3 >"$build/own_error.txt" 2>&1 && return 1
+    grep '3 ranks do not divide 4 heads' "$build/own_error.txt" && ! grep '^step' "$build/own_error.txt"
+}
+
+own_before() {
+    cp "$own/before.c" "$build/own_before.c" && own_build before "$build/own_before.c" || return 1
+    "$build/own_before.c.out" >"$build/own_before.txt" && cat "$build/own_before.txt" || return 1
+    grep -qx "$(own_memory 1 | sed 's/^rank 0: //')" "$build/own_before.txt"
+}
+
+own_after() { cp "$own/after.c" "$build/own_after.c" && own_build after "$build/own_after.c"; }
+
+# Without one of the calls of f and g, or with rows of Q, K and V that are split as one block, the losses differ.
+own_mistakes() {
+    count=0
+    for line in $(grep -n 'tensor_region_\|QKV_B ? 3 : 1' "$own/after.c" | sed 's/:.*//'); do
+        sed "${line}s/QKV_B ? 3 : 1/QKV_B ? 1 : 1/; ${line}s/.*tensor_region_.*//" "$own/after.c" >"$build/own_wrong.c"
+        "$CC" -O1 -I. $DECLARATIONS_ONLY "$build/own_wrong.c" "$build/implementation.o" -o "$build/own_wrong" -lm \
+            -lpthread && "$build/own_wrong" 2 >"$build/own_wrong.txt" || return 1
+        same_losses "$build/own_before.txt" "$build/own_wrong.txt" && { echo "without line $line"; return 1; }
+        count=$((count + 1))
+    done
+    [ $count -eq 7 ]
+}
+
+own_weights() {
+    for name in before after; do
+        check "05_own_weights/$name includes what it uses" includes_what_it_uses "$own/$name.c"
+    done
+    check "05_own_weights: after.c changes at most 40 lines of code" own_changes
+    check "05_own_weights/before" own_before
+    check "05_own_weights/after builds" own_after
+    for ranks in 1 2 4; do
+        check "05_own_weights/after: the losses of before.c on $ranks ranks, memory of a shard" own_ranks $ranks
+    done
+    check "05_own_weights/after: 3 ranks, which do not divide 4 heads, are an error" own_error
+    in_full || return
+    check "implementation" "$CC" -O1 -I. -c tests/package/implementation.c -o "$build/implementation.o"
+    check "05_own_weights: without one of its changes the losses differ" own_mistakes
+}
+
+# ---- all examples --------------------------------------------------------------------------------------------------
+
 for source in examples/*.c; do
     case ${1:-} in
     "" | "$(basename "$source" .c)") ;;
@@ -59,5 +159,8 @@ for source in examples/*.c; do
 $commands
 END
 done
+case ${1:-} in
+"" | 05_own_weights) own_weights ;;
+esac
 closing_line
 [ "$failed" -eq 0 ]
