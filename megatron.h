@@ -4,7 +4,7 @@
        #define MEGATRON_IMPLEMENTATION      // in exactly one file of your program: a .c, .cpp or .cu
        #include "megatron.h"                // the other files need only this line
        cc -O3 -march=native -I. yours.c -lm -lpthread          (add -DMT_USE_ONEDNN -ldnnl for a fast GEMM)
-       nvcc -O3 -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs; docs/gpus.md says what a program changes)
+       nvcc -O3 -arch=native -I. -DMT_USE_NCCL yours.cu -lcublasLt -lnccl   (on GPUs, see docs/gpus.md)
 
    This program trains a small GPT on 2 ranks. examples/01_mlp.c also shows how to destroy every object.
 

@@ -338,7 +338,8 @@ typedef struct mt_attention_desc {
    backward: dqkv = the gradient of qkv, of the same shape. It takes the out and lse of forward and computes the
              probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
-   cores, and other calls use a slower kernel without them: see docs/gpus.md.
+   cores, if nvcc compiled the program for such a GPU (-arch=native). Other calls use a slower kernel without them: see
+   docs/gpus.md.
    Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
@@ -541,6 +542,7 @@ typedef struct mti_kernels {
     mt_gemm_options options;
     void *gemm; /* the mti_lt of a GPU, which gemm_destroy frees; NULL before the first product and on a CPU */
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
+    int built_for; /* see mti_built_for; 0 before its first call */
 } mti_kernels;
 
 static void mti_kernels_destroy(mt_context *ctx, void *memory) {
@@ -1384,7 +1386,7 @@ extern "C++" {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define MTI_PTX_SM80(...) asm volatile(__VA_ARGS__)
 #else
-#define MTI_PTX_SM80(...) __trap() /* not reached: see mti_flash_fits */
+#define MTI_PTX_SM80(...) __trap() /* not reached: see mti_built_for */
 #endif
 
 static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
@@ -5053,14 +5055,36 @@ static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
     return !t.data || (t.dtype == a->qkv.dtype && mti_is_wide(t));
 }
 
+/* Sets *arch to the architecture that nvcc compiled this GPU's kernels for: 80 for compute_80. It can be older than the
+   GPU, because the driver translates PTX for newer GPUs: without -arch, nvcc 13 compiles for compute_75. The context
+   asks the driver once. MT_DEVICE_META plans for the GPU that it stands for. */
+static mt_status mti_built_for(mt_context *ctx, int *arch) {
+    cudaFuncAttributes attributes;
+    mti_kernels *k;
+    *arch = mt_context_compute_capability(ctx);
+    if (mt_context_device(ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    if (!k->built_for) {
+        MT_TRY(mt_cuda_enter(ctx));
+        MT_CUDA_TRY(ctx, cudaFuncGetAttributes(&attributes, (const void *)mti_flash_stats_kernel));
+        k->built_for = attributes.ptxVersion;
+    }
+    *arch = k->built_for;
+    return MT_SUCCESS;
+}
+
 /* Whether the tensor-core path can run a call. The maximum of the scores is taken before scale, so scale must be
    positive. Positions are int, so seq is limited. */
-static int mti_flash_fits(const mti_attention *a) {
+static mt_status mti_flash_fits(const mti_attention *a, int *fits) {
     const mt_attention_desc *s = a->desc;
-    return mt_context_compute_capability(a->ctx) >= 80 &&
-           (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f && s->seq <= INT_MAX / 2 &&
-           a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) && mti_flash_fits_view(a, a->out) &&
-           mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
+    int arch = 0;
+    *fits = (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f &&
+            s->seq <= INT_MAX / 2 && a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) &&
+            mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
+    if (!*fits) return MT_SUCCESS;
+    MT_TRY(mti_built_for(a->ctx, &arch));
+    *fits = arch >= 80;
+    return MT_SUCCESS;
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
@@ -5098,10 +5122,12 @@ static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_de
 
 static mt_status mti_cuda_attention_forward(const mti_attention *a) {
     const mt_attention_desc *s = a->desc;
+    int fits = 0;
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(a->ctx));
-    if (mti_flash_fits(a)) return mti_flash_run<mti_flash_forward>(a, mti_flash_of(a));
+    MT_TRY(mti_flash_fits(a, &fits));
+    if (fits) return mti_flash_run<mti_flash_forward>(a, mti_flash_of(a));
     MT_LAUNCH_KERNEL(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS,
                      0, mt_context_stream(a->ctx), mti_plain_of(a));
     return mt_cuda_launched(a->ctx, "mt_attention_forward");
@@ -5109,9 +5135,11 @@ static mt_status mti_cuda_attention_forward(const mti_attention *a) {
 
 static mt_status mti_cuda_attention_backward(const mti_attention *a) {
     const mt_attention_desc *s = a->desc;
+    int fits = 0;
     MT_TRY(mti_cuda_attention_check(a->ctx, s));
     if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
-    if (mti_flash_fits(a)) return mti_flash_run_backward(a);
+    MT_TRY(mti_flash_fits(a, &fits));
+    if (fits) return mti_flash_run_backward(a);
     MT_TRY(mt_cuda_enter(a->ctx));
     MT_LAUNCH_KERNEL(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
                      mt_context_stream(a->ctx), mti_plain_of(a));

@@ -12,7 +12,7 @@
    ./02_custom_block [RANKS] [bf16] [cuda] [invariant] [sequence_parallel] [hashes] trains the block, by default on 2
    ranks. The losses on 1, 2 and 4 ranks are equal up to rounding; with `invariant` they have the same bits. `hashes`
    prints the hash log of the last step.
-   For CUDA: nvcc -x cu -std=c++20 -O3 -I. examples/02_custom_block.c -o 02_custom_block -lcublasLt */
+   For CUDA: nvcc -x cu -std=c++20 -O3 -arch=native -I. examples/02_custom_block.c -o 02_custom_block -lcublasLt */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

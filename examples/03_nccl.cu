@@ -1,6 +1,6 @@
 /* 03_nccl - puts the MLP of 01_mlp.c into a CUDA program that has its own streams, buffers and NCCL communicators.
 
-   nvcc -O3 -I. examples/03_nccl.cu -o 03_nccl -lcublasLt -lnccl && ./03_nccl
+   nvcc -O3 -arch=native -I. examples/03_nccl.cu -o 03_nccl -lcublasLt -lnccl && ./03_nccl
 
    The program has a thread for each GPU, calls ncclCommInitAll, and has kernels for its loss and its update. The calls
    of megatron.h are marked (1) to (6); they work in the program's streams. The program uses all GPUs of the machine, or

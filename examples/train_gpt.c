@@ -2,7 +2,7 @@
 
    cc -O3 -march=native -I. examples/train_gpt.c -o train_gpt -lm -lpthread
    cc -O3 -march=native -I. -DMT_USE_ONEDNN examples/train_gpt.c -o train_gpt -ldnnl -lm -lpthread
-   nvcc -O3 -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt             (several GPUs: -DMT_USE_NCCL -lnccl)
+   nvcc -O3 -arch=native -I. -x cu examples/train_gpt.c -o train_gpt -lcublasLt   (several GPUs: -DMT_USE_NCCL -lnccl)
 
    ./train_gpt                      the defaults: 2-way tensor parallel, one to three minutes on two cores, on the text
                                     of this project's headers and README (run it in the root of the checkout)

@@ -1,5 +1,5 @@
 /* test_cuda.cu - tests every operator of mt_kernels.cuh on MT_DEVICE_CUDA against the CPU backend.
-     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda.cu -lcublasLt
+     On a GPU:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda.cu -lcublasLt
      Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION

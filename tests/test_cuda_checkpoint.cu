@@ -1,6 +1,6 @@
 /* test_cuda_checkpoint.cu - tests checkpoints of a GPT on GPUs: resumed training against training without a break,
    and files that a GPU writes against those of a CPU; each reads the other's.
-     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_checkpoint.cu -lcublasLt
+     On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_checkpoint.cu -lcublasLt
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION

@@ -2,7 +2,7 @@
    in f32, bf16 and f16, with and without sequence parallelism, and compares its output, gradients and losses with
    the CPU's. In invariant mode every split has the same bits. The block uses functions that no block of megatron.h
    uses on a GPU: shared f and g, QK-norm, a gate, an activation without an epilogue.
-     On GPUs:       nvcc -std=c++20 -O2 -I. tests/test_cuda_custom_block.cu -lcublasLt
+     On GPUs:       nvcc -std=c++20 -O2 -arch=native -I. tests/test_cuda_custom_block.cu -lcublasLt
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define CUSTOM_BLOCK_NO_MAIN

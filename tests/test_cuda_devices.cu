@@ -1,6 +1,6 @@
 /* test_cuda_devices.cu - tests several GPUs in one process: contexts of one thread on two GPUs, ranks on two GPUs
    without NCCL, and the scratch memory of calls on the second stream.
-     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_devices.cu -lcublasLt    (skips tests that need two)
+     On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_devices.cu -lcublasLt  (skips tests for two)
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION

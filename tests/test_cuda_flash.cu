@@ -1,5 +1,5 @@
 /* test_cuda_flash.cu - tests attention on tensor cores against the CPU backend in f32, with the same 16-bit inputs.
-     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_flash.cu -lcublasLt
+     On a GPU:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_flash.cu -lcublasLt
      Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
@@ -8,6 +8,12 @@
 #include "mt_test.h"
 
 #include <math.h>
+
+#if defined(MT_CUDA_ENGINE)
+namespace mte {
+void set_ptx_arch(int arch);
+}
+#endif
 
 static mt_context *cpu, *gpu;
 
@@ -370,24 +376,54 @@ static int differ(mt_tensor a, mt_tensor b) {
     return result;
 }
 
+/* Tells the context what nvcc has compiled the kernels for. 0: it has not asked yet. */
+static void set_built_for(int arch) {
+    mti_kernels *k = NULL;
+    OK(mti_kernels_open(gpu, &k));
+    k->built_for = arch;
+}
+
 /* The plain kernels do not round probabilities: different bits of nearly the same numbers show that they were used. */
-static void test_older_chips(void **state) {
+static void test_built_for_older_chips(void **state) {
     config c = {1, 70, 1, 2, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.2f};
     size_t mark = mt_arena_mark(gpu);
     call fast = call_new(&c, 2.0f), plain = call_new(&c, 2.0f), third = call_new(&c, 2.0f);
-    int capability = gpu->capability;
     (void)state;
-    assert_true(capability >= 80);
+    assert_true(mt_context_compute_capability(gpu) >= 80);
     run(&fast);
-    gpu->capability = 75;
+    set_built_for(75);
     run(&plain);
     against_cpu(c);
-    gpu->capability = 80;
+    set_built_for(80);
     run(&third);
-    gpu->capability = capability;
+    set_built_for(0);
     assert_true(differ(fast.out, plain.out) && differ(fast.dqkv, plain.dqkv));
     assert_false(differ(fast.out, third.out) || differ(fast.dqkv, third.dqkv));
     mt_arena_release(gpu, mark);
+}
+
+/* A program without -arch on this GPU: the driver translates the PTX of compute_75, in which each PTX instruction of
+   sm_80 is a trap. */
+static void test_build_without_arch(void **state) {
+#if defined(MT_CUDA_ENGINE)
+    config c = {1, 70, 1, 2, 64, MT_F16, MT_MASK_CAUSAL, 0, 0.2f};
+    size_t mark = mt_arena_mark(gpu);
+    call fast = call_new(&c, 2.0f), plain = call_new(&c, 2.0f), unasked = call_new(&c, 2.0f);
+    (void)state;
+    run(&fast);
+    mte::set_ptx_arch(75);
+    run(&unasked); /* the context has asked before */
+    set_built_for(0);
+    run(&plain);
+    mte::set_ptx_arch(90);
+    assert_false(differ(fast.out, unasked.out) || differ(fast.dqkv, unasked.dqkv));
+    assert_true(differ(fast.out, plain.out) && differ(fast.dqkv, plain.dqkv));
+    set_built_for(0);
+    mt_arena_release(gpu, mark);
+#else
+    (void)state;
+    skip(); /* the architecture of a program cannot be changed while it runs */
+#endif
 }
 
 /* Rows that are not aligned to 16 bytes, two types in one call, scores in descending order. */
@@ -496,7 +532,8 @@ int main(void) {
         cmocka_unit_test(test_run_to_run),
         cmocka_unit_test(test_split),
         cmocka_unit_test(test_layouts),
-        cmocka_unit_test(test_older_chips),
+        cmocka_unit_test(test_built_for_older_chips),
+        cmocka_unit_test(test_build_without_arch),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_what_only_the_plain_path_does),
     };

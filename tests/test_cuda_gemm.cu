@@ -1,7 +1,7 @@
 /* test_cuda_gemm.cu - tests matrix products on MT_DEVICE_CUDA: every cuBLASLt epilogue in every layout that the
    library uses against the separate operators, the choice of an algorithm by measurement, and the memory that a meta
    context computes for a GPU. The test is small: run it early on a new GPU.
-     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_gemm.cu -lcublasLt
+     On a GPU:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_gemm.cu -lcublasLt
      Without a GPU:  the engine in tests/engine/ runs the same file on a CPU; the test then sets how
                      long a product takes. */
 

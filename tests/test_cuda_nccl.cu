@@ -1,6 +1,6 @@
 /* test_cuda_nccl.cu - tests communicators over NCCL against ranks that are threads on a CPU: collectives, splits,
    faults, registration.
-     On GPUs:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
+     On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. Only there it tests the
                     faults that the stand-in for NCCL causes. */
 

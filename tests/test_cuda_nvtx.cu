@@ -1,7 +1,7 @@
 /* test_cuda_nvtx.cu - tests the ranges that MT_USE_NVTX adds to a profile, against the expected names: each block
    and each collective has one, they nest, and they are closed when a call fails. NVTX is real; this program is the
    tool that receives the ranges.
-     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_nvtx.cu -lcublasLt
+     On a GPU:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_nvtx.cu -lcublasLt
      Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MT_USE_NVTX

@@ -1,7 +1,7 @@
 /* test_cuda_processes.cu - tests ranks that are processes with a GPU each, over NCCL, with the environment of
    torchrun or srun: how they connect; their results against sums computed on the host; and the messages of the other
    ranks when one is killed, stopped, stuck, fails or never starts.
-     On GPUs:       nvcc -std=c++17 -O2 -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl    (4 GPUs)
+     On 4 GPUs:     nvcc -std=c++17 -O2 -arch=native -I. -DMT_USE_NCCL tests/test_cuda_processes.cu -lcublasLt -lnccl
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU.
    The test process itself does not use a GPU: CUDA does not work after a fork. */
 

@@ -1,6 +1,6 @@
 /* test_cuda_ptx.cu - tests the wrappers of PTX instructions against the layouts in the PTX manual (9.7). Run it
    first on a new GPU (sm_80 or later).
-     On a GPU:       nvcc -std=c++17 -O2 -I. tests/test_cuda_ptx.cu -lcublasLt
+     On a GPU:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_ptx.cu -lcublasLt
      Without a GPU:  the engine in tests/engine/ runs the same file on a CPU, which tests the engine's models of them.
   */
 

@@ -1,6 +1,6 @@
 /* bench_cuda - measures the library on a GPU: memory-bound operators, GEMM, attention, layers. Not a test.
 
-   nvcc -O3 -std=c++17 -I. tests/bench/bench_cuda.cu -o bench_cuda -lcublasLt && ./bench_cuda
+   nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o bench_cuda -lcublasLt && ./bench_cuda
 
    ./bench_cuda     measures everything, in some minutes; ./bench_cuda --help lists the flags
    tests/bench/README.md explains the rows.

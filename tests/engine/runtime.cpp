@@ -801,6 +801,13 @@ using namespace mte;
 
 static constexpr int compute_major = 9;
 static constexpr int compute_minor = 0;
+static int ptx_arch = 10 * compute_major + compute_minor;
+
+void mte::set_ptx_arch(int arch) {
+    Guard guard;
+    ptx_arch = arch;
+}
+
 static constexpr int multiprocessors = 132;
 static constexpr int threads_per_multiprocessor = 2048;
 static constexpr int shared_per_multiprocessor = 228 << 10;
@@ -950,7 +957,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *fu
     attributes->maxThreadsPerBlock = 1024;
     attributes->maxDynamicSharedSizeBytes = (int)dynamic_shared_limit(function);
     attributes->numRegs = 64;
-    attributes->ptxVersion = attributes->binaryVersion = 10 * compute_major + compute_minor;
+    attributes->binaryVersion = 10 * compute_major + compute_minor;
+    attributes->ptxVersion = ptx_arch;
     return result(cudaSuccess);
 }
 

@@ -55,6 +55,10 @@ void access_range(const void *p, size_t bytes, bool write);
 // Adds `seconds` to the clock of cudaEventElapsedTime, as if the running operation took that much longer.
 void spend(double seconds);
 
+// For tests: sets the architecture that nvcc has compiled the kernels for (cudaFuncAttributes.ptxVersion; default: that
+// of the GPU, 90).
+void set_ptx_arch(int arch);
+
 // For tests: sets whether cudaStreamIsCapturing says that streams are being captured.
 void set_capturing(bool on);
 
