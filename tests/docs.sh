@@ -1,5 +1,5 @@
 #!/bin/sh
-# Tests README.md and docs/: the first program compiles and learns, and every link has a target.
+# Tests README.md and docs/: the programs compile and learn, and every link has a target.
 #
 #   sh tests/docs.sh        one line per check, closing line "N passed, N failed, N skipped"
 set -u
@@ -13,8 +13,10 @@ check_log=$work/log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# The first block of C in README.md, and the program at the head of megatron.h.
-readme_program() { awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' README.md; }
+# program_of PAGE: the first block of C
+program_of() { awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' "$1"; }
+
+# The program at the head of megatron.h.
 header_program() {
     awk '/^    #define MEGATRON_IMPLEMENTATION/ { inside = 1 }
         inside { sub(/^    /, ""); print }
@@ -23,7 +25,7 @@ header_program() {
 
 # The program is short, the same in both places, compiles without a warning, and its loss falls below a tenth.
 first_program() {
-    readme_program >"$work/loop.c" && header_program >"$work/header.c" || return 1
+    program_of README.md >"$work/loop.c" && header_program >"$work/header.c" || return 1
     diff "$work/loop.c" "$work/header.c" || return 1
     [ "$(wc -l <"$work/loop.c")" -lt 25 ] || { wc -l "$work/loop.c"; return 1; }
     "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/loop.c" -o "$work/loop" -lm -lpthread &&
@@ -31,6 +33,23 @@ first_program() {
     awk 'NR == 1 { first = $2 }
         END { print NR " steps: " first " -> " $2; exit !(NR == 50 && first > 1 && $2 > 0 && $2 < first / 10) }' \
         "$work/loop.txt"
+}
+
+# The program with its own weights has the same losses and input gradients on 1, 2 and 4 ranks, up to rounding.
+own_weights_program() {
+    program_of docs/own-weights.md >"$work/own.c"
+    "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/own.c" -o "$work/own" -lm -lpthread || return 1
+    for ranks in 1 2 4; do
+        "$work/own" $ranks >"$work/own$ranks.txt" || return 1
+        paste "$work/own1.txt" "$work/own$ranks.txt" | awk '
+            function distance(a, b) { return a < b ? b - a : a - b }
+            distance($4, $10) > 1e-5 * $4 || distance($6, $12) > 1e-5 || $2 != $8 || NF != 12 { wrong = 1 }
+            NR == 1 { first = $4 }
+            END { print NR " steps: " first " -> " $10; exit !(NR == 100 && !wrong && $10 > 0 && $10 < first / 10) }' ||
+            return 1
+    done
+    "$work/own" 3 && return 1
+    return 0
 }
 
 # links_of PAGE: the targets of all [text](target) outside code
@@ -67,6 +86,7 @@ chapters() {
 }
 
 check "the first program is the same in README.md and megatron.h, compiles and learns" first_program
+check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks" own_weights_program
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters
 closing_line

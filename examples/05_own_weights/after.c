@@ -2,7 +2,8 @@
 
    cc -O3 -march=native -I. examples/05_own_weights/after.c -o after -lm -lpthread && ./after 2
 
-   It trains on the file that the last argument names, or on generated sums. Compare: diff before.c after.c */
+   It trains on the file that the last argument names, or on generated sums. docs/own-weights.md says how
+   before.c and after.c differ. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

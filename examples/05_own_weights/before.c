@@ -2,7 +2,8 @@
 
    cc -O3 -march=native examples/05_own_weights/before.c -o before -lm && ./before
 
-   It trains on the file that the last argument names, or on generated sums. Compare: diff before.c after.c */
+   It trains on the file that the last argument names, or on generated sums. docs/own-weights.md says how
+   before.c and after.c differ. */
 
 #include <math.h>
 #include <stdio.h>
